@@ -1,0 +1,59 @@
+"""ART's client: run your agent's rollouts in your own code, and have an art-server train the model behind them.
+
+    model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+    await model.register(art.Backend("http://gpu-box:7623"))
+    groups = await art.gather_trajectory_groups(
+        art.TrajectoryGroup(rollout(model, scenario) for _ in range(8)) for scenario in scenarios
+    )
+    await model.train(groups, config=art.TrainConfig(learning_rate=1e-5))
+
+Importing this loads neither `openai` nor an HTTP client; they come with the first client or backend.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from art import types
+from art.errors import ArtConnectionError, ArtError, ArtJobError, ArtStatusError
+from art.gather import gather_trajectories, gather_trajectory_groups
+from art.model import Model, TrainableModel
+from art.retrying import retry
+from art.trajectories import History, Trajectory, TrajectoryGroup
+from art.types import LoRAConfig, Messages, MessagesAndChoices, Tools, TrainConfig, TrainResult
+
+if TYPE_CHECKING:
+    from art.backend import Backend
+    from art.local import LocalBackend
+
+__all__ = [
+    "ArtConnectionError",
+    "ArtError",
+    "ArtJobError",
+    "ArtStatusError",
+    "Backend",
+    "History",
+    "LoRAConfig",
+    "LocalBackend",
+    "Messages",
+    "MessagesAndChoices",
+    "Model",
+    "Tools",
+    "TrainConfig",
+    "TrainResult",
+    "TrainableModel",
+    "Trajectory",
+    "TrajectoryGroup",
+    "gather_trajectories",
+    "gather_trajectory_groups",
+    "retry",
+    "types",
+]
+
+_MODULE_BY_LAZY_NAME = {"Backend": "art.backend", "LocalBackend": "art.local"}
+"""They import httpx, which takes as long as everything else together."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_BY_LAZY_NAME:
+        return getattr(importlib.import_module(_MODULE_BY_LAZY_NAME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,238 @@
+"""`Backend`: an art-server by its address. A `Model` calls it; a program makes it, hands it to `register`, closes it."""
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Iterable
+from typing import Any, NoReturn, Self, TypeAlias
+
+import httpx
+from tqdm.auto import tqdm
+
+from art.bodies import build_log_request, build_train_request
+from art.connection import Connection
+from art.errors import ArtError, ArtJobError
+from art.model import Model, TrainableModel
+from art.rollouts import format_numbers
+from art.trajectories import Trajectory, TrajectoryGroup
+from art.types import TrainConfig, TrainResult
+from art.wire import (
+    DeleteCheckpointsReply,
+    DeleteCheckpointsRequest,
+    JobEvent,
+    JobReport,
+    LogReply,
+    ModelInfo,
+    RegisterRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+AnyModel: TypeAlias = Model
+AnyTrainableModel: TypeAlias = TrainableModel
+
+DEFAULT_URL = "http://127.0.0.1:7623"
+
+REGISTER_TIMEOUT_SECONDS = 1800
+"""The first model of a base model waits until the server has loaded, perhaps downloaded, the weights."""
+
+
+class Backend:
+    """The art-server at an address.
+
+    `base_url` and `api_key` default to ART_SERVER_URL (else http://127.0.0.1:7623) and ART_API_KEY. When the server
+    goes away, calls wait up to `reconnect_seconds` for its return; a train call takes up the same job again.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        reconnect_seconds: float = 600,
+    ) -> None:
+        url, key = _fill_in_from_environment(base_url, api_key)
+        self._connection = Connection(
+            _normalize_url(url), key, reconnect_seconds, self._check_server
+        )
+        self._models: list[Model] = []
+
+    def __repr__(self) -> str:
+        key = "'***'" if self._connection.api_key else "None"
+        return f"{type(self).__name__}(base_url='{self._connection.base_url}', api_key={key})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections of this backend and of its models; a later call opens new ones."""
+        for model in self._models:
+            await model.close()
+        await self._connection.close()
+
+    async def register(self, model: Model) -> None:
+        """Makes the model on the server, or takes it up as it is. Raises ArtConnectionError if no server is there."""
+        if isinstance(model, TrainableModel):
+            await self._connection.request("GET", "/health", reconnect_seconds=0)
+            request = RegisterRequest(
+                name=model.name,
+                project=model.project,
+                base_model=model.base_model,
+                lora=model.lora,
+            )
+            answer = await self._connection.request(
+                "POST",
+                "/api/models",
+                request.model_dump_json().encode(),
+                timeout_seconds=REGISTER_TIMEOUT_SECONDS,
+            )
+            info = ModelInfo.model_validate_json(answer)
+            logger.info("registered %s at step %d", info.inference_name, info.step)
+        self._models.append(model)
+
+    async def train(
+        self,
+        model: TrainableModel,
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig,
+        *,
+        verbose: bool = False,
+        idempotency_key: str | None = None,
+    ) -> TrainResult:
+        """Makes one step; see `TrainableModel.train`."""
+        body = await asyncio.to_thread(build_train_request, groups, config)
+        key = idempotency_key or uuid.uuid4().hex
+        report = JobReport()
+
+        def take(event: JobEvent) -> None:
+            nonlocal report
+            report = event.report or report
+            _show(bar, event)
+
+        # disable=None: shown on a terminal and in a notebook
+        with tqdm(desc="train", disable=False if verbose else None) as bar:
+            path = f"{_model_path(model)}/train"
+            event = await self._connection.follow_job(path, body, key, take)
+        if event.event == "error":
+            raise _to_job_error(event)
+        if event.step is None:
+            raise ArtError(f"art-server ended job {event.job_id} without naming the step it made")
+        _warn_of_dropped(report)
+        logger.info("%s trained to step %d", model.get_inference_name(), event.step)
+        return TrainResult(event.step, event.metrics, report)
+
+    def _model_inference_name(self, model: Model, step: int | None = None) -> str:
+        name = f"{model.project}/{model.name}"
+        return name if step is None else f"{name}@{step}"
+
+    async def _prepare_backend_for_training(
+        self, model: TrainableModel, config: Any = None
+    ) -> tuple[str, str]:
+        """The base URL and key for inference on the model."""
+        if config:
+            logger.warning(
+                "register: _openai_client_config is ignored, an art-server's engine is set by its flags"
+            )
+        return f"{self._connection.base_url}/v1", self._connection.api_key or "default"
+
+    async def _get_step(self, model: Model) -> int:
+        answer = await self._connection.request("GET", _model_path(model))
+        return ModelInfo.model_validate_json(answer).step
+
+    async def _log(
+        self,
+        model: Model,
+        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup],
+        split: str,
+        *,
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+    ) -> dict[str, float]:
+        if not isinstance(model, TrainableModel):
+            raise ValueError(
+                f"model '{model.name}' is not trainable: an art-server keeps a history of trainable models only"
+            )
+        body = await asyncio.to_thread(build_log_request, trajectories, split, metrics or {}, step)
+        answer = await self._connection.request(
+            "POST", f"{_model_path(model)}/log", body, is_repeatable=False
+        )
+        return LogReply.model_validate_json(answer).metrics
+
+    async def _delete_checkpoint_files(self, model: Model, steps_to_keep: list[int]) -> None:
+        await self._delete_checkpoints(model, steps_to_keep=steps_to_keep)
+
+    async def _delete_checkpoints(
+        self,
+        model: Model,
+        *,
+        best_metric: str | None = None,
+        steps_to_keep: list[int] | None = None,
+    ) -> None:
+        request = DeleteCheckpointsRequest(best_metric=best_metric, keep=steps_to_keep)
+        answer = await self._connection.request(
+            "POST", f"{_model_path(model)}/checkpoints/delete", request.model_dump_json().encode()
+        )
+        reply = DeleteCheckpointsReply.model_validate_json(answer)
+        logger.info(
+            "%s: deleted steps %s, kept %s", model.get_inference_name(), reply.deleted, reply.kept
+        )
+
+    def _check_server(self) -> None:
+        """Called while the server does not answer. Raises when there is no use in waiting for it."""
+
+
+def _show(bar: "tqdm[NoReturn]", event: JobEvent) -> None:
+    if event.phase is not None:
+        bar.set_description(f"train: {event.phase}", refresh=False)
+    if event.total is not None:
+        bar.total = event.total
+    if event.completed is not None:
+        bar.n = event.completed
+    bar.set_postfix_str(format_numbers(event.metrics), refresh=False)
+    bar.refresh()
+
+
+def _fill_in_from_environment(base_url: str | None, api_key: str | None) -> tuple[str, str | None]:
+    """The one place where the client reads environment variables; arguments win."""
+    url = base_url or os.environ.get("ART_SERVER_URL") or DEFAULT_URL
+    return url, api_key or os.environ.get("ART_API_KEY")
+
+
+def _normalize_url(base_url: str) -> str:
+    url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+    if httpx.URL(url).scheme not in ("http", "https"):
+        raise ValueError(f"base_url must begin with http:// or https://, not {base_url!r}")
+    return url
+
+
+def _model_path(model: Model) -> str:
+    return f"/api/models/{model.project}/{model.name}"
+
+
+def _to_job_error(event: JobEvent) -> ArtJobError:
+    if event.error is None:
+        return ArtJobError(f"job {event.job_id} failed", job_id=event.job_id)
+    return ArtJobError(
+        f"job {event.job_id} failed: {event.error.message}",
+        job_id=event.job_id,
+        code=event.error.code,
+        retryable=event.error.retryable,
+    )
+
+
+def _warn_of_dropped(report: JobReport) -> None:
+    if report.dropped:
+        reasons = "; ".join(
+            f"{dropped.count} {dropped.reason} ({', '.join(dropped.examples[:3])})"
+            for dropped in report.dropped
+        )
+        logger.warning(
+            "trained on %d of %d trajectories; not trained: %s",
+            report.num_trajectories_trained,
+            report.num_trajectories,
+            reasons,
+        )

@@ -1,0 +1,52 @@
+"""Requests built from trajectories: checked before anything is sent, so that a mistake names its place.
+
+Building and encoding a large batch takes a while; callers do it in a thread.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from art.trajectories import Trajectory, TrajectoryGroup
+from art.wire import LogRequest, TrainConfig, TrainRequest
+
+
+def build_train_request(groups: Iterable[TrajectoryGroup], config: TrainConfig) -> bytes:
+    """The JSON body of a train call. Raises ValueError that names what cannot be trained on."""
+    groups = list(groups)
+    if not groups:
+        raise ValueError("there is nothing to train on: no groups were given")
+    for index, group in enumerate(groups):
+        if not isinstance(group, TrajectoryGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"groups[{index}] is {type(group).__name__}, not art.TrajectoryGroup")
+        if not group.trajectories and not group.exceptions:
+            raise ValueError(f"groups[{index}] holds neither a trajectory nor a failed rollout")
+    return _encode(TrainRequest, {"groups": groups, "config": config})
+
+
+def build_log_request(
+    trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup],
+    split: str,
+    metrics: dict[str, float],
+    step: int | None,
+) -> bytes:
+    """The JSON body of a log call. Trajectories that are given bare form one group."""
+    entries = list(trajectories)
+    groups = [entry for entry in entries if isinstance(entry, TrajectoryGroup)]
+    bare = [entry for entry in entries if not isinstance(entry, TrajectoryGroup)]
+    if bare:
+        groups.append(TrajectoryGroup(bare))
+    return _encode(LogRequest, {"groups": groups, "split": split, "metrics": metrics, "step": step})
+
+
+def _encode(kind: type[BaseModel], fields: dict[str, Any]) -> bytes:
+    groups = [group.model_dump(mode="json", warnings=False) for group in fields["groups"]]
+    try:
+        return kind.model_validate({**fields, "groups": groups}).model_dump_json().encode()
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(
+            "."
+        )
+        raise ValueError(f"{place}: {first['msg']}, got {first['input']!r:.100}") from error

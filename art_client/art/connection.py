@@ -1,0 +1,221 @@
+"""HTTP to one art-server: requests that wait out its restarts, and jobs that are followed through them.
+
+Nothing here knows what a model or a trajectory is. Errors leave as `art.errors`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+from pydantic import ValidationError
+
+from art.errors import ArtConnectionError, ArtError, ArtStatusError
+from art.wire import IDEMPOTENCY_HEADER, ErrorBody, ErrorDetail, JobEvent
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_SECONDS = 120
+"""For an answer to an ordinary request; the server writes files before some of them."""
+
+STREAM_TIMEOUT_SECONDS = 60
+"""Between two lines of a job's events, of which the server sends one at least every ten seconds."""
+
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 15.0
+"""Between two tries to reach a server that does not answer, doubled from one to the next."""
+
+
+class Connection:
+    """A server's address and key, and the HTTP client of the running event loop."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        reconnect_seconds: float,
+        check_server: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+        self._reconnect_seconds = reconnect_seconds
+        self._check_server = check_server
+        """Called while the server does not answer; raises when there is no use in waiting."""
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
+        reconnect_seconds: float | None = None,
+        is_repeatable: bool = True,
+    ) -> bytes:
+        """The body of a successful answer. Tries again while the server is away.
+
+        A request that is not repeatable is tried again only where it cannot have reached the server.
+        """
+        patience = self._reconnect_seconds if reconnect_seconds is None else reconnect_seconds
+        outage = _Outage(self.base_url, patience, self._check_server)
+        while True:
+            try:
+                async with self._send(method, path, body, {}, timeout_seconds) as response:
+                    return await response.aread()
+            except _LostConnectionError as error:
+                if not is_repeatable:
+                    raise
+                await outage.wait(error)
+            except ArtError as error:
+                if not error.retryable:
+                    raise
+                await outage.wait(error)
+
+    async def follow_job(
+        self, path: str, body: bytes, key: str, on_event: Callable[[JobEvent], None]
+    ) -> JobEvent:
+        """The last event of the job that `body` asks for: `done` or `error`; `on_event` sees every one.
+
+        Until the server has accepted the job, a lost connection repeats the request under the same key, which joins
+        the same job; after that it takes up the job's events again.
+        """
+        job_id: str | None = None
+        outage = _Outage(self.base_url, self._reconnect_seconds, self._check_server)
+        while True:
+            try:
+                if job_id is None:
+                    headers = {IDEMPOTENCY_HEADER: key, "content-type": "application/json"}
+                    request = self._send("POST", path, body, headers, STREAM_TIMEOUT_SECONDS)
+                else:
+                    events = f"/api/jobs/{job_id}/events"
+                    request = self._send("GET", events, None, {}, STREAM_TIMEOUT_SECONDS)
+                async with request as response:
+                    async for line in response.aiter_lines():
+                        if not line.strip():
+                            continue
+                        event = _parse_event(line)
+                        outage.is_over()
+                        if event.event == "accepted":
+                            job_id = event.job_id
+                        on_event(event)
+                        if event.event in ("done", "error"):
+                            return event
+                raise _LostConnectionError(
+                    f"art-server at {self.base_url} ended the stream before its job had ended"
+                )
+            except ArtError as error:
+                if not error.retryable:
+                    raise
+                await outage.wait(error)
+
+    async def close(self) -> None:
+        """Closes the connections. The next request opens new ones."""
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.aclose()
+        self._client = self._loop = None
+
+    @asynccontextmanager
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout_seconds: float,
+    ) -> AsyncGenerator[httpx.Response, None]:
+        """A successful response, its body unread. Raises art.errors, also for what fails while the body is read."""
+        url = f"{self.base_url}{path}"
+        timeout = httpx.Timeout(timeout_seconds, connect=10.0, write=600.0)
+        try:
+            async with self._http().stream(
+                method, url, content=body, headers=headers, timeout=timeout
+            ) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise _to_status_error(response)
+                yield response
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            port = httpx.URL(self.base_url).port or 80
+            raise ArtConnectionError(
+                f"no art-server answers at {self.base_url} ({error}): is it running? "
+                f"Start it with `art-server --port {port}`, or pass its address to art.Backend",
+                retryable=True,
+            ) from error
+        except httpx.TransportError as error:
+            raise _LostConnectionError(
+                f"lost the connection to art-server at {self.base_url} in {method} {path}: {error!r}"
+            ) from error
+
+    def _http(self) -> httpx.AsyncClient:
+        """The client, made anew for each event loop, to which its connections belong."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+            self._client, self._loop = httpx.AsyncClient(headers=headers), loop
+        return self._client
+
+
+class _LostConnectionError(ArtConnectionError):
+    """The connection broke after the request may have reached the server."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class _Outage:
+    """How long the server has been away, and the wait before the next try."""
+
+    def __init__(
+        self, base_url: str, reconnect_seconds: float, check_server: Callable[[], None]
+    ) -> None:
+        self._base_url = base_url
+        self._reconnect_seconds = reconnect_seconds
+        self._check_server = check_server
+        self._deadline: float | None = None
+        self._wait_seconds = FIRST_WAIT_SECONDS
+
+    def is_over(self) -> None:
+        self._deadline, self._wait_seconds = None, FIRST_WAIT_SECONDS
+
+    async def wait(self, error: ArtError) -> None:
+        """Sleeps before the next try. Raises the error when the server has been away for too long."""
+        self._check_server()
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._reconnect_seconds
+            if self._reconnect_seconds > 0:
+                logger.warning("%s; trying again for %.0f s", error, self._reconnect_seconds)
+        if now >= self._deadline:
+            raise error
+        await asyncio.sleep(min(self._wait_seconds, self._deadline - now))
+        self._wait_seconds = min(2 * self._wait_seconds, LONGEST_WAIT_SECONDS)
+
+
+def _parse_event(line: str) -> JobEvent:
+    try:
+        return JobEvent.model_validate_json(line)
+    except ValidationError as error:
+        raise ArtError(f"art-server sent a line that is no job event: {line[:200]!r}") from error
+
+
+def _to_status_error(response: httpx.Response) -> ArtStatusError:
+    try:
+        detail = ErrorBody.model_validate_json(response.content).error
+    except ValidationError:
+        detail = ErrorDetail(
+            message=response.text.strip()[:500] or response.reason_phrase,
+            retryable=response.status_code in (502, 503, 504),
+        )
+    message, request = detail.message, response.request
+    if response.status_code == 401 and "authorization" not in request.headers:
+        message += " (no key was sent: pass api_key to art.Backend, or set ART_API_KEY)"
+    return ArtStatusError(
+        f"{message} [{response.status_code} from {request.method} {request.url.path}]",
+        status=response.status_code,
+        code=detail.code,
+        param=detail.param,
+        retryable=detail.retryable,
+    )

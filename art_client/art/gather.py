@@ -1,0 +1,151 @@
+"""Gathering: rollouts run concurrently, a bounded number at a time and the first ones first, under a progress bar.
+
+A failed rollout is recorded where it belongs and counted, never turned into a reward. As long as there are no more
+failures than `max_exceptions` (a number, or a share of all rollouts when between 0 and 1) the others go on; the next
+one cancels what still runs, and the first error is raised. The default, 0, raises the first failure.
+
+`pbar_desc=None` shows no bar; `max_metrics` limits how many of the trajectories' metrics it shows;
+`max_concurrent_rollouts` holds for the rollouts of all groups together.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Literal, TypeVar, cast, overload
+
+from art.rollouts import DEFAULT_MAX_CONCURRENT_ROLLOUTS, Rollouts, close_unstarted, run_all
+from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
+
+AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
+R = TypeVar("R", bound=Trajectory | Iterable[Trajectory])
+
+
+async def gather_trajectory_groups(
+    groups: Iterable[Awaitable[TrajectoryGroup]],
+    *,
+    pbar_desc: str | None = "gather",
+    pbar_total_completion_tokens: bool = False,
+    max_exceptions: float = 0,
+    max_metrics: int | None = None,
+    after_each: AfterEach | None = None,
+    max_concurrent_rollouts: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+) -> list[TrajectoryGroup]:
+    """The groups in order, each with its failed rollouts in `exceptions`.
+
+    `after_each` is awaited with every group that has a trajectory, as soon as it is complete, and returns what takes
+    its place: a group, a list of groups, or None to leave it out. When it fails, or the awaitable of a group itself
+    does, a group that holds only failures takes its place, so that nothing is trained on half-made rewards.
+
+    Rollouts count one by one when a group is made of coroutines, `TrajectoryGroup(rollout(...) for ...)`; what a
+    coroutine of your own runs before it returns a group is neither bounded nor counted one by one.
+    """
+    pending = list(groups)
+    rollouts = Rollouts(
+        desc=pbar_desc,
+        max_concurrent=max_concurrent_rollouts,
+        max_exceptions=max_exceptions,
+        max_metrics=max_metrics,
+        show_total_tokens=pbar_total_completion_tokens,
+    )
+    rollouts.expect(sum(not isinstance(group, TrajectoryGroup) for group in pending))
+    with rollouts:
+        try:
+            results = await run_all(_finish_group(rollouts, group, after_each) for group in pending)
+        finally:
+            close_unstarted(pending)
+            for group in pending:
+                if isinstance(group, TrajectoryGroup):
+                    group.close()
+        rollouts.raise_if_too_many_failures()  # a coroutine of the caller may have caught it
+    return [group for result in results for group in result]
+
+
+async def _finish_group(
+    rollouts: Rollouts, awaitable: Awaitable[TrajectoryGroup], after_each: AfterEach | None
+) -> list[TrajectoryGroup]:
+    group = TrajectoryGroup()
+    try:
+        group = await awaitable
+        if not isinstance(awaitable, TrajectoryGroup):
+            rollouts.expect(-1)  # it stood for the rollouts that are counted one by one
+        rollouts.count_unexpected(group)
+        if after_each is None or not group.trajectories:
+            return [group]
+        result = await after_each(group)
+    except Exception as error:
+        if rollouts.has_too_many_failures:
+            raise
+        rollouts.fail(error)
+        return [
+            TrajectoryGroup(
+                exceptions=[*group.exceptions, error],
+                metadata=group.metadata,
+                metrics=group.metrics,
+                logs=group.logs,
+            )
+        ]
+    if result is None:
+        return []
+    return result if isinstance(result, list) else [result]
+
+
+@overload
+async def gather_trajectories(
+    trajectories: Iterable[Awaitable[R]],
+    *,
+    pbar_desc: str | None = "gather",
+    pbar_total_completion_tokens: bool = False,
+    max_exceptions: Literal[0] = 0,
+    max_concurrent_rollouts: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+) -> list[R]: ...
+
+
+@overload
+async def gather_trajectories(
+    trajectories: Iterable[Awaitable[R]],
+    *,
+    pbar_desc: str | None = "gather",
+    pbar_total_completion_tokens: bool = False,
+    max_exceptions: float,
+    max_concurrent_rollouts: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+) -> list[R | Exception]: ...
+
+
+async def gather_trajectories(
+    trajectories: Iterable[Awaitable[Any]],
+    *,
+    pbar_desc: str | None = "gather",
+    pbar_total_completion_tokens: bool = False,
+    max_exceptions: float = 0,
+    max_concurrent_rollouts: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+) -> list[Any]:
+    """What the rollouts returned, in order: a trajectory, or a list of them; where one failed, its exception."""
+    pending = list(trajectories)
+    rollouts = Rollouts(
+        desc=pbar_desc,
+        max_concurrent=max_concurrent_rollouts,
+        max_exceptions=max_exceptions,
+        show_total_tokens=pbar_total_completion_tokens,
+    )
+    rollouts.expect(len(pending))
+    with rollouts:
+        try:
+            return await run_all(_run_one(rollouts, rollout) for rollout in pending)
+        finally:
+            close_unstarted(pending)
+
+
+async def _run_one(
+    rollouts: Rollouts, rollout: Awaitable[object]
+) -> Trajectory | list[Trajectory] | Exception:
+    result = await rollouts.run(rollout, _to_trajectories)
+    if isinstance(result, Trajectory):
+        rollouts.count(result)
+    if isinstance(result, list):
+        rollouts.expect(-1)  # it stood for the list
+        rollouts.count_unexpected(result)
+    return result
+
+
+def _to_trajectories(result: object) -> Trajectory | list[Trajectory]:
+    if isinstance(result, (Trajectory, BaseException)) or not isinstance(result, Iterable):
+        return to_trajectory(result)
+    return [to_trajectory(entry) for entry in cast(Iterable[object], result)]

@@ -1,0 +1,164 @@
+"""`LocalBackend`: an art-server of this program's own, started as a child process and stopped with it.
+
+The server writes its address to `{path}/.server/address.json`, and everything that it prints goes to
+`{path}/logs/server.log`.
+"""
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from art.backend import Backend
+from art.errors import ArtConnectionError, ArtError
+from art.model import Model
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 30
+"""What the server gets to finish a checkpoint and stop its engine, before it is killed."""
+
+
+class LocalBackend(Backend):
+    """An art-server on this machine, for this program.
+
+    It starts with the first `register`, or with `async with`, and stops with `close`, or at the latest when the program
+    ends. Models and checkpoints stay under `path`, where the next run takes them up. `server_args` are further flags
+    of `art-server`.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | os.PathLike[str] = ".art",
+        server_args: Sequence[str] = (),
+        start_timeout_seconds: float = 600,
+    ) -> None:
+        super().__init__("http://127.0.0.1:0")
+        self._path = Path(path).absolute()
+        self._server_args = list(server_args)
+        self._start_timeout_seconds = start_timeout_seconds
+        self._server: subprocess.Popen[bytes] | None = None
+        self._start_lock = asyncio.Lock()
+        self._log_path = self._path / "logs" / "server.log"
+        self._log_start = 0
+        """Where in the log this server's lines begin."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def register(self, model: Model) -> None:
+        """Starts the server if need be, and registers the model; see `Backend.register`."""
+        await self.start()
+        await super().register(model)
+
+    async def start(self) -> None:
+        """Starts the server and returns when it answers; at once if it runs already.
+
+        Raises ArtError with the end of the server's log when it does not come up.
+        """
+        async with self._start_lock:
+            if self._server is not None:
+                return
+            self._server = await asyncio.to_thread(self._launch)
+            atexit.register(self._stop)
+            try:
+                await self._wait_until_ready()
+            except BaseException:
+                await asyncio.to_thread(self._stop)
+                raise
+            logger.info("art-server runs at %s, log %s", self._connection.base_url, self._log_path)
+
+    async def close(self) -> None:
+        """Closes the connections and stops the server."""
+        await super().close()
+        await asyncio.to_thread(self._stop)
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "art_server.cli"]
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        flags = ["--host", "127.0.0.1", "--port", "0", "--inference-port", "0"]
+        flags += ["--path", str(self._path), "--exit-with-parent", *self._server_args]
+        with self._log_path.open("ab") as log:
+            self._log_start = log.tell()
+            return subprocess.Popen(
+                [*self._command(), *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is the program's to handle; it then closes the server
+            )
+
+    async def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_seconds
+        while time.monotonic() < deadline:
+            self._check_server()
+            address = await asyncio.to_thread(self._read_address)
+            if address is not None:
+                self._connection.base_url = address
+                try:
+                    await self._connection.request("GET", "/health", reconnect_seconds=0)
+                    return
+                except ArtConnectionError:
+                    pass  # it wrote its address a moment before it listens
+            await asyncio.sleep(0.1)
+        raise ArtError(
+            f"art-server was not ready after {self._start_timeout_seconds:.0f} s.\n{self._log_tail()}"
+        )
+
+    def _read_address(self) -> str | None:
+        """The server's address, once it has written it; what an earlier server left behind does not count."""
+        try:
+            address: dict[str, Any] = json.loads(
+                (self._path / ".server" / "address.json").read_text()
+            )
+        except FileNotFoundError:
+            return None
+        is_ours = self._server is not None and address["pid"] == self._server.pid
+        return address["url"] if is_ours else None
+
+    def _check_server(self) -> None:
+        if self._server is None:
+            raise ArtError(
+                "the server of this LocalBackend is not running: register a model, which starts it"
+            )
+        if self._server.poll() is None:
+            return
+        tail = self._log_tail()
+        remedy = ""
+        if "No module named" in tail:
+            remedy = (
+                "\nInstall what the server needs: pip install 'agent-reinforcement-trainer[server]'"
+            )
+        raise ArtError(
+            f"art-server ended with exit code {self._server.returncode}.\n{tail}{remedy}"
+        )
+
+    def _log_tail(self) -> str:
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join([f"Last lines of {self._log_path}:", *lines[-20:]])
+
+    def _stop(self) -> None:
+        if self._server is None:
+            return
+        self._server.terminate()
+        try:
+            self._server.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("art-server did not stop within %d s and is killed", STOP_SECONDS)
+            self._server.kill()
+            self._server.wait()
+        self._server = None
+        atexit.unregister(self._stop)

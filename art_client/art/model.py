@@ -1,0 +1,243 @@
+"""A model as a program sees it: its name, its inference client, and the calls that train and log it.
+
+The calls go to the backend that the model is registered with. The underscored methods of a backend are the protocol
+that ART's backends share, so they are called from here.
+"""
+
+# pyright: reportPrivateUsage=false
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from art.trajectories import Trajectory, TrajectoryGroup
+from art.types import LoRAConfig, TrainConfig, TrainResult
+from art.wire import NAME_PATTERN
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from art.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """An OpenAI client and what it was made for: its connections belong to one event loop."""
+
+    client: "AsyncOpenAI"
+    key: tuple[object, ...]
+
+
+class Model(BaseModel):
+    """A model that is asked and measured, but not trained: one behind any OpenAI-compatible address."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    project: str
+    entity: str | None = None
+    id: str | None = None
+    run_id: str | None = None
+    config: Any = None
+    """Anything of the program's own."""
+    trainable: bool = False
+    inference_api_key: str | None = Field(default=None, repr=False)
+    inference_base_url: str | None = None
+    inference_model_name: str | None = None
+    """What the inference address calls the model; None: its name."""
+    base_path: str = ".art"
+    report_metrics: list[str] | None = None
+
+    _backend: "Backend | None" = PrivateAttr(default=None)
+    _client: _Client | None = PrivateAttr(default=None)
+
+    @field_validator("name", "project")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(
+                f"{name!r} becomes a folder: use letters, digits, '.', '_' and '-', begin with a letter or a digit, "
+                "and keep to 128 characters"
+            )
+        return name
+
+    async def register(self, backend: "Backend") -> None:
+        """Binds the model to a backend."""
+        await backend.register(self)
+        self._backend = backend
+
+    def backend(self) -> "Backend":
+        """The backend that the model is registered with. Raises ValueError before that."""
+        if self._backend is None:
+            raise ValueError(
+                f"model '{self.name}' is not registered: call `await model.register(backend)` first"
+            )
+        return self._backend
+
+    def openai_client(self) -> "AsyncOpenAI":
+        """An OpenAI client for the model's inference address; the same one as long as the event loop is the same."""
+        if self.inference_base_url is None:
+            raise ValueError(self._no_address())
+        api_key = self.inference_api_key or "default"
+        key = (_running_loop(), self.inference_base_url, api_key)
+        if self._client is None or self._client.key != key or self._client.client.is_closed():
+            from art.openai_client import (
+                make_client,
+            )  # imports openai, which takes most of a second
+
+            client = make_client(self.inference_base_url, api_key, is_trainable=self.trainable)
+            self._client = _Client(client, key)
+        return self._client.client
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """What to send as `model` in a request; with `step`, for that checkpoint."""
+        name = self.inference_model_name or self.name
+        return name if step is None else f"{name}@{step}"
+
+    async def get_step(self) -> int:
+        """The number of the newest checkpoint; 0 for a model that is not trained."""
+        return 0
+
+    async def log(
+        self,
+        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup] = (),
+        split: str = "val",
+        *,
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+    ) -> dict[str, float]:
+        """Writes trajectories and metrics to the model's history, and returns the row of means that it made.
+
+        Trajectories that are given bare form one group. `step=None` is the newest step.
+        """
+        return await self.backend()._log(self, trajectories, split, metrics=metrics, step=step)
+
+    async def close(self) -> None:
+        """Closes the OpenAI client's connections; a backend's `close` does it for its models."""
+        if self._client is not None and self._client.key[0] is _running_loop():
+            await self._client.client.close()
+        self._client = None
+
+    def _no_address(self) -> str:
+        return (
+            f"model '{self.name}' has no address: pass inference_base_url (and inference_api_key)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        memo[id(self._backend)] = (
+            self._backend
+        )  # a copy of the description, on the same connections
+        memo[id(self._client)] = self._client
+        return super().__deepcopy__(memo)
+
+
+class TrainableModel(Model):
+    """A policy: a LoRA adapter on a base model, trained by the backend's server, served under its own name."""
+
+    base_model: str
+    """A Hugging Face id, a folder on the server, "art/tiny" or "smollm2"."""
+    trainable: bool = True
+    lora: LoRAConfig | None = None
+    """The adapter, fixed when the model is first registered; None: what it has, or the defaults."""
+
+    _internal_config: Any = PrivateAttr(default=None)
+    """ART's settings for its own engine and trainer; kept and dumped, without effect on an art-server."""
+
+    async def register(self, backend: "Backend", _openai_client_config: Any = None) -> None:
+        """Makes the model on the backend, or takes it up where it is, and learns its inference address.
+
+        The first model of a base model loads it, which takes minutes.
+        """
+        await super().register(backend)
+        address = await backend._prepare_backend_for_training(self, _openai_client_config)
+        self.inference_base_url, self.inference_api_key = address
+        self.inference_model_name = backend._model_inference_name(self)
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """ "PROJECT/NAME" for the newest step, or "PROJECT/NAME@step": what to send as `model` in a request."""
+        name = self.inference_model_name or f"{self.project}/{self.name}"
+        return name if step is None else f"{name}@{step}"
+
+    async def get_step(self) -> int:
+        """The number of the newest checkpoint: how many train calls were made; 0 before the first."""
+        return await self.backend()._get_step(self)
+
+    async def train(
+        self,
+        groups: Iterable[TrajectoryGroup] = (),
+        config: TrainConfig | None = None,
+        _config: Any = None,
+        verbose: bool = False,
+        *,
+        trajectory_groups: Iterable[TrajectoryGroup] = (),
+        idempotency_key: str | None = None,
+    ) -> TrainResult:
+        """Makes one step from groups of trajectories, and returns when inference serves it.
+
+        Survives a restart of the server: it reconnects to the same job. A program that may itself be restarted passes
+        an `idempotency_key`, say its step number: the same key again joins the same job instead of training twice.
+
+        `verbose` shows the progress bar where there is no terminal, too. `trajectory_groups` is ART's name for
+        `groups`.
+
+        Raises ValueError for what cannot be trained on, ArtStatusError when the server refuses, ArtJobError when the
+        job fails, ArtConnectionError when the server stays away.
+        """
+        if _config:
+            logger.warning(
+                "train: _config is ignored, its settings belong in art.TrainConfig: %s", _config
+            )
+        return await self.backend().train(
+            self,
+            [*groups, *trajectory_groups],
+            config or TrainConfig(),
+            verbose=verbose,
+            idempotency_key=idempotency_key,
+        )
+
+    async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
+        """Deletes all checkpoints but the newest and the one whose mean of the metric in the history is best."""
+        await self.backend()._delete_checkpoints(self, best_metric=best_checkpoint_metric)
+
+    def _no_address(self) -> str:
+        return f"model '{self.name}' is not registered: call `await model.register(backend)` first"
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_internal_config(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, dict) or "_internal_config" not in data:
+            return handler(data)
+        fields = dict(cast(dict[str, Any], data))
+        internal_config = fields.pop("_internal_config")
+        model = handler(fields)
+        model._internal_config = internal_config
+        return model
+
+    @model_serializer(mode="wrap")
+    def _dump_internal_config(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {**handler(self), "_internal_config": self._internal_config}
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,42 @@
+"""The OpenAI client of a model. The one module that imports `openai` at the top; `Model.openai_client` imports it when
+a client is first asked for."""
+
+from typing import Any
+
+from openai import AsyncOpenAI, Timeout
+from openai.types.chat import ChatCompletion
+
+READ_TIMEOUT_SECONDS = 1200
+"""A request waits on the server while a step trains; a long completion on a CPU takes minutes as well."""
+
+MAX_RETRIES = 10
+"""With openai's waits of 0.5 to 8 seconds between tries: about 50 seconds, in which a server restarts."""
+
+
+class InferenceClient(AsyncOpenAI):
+    """An AsyncOpenAI for a trainable model: what it samples carries what training needs.
+
+    Chat completions ask for log-probabilities unless the caller says otherwise, and each choice keeps the prompt's
+    token ids, which the server puts on the completion.
+    """
+
+    async def post(self, path: str, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if path == "/chat/completions" and isinstance(kwargs.get("body"), dict):
+            kwargs["body"] = {"logprobs": True, **kwargs["body"]}
+        answer: Any = await super().post(path, **kwargs)
+        if isinstance(answer, ChatCompletion) and answer.model_extra:
+            prompt_token_ids = answer.model_extra.get("prompt_token_ids")
+            for choice in answer.choices if prompt_token_ids is not None else []:
+                choice.prompt_token_ids = prompt_token_ids  # pyright: ignore[reportAttributeAccessIssue]
+        return answer
+
+
+def make_client(base_url: str, api_key: str, *, is_trainable: bool) -> AsyncOpenAI:
+    """A client for one inference address."""
+    kind = InferenceClient if is_trainable else AsyncOpenAI
+    return kind(
+        base_url=base_url,
+        api_key=api_key,
+        timeout=Timeout(READ_TIMEOUT_SECONDS, connect=10.0),
+        max_retries=MAX_RETRIES,
+    )

@@ -1,0 +1,313 @@
+"""What a rollout leaves: trajectories, and groups of them that GRPO compares with each other.
+
+An entry of a trajectory is a message (a plain dict: context) or an OpenAI `Choice` (what the policy sampled: trained).
+Choices keep every extra field that the server put on them, token ids among them, through a dump and back.
+"""
+
+import traceback
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Iterator
+from contextlib import asynccontextmanager, nullcontext
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+    model_serializer,
+)
+
+from art import types
+from art.rollouts import Rollouts, close_unstarted, current_rollouts, run_all
+from art.types import Message, Messages, MessagesAndChoices, Tools
+from art.wire import FailureBody
+
+
+class History(BaseModel):
+    """One conversation: a sub-agent's, or what follows a context reset."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages_and_choices: MessagesAndChoices = []
+    tools: Tools | None = None
+
+    def messages(self) -> Messages:
+        """The conversation as plain messages, ready to be sent in the next request."""
+        return [_to_message(entry) for entry in self.messages_and_choices]
+
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy sampled, as far as the choices carry ids or log-probabilities."""
+        return sum(_num_tokens(entry) for entry in self.messages_and_choices)
+
+    @field_validator("messages_and_choices")
+    @classmethod
+    def _parse_entries(cls, entries: list[Any]) -> list[Any]:
+        return [_parse_entry(entry) for entry in entries]
+
+    @field_serializer("messages_and_choices")
+    def _dump_entries(self, entries: list[Any]) -> list[dict[str, Any]]:
+        return [_dump_entry(entry) for entry in entries]
+
+
+class Trajectory(History):
+    """One episode of an agent: what was said and sampled, and the reward for it."""
+
+    reward: float = 0.0
+    additional_histories: list[History] = []
+    """More conversations of the same episode; they share its reward and advantage."""
+    initial_policy_version: int | None = None
+    final_policy_version: int | None = None
+    metrics: dict[str, float | int | bool] = {}
+    """Numbers to average in logs and on progress bars."""
+    metadata: dict[str, Any] = {}
+    """Anything that JSON can hold."""
+    logs: list[str] = []
+    start_time: datetime = Field(default_factory=lambda: datetime.now(UTC), exclude=True)
+
+    def log(self, message: str) -> None:
+        """Adds a line to the trajectory's logs."""
+        self.logs.append(message)
+
+    def finish(self) -> Self:
+        """Sets metrics["duration"], the seconds since the trajectory was made."""
+        self.metrics["duration"] = _seconds_since(self.start_time)
+        return self
+
+    @asynccontextmanager
+    async def track_duration(self, name: str) -> AsyncGenerator[None, None]:
+        """Adds the seconds spent inside to metrics["NAME_duration"]."""
+        start, key = datetime.now(UTC), f"{name}_duration"
+        try:
+            yield
+        finally:
+            self.metrics[key] = self.metrics.get(key, 0.0) + _seconds_since(start)
+
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy sampled, over all histories."""
+        own = super().num_sampled_tokens()
+        return own + sum(history.num_sampled_tokens() for history in self.additional_histories)
+
+    def for_logging(self) -> dict[str, Any]:
+        """A readable record: messages without token data, each with `trainable`."""
+        messages = [
+            {**_to_message(entry), "trainable": _is_choice(entry)}
+            for entry in self.messages_and_choices
+        ]
+        left_out = {"messages_and_choices", "additional_histories"}
+        return {**self.model_dump(exclude=left_out), "messages": messages}
+
+    def __str__(self) -> str:
+        return f"Trajectory(reward={self.reward}, metrics={self.metrics}, metadata={self.metadata})"
+
+    @field_serializer("reward")
+    def _dump_reward(self, reward: Any) -> Any:
+        return _to_number(reward)
+
+    @field_serializer("metrics")
+    def _dump_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        return {name: _to_number(value) for name, value in metrics.items()}
+
+
+class TrajectoryGroup(BaseModel):
+    """Rollouts of one scenario, compared with each other. Failed ones are records in `exceptions`, never rewards.
+
+    Built from trajectories, a group is complete. Built from coroutines, it has no `trajectories` until it is awaited,
+    by itself or in `gather_trajectory_groups`; then it holds those that succeeded, in the order given.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    trajectories: list[Trajectory]
+    exceptions: list[FailureBody] = []
+    metadata: dict[str, Any] = {}
+    metrics: dict[str, float | int | bool] = {}
+    logs: list[str] = []
+
+    _pending: list[Trajectory | Awaitable[object]] = PrivateAttr(default_factory=list[Any])
+    """All entries, while some are still to be awaited."""
+    _is_started: bool = PrivateAttr(default=False)
+
+    def __init__(
+        self,
+        trajectories: Iterable[Trajectory | BaseException | Awaitable[Trajectory]] = (),
+        *,
+        exceptions: Iterable[BaseException | FailureBody] = (),
+        metadata: dict[str, Any] | None = None,
+        metrics: dict[str, float | int | bool] | None = None,
+        logs: list[str] | None = None,
+    ) -> None:
+        entries = list(trajectories)  # once: a generator is empty the second time
+        raised = [entry for entry in entries if isinstance(entry, BaseException)]
+        entries = [entry for entry in entries if not isinstance(entry, BaseException)]
+        super().__init__(
+            trajectories=[entry for entry in entries if not isinstance(entry, Awaitable)],
+            exceptions=[_to_failure(error) for error in [*exceptions, *raised]],
+            metadata={} if metadata is None else metadata,
+            metrics={} if metrics is None else metrics,
+            logs=[] if logs is None else logs,
+        )
+        if len(self.trajectories) < len(entries):
+            ready = iter(self.trajectories)
+            del self.trajectories  # absent, not empty, until awaited
+            self._pending = [e if isinstance(e, Awaitable) else next(ready) for e in entries]
+
+    def log(self, message: str) -> None:
+        """Adds a line to the group's logs."""
+        self.logs.append(message)
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._run().__await__()
+
+    async def _run(self) -> Self:
+        if self._is_started:
+            raise RuntimeError("this TrajectoryGroup is being awaited elsewhere, or was cancelled")
+        if not self._pending:
+            return self
+        self._is_started = True
+        scope = current_rollouts.get()
+        try:
+            with Rollouts() if scope is None else nullcontext(scope) as rollouts:
+                rollouts.expect(len(self._pending))
+                results = await run_all(_run_one(rollouts, entry) for entry in self._pending)
+        finally:
+            self.close()
+        self.exceptions += [_to_failure(error) for error in results if isinstance(error, Exception)]
+        self.trajectories = [result for result in results if isinstance(result, Trajectory)]
+        self._pending, self._is_started = [], False
+        return self
+
+    def close(self) -> None:
+        """Gives up the coroutines that have not started; for a group that is not going to be awaited."""
+        close_unstarted(entry for entry in self._pending if isinstance(entry, Awaitable))
+
+    def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
+        return iter(self.trajectories)
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    if not TYPE_CHECKING:  # a type checker would take every misspelt attribute for this one
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "trajectories":
+                raise RuntimeError(
+                    "this TrajectoryGroup was built from coroutines that have not run: await it, "
+                    "or pass it to art.gather_trajectory_groups"
+                )
+            return super().__getattr__(name)
+
+    @model_serializer(mode="wrap")
+    def _dump_whole(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        _ = (
+            self.trajectories
+        )  # raises for a group that was not awaited, which would dump without them
+        return handler(self)
+
+    @field_serializer("metrics")
+    def _dump_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        return {name: _to_number(value) for name, value in metrics.items()}
+
+
+async def _run_one(
+    rollouts: Rollouts, entry: Trajectory | Awaitable[object]
+) -> Trajectory | Exception:
+    trajectory = (
+        entry if isinstance(entry, Trajectory) else await rollouts.run(entry, to_trajectory)
+    )
+    if isinstance(trajectory, Trajectory):
+        rollouts.count(trajectory)
+    return trajectory
+
+
+def to_trajectory(result: object) -> Trajectory:
+    """A rollout's result. Raises the exception that was returned in its place, or TypeError."""
+    if isinstance(result, Trajectory):
+        return result
+    if isinstance(result, BaseException):
+        raise result
+    raise TypeError(f"a rollout returned {type(result).__name__}, not art.Trajectory")
+
+
+def _to_failure(error: BaseException | FailureBody) -> FailureBody:
+    if not isinstance(error, BaseException):
+        return error
+    kind = type(error)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return FailureBody(
+        type=module + kind.__qualname__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+# --- entries: message dicts and choices of `openai` or of packages shaped like it, which need not be imported ---------
+
+
+def _is_choice(entry: Any) -> bool:
+    return {"message", "finish_reason"} <= _names(entry)
+
+
+def _names(entry: Any) -> set[str]:
+    if isinstance(entry, dict):
+        return set(cast(dict[str, Any], entry))
+    return set(type(entry).model_fields) if isinstance(entry, BaseModel) else set()
+
+
+def _parse_entry(entry: Any) -> Any:
+    if isinstance(entry, BaseModel) or not _is_choice(entry):
+        return entry
+    return types.Choice.model_construct(**entry)  # leniently, as the openai client builds an answer
+
+
+def _dump_entry(entry: Any) -> dict[str, Any]:
+    if isinstance(entry, dict):
+        return cast(dict[str, Any], entry)
+    if isinstance(entry, BaseModel) and (_is_choice(entry) or "role" in _names(entry)):
+        return entry.model_dump(mode="json", exclude_unset=True)  # what the server sent, no more
+    raise ValueError(
+        f"messages_and_choices holds a {type(entry).__name__}; an entry is a message dict or an OpenAI choice "
+        "(of a completion, append completion.choices[0])"
+    )
+
+
+def _to_message(entry: Any) -> Message:
+    if not _is_choice(entry):
+        message = _dump_entry(entry)
+        return cast(Message, {**message, "content": message.get("content") or ""})
+    sampled: Any = _get(entry, "message")
+    message: dict[str, Any] = {"role": "assistant", "content": _get(sampled, "content") or ""}
+    if tool_calls := _get(sampled, "tool_calls"):
+        message["tool_calls"] = [
+            call.model_dump(mode="json", exclude_none=True) if isinstance(call, BaseModel) else call
+            for call in tool_calls
+        ]
+    return cast(Message, message)
+
+
+def _num_tokens(entry: Any) -> int:
+    if not _is_choice(entry):
+        return 0
+    logprobs = _get(entry, "logprobs")
+    return len(_get(entry, "token_ids") or _get(logprobs, "content") or [])
+
+
+def _get(value: Any, name: str) -> Any:
+    """A field of a choice or of a part of it, as an object or as a dict; None where absent."""
+    if isinstance(value, dict):
+        return cast(dict[str, Any], value).get(name)
+    return getattr(value, name, None)
+
+
+def _to_number(value: Any) -> Any:
+    """NumPy and torch scalars as floats; what is no number stays, for the wire's validation to name."""
+    if isinstance(value, (bool, int, float)) or not isinstance(value, SupportsFloat):
+        return value
+    return float(value)
+
+
+def _seconds_since(start: datetime) -> float:
+    return (datetime.now(UTC) - start).total_seconds()

@@ -1,0 +1,127 @@
+"""The control routes: register, train, log, checkpoints, jobs, health. Bodies are those of `art.wire`."""
+
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from art.wire import (
+    IDEMPOTENCY_HEADER,
+    DeleteCheckpointsReply,
+    DeleteCheckpointsRequest,
+    Health,
+    JobInfo,
+    LogReply,
+    LogRequest,
+    ModelInfo,
+    ModelList,
+    RegisterRequest,
+    TrainRequest,
+)
+from art_server.api.bodies import parse_body, read_body
+from art_server.api.door import Caller
+from art_server.errors import InvalidInput
+from art_server.jobs.queue import Job, digest
+from art_server.service import Service
+from art_server.store.registry import Model
+
+MAX_SMALL_BODY_MB = 4
+MAX_KEY_LENGTH = 200
+
+
+def install(app: FastAPI, service: Service) -> None:
+    """Add the control routes."""
+    router = APIRouter()
+    max_mb = service.config.max_body_mb
+
+    def model_of(request: Request, project: str, name: str) -> Model:
+        caller: Caller = request.state.caller
+        caller.check_project(project)
+        return service.registry.get(project, name)
+
+    def job_of(request: Request, job: Job) -> Job:
+        caller: Caller = request.state.caller
+        caller.check_project(job.project)
+        return job
+
+    @router.get("/health")
+    async def health() -> Health:
+        return service.health()
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        state = service.health()
+        status = 200 if state.engine == "ready" else 503
+        return JSONResponse(state.model_dump(mode="json"), status_code=status)
+
+    @router.post("/api/models")
+    async def register(request: Request) -> ModelInfo:
+        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), RegisterRequest)
+        caller: Caller = request.state.caller
+        caller.check_project(body.project)
+        return await service.register(body)
+
+    @router.get("/api/models")
+    async def models(request: Request) -> ModelList:
+        caller: Caller = request.state.caller
+        return ModelList(models=[service.info(m) for m in service.registry.all(caller.projects)])
+
+    @router.get("/api/models/{project}/{name}")
+    async def model(request: Request, project: str, name: str) -> ModelInfo:
+        return service.info(model_of(request, project, name))
+
+    @router.post("/api/models/{project}/{name}/train")
+    async def train(request: Request, project: str, name: str) -> Response:
+        model = model_of(request, project, name)
+        limits = service.limits(model)
+        caller: Caller = request.state.caller
+        key = request.headers.get(IDEMPOTENCY_HEADER)
+        if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
+            raise InvalidInput(
+                f"the idempotency key must have 1 to {MAX_KEY_LENGTH} characters",
+                code="bad_key",
+                param=IDEMPOTENCY_HEADER,
+            )
+        body = await read_body(request, max_mb)
+        job = await service.runner.find(caller.owner, model, key, digest(body))
+        if job is None:
+            parsed = await parse_body(body, TrainRequest)
+            job = await service.runner.accept(
+                model, parsed, caller.owner, key, digest(body), limits
+            )
+        return StreamingResponse(
+            event_lines(service, job.job_id), media_type="application/x-ndjson"
+        )
+
+    @router.post("/api/models/{project}/{name}/log")
+    async def log(request: Request, project: str, name: str) -> LogReply:
+        model = model_of(request, project, name)
+        return await service.log(
+            model, await parse_body(await read_body(request, max_mb), LogRequest)
+        )
+
+    @router.post("/api/models/{project}/{name}/checkpoints/delete")
+    async def delete_checkpoints(
+        request: Request, project: str, name: str
+    ) -> DeleteCheckpointsReply:
+        model = model_of(request, project, name)
+        body = await read_body(request, MAX_SMALL_BODY_MB)
+        return await service.delete_checkpoints(
+            model, await parse_body(body or b"{}", DeleteCheckpointsRequest)
+        )
+
+    @router.get("/api/jobs/{job_id}")
+    async def job(request: Request, job_id: str) -> JobInfo:
+        return job_of(request, await service.runner.get(job_id)).info()
+
+    @router.get("/api/jobs/{job_id}/events")
+    async def job_events(request: Request, job_id: str) -> Response:
+        job_of(request, await service.runner.get(job_id))
+        return StreamingResponse(event_lines(service, job_id), media_type="application/x-ndjson")
+
+    app.include_router(router)
+
+
+async def event_lines(service: Service, job_id: str) -> AsyncIterator[bytes]:
+    async for event in service.runner.follow(job_id):
+        yield event.model_dump_json(exclude_none=True).encode() + b"\n"

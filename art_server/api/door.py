@@ -1,0 +1,124 @@
+"""The one door: every request passes here, and leaves with an error or with a known caller.
+
+Keys come as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, all else the
+scope `train`; only health is open. Without configured keys the server is bound to loopback and trusts its machine, but
+not web pages that a browser on it shows: requests of a foreign origin, or for a foreign host name, are refused.
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from art_server.api.errors import answer
+from art_server.errors import Forbidden, NotFound, ServerError, Unauthorized
+from art_server.settings import ApiKey, ServerConfig
+from art_server.settings import Scope as KeyScope
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and what they may see."""
+
+    owner: str
+    """Names the key without telling it."""
+    projects: frozenset[str] | None
+    """None: every project."""
+
+    def check_project(self, project: str) -> None:
+        """
+        Raises:
+            Forbidden: the key does not cover the project.
+        """
+        if self.projects is not None and project not in self.projects:
+            raise Forbidden(
+                f"this key does not cover project '{project[:128]}'",
+                code="forbidden",
+                param="project",
+            )
+
+
+ANYONE = Caller(owner="anyone", projects=None)
+
+
+class Door:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, inference_port: int | None):
+        self._app = app
+        self._inference_port = inference_port
+        self._keys = config.api_keys
+        self._hosts = LOOPBACK_HOSTS | {config.host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = self._admit(scope)
+        except ServerError as error:
+            await answer(error)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> Caller:
+        path: str = scope["path"]
+        is_inference_port = (
+            scope["server"] is not None and scope["server"][1] == self._inference_port
+        )
+        if is_inference_port and not path.startswith("/v1/") and path not in OPEN_PATHS:
+            raise NotFound("this port serves /v1 only", code="unknown_route")
+        if path in OPEN_PATHS:
+            return ANYONE
+        headers = Headers(scope=scope)
+        if not self._keys:
+            self._refuse_web_pages(headers)
+            return ANYONE
+        needed: KeyScope = "infer" if path.startswith("/v1/") else "train"
+        key = self._find(presented_key(headers))
+        if needed not in key.scopes:
+            raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
+        return Caller(hashlib.sha256(key.key.encode()).hexdigest()[:16], key.projects)
+
+    def _find(self, presented: str | None) -> ApiKey:
+        if presented is None:
+            raise Unauthorized(
+                "no API key: send 'Authorization: Bearer KEY' (clients: art.Backend(api_key=...) or ART_API_KEY)",
+                code="missing_key",
+            )
+        found: ApiKey | None = None
+        for key in self._keys:  # every key is compared, so that the time taken tells nothing
+            if hmac.compare_digest(key.key.encode(), presented.encode()):
+                found = key
+        if found is None:
+            raise Unauthorized("this API key is not known here", code="wrong_key")
+        return found
+
+    def _refuse_web_pages(self, headers: Headers) -> None:
+        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        origin = headers.get("origin")
+        if host not in self._hosts:
+            raise Forbidden(
+                f"host '{host[:200]}' is not this server's: without API keys it answers on loopback only",
+                code="foreign_host",
+            )
+        if origin is not None and urlsplit(origin).hostname not in self._hosts:
+            raise Forbidden(
+                "requests from other web origins are refused: configure --api-key",
+                code="foreign_origin",
+            )
+
+
+def presented_key(headers: Headers) -> str | None:
+    """The key that a request carries."""
+    kind, _, value = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and value.strip():
+        return value.strip()
+    return headers.get("x-api-key")

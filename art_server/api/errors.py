@@ -1,0 +1,104 @@
+"""From errors to answers: one table of statuses, one shape of body, the shape that OpenAI clients already read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from art.wire import ErrorBody, ErrorDetail
+from art_server import errors
+
+STATUS: Mapping[type[errors.ServerError], int] = {
+    errors.InvalidInput: 422,
+    errors.Unauthorized: 401,
+    errors.Forbidden: 403,
+    errors.NotFound: 404,
+    errors.Conflict: 409,
+    errors.TooLarge: 413,
+    errors.Unavailable: 503,
+    errors.StorageFull: 507,
+}
+
+RETRY_AFTER_SECONDS = 5
+"""What a client that got a 503 is told to wait."""
+
+MAX_FIELDS_SHOWN = 3
+
+
+def status_of(error: errors.ServerError) -> int:
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+
+
+def detail_of(error: errors.ServerError) -> ErrorDetail:
+    status = status_of(error)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return ErrorDetail(
+        message=error.message,
+        type=kind,
+        code=error.code,
+        param=error.param,
+        retryable=error.retryable,
+    )
+
+
+def answer(error: errors.ServerError) -> JSONResponse:
+    """The HTTP answer to an error."""
+    status = status_of(error)
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status == 503 else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    body = ErrorBody(error=detail_of(error)).model_dump(mode="json")
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """("groups", 0, "reward") -> "groups[0].reward"."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+def invalid_body(error: ValidationError) -> errors.InvalidInput:
+    """What is wrong with a body, field by field, without echoing its content."""
+    problems: list[dict[str, Any]] = [
+        dict(problem) for problem in error.errors(include_url=False, include_input=False)
+    ]
+    shown = [f"{field_path(p['loc']) or 'body'}: {p['msg']}" for p in problems[:MAX_FIELDS_SHOWN]]
+    more = len(problems) - len(shown)
+    text = "; ".join(shown) + (f"; and {more} more" if more else "")
+    names = any("name" in p["loc"] or "project" in p["loc"] for p in problems)
+    hint = " (names: 1 to 128 letters, digits, '.', '_', '-', beginning with a letter or digit)"
+    return errors.InvalidInput(
+        f"the request does not fit: {text}{hint if names else ''}",
+        code="bad_name" if names else "invalid_body",
+        param=field_path(problems[0]["loc"]) or None,
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Have every error leave in the one shape."""
+
+    @app.exception_handler(errors.ServerError)
+    async def _server_error(_: Request, error: errors.ServerError) -> JSONResponse:
+        return answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
+        detail = ErrorDetail(message=str(error.detail), code="http_error")
+        if error.status_code == 404:
+            detail = ErrorDetail(message="no such route; see /openapi.json", code="unknown_route")
+        body = ErrorBody(error=detail).model_dump(mode="json")
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def _unforeseen(_: Request, error: Exception) -> JSONResponse:
+        detail = ErrorDetail(
+            message=f"{type(error).__name__} in the server; its log tells more",
+            type="server_error",
+            code="internal_error",
+        )
+        return JSONResponse(ErrorBody(error=detail).model_dump(mode="json"), status_code=500)

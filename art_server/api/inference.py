@@ -1,0 +1,417 @@
+"""The OpenAI-compatible side: requests go to vLLM and its answers come back as it made them.
+
+A request's `model` is resolved to an adapter and replaced; the answer names the model as it was asked for. Chat and
+completion choices gain `token_ids` and `art = {id, step, model}`, the completion `prompt_token_ids`; other clients
+ignore these. A request that comes while a step runs waits and is answered by the new step; a stream is kept alive with
+comment lines meanwhile. If vLLM dies under a request, the request is sent again, unless part of a stream is out already.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+
+from art.wire import STEP_HEADER, ErrorBody
+from art_server.api.bodies import read_body
+from art_server.api.door import Caller
+from art_server.api.errors import answer, detail_of
+from art_server.errors import Conflict, InvalidInput, ServerError, Unavailable
+from art_server.ledger import ledger
+from art_server.ledger.ledger import OpenRequest
+from art_server.service import Service
+from art_server.store.registry import Model
+
+logger = logging.getLogger(__name__)
+
+PATHS: Mapping[str, str] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
+"""What the gate forwards; everything else that vLLM serves stays behind it."""
+
+ATTEMPTS = 3
+"""How often a request is given to an engine, when engines die under it."""
+PATIENCE_SECONDS = 3.0
+"""A stream that has not begun by then is begun with a comment line, so that its client sees a living connection."""
+COMMENT_SECONDS = 5.0
+"""Between two comment lines of a stream that waits."""
+COMMENT = b": waiting for the policy\n\n"
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request, as it goes to the engine."""
+
+    api: str
+    path: str
+    asked_model: str
+    body: dict[str, Any]
+    caller: Caller
+    headers: dict[str, str]
+    model: Model | None = None
+    step: int | None = None
+    adapter: str = ""
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    def art_mark(self, request_id: str, index: int) -> dict[str, Any]:
+        """What a choice carries to be found again."""
+        return {
+            "id": ledger.choice_id(request_id, index),
+            "step": self.step,
+            "model": self.model.id if self.model is not None else None,
+        }
+
+
+def install(app: FastAPI, service: Service) -> None:
+    """Add the routes under /v1."""
+    router = APIRouter()
+
+    async def forward(request: Request) -> Response:
+        body = await read_body(request, service.config.max_body_mb)
+        ask = make_ask(request, body)
+        resolve_policy(service, ask)  # a wrong name is told at once, not after a wait
+        return await (answer_stream(service, ask) if ask.is_stream else answer_whole(service, ask))
+
+    for path in PATHS:
+        router.add_api_route(path, forward, methods=["POST"], name=PATHS[path])
+
+    @router.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": model_cards(service, request.state.caller)}
+
+    app.include_router(router)
+
+
+def make_ask(request: Request, body: bytes) -> Ask:
+    """
+    Raises:
+        InvalidInput: not a JSON object with a model.
+    """
+    try:
+        data = json.loads(body)
+    except ValueError as error:
+        raise InvalidInput(f"the body is not JSON: {error}", code="invalid_body") from error
+    if not isinstance(data, dict) or not isinstance(data.get("model"), str):
+        raise InvalidInput(
+            "the body needs `model`: 'PROJECT/NAME', 'NAME' or the base model's name",
+            code="missing_model",
+            param="model",
+        )
+    api = PATHS[request.url.path]
+    passed_on = ("anthropic-version", "anthropic-beta")
+    headers = {name: request.headers[name] for name in passed_on if name in request.headers}
+    return Ask(api, request.url.path, data["model"], data, request.state.caller, headers)
+
+
+def model_cards(service: Service, caller: Caller) -> list[dict[str, Any]]:
+    """The models that a caller may ask, by every name that works."""
+    base = service.engine.base
+    if base is None:
+        return []
+    models = [m for m in service.registry.all(caller.projects) if service.is_on_base(m)]
+    names = [model.record.name for model in models]
+    ids = [base.name]
+    ids += [model.id for model in models]
+    ids += [name for name in names if names.count(name) == 1]
+    length = service.engine.max_seq_length
+    return [
+        {"id": name, "object": "model", "created": 0, "owned_by": "art", "max_model_len": length}
+        for name in ids
+    ]
+
+
+def resolve_policy(service: Service, ask: Ask) -> None:
+    """Set which model and step answer, as things stand now."""
+    base = service.engine.base
+    base_name = base.name if base is not None else None
+    policy = service.registry.resolve(ask.asked_model, base_name, ask.caller.projects)
+    ask.model, ask.step = policy.model, policy.step
+    if policy.model is None:
+        assert base_name is not None, "only a loaded base resolves to no model"
+        ask.adapter = base_name
+        return
+    if base is not None and not service.is_on_base(policy.model):
+        raise Conflict(
+            f"model '{policy.model.id}' adapts base model '{policy.model.record.base_model}'; this server has "
+            f"'{base.name}' loaded",
+            code="base_model_differs",
+            param="model",
+        )
+    assert policy.step is not None, "a model resolves to a step"
+    ask.adapter = policy.model.adapter_name(policy.step)
+
+
+@contextlib.asynccontextmanager
+async def engine_answer(
+    service: Service, ask: Ask, request_id: str
+) -> AsyncIterator[tuple[httpx.Response, OpenRequest]]:
+    """Wait for the gate, give the request to the engine, hand out its answer while it is open.
+
+    Raises:
+        Unavailable: the wait is above the limit, or the engine died under the request.
+    """
+    limit = service.config.wait_limit_seconds
+    await service.gate.wait_open(limit)
+    resolve_policy(service, ask)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(service.gate.inside(ask.adapter))
+        if ask.model is not None and ask.step is not None:
+            folder = ask.model.folder.checkpoint_dir(ask.step)
+            await service.engine.load_adapter(ask.adapter, folder, limit)
+        await service.engine.wait_ready(limit)
+        record = ask.model.record if ask.model is not None else None
+        opened = stack.enter_context(
+            service.ledger.open_request(
+                ledger.Request(
+                    request_id=request_id,
+                    api=ask.api,
+                    project=record.project if record else None,
+                    name=record.name if record else None,
+                    step=ask.step,
+                    owner=ask.caller.owner,
+                )
+            )
+        )
+        body = ask.body | {"model": ask.adapter}
+        if ask.api == "responses":
+            body["request_id"] = f"resp_{request_id}"
+        try:
+            async with service.engine.http.stream(
+                "POST", ask.path, json=body, headers=ask.headers | {"x-request-id": request_id}
+            ) as response:
+                yield response, opened
+        except httpx.TransportError as error:
+            raise EngineLost from error
+
+
+class EngineLost(Unavailable):
+    """The engine ended under a request."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the engine ended while it answered and is being restarted; repeat the request",
+            code="engine_restarted",
+        )
+
+
+# --- whole answers ------------------------------------------------------------------------------------------------
+
+
+async def answer_whole(service: Service, ask: Ask) -> Response:
+    """Forward a request whose answer is one body; sampled again when the engine dies under it."""
+    for attempt in range(ATTEMPTS):
+        request_id = uuid.uuid4().hex
+        try:
+            async with engine_answer(service, ask, request_id) as (response, opened):
+                content = await response.aread()
+                if response.status_code == 200:
+                    content = await finish_body(content, ask, opened)
+                return Response(
+                    name_as_asked(content, ask),
+                    status_code=response.status_code,
+                    media_type=response.headers.get("content-type"),
+                    headers=step_header(ask),
+                )
+        except EngineLost:
+            logger.warning("the engine died under request %s (attempt %d)", request_id, attempt + 1)
+    raise EngineLost
+
+
+async def finish_body(content: bytes, ask: Ask, opened: OpenRequest) -> bytes:
+    """Wait until every choice is in the ledger; chat and completion choices get their tokens and their mark."""
+    if ask.api not in ("chat", "completions"):
+        await opened.wait(0)
+        return content
+    body = json.loads(content)
+    for choice in body["choices"]:
+        record = await opened.wait(choice["index"])
+        choice["art"] = ask.art_mark(opened.request.request_id, choice["index"])
+        if record is not None:
+            choice["token_ids"] = record.token_ids
+            if ask.api == "chat":
+                body["prompt_token_ids"] = record.prompt_token_ids
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def name_as_asked(content: bytes, ask: Ask) -> bytes:
+    """The adapter's name as the client asked for it. Inside a JSON string quotes are escaped, so no text can match."""
+    if ask.adapter == ask.asked_model:
+        return content
+    return content.replace(
+        b'"model":' + json.dumps(ask.adapter).encode(),
+        b'"model":' + json.dumps(ask.asked_model).encode(),
+    )
+
+
+def step_header(ask: Ask) -> dict[str, str]:
+    return {STEP_HEADER: str(ask.step)} if ask.step is not None else {}
+
+
+# --- streams ------------------------------------------------------------------------------------------------------
+
+
+async def answer_stream(service: Service, ask: Ask) -> Response:
+    """Forward a streaming request. One that can begin at once keeps vLLM's status; one that must wait begins with
+    comment lines, and then tells errors as events."""
+    events = stream_events(service, ask)
+    first = asyncio.ensure_future(anext(events))
+    done, _ = await asyncio.wait({first}, timeout=PATIENCE_SECONDS)
+    if done:
+        try:
+            head = first.result()
+        except StreamRefused as refused:
+            return refused.response(ask)
+        return StreamingResponse(
+            with_comments(events, head), media_type="text/event-stream", headers=step_header(ask)
+        )
+    return StreamingResponse(
+        errors_as_events(with_comments(events, first), ask), media_type="text/event-stream"
+    )
+
+
+class StreamRefused(Exception):
+    """vLLM, or the gate, refused a streaming request before its first event."""
+
+    def __init__(self, status: int, content: bytes, headers: dict[str, str]):
+        self.status = status
+        self.content = content
+        self.headers = headers
+
+    def response(self, ask: Ask) -> Response:
+        return Response(
+            name_as_asked(self.content, ask),
+            self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+async def stream_events(service: Service, ask: Ask) -> AsyncIterator[bytes]:
+    """The SSE blocks of an answer, with names and marks put in; sampled again while nothing is out.
+
+    Raises:
+        StreamRefused: no stream came to be.
+    """
+    for attempt in range(ATTEMPTS):
+        request_id = uuid.uuid4().hex
+        is_begun = False
+        try:
+            async with engine_answer(service, ask, request_id) as (response, opened):
+                if response.status_code != 200:
+                    raise StreamRefused(response.status_code, await response.aread(), {})
+                async for block in sse_blocks(response.aiter_raw()):
+                    finished = await finish_block(block, ask, opened)
+                    is_begun = True
+                    yield finished
+                return
+        except EngineLost as error:
+            logger.warning("the engine died under stream %s (attempt %d)", request_id, attempt + 1)
+            if is_begun:
+                yield error_event(error, ask)
+                return
+        except ServerError as error:
+            raise refused_by(error) from error
+    raise refused_by(EngineLost())
+
+
+def refused_by(error: ServerError) -> StreamRefused:
+    response = answer(error)
+    headers = {key: value for key, value in response.headers.items() if key == "retry-after"}
+    return StreamRefused(response.status_code, bytes(response.body), headers)
+
+
+async def with_comments(
+    events: AsyncIterator[bytes], head: bytes | asyncio.Future[bytes]
+) -> AsyncIterator[bytes]:
+    """The events, and a comment line whenever none came for a while."""
+    pending = head if isinstance(head, asyncio.Future) else None
+    if pending is None:
+        assert isinstance(head, bytes)
+        yield head
+    else:
+        yield COMMENT
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait({pending}, timeout=COMMENT_SECONDS)
+            if not done:
+                yield COMMENT
+                continue
+            try:
+                block = pending.result()
+            except StopAsyncIteration:
+                return
+            pending = None
+            yield block
+    finally:
+        if pending is not None:
+            pending.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, StreamRefused):
+                await pending
+
+
+async def errors_as_events(events: AsyncIterator[bytes], ask: Ask) -> AsyncIterator[bytes]:
+    """For a stream that has begun: a refusal is told in it."""
+    try:
+        async for event in events:
+            yield event
+    except StreamRefused as refused:
+        yield raw_event(refused.content, ask)
+
+
+async def sse_blocks(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Whole SSE events, each with the empty line that ends it."""
+    buffer = b""
+    async for chunk in chunks:
+        buffer += chunk
+        *blocks, buffer = buffer.split(b"\n\n")
+        for block in blocks:
+            yield block + b"\n\n"
+    if buffer:
+        yield buffer
+
+
+async def finish_block(block: bytes, ask: Ask, opened: OpenRequest) -> bytes:
+    """Put the asked name into an event, and the mark into the chunk that ends a choice.
+
+    The last event is held until the ledger has every choice that ended, so that the client can train at once.
+    """
+    block = name_as_asked(block, ask)
+    request_id = opened.request.request_id
+    if ask.api in ("chat", "completions"):
+        if b'"finish_reason":"' in block:
+            prefix, _, data = block.partition(b"data: ")
+            chunk = json.loads(data)
+            for choice in chunk["choices"]:
+                if choice.get("finish_reason") is not None:
+                    choice["art"] = ask.art_mark(request_id, choice["index"])
+                    await opened.wait(choice["index"])
+            return prefix + b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+    elif b"event: response.completed" in block or b"event: message_stop" in block:
+        await opened.wait(0)
+    return block
+
+
+def error_event(error: ServerError, ask: Ask) -> bytes:
+    return raw_event(ErrorBody(error=detail_of(error)).model_dump_json().encode(), ask)
+
+
+def raw_event(content: bytes, ask: Ask) -> bytes:
+    """An error inside a stream, in the form that the API's clients read."""
+    if ask.api in ("chat", "completions"):
+        return b"data: " + content + b"\n\ndata: [DONE]\n\n"
+    body = {"type": "error", **json.loads(content)}
+    return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"

@@ -1,0 +1,30 @@
+"""The application: the service behind the door, with its routes."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+
+from art_server import __version__
+from art_server.api import control, errors, inference
+from art_server.api.door import Door
+from art_server.service import Service
+
+
+def make_app(service: Service, inference_port: int | None) -> FastAPI:
+    """The ASGI application; its lifespan starts and stops the service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(title="art-server", version=__version__, lifespan=lifespan)
+    errors.install(app)
+    control.install(app, service)
+    inference.install(app, service)
+    app.add_middleware(Door, config=service.config, inference_port=inference_port)
+    return app

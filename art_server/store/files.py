@@ -1,0 +1,112 @@
+"""Writing files so that a crash at any line leaves the old state or the new one, never a mixture."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from art_server.errors import StorageFull
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn a full disk into an error that says so.
+
+    Raises:
+        StorageFull: the disk, or the quota, has no room for `what`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise StorageFull(
+                f"no disk space for {what}: free some room under the server's --path and repeat the request",
+                code="no_disk_space",
+            ) from error
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: write beside it, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    with disk_errors(str(path.name)):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_file(path, json.dumps(value, indent=2).encode())
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Append one JSON line. A line cut short by an earlier crash is ended first, so that it spoils only itself."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors(path.name), open(path, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(value).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole JSON lines of a file that may not exist; a cut line is passed over."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Rename a finished folder to its final name, in one move; its files must be fsynced already."""
+    with disk_errors(final.name):
+        sync_folder(temporary)
+        os.rename(temporary, final)
+        sync_folder(final.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder so that no reader sees half of it: rename it away, then delete."""
+    grave = folder.with_name(f".removed-{uuid.uuid4().hex}.tmp")
+    os.rename(folder, grave)
+    shutil.rmtree(grave)
+
+
+def clear_temporary(folder: Path) -> None:
+    """Delete what an earlier process left unfinished in `folder`."""
+    for entry in folder.glob(".*.tmp"):
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

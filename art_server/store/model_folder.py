@@ -1,0 +1,186 @@
+"""The folder of one model, `PATH/PROJECT/models/NAME`: its description, checkpoints, history and trajectories.
+
+model.json               what it was registered with
+history.jsonl            one row per train or log call
+checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps), checkpoint.json
+trajectories/SPLIT/%04d.jsonl
+logs/vllm.log            the engine's log
+"""
+
+import json
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from art.wire import LoRAConfig, TrajectoryGroupBody
+from art_server.errors import NotFound
+from art_server.store import files
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_STEPS_KEPT = 2
+"""Optimizer state is kept for the newest two steps: the newest to go on from, one more to go back to."""
+
+
+class ModelRecord(BaseModel):
+    """What model.json holds."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    project: str
+    base_model: str
+    lora: LoRAConfig
+
+
+class CheckpointRecord(BaseModel):
+    """What checkpoint.json holds: written with the adapter, before the folder gets its name."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    step: int
+    job_id: str | None = None
+    """The job that made it; a restarted server knows by it that the job is done."""
+    metrics: dict[str, float] = {}
+    unchanged: bool = False
+    created_at: float = 0.0
+
+
+class ModelFolder:
+    """Reads and writes one model's folder. Holds no state but its path."""
+
+    def __init__(self, root: Path, project: str, name: str):
+        self.project = project
+        self.name = name
+        self.path = root / project / "models" / name
+
+    # --- the model ---
+
+    def exists(self) -> bool:
+        return (self.path / "model.json").exists()
+
+    def create(self, record: ModelRecord, engine_log: Path) -> None:
+        """Write model.json, and a link to the engine's log where ART's users look for it."""
+        self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+        logs = self.path / "logs"
+        logs.mkdir(exist_ok=True)
+        link = logs / "vllm.log"
+        if not link.is_symlink():
+            link.symlink_to(engine_log.resolve())
+        files.write_json(self.path / "model.json", record.model_dump(mode="json"))
+
+    def read(self) -> ModelRecord:
+        return ModelRecord.model_validate_json((self.path / "model.json").read_text())
+
+    # --- checkpoints ---
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    def steps(self) -> list[int]:
+        """The whole checkpoints, oldest first."""
+        if not self.checkpoints_dir.exists():
+            return []
+        names = (entry.name for entry in self.checkpoints_dir.iterdir())
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def newest_step(self) -> int | None:
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def checkpoint_dir(self, step: int) -> Path:
+        return self.checkpoints_dir / f"{step:04d}"
+
+    def read_checkpoint(self, step: int) -> CheckpointRecord:
+        """
+        Raises:
+            NotFound: no such step; the message lists those that are kept.
+        """
+        file = self.checkpoint_dir(step) / "checkpoint.json"
+        if not file.exists():
+            kept = ", ".join(map(str, self.steps()))
+            raise NotFound(
+                f"model '{self.project}/{self.name}' has no step {step}; kept steps: {kept}",
+                code="unknown_step",
+                param="model",
+            )
+        return CheckpointRecord.model_validate_json(file.read_text())
+
+    def new_checkpoint_dir(self) -> Path:
+        """A folder to write the next checkpoint into; `commit_checkpoint` gives it its name."""
+        folder = self.checkpoints_dir / f".{uuid.uuid4().hex}.tmp"
+        with files.disk_errors("a checkpoint"):
+            folder.mkdir(parents=True)
+        return folder
+
+    def commit_checkpoint(self, temporary: Path, record: CheckpointRecord) -> None:
+        """Make a finished checkpoint visible, in one rename, and drop optimizer state that is no longer needed."""
+        files.write_json(temporary / "checkpoint.json", record.model_dump(mode="json"))
+        files.publish_folder(temporary, self.checkpoint_dir(record.step))
+        for step in self.steps()[:-OPTIMIZER_STEPS_KEPT]:
+            (self.checkpoint_dir(step) / OPTIMIZER_FILE).unlink(missing_ok=True)
+
+    def delete_checkpoints(self, keep: set[int]) -> list[int]:
+        """Delete all steps but `keep` and the newest. Returns what was deleted."""
+        deleted = [step for step in self.steps()[:-1] if step not in keep]
+        for step in deleted:
+            files.remove_folder(self.checkpoint_dir(step))
+        return deleted
+
+    def best_step(self, metric: str) -> int | None:
+        """The kept step with the highest mean of `metric` in the history, None when it was never logged."""
+        values: dict[int, list[float]] = {}
+        for row in self.history():
+            if isinstance(row.get(metric), int | float) and isinstance(row.get("step"), int):
+                values.setdefault(row["step"], []).append(float(row[metric]))
+        kept = {step: sum(v) / len(v) for step, v in values.items() if step in set(self.steps())}
+        return max(kept, key=lambda step: (kept[step], step)) if kept else None
+
+    def clear_temporary(self) -> None:
+        """Remove what a killed process left behind."""
+        if self.checkpoints_dir.exists():
+            files.clear_temporary(self.checkpoints_dir)
+
+    # --- history and trajectories ---
+
+    def history(self) -> list[dict[str, Any]]:
+        return files.read_lines(self.path / "history.jsonl")
+
+    def append_history(
+        self, step: int, metrics: dict[str, float], job_id: str | None = None
+    ) -> None:
+        """Append one row. With a job id, a row that an earlier, killed attempt wrote is not written again."""
+        if job_id is not None and any(row.get("job_id") == job_id for row in self.history()):
+            return
+        row: dict[str, Any] = {**metrics, "step": step, "training_step": step}
+        row["recorded_at"] = datetime.now(UTC).isoformat()
+        if job_id is not None:
+            row["job_id"] = job_id
+        files.append_line(self.path / "history.jsonl", row)
+
+    def write_trajectories(self, split: str, step: int, groups: list[TrajectoryGroupBody]) -> None:
+        """Write trajectories/SPLIT/%04d.jsonl, one group a line, replacing what the step had."""
+        lines = [json.dumps(trajectory_row(group)) for group in groups]
+        data = "".join(line + "\n" for line in lines).encode()
+        files.write_file(self.path / "trajectories" / split / f"{step:04d}.jsonl", data)
+
+
+def trajectory_row(group: TrajectoryGroupBody) -> dict[str, Any]:
+    """One line of a trajectories file: ART's JSONL form, with failures and group fields beside."""
+    row = group.model_dump(mode="json", exclude={"trajectories"})
+    row["trajectories"] = [
+        {"messages": body.pop("messages_and_choices"), **body}
+        for body in (trajectory.model_dump(mode="json") for trajectory in group.trajectories)
+    ]
+    return row
+
+
+def list_model_folders(root: Path) -> list[ModelFolder]:
+    """Every model under the server's path."""
+    return [
+        ModelFolder(root, file.parent.parent.parent.name, file.parent.name)
+        for file in sorted(root.glob("*/models/*/model.json"))
+    ]

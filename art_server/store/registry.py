@@ -1,0 +1,167 @@
+"""The models that this server knows, and the step under which each one answers.
+
+A model's step is what is served: it moves only when the new checkpoint is whole and loaded (`serve`), in one assignment.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from art.wire import NAME_PATTERN, LoRAConfig
+from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
+
+_NAME = re.compile(NAME_PATTERN)
+
+
+@dataclass(slots=True)
+class Model:
+    """A registered model. `step` is the step that bare `NAME` answers with."""
+
+    folder: ModelFolder
+    record: ModelRecord
+    step: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.record.project}/{self.record.name}"
+
+    def adapter_name(self, step: int) -> str:
+        """The name under which the engine holds a step."""
+        return f"{self.id}@{step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a request's `model` means: a model at a step, or the base model (model is None)."""
+
+    model: Model | None
+    step: int | None
+
+
+def check_name(value: str, field: str) -> str:
+    """
+    Raises:
+        InvalidInput: not usable as a folder's name.
+    """
+    if not _NAME.match(value):
+        shown = value if len(value) <= 80 else value[:80] + "..."
+        raise InvalidInput(
+            f"{field} '{shown}' ({len(value)} characters) is not a name: use 1 to 128 letters, digits, '.', '_' or "
+            "'-', beginning with a letter or digit",
+            code="bad_name",
+            param=field,
+        )
+    return value
+
+
+class Registry:
+    """All models under the server's path, read once at start."""
+
+    def __init__(self, root: Path):
+        self._root = root.absolute()
+        self._models: dict[tuple[str, str], Model] = {}
+        for folder in list_model_folders(self._root):
+            folder.clear_temporary()
+            newest = folder.newest_step()
+            if newest is not None:
+                self._models[folder.project, folder.name] = Model(folder, folder.read(), newest)
+
+    def all(self, projects: frozenset[str] | None = None) -> list[Model]:
+        """The models that a caller with access to `projects` (None: all) may see."""
+        return [
+            model
+            for (project, _), model in self._models.items()
+            if projects is None or project in projects
+        ]
+
+    def find(self, project: str, name: str) -> Model | None:
+        return self._models.get((project, name))
+
+    def get(self, project: str, name: str) -> Model:
+        """
+        Raises:
+            NotFound: it was never registered.
+        """
+        check_name(project, "project")
+        check_name(name, "name")
+        model = self.find(project, name)
+        if model is None:
+            raise NotFound(
+                f"no model '{project}/{name}' is registered here; register it first (model.register(backend))",
+                code="unknown_model",
+                param="name",
+            )
+        return model
+
+    def folder(self, project: str, name: str) -> ModelFolder:
+        """The folder of a model that may not exist yet; both names are checked."""
+        return ModelFolder(self._root, check_name(project, "project"), check_name(name, "name"))
+
+    def add(self, folder: ModelFolder, record: ModelRecord) -> Model:
+        """Take a model in whose folder holds model.json and a checkpoint."""
+        step = folder.newest_step()
+        assert step is not None, "the first checkpoint is written before"
+        model = Model(folder, record, step)
+        self._models[record.project, record.name] = model
+        return model
+
+    def resolve(self, text: str, base_name: str | None, projects: frozenset[str] | None) -> Policy:
+        """What `text`, a request's `model`, means to a caller with access to `projects`.
+
+        "PROJECT/NAME[@k]", "NAME[@k]" where it is unique among what the caller sees, or the base model's own name.
+
+        Raises:
+            NotFound: no such model or step.
+            Conflict: a bare name that stands in several projects.
+        """
+        if text == base_name:
+            return Policy(None, None)
+        path, _, step_text = text.partition("@")
+        project, slash, name = path.rpartition("/")
+        visible = self.all(projects)
+        found = [
+            model
+            for model in visible
+            if model.record.name == name and (not slash or model.record.project == project)
+        ]
+        if not found:
+            known = ", ".join(sorted(model.id for model in visible)[:20]) or "none"
+            raise NotFound(
+                f"no model '{text[:200]}' here; known models: {known}; base model: {base_name or 'none'}",
+                code="unknown_model",
+                param="model",
+            )
+        if len(found) > 1:
+            projects_text = ", ".join(sorted(model.record.project for model in found))
+            raise Conflict(
+                f"model '{name}' stands in several projects ({projects_text}): write PROJECT/{name}",
+                code="ambiguous_model",
+                param="model",
+            )
+        model = found[0]
+        if not step_text:
+            return Policy(model, model.step)
+        if not step_text.isdigit() or len(step_text) > 9:
+            raise NotFound(
+                f"'{step_text[:80]}' is not a step: write {model.id}@{model.step}",
+                code="unknown_step",
+                param="model",
+            )
+        return Policy(model, model.folder.read_checkpoint(int(step_text)).step)
+
+
+def merge_lora(known: LoRAConfig, asked: LoRAConfig | None, model_id: str) -> LoRAConfig:
+    """The adapter shape of a model that is registered again.
+
+    Raises:
+        Conflict: another shape than the checkpoints have.
+    """
+    if asked is not None and asked != known:
+        raise Conflict(
+            f"model '{model_id}' has a LoRA of {known.model_dump()}; it cannot be changed to {asked.model_dump()}: "
+            "register another name",
+            code="lora_differs",
+            param="lora",
+        )
+    return known

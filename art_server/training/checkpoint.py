@@ -1,0 +1,45 @@
+"""A checkpoint: a PEFT folder as vLLM loads it, plus the optimizer's state.
+
+    adapter_config.json  adapter_model.safetensors  optimizer.safetensors (absent before the first step)
+
+Whoever asked for the folder renames it into place, so it is visible whole or not at all.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from art.wire import LoRAConfig
+from art_server.training.optimizer import load_optimizer, make_optimizer, save_optimizer
+from art_server.training.policy import Policy
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+def load_checkpoint(
+    policy: Policy, lora: LoRAConfig, folder: Path, learning_rate: float
+) -> torch.optim.AdamW:
+    """Put the folder's adapter into the policy; the optimizer that goes on with it."""
+    policy.load_adapter(lora, folder)
+    optimizer = make_optimizer(policy.parameters, learning_rate)
+    load_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
+    return optimizer
+
+
+def save_checkpoint(policy: Policy, optimizer: torch.optim.AdamW | None, folder: Path) -> None:
+    """Write adapter and optimizer state; on return they are on the disk, not only in its cache."""
+    folder.mkdir(parents=True, exist_ok=True)
+    policy.save_adapter(folder)
+    if optimizer is not None:
+        save_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
+    for path in [*folder.iterdir(), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

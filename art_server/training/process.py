@@ -1,0 +1,201 @@
+"""The trainer process as the server holds it: start it, give it tasks, learn of its death.
+
+    trainer = TrainerProcess(worker_command("Qwen/Qwen3-0.6B"), log_path)
+    done = await trainer.run(task, on_progress)
+    await trainer.stop()
+
+Imports no torch. The process holds nothing that a kill could lose (a step is visible when the server renames its
+folder), so it is always ended by SIGKILL.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from art_server.training.task import Answer, Done, Failed, InitTask, Progress, Ready, TrainTask
+
+logger = logging.getLogger(__name__)
+
+ANSWER = TypeAdapter[Ready | Progress | Done | Failed](Answer)
+
+MAX_ANSWER_BYTES = 2**26
+"""Answers are metrics and messages; a line above this is not one of ours."""
+
+QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""OpenMP threads otherwise spin at each barrier. Beside an engine on the same cores that is ruinous: a step of 45 ms
+took 2.1 s with both of two cores busy elsewhere."""
+
+NUM_LOG_LINES = 20
+
+MAX_TAIL_BYTES = 2**16
+
+
+class TrainerError(Exception):
+    """The trainer refused or failed a task, and goes on."""
+
+    retryable = False
+    """True: the same task may succeed later, unchanged."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class TrainerDied(TrainerError):
+    """The process ended under a task or while starting; the next task starts another."""
+
+    retryable = True
+
+    def __init__(self, message: str) -> None:
+        super().__init__("trainer_died", message)
+
+
+def worker_command(
+    base_model: str,
+    *,
+    trainer: Literal["auto", "unsloth", "peft"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    threads: int | None = None,
+    max_tokens_per_micro_batch: int | None = None,
+) -> list[str]:
+    """The command line of a worker in this interpreter."""
+    command = [sys.executable, "-m", "art_server.training.worker"]
+    command += ["--base-model", base_model, "--trainer", trainer, "--dtype", dtype]
+    if threads is not None:
+        command += ["--threads", str(threads)]
+    if max_tokens_per_micro_batch is not None:
+        command += ["--max-tokens-per-micro-batch", str(max_tokens_per_micro_batch)]
+    return command
+
+
+class TrainerProcess:
+    """One worker process: started by the first task, started again after a death, one task at a time.
+
+    Use it from the main thread's event loop: the worker dies with the thread that starts it.
+    """
+
+    def __init__(self, command: Sequence[str], log_path: Path) -> None:
+        self._command = list(command)
+        self._log_path = log_path
+        self._log_start = 0
+        self._process: Process | None = None
+        self._ready: Ready | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """None while no process runs. The pid is also the process group's."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> Ready:
+        """Start the process unless it runs; return once its base model is loaded.
+
+        Raises TrainerDied when it ends before that.
+        """
+        async with self._lock:
+            return await self._ensure_started()
+
+    async def run(
+        self, task: InitTask | TrainTask, on_progress: Callable[[Progress], None] | None = None
+    ) -> Done:
+        """Have a task done. A cancelled call kills the process: a step cannot be interrupted otherwise.
+
+        Raises TrainerError when the task fails, TrainerDied when the process ends.
+        """
+        async with self._lock:
+            await self._ensure_started()
+            process = self._process
+            assert process is not None
+            try:
+                line = await asyncio.to_thread(task.model_dump_json)
+                await _send(process, line.encode() + b"\n")
+                while True:
+                    answer = await self._receive(process)
+                    if isinstance(answer, Done | Failed):
+                        break
+                    if isinstance(answer, Progress) and on_progress is not None:
+                        on_progress(answer)
+            except BaseException:
+                await self.stop()
+                raise
+        if isinstance(answer, Failed):
+            raise TrainerError(answer.code, answer.message)
+        return answer
+
+    async def stop(self) -> None:
+        """End the process and its children; a task under way ends with TrainerDied."""
+        process, self._process, self._ready = self._process, None, None
+        if process is None:
+            return
+        # Gone already: its end has not reached the event loop yet.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    async def _ensure_started(self) -> Ready:
+        if self._process is not None and self._process.returncode is not None:
+            await self.stop()
+        if self._ready is not None:
+            return self._ready
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            self._log_start = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log,
+                env={**QUIET_THREADS, **os.environ},
+                limit=MAX_ANSWER_BYTES,
+                start_new_session=True,
+            )
+        self._process = process
+        try:
+            answer = await self._receive(process)
+            assert isinstance(answer, Ready), f"the trainer's first line is {answer!r}"
+        except BaseException:
+            await self.stop()
+            raise
+        self._ready = answer
+        logger.info("trainer %d ready: %s on %s", process.pid, answer.policy, answer.device)
+        return answer
+
+    async def _receive(self, process: Process) -> Ready | Progress | Done | Failed:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if not line.endswith(b"\n"):
+            status = await process.wait()
+            raise TrainerDied(
+                f"the trainer process ended with status {status}; its last lines:\n{self._log_tail()}"
+            )
+        try:
+            return ANSWER.validate_json(line)
+        except ValidationError as error:
+            raise TrainerDied(
+                f"the trainer process was ended: it answered {line[:200]!r}"
+            ) from error
+
+    def _log_tail(self) -> str:
+        """The last lines that this process wrote; the file goes on from one process to the next."""
+        with self._log_path.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - MAX_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-NUM_LOG_LINES:])
+
+
+async def _send(process: Process, line: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line)
+    # A process that died meanwhile shows, with its reason, when its answer is read.
+    with contextlib.suppress(ConnectionError):
+        await process.stdin.drain()

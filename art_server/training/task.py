@@ -1,0 +1,98 @@
+"""What the server asks of the trainer process, and what it answers: JSON lines over the process's pipes.
+
+Token rows are resolved before they come here; nothing in the trainer knows of messages, templates or engines.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from art.wire import LoRAConfig, TrainConfig
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+    """NaN and infinity keep their names on the pipe: as null, pydantic's default, a NaN log-probability would read as
+    "context only" and its token would be dropped in silence."""
+
+
+class Row(Record):
+    """One run of tokens that the policy saw and wrote."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    """As long as token_ids: the log-probability with which the engine sampled the token (temperature 1);
+    None at tokens that are context only."""
+
+
+class TrainableTrajectory(Record):
+    """One sequence: all of its rows share the reward."""
+
+    reward: float
+    rows: list[Row]
+
+
+class TrainableGroup(Record):
+    trajectories: list[TrainableTrajectory]
+
+
+class Batch(Record):
+    """The resolved payload of a job: exactly what is trained, whatever happens later."""
+
+    groups: list[TrainableGroup]
+
+
+class InitTask(Record):
+    """Write a fresh adapter (step 0: the policy is the base model) into out_dir."""
+
+    kind: Literal["init"] = "init"
+    lora: LoRAConfig
+    out_dir: str
+    seed: int = 0
+
+
+class TrainTask(Record):
+    """One optimizer step from in_dir's adapter (and optimizer state, when it is there) into out_dir."""
+
+    kind: Literal["train"] = "train"
+    lora: LoRAConfig
+    in_dir: str
+    out_dir: str
+    config: TrainConfig
+    batch: Batch
+
+
+Task = Annotated[InitTask | TrainTask, Field(discriminator="kind")]
+
+
+class Ready(Record):
+    """The trainer's first line: the base model is loaded."""
+
+    event: Literal["ready"] = "ready"
+    device: str
+    policy: str
+    num_parameters: int
+
+
+class Progress(Record):
+    event: Literal["progress"] = "progress"
+    phase: str
+    completed: int
+    total: int
+
+
+class Done(Record):
+    event: Literal["done"] = "done"
+    metrics: dict[str, float]
+    unchanged: bool = False
+    """True when the batch held no learning signal: the weights are those of in_dir."""
+
+
+class Failed(Record):
+    event: Literal["failed"] = "failed"
+    code: str
+    message: str
+    detail: dict[str, Any] = {}
+
+
+Answer = Annotated[Ready | Progress | Done | Failed, Field(discriminator="event")]

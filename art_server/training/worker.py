@@ -1,0 +1,198 @@
+"""The trainer process: tasks in, answers out, one JSON line each (task.py).
+
+    python -m art_server.training.worker --base-model PATH [--trainer peft] [--dtype float32] [--threads 2]
+
+Every task starts from the checkpoint that it names, so a failed one leaves nothing behind.
+"""
+
+import argparse
+import ctypes
+import gc
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import traceback
+from typing import BinaryIO
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from art_server.training.policy import Policy
+from art_server.training.step import init, train
+from art_server.training.task import Done, Failed, Progress, Ready, Task
+
+logger = logging.getLogger(__name__)
+
+TASK = TypeAdapter[Task](Task)
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+MAX_TOKENS_PER_MICRO_BATCH = 4096
+"""Activations of an 8B model without gradient checkpointing take about 8 MB a token in bfloat16: 32 GB."""
+
+
+def main() -> None:
+    """Load the base model, say Ready, and work until stdin ends."""
+    arguments = _parse_arguments()
+    answers = _claim_stdout()
+    _die_with_parent()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    worker = Worker(
+        base_model=arguments.base_model,
+        trainer=arguments.trainer,
+        dtype=DTYPES[arguments.dtype],
+        max_tokens_per_micro_batch=arguments.max_tokens_per_micro_batch,
+        answers=answers,
+    )
+    worker.serve(sys.stdin.buffer)
+
+
+class Worker:
+    """Holds the policy between tasks, so that the base is loaded once."""
+
+    def __init__(
+        self,
+        *,
+        base_model: str,
+        trainer: str,
+        dtype: torch.dtype | None,
+        max_tokens_per_micro_batch: int,
+        answers: BinaryIO,
+    ) -> None:
+        self._base_model = base_model
+        self._trainer = trainer
+        self._dtype = dtype
+        self._max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self._answers = answers
+        self._policy: Policy | None = None
+
+    def serve(self, tasks: BinaryIO) -> None:
+        """Answer each line; return at the end of the stream, which is also how a vanished parent shows."""
+        policy = self._load_policy()
+        self._answer(
+            Ready(
+                device=str(policy.device), policy=policy.name, num_parameters=policy.num_parameters
+            )
+        )
+        while line := tasks.readline():
+            self._answer(self._handle(line))
+
+    def _handle(self, line: bytes) -> Done | Failed:
+        try:
+            task = TASK.validate_json(line)
+        except ValidationError as error:
+            # Without the input: a line is tens of megabytes.
+            return Failed(
+                code="bad_task",
+                message=str(error.errors(include_input=False, include_url=False)[:3]),
+            )
+        try:
+            return self._run(task)
+        except FloatingPointError as error:
+            return Failed(code="non_finite", message=str(error))
+        except torch.OutOfMemoryError as error:
+            failed = Failed(code="out_of_memory", message=self._out_of_memory_message(error))
+        except (
+            Exception
+        ) as error:  # The process's outermost handler: the server decides what becomes of the job.
+            traceback.print_exc()
+            failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
+        # What the model looks like after an unforeseen error is unknown: the next task loads the base anew.
+        self._policy = None
+        gc.collect()
+        _empty_cache()
+        return failed
+
+    def _run(self, task: Task) -> Done:
+        policy = self._load_policy()
+        try:
+            if task.kind == "init":
+                return init(policy, task)
+            return train(policy, task, self._max_tokens_per_micro_batch, self._answer)
+        finally:
+            _empty_cache()
+
+    def _load_policy(self) -> Policy:
+        if self._policy is None:
+            self._policy = _policy_class(self._trainer)(self._base_model, self._dtype)
+            logger.info(
+                "loaded %s with %s on %s", self._base_model, self._policy.name, self._policy.device
+            )
+        return self._policy
+
+    def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
+        self._answers.write(answer.model_dump_json().encode() + b"\n")
+        self._answers.flush()
+
+    def _out_of_memory_message(self, error: torch.OutOfMemoryError) -> str:
+        return (
+            f"{error}. Start the trainer with --max-tokens-per-micro-batch below {self._max_tokens_per_micro_batch},"
+            " or send shorter trajectories, or register the model with a lower LoRA rank"
+        )
+
+
+def _policy_class(trainer: str) -> type[Policy]:
+    """Unsloth where it is asked for, or where it can run; else PEFT.
+
+    Raises ValueError when Unsloth is asked for and there is no CUDA.
+    """
+    if trainer == "unsloth" and not torch.cuda.is_available():
+        raise ValueError(
+            "--trainer unsloth needs CUDA, which torch does not find here; use --trainer peft"
+        )
+    has_unsloth = torch.cuda.is_available() and importlib.util.find_spec("unsloth") is not None
+    if trainer == "unsloth" or (trainer == "auto" and has_unsloth):
+        # Here, because importing Unsloth patches transformers and needs CUDA.
+        from art_server.training.unsloth_policy import UnslothPolicy
+
+        return UnslothPolicy
+    return Policy
+
+
+def _claim_stdout() -> BinaryIO:
+    """The original stdout, for answers alone; whatever libraries print goes to stderr from here on."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel kills this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG = 1).
+
+    A parent that is gone already, and other systems, show at the next read: stdin has ended.
+    """
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _empty_cache() -> None:
+    """Give freed GPU memory back: the engine on the same device wakes next."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="art_server.training.worker",
+        description="The trainer process: tasks in, answers out, one JSON line each.",
+    )
+    parser.add_argument(
+        "--base-model", required=True, help="a folder with safetensors, or a Hugging Face id"
+    )
+    parser.add_argument("--trainer", choices=["auto", "unsloth", "peft"], default="auto")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the base model")
+    parser.add_argument("--threads", type=int, help="CPU threads of torch")
+    parser.add_argument(
+        "--max-tokens-per-micro-batch", type=int, default=MAX_TOKENS_PER_MICRO_BATCH
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of `scripts/make_tiny_model.py`: synthetic chats, tokenizer, training and measurement."""

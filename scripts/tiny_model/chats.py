@@ -1,0 +1,93 @@
+"""The mix of synthetic chats: one seeded draw gives one conversation of some skill."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiny_model import games, talk, tools
+from tiny_model.words import Message, Rng, system_turn
+
+SHORT_SKILLS: dict[Callable[[Rng], list[Message]], float] = {
+    talk.yes_no_maybe: 0.42,
+    talk.copy: 0.26,
+    talk.copy_fields: 0.06,
+    talk.pick_field: 0.06,
+    talk.small_talk: 0.08,
+    talk.fact: 0.06,
+    talk.counting: 0.06,
+    talk.json_answer: 0.03,
+}
+"""Skills whose chats can follow one another in a conversation, with their weights."""
+
+TOOL_SKILLS: dict[Callable[[Rng, bool], tuple[list[tools.Tool], list[Message]]], float] = {
+    tools.single_call: 0.72,
+    tools.parallel_calls: 0.14,
+    tools.chained_calls: 0.06,
+    tools.failed_call: 0.04,
+}
+"""Kinds of tool use and their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation to learn, in OpenAI's form."""
+
+    messages: list[Message]
+    tools: list[dict[str, object]] | None = None
+
+
+def draw_chat(rng: Rng) -> Chat:
+    """A conversation of a random skill."""
+    thinking = rng.random() < 0.07
+    kind = rng.choices(("short", "tools", "tictactoe", "2048", "system"), (38, 36, 19, 4, 3))[0]
+    match kind:
+        case "short":
+            return Chat(_strip_thoughts(_short_chat(rng), thinking))
+        case "tools":
+            return _tool_chat(rng, thinking)
+        case "tictactoe":
+            return Chat(games.tictactoe_chat(rng, thinking))
+        case "2048":
+            return Chat(games.game_2048_chat(rng, thinking))
+        case _:
+            return Chat(_strip_thoughts(talk.obeyed_system(rng), thinking))
+
+
+def _draw_short(rng: Rng) -> list[Message]:
+    return rng.choices(list(SHORT_SKILLS), list(SHORT_SKILLS.values()))[0](rng)
+
+
+def _short_chat(rng: Rng) -> list[Message]:
+    """One to three short exchanges after an optional system prompt."""
+    messages = system_turn(rng)
+    for _ in range(rng.choices((1, 2, 3), (7, 2, 1))[0]):
+        messages += _draw_short(rng)
+    return messages
+
+
+def _tool_chat(rng: Rng, thinking: bool) -> Chat:
+    """One or more requests among offered tools, some of which need no call."""
+    messages = system_turn(rng)
+    needed: list[tools.Tool] = []
+    for _ in range(rng.choices((1, 2, 5), (78, 19, 3))[0]):
+        if rng.random() < 0.1:
+            needed.append(tools.random_tool(rng))
+            messages += _strip_thoughts(_draw_short(rng), thinking)
+        else:
+            skill = rng.choices(list(TOOL_SKILLS), list(TOOL_SKILLS.values()))[0]
+            used, exchange = skill(rng, thinking)
+            if any(one.name == other.name and one != other for one in used for other in needed):
+                continue
+            needed += used
+            messages += exchange
+    offered = tools.offered_tools(rng, needed)
+    return Chat(messages, [tools.tool_schema(rng, tool) for tool in offered])
+
+
+def _strip_thoughts(messages: list[Message], thinking: bool) -> list[Message]:
+    """The messages without their thoughts, unless the chat is a thinking one."""
+    if thinking:
+        return messages
+    return [
+        {key: value for key, value in message.items() if key != "reasoning_content"}
+        for message in messages
+    ]

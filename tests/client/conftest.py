@@ -1,0 +1,166 @@
+"""A server on loopback that answers as a test tells it to, over real sockets, so that it can also hang up."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import art
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Answer:
+    """An answer; with `lines`, a stream of NDJSON, cut off after the last line when `hang_up` is set."""
+
+    status: int = 200
+    body: Any = None
+    lines: Iterable[dict[str, Any]] | None = None
+    hang_up: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class FakeServer:
+    """Answers by (method, path); `requests` holds what came in."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.routes: dict[tuple[str, str], Callable[[Request], Answer]] = {}
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def on(self, method: str, path: str, answer: Answer | Callable[[Request], Answer]) -> None:
+        self.routes[method, path] = answer if callable(answer) else lambda _: answer
+
+    def sent(self, method: str, path: str) -> list[Request]:
+        return [r for r in self.requests if (r.method, r.path) == (method, path)]
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        await self._server.wait_closed()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while await self._answer_one(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, path, _ = head[0].split(" ")
+        headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        request = Request(method, path, headers, body)
+        self.requests.append(request)
+        route = self.routes.get((method, path), lambda _: Answer(404, {"detail": "no such route"}))
+        answer = route(request)
+        if answer.lines is None and answer.hang_up:
+            writer.transport.abort()
+            return False
+        content = (
+            answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+        )
+        length = "transfer-encoding: chunked"
+        if answer.lines is None:
+            length = f"content-length: {len(content)}"
+        extra = [f"{k}: {v}" for k, v in answer.headers.items()]
+        head_out = [f"HTTP/1.1 {answer.status} X", "content-type: application/json", length, *extra]
+        writer.write(("\r\n".join(head_out) + "\r\n\r\n").encode())
+        if answer.lines is None:
+            writer.write(content)
+            return True
+        for line in answer.lines:
+            data = json.dumps(line).encode() + b"\n"
+            writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+            await writer.drain()
+        if answer.hang_up:
+            await asyncio.sleep(0.02)  # let what was written arrive
+            writer.transport.abort()
+            return False
+        writer.write(b"0\r\n\r\n")
+        return True
+
+
+MODEL_INFO = {
+    "name": "agent",
+    "project": "demo",
+    "base_model": "art/tiny",
+    "step": 3,
+    "inference_name": "demo/agent",
+    "lora": {},
+}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    fake = FakeServer()
+    fake.on("GET", "/health", Answer(body={"status": "ok"}))
+    fake.on("POST", "/api/models", Answer(body=MODEL_INFO))
+    fake.on("GET", "/api/models/demo/agent", Answer(body=MODEL_INFO))
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture
+def answer() -> type[Answer]:
+    return Answer
+
+
+@pytest.fixture
+async def backend(server: FakeServer) -> AsyncIterator[art.Backend]:
+    async with art.Backend(server.url, reconnect_seconds=5) as backend:
+        yield backend
+
+
+@pytest.fixture
+async def model(backend: art.Backend) -> art.TrainableModel:
+    model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+    await model.register(backend)
+    return model
+
+
+@pytest.fixture
+def groups() -> list[art.TrajectoryGroup]:
+    def trajectory(reward: float) -> art.Trajectory:
+        return art.Trajectory(
+            messages_and_choices=[{"role": "user", "content": "hi"}], reward=reward
+        )
+
+    return [art.TrajectoryGroup([trajectory(0.0), trajectory(1.0)])]

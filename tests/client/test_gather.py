@@ -1,0 +1,340 @@
+import asyncio
+import gc
+import math
+import warnings
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+import art
+from art.rollouts import current_rollouts
+
+pytestmark = pytest.mark.anyio
+
+
+async def rollout(reward: float = 1.0, seconds: float = 0.0) -> art.Trajectory:
+    await asyncio.sleep(seconds)
+    if reward < 0:
+        raise ValueError(f"bad reward {reward}")
+    return art.Trajectory(reward=reward, metrics={"won": reward > 0.5})
+
+
+def rewards(groups: list[art.TrajectoryGroup]) -> list[list[float]]:
+    return [[trajectory.reward for trajectory in group] for group in groups]
+
+
+def failures(group: art.TrajectoryGroup) -> list[str]:
+    return [failure.message for failure in group.exceptions]
+
+
+class Running:
+    """Counts how many of its rollouts run at once, and in which order they start."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.started: list[int] = []
+
+    async def rollout(self, index: int) -> art.Trajectory:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.started.append(index)
+        await asyncio.sleep(0.002)
+        self.now -= 1
+        return art.Trajectory(reward=index)
+
+
+async def test_generators_of_groups_of_coroutines_come_out_full():
+    groups = await art.gather_trajectory_groups(
+        art.TrajectoryGroup(rollout(s + i) for i in range(3)) for s in range(2)
+    )
+    assert rewards(groups) == [[0, 1, 2], [1, 2, 3]]
+
+
+async def test_complete_groups_and_coroutines_of_groups_are_taken_too():
+    async def make_group() -> art.TrajectoryGroup:
+        return await art.TrajectoryGroup(rollout(i) for i in range(2))
+
+    ready = art.TrajectoryGroup([art.Trajectory(reward=7)])
+    groups = await art.gather_trajectory_groups([ready, make_group()])
+    assert rewards(groups) == [[7], [0, 1]]
+    assert groups[0] is ready
+
+
+async def test_nothing_to_gather_gives_an_empty_list():
+    assert await art.gather_trajectory_groups([]) == []
+    assert await art.gather_trajectories([]) == []
+
+
+async def test_rollouts_are_bounded_over_all_groups_and_start_in_order():
+    running = Running()
+
+    async def own_group(first: int) -> art.TrajectoryGroup:
+        return await art.TrajectoryGroup(running.rollout(first + i) for i in range(4))
+
+    groups = [art.TrajectoryGroup(running.rollout(4 * s + i) for i in range(4)) for s in range(5)]
+    await art.gather_trajectory_groups(groups, max_concurrent_rollouts=3)
+    assert running.most == 3
+    assert running.started == list(range(20))
+
+    await art.gather_trajectory_groups(map(own_group, [20, 24]), max_concurrent_rollouts=3)
+    assert running.most == 3
+
+
+async def test_single_trajectories_are_bounded_and_stay_in_order():
+    running = Running()
+    trajectories = await art.gather_trajectories(
+        (running.rollout(i) for i in range(10)), max_concurrent_rollouts=4
+    )
+    assert running.most == 4
+    assert [trajectory.reward for trajectory in trajectories] == list(range(10))
+
+
+async def test_group_inside_a_rollout_does_not_wait_for_the_rollouts_own_place():
+    async def nested() -> art.Trajectory:
+        inner = await art.TrajectoryGroup(rollout(i) for i in range(2))
+        return art.Trajectory(reward=len(inner))
+
+    async with asyncio.timeout(5):
+        groups = await art.gather_trajectory_groups(
+            [art.TrajectoryGroup([nested()])], max_concurrent_rollouts=1
+        )
+    assert rewards(groups) == [[2]]
+    assert current_rollouts.get() is None
+
+
+async def test_first_failure_is_raised_by_default_and_cancels_the_rest():
+    cancelled = []
+
+    async def waits() -> art.Trajectory:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            raise
+        return art.Trajectory()
+
+    groups = [art.TrajectoryGroup([waits(), rollout(-1, 0.01)]), art.TrajectoryGroup([waits()])]
+    with pytest.raises(ValueError, match="bad reward -1") as caught:
+        await art.gather_trajectory_groups(groups)
+    assert caught.value.__notes__ == ["1 rollouts failed; max_exceptions=0 allows no more"]
+    assert cancelled == [1, 1]
+
+
+async def test_abandoned_rollouts_leave_no_warning_behind():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="bad reward"):
+            await art.gather_trajectory_groups(
+                (art.TrajectoryGroup(rollout(-1) for _ in range(3)) for _ in range(3)),
+                max_concurrent_rollouts=1,
+            )
+        with pytest.raises(ValueError, match="bad reward"):
+            await art.gather_trajectories(
+                (rollout(-1) for _ in range(3)), max_concurrent_rollouts=1
+            )
+        gc.collect()
+    assert [str(warning.message) for warning in seen] == []
+
+
+async def test_allowed_failures_are_recorded_on_their_group():
+    groups = await art.gather_trajectory_groups(
+        [
+            art.TrajectoryGroup([rollout(1), rollout(-1)], metadata={"s": 1}),
+            art.TrajectoryGroup([rollout(-2), rollout(-3)], metadata={"s": 2}),
+        ],
+        max_exceptions=3,
+    )
+    assert rewards(groups) == [[1], []]
+    assert [failures(group) for group in groups] == [
+        ["bad reward -1"],
+        ["bad reward -2", "bad reward -3"],
+    ]
+    assert [group.metadata for group in groups] == [{"s": 1}, {"s": 2}]
+
+
+@pytest.mark.parametrize(
+    ("max_exceptions", "num_failing", "is_raised"),
+    [
+        (0, 1, True),
+        (2, 2, False),
+        (2, 3, True),
+        (0.5, 4, False),
+        (0.5, 5, True),
+        (0.01, 1, True),
+        (math.inf, 8, False),
+    ],
+)
+async def test_max_exceptions_is_a_number_or_a_share_of_all_rollouts(
+    max_exceptions: float, num_failing: int, is_raised: bool
+):
+    values = [-1] * num_failing + [1] * (8 - num_failing)
+
+    def halves() -> list[art.TrajectoryGroup]:
+        return [art.TrajectoryGroup(map(rollout, half)) for half in (values[:4], values[4:])]
+
+    gathers: list[Callable[[], Awaitable[list]]] = [
+        lambda: art.gather_trajectory_groups(halves(), max_exceptions=max_exceptions),
+        lambda: art.gather_trajectories(map(rollout, values), max_exceptions=max_exceptions),
+    ]
+    for gather in gathers:
+        if is_raised:
+            with pytest.raises(ValueError, match="bad reward"):
+                await gather()
+        else:
+            await gather()
+
+
+async def test_the_error_that_is_raised_is_the_first_one_with_its_own_cause():
+    async def fails(index: int) -> art.Trajectory:
+        await asyncio.sleep(0.002 * index)
+        raise ValueError(f"failure {index}") from KeyError("why")
+
+    with pytest.raises(ValueError, match="failure 0") as caught:
+        await art.gather_trajectories([fails(0), fails(1), fails(2)], max_exceptions=1)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_too_many_failures_end_the_gather_even_where_a_coroutine_catches_them():
+    async def catches() -> art.TrajectoryGroup:
+        try:
+            return await art.TrajectoryGroup([rollout(-1)])
+        except ValueError:
+            return art.TrajectoryGroup()
+
+    with pytest.raises(ValueError, match="bad reward"):
+        await art.gather_trajectory_groups([catches()])
+
+
+async def test_group_coroutine_that_fails_becomes_a_group_of_one_failure():
+    async def fails() -> art.TrajectoryGroup:
+        raise RuntimeError("no scenario")
+
+    good = art.TrajectoryGroup([rollout(1)])
+    groups = await art.gather_trajectory_groups([fails(), good], max_exceptions=1)
+    assert rewards(groups) == [[], [1]]
+    assert failures(groups[0]) == ["no scenario"]
+    with pytest.raises(RuntimeError, match="no scenario"):
+        await art.gather_trajectory_groups([fails()])
+
+
+async def test_cancelling_a_gather_passes():
+    task = asyncio.create_task(
+        art.gather_trajectory_groups([art.TrajectoryGroup([rollout(1, 60)])], max_exceptions=9)
+    )
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_keyboard_interrupt_in_a_rollout_passes():
+    async def interrupted() -> art.Trajectory:
+        raise KeyboardInterrupt
+
+    async def program() -> None:
+        await art.gather_trajectories([interrupted()], max_exceptions=9)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(program())
+
+
+async def test_after_each_replaces_drops_or_multiplies_groups():
+    async def after_each(group: art.TrajectoryGroup):
+        reward = group.trajectories[0].reward
+        if reward == 0:
+            return None
+        if reward == 1:
+            return [group, group]
+        return art.TrajectoryGroup([art.Trajectory(reward=10 * reward)])
+
+    groups = await art.gather_trajectory_groups(
+        (art.TrajectoryGroup([rollout(i)]) for i in range(3)), after_each=after_each
+    )
+    assert rewards(groups) == [[1], [1], [20]]
+
+
+async def test_after_each_is_not_called_for_a_group_without_trajectories():
+    async def after_each(group: art.TrajectoryGroup) -> None:
+        raise AssertionError("called")
+
+    groups = await art.gather_trajectory_groups(
+        [art.TrajectoryGroup([rollout(-1)])], max_exceptions=1, after_each=after_each
+    )
+    assert failures(groups[0]) == ["bad reward -1"]
+
+
+async def test_failing_after_each_leaves_no_half_judged_trajectories():
+    async def judge(group: art.TrajectoryGroup) -> art.TrajectoryGroup:
+        raise RuntimeError("judge is down")
+
+    groups = await art.gather_trajectory_groups(
+        [art.TrajectoryGroup([rollout(1), rollout(-1)], metadata={"s": 1})],
+        max_exceptions=2,
+        after_each=judge,
+    )
+    assert rewards(groups) == [[]]
+    assert failures(groups[0]) == ["bad reward -1", "judge is down"]
+    assert groups[0].metadata == {"s": 1}
+
+
+async def test_gathered_exceptions_stand_in_place():
+    results = await art.gather_trajectories([rollout(1), rollout(-1)], max_exceptions=1)
+    assert isinstance(results[0], art.Trajectory) and isinstance(results[1], ValueError)
+
+
+async def test_rollouts_may_return_several_trajectories_even_from_a_generator():
+    async def pair():
+        return (art.Trajectory(reward=i) for i in range(2))
+
+    results = await art.gather_trajectories([pair(), pair()])
+    assert [[trajectory.reward for trajectory in result] for result in results] == [[0, 1], [0, 1]]
+
+
+async def test_bar_shows_running_means_and_failures(capsys: pytest.CaptureFixture[str]):
+    groups = [art.TrajectoryGroup([rollout(1), rollout(0)]), art.TrajectoryGroup([rollout(-1)])]
+    await art.gather_trajectory_groups(groups, pbar_desc="play", max_exceptions=1)
+    bar = capsys.readouterr().err.split("\r")[-1]
+    assert "play: 100%" in bar and "3/3" in bar
+    assert "reward=0.5, exceptions=1, won=0.5" in bar
+
+
+async def test_bar_can_show_fewer_metrics_or_stay_away(capsys: pytest.CaptureFixture[str]):
+    await art.gather_trajectory_groups([art.TrajectoryGroup([rollout(1)])], max_metrics=0)
+    bar = capsys.readouterr().err
+    assert "reward=1" in bar and "won" not in bar
+    await art.gather_trajectory_groups([art.TrajectoryGroup([rollout(1)])], pbar_desc=None)
+    assert capsys.readouterr().err == ""
+
+
+async def test_bar_ends_full_for_coroutines_of_groups(capsys: pytest.CaptureFixture[str]):
+    async def make_group() -> art.TrajectoryGroup:
+        return await art.TrajectoryGroup(rollout(i) for i in range(3))
+
+    async def made_elsewhere() -> art.TrajectoryGroup:
+        return art.TrajectoryGroup([await rollout(1), await rollout(1)])
+
+    await art.gather_trajectory_groups([make_group(), made_elsewhere()])
+    assert "5/5" in capsys.readouterr().err.split("\r")[-1]
+
+
+async def test_sampled_tokens_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]):
+    async def sample(num_tokens: int) -> art.Trajectory:
+        choice = {
+            "finish_reason": "stop",
+            "index": 0,
+            "message": {"role": "assistant", "content": "x"},
+            "token_ids": list(range(num_tokens)),
+        }
+        return art.Trajectory(messages_and_choices=[choice])
+
+    first, second = await art.gather_trajectories([sample(2), sample(4)])
+    assert (first.metrics, second.metrics) == ({"completion_tokens": 2}, {"completion_tokens": 4})
+    assert "completion_tokens=3" in capsys.readouterr().err
+    await art.gather_trajectories([sample(2), sample(4)], pbar_total_completion_tokens=True)
+    assert "completion_tokens=6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"max_concurrent_rollouts": 0}, {"max_exceptions": -1}])
+async def test_limits_that_cannot_be_are_refused(wrong: dict):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        await art.gather_trajectory_groups([], **wrong)

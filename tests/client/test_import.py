@@ -1,0 +1,48 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+import art
+from art import types
+
+
+def test_exported_names_are_those_of_all():
+    private = {"annotations", "importlib", "TYPE_CHECKING", "Any"}
+    modules = {name for name in vars(art) if f"art.{name}" in sys.modules} - {"types"}
+    public = {name for name in vars(art) if not name.startswith("_")} - private - modules
+    assert public | {"Backend", "LocalBackend"} == set(art.__all__)
+    assert sorted(art.__all__) == sorted(set(art.__all__))
+    assert all(getattr(art, name) is not None for name in art.__all__)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Trajectroy'"):
+        _ = art.Trajectroy
+    with pytest.raises(AttributeError, match="no attribute 'Chioce'"):
+        _ = types.Chioce
+
+
+IMPORT = """
+import json, sys, time
+import pydantic, asyncio
+start = time.perf_counter()
+import art
+seconds = time.perf_counter() - start
+heavy = "openai httpx httpx2 torch vllm transformers fastapi wandb numpy".split()
+print(json.dumps([seconds, [name for name in heavy if name in sys.modules]]))
+"""
+
+
+def test_import_is_quick_and_loads_nothing_heavy():
+    runs = [subprocess.run([sys.executable, "-c", IMPORT], capture_output=True) for _ in range(2)]
+    seconds, heavy = zip(*(json.loads(run.stdout) for run in runs), strict=True)
+    assert heavy == ([], [])
+    assert min(seconds) < 0.5
+
+
+def test_types_choice_is_the_openai_class():
+    from openai.types.chat.chat_completion import Choice
+
+    assert types.Choice is Choice

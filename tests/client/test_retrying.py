@@ -1,0 +1,85 @@
+import asyncio
+import itertools
+import time
+
+import pytest
+
+import art
+
+
+class Flaky:
+    """Fails so many times, then answers."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+        self.num_calls = 0
+
+    def call(self, value: int) -> int:
+        self.num_calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return value
+
+
+def test_sync_function_is_called_again_after_each_failure():
+    flaky = Flaky(ValueError("a"), ValueError("b"))
+    seen = []
+    retried = art.retry(
+        delay=0.001, on_retry=lambda error, attempt: seen.append((str(error), attempt))
+    )
+    assert retried(flaky.call)(7) == 7
+    assert flaky.num_calls == 3
+    assert seen == [("a", 1), ("b", 2)]
+
+
+@pytest.mark.anyio
+async def test_async_function_is_called_again_after_each_failure():
+    flaky = Flaky(ValueError("a"))
+
+    @art.retry(delay=0.001)
+    async def call(value: int) -> int:
+        return flaky.call(value)
+
+    assert asyncio.iscoroutinefunction(call)
+    assert await call(7) == 7
+    assert flaky.num_calls == 2
+
+
+def test_last_failure_is_raised():
+    flaky = Flaky(ValueError("a"), ValueError("b"), ValueError("c"))
+    with pytest.raises(ValueError, match="b"):
+        art.retry(max_attempts=2, delay=0.001)(flaky.call)(7)
+    assert flaky.num_calls == 2
+
+
+def test_other_exceptions_are_not_retried():
+    flaky = Flaky(KeyError("a"))
+    with pytest.raises(KeyError):
+        art.retry(exceptions=(ValueError,))(flaky.call)(7)
+    assert flaky.num_calls == 1
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt(), SystemExit()])
+def test_cancellation_and_interrupts_pass_even_when_everything_is_retried(error: BaseException):
+    flaky = Flaky(error)
+    with pytest.raises(type(error)):
+        art.retry(exceptions=(BaseException,), delay=0.001)(flaky.call)(7)
+    assert flaky.num_calls == 1
+
+
+def test_waits_grow_by_the_factor():
+    times = []
+    flaky = Flaky(ValueError(), ValueError(), ValueError())
+
+    def note_time(error: BaseException, attempt: int) -> None:
+        times.append(time.perf_counter())
+
+    art.retry(4, delay=0.01, backoff_factor=4.0, on_retry=note_time)(flaky.call)(7)
+    end = time.perf_counter()
+    waits = [after - before for before, after in itertools.pairwise([*times, end])]
+    assert waits[0] >= 0.01 and waits[1] >= 0.04 and waits[2] >= 0.16
+
+
+def test_no_attempt_at_all_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        art.retry(max_attempts=0)

@@ -1,0 +1,95 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art_server.training.batches import make_micro_batches, make_train_rows
+from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+
+
+def group(*rewards_and_rows: tuple[float, list[Row]]) -> TrainableGroup:
+    return TrainableGroup(
+        trajectories=[
+            TrainableTrajectory(reward=reward, rows=rows) for reward, rows in rewards_and_rows
+        ]
+    )
+
+
+ROW = Row(token_ids=[5, 6, 7, 8, 9], logprobs=[None, None, -0.5, -0.25, None])
+
+
+def test_row_is_cut_before_its_last_trained_token() -> None:
+    train_rows = make_train_rows(Batch(groups=[group((1.0, [ROW]), (0.0, []))]))
+    (row,) = train_rows.rows
+    assert row.token_ids == [5, 6, 7]
+    assert row.positions == [1, 2]
+    assert row.targets == [7, 8]
+    assert row.sampled_logprobs == [-0.5, -0.25]
+    assert row.advantage == pytest.approx(1.0, abs=1e-5)
+
+
+def test_groups_without_signal_are_outside_rows_and_denominators_and_are_counted() -> None:
+    live, dead, single = (
+        group((1.0, [ROW]), (0.0, [ROW])),
+        group((2.0, [ROW]), (2.0, [ROW])),
+        group((9.0, [ROW])),
+    )
+    train_rows = make_train_rows(Batch(groups=[dead, live, single]))
+    assert train_rows.num_groups == 3
+    assert train_rows.num_groups_trainable == 1
+    assert train_rows.num_trajectories == 5
+    assert len(train_rows.rows) == 2
+    assert train_rows.num_tokens == 4
+
+
+def test_group_whose_tokens_are_all_context_is_not_trainable() -> None:
+    context = Row(token_ids=[1, 2], logprobs=[None, None])
+    train_rows = make_train_rows(Batch(groups=[group((1.0, [context]), (0.0, [])), group()]))
+    assert train_rows.rows == []
+    assert train_rows.num_groups_trainable == 0
+    assert train_rows.num_groups == 2
+
+
+def test_token_at_position_zero_cannot_be_trained_and_is_counted() -> None:
+    row = Row(token_ids=[3, 4], logprobs=[-1.0, -2.0])
+    train_rows = make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
+    assert [each.targets for each in train_rows.rows] == [[4], [4]]
+    assert train_rows.num_tokens == 2
+    assert train_rows.num_tokens_unpredicted == 2
+
+
+def test_row_with_more_tokens_than_logprobs_is_refused() -> None:
+    row = Row(token_ids=[3, 4], logprobs=[None])
+    with pytest.raises(ValueError, match="2 tokens and 1 log-probabilities"):
+        make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
+
+
+@given(seed=st.integers(0, 10_000), max_tokens=st.integers(1, 200))
+def test_micro_batches_hold_each_trained_token_once_within_the_budget(
+    make_batch, seed: int, max_tokens: int
+) -> None:
+    train_rows = make_train_rows(make_batch(seed))
+    expected = sorted(
+        (tuple(row.token_ids[: position + 1]), target, sampled, row.advantage)
+        for row in train_rows.rows
+        for position, target, sampled in zip(
+            row.positions, row.targets, row.sampled_logprobs, strict=True
+        )
+    )
+    seen = []
+    for batch in make_micro_batches(train_rows.rows, max_tokens):
+        assert batch.token_ids_BT.numel() <= max_tokens or batch.token_ids_BT.shape[0] == 1
+        for index, target in enumerate(batch.targets_N.tolist()):
+            row, position = int(batch.rows_N[index]), int(batch.positions_N[index])
+            seen.append(
+                (
+                    tuple(batch.token_ids_BT[row, : position + 1].tolist()),
+                    target,
+                    float(batch.sampled_logprobs_N[index]),
+                    float(batch.advantages_N[index]),
+                )
+            )
+    seen.sort()
+    assert len(seen) == len(expected) == train_rows.num_tokens
+    for one, other in zip(seen, expected, strict=True):
+        assert one[:2] == other[:2]
+        assert one[2:] == pytest.approx(other[2:], rel=1e-6)

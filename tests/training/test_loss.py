@@ -1,0 +1,149 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art.wire import TrainConfig
+from art_server.training.loss import MAX_LOG_RATIO, grpo_loss
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "coefficient"),
+    [
+        (1.0, 2.0, 2.0, -2.0),
+        (1.1, 2.0, 2.2, -2.2),
+        (1.5, 2.0, 2.4, 0.0),  # clipped above: 1.2 * 2
+        (0.5, 2.0, 1.0, -1.0),  # below the clip with A > 0: still pulled up
+        (0.5, -2.0, -1.6, 0.0),  # clipped below: 0.8 * -2
+        (1.5, -2.0, -3.0, 3.0),  # above the clip with A < 0: still pushed down
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_clip_by_hand(ratio: float, advantage: float, objective: float, coefficient: float) -> None:
+    sampled = tensor(-3.0)
+    loss = grpo_loss(
+        sampled + math.log(ratio), sampled, tensor(advantage), None, TrainConfig(), num_tokens=4
+    )
+    assert float(loss.value) == pytest.approx(-objective / 4)
+    assert float(loss.coefficients_N[0]) == pytest.approx(coefficient / 4)
+    assert float(loss.ratios_N[0]) == pytest.approx(ratio)
+    assert bool(loss.is_clipped_N[0]) == (coefficient == 0.0 and advantage != 0.0)
+    assert loss.kl_N is None
+
+
+def test_upper_clip_may_be_wider_than_the_lower() -> None:
+    config = TrainConfig(epsilon=0.1, epsilon_high=0.5)
+    sampled, ratios = tensor(-1.0, -1.0, -1.0), tensor(1.4, 1.6, 0.85).log()
+    loss = grpo_loss(sampled + ratios, sampled, tensor(1.0, 1.0, -1.0), None, config, num_tokens=1)
+    assert loss.is_clipped_N.tolist() == [False, True, True]
+    assert float(loss.value) == pytest.approx(-(1.4 + 1.5 - 0.9))
+
+
+def test_kl_penalty_by_hand() -> None:
+    # ref - new = ln 2: k3 = 2 - ln 2 - 1, slope 1 - 2
+    logprobs = tensor(-2.0)
+    loss = grpo_loss(
+        logprobs, logprobs, tensor(0.0), logprobs + math.log(2), TrainConfig(beta=0.5), num_tokens=2
+    )
+    assert loss.kl_N is not None
+    assert float(loss.kl_N[0]) == pytest.approx(1 - math.log(2))
+    assert float(loss.value) == pytest.approx(0.5 * (1 - math.log(2)) / 2)
+    assert float(loss.coefficients_N[0]) == pytest.approx(0.5 * -1 / 2)
+
+
+def test_absurd_ratios_stay_finite() -> None:
+    loss = grpo_loss(
+        tensor(0.0, -1e4),
+        tensor(-1e4, 0.0),
+        tensor(-1.0, 1.0),
+        tensor(-1e4, 0.0),
+        TrainConfig(beta=1),
+        1,
+    )
+    assert loss.value.isfinite()
+    assert loss.coefficients_N.tolist() == [0.0, 0.0]
+
+
+LOGPROB = st.floats(-6.0, 0.0)
+OFFSET = st.one_of(
+    st.floats(-3.0, 3.0),
+    st.sampled_from(
+        [0.0, math.log(1.2), math.log(0.8), math.log(1.3), MAX_LOG_RATIO + 1, -MAX_LOG_RATIO - 1]
+    ),
+)
+TOKEN = st.tuples(LOGPROB, OFFSET, st.floats(-3.0, 3.0), OFFSET)
+
+
+@given(
+    tokens=st.lists(TOKEN, min_size=1, max_size=8),
+    beta=st.sampled_from([0.0, 0.04, 1.0]),
+    epsilon_high=st.sampled_from([None, 0.3]),
+)
+def test_coefficients_are_the_autograd_of_the_loss(
+    tokens: list[tuple[float, float, float, float]], beta: float, epsilon_high: float | None
+) -> None:
+    logprobs, offsets, advantages, reference_offsets = (
+        tensor(*column) for column in zip(*tokens, strict=True)
+    )
+    sampled = logprobs - offsets
+    reference = logprobs + reference_offsets if beta > 0 else None
+    # Off the kinks of the clip, where the loss has no derivative.
+    upper = 0.2 if epsilon_high is None else epsilon_high
+    ratios = offsets.exp()
+    if ((ratios - 0.8).abs() < 1e-9).any() or ((ratios - 1 - upper).abs() < 1e-9).any():
+        advantages = advantages.abs().clamp(min=0.1) * torch.where(ratios < 1, 1.0, -1.0)
+    config = TrainConfig(beta=beta, epsilon=0.2, epsilon_high=epsilon_high)
+
+    loss = grpo_loss(logprobs, sampled, advantages, reference, config, num_tokens=5)
+
+    leaf = logprobs.clone().requires_grad_()
+    expected = -_plain_objective(leaf, sampled, advantages, 0.8, 1 + upper).sum()
+    if reference is not None:
+        difference = (reference - leaf).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        expected = expected + beta * (torch.expm1(difference) - difference).sum()
+    expected = expected / 5
+    expected.backward()
+    torch.testing.assert_close(loss.value, expected.detach())
+    assert leaf.grad is not None
+    torch.testing.assert_close(loss.coefficients_N, leaf.grad)
+
+
+def _plain_objective(
+    logprobs: torch.Tensor, sampled: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> torch.Tensor:
+    """The clipped objective the other way round: per sign of the advantage, one bound of the ratio."""
+    ratios = (logprobs - sampled).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    pulled_up = advantages * ratios.clamp(max=high)
+    pushed_down = advantages * ratios.clamp(min=low)
+    return torch.where(advantages >= 0, pulled_up, pushed_down)
+
+
+@given(tokens=st.lists(TOKEN, min_size=2, max_size=8), cut=st.integers(1, 7))
+def test_shares_of_a_split_add_up(
+    tokens: list[tuple[float, float, float, float]], cut: int
+) -> None:
+    logprobs, offsets, advantages, reference_offsets = (
+        tensor(*column) for column in zip(*tokens, strict=True)
+    )
+    sampled, reference = logprobs - offsets, logprobs + reference_offsets
+    whole, *parts = [
+        grpo_loss(
+            logprobs[part],
+            sampled[part],
+            advantages[part],
+            reference[part],
+            TrainConfig(beta=0.1),
+            num_tokens=len(tokens),
+        )
+        for part in (slice(None), slice(None, cut), slice(cut, None))
+    ]
+    torch.testing.assert_close(whole.value, parts[0].value + parts[1].value)
+    torch.testing.assert_close(
+        whole.coefficients_N, torch.cat([part.coefficients_N for part in parts])
+    )

@@ -1,0 +1,211 @@
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    PreTrainedConfig,
+)
+
+from art.wire import LoRAConfig
+from art_server.training.batches import MicroBatch, make_micro_batches, make_train_rows
+from art_server.training.policy import ADAPTER_FILE, Policy
+from art_server.training.task import Batch
+
+PROMPTS = torch.randint(0, 128, (3, 11), generator=torch.Generator().manual_seed(7))
+
+
+def one_micro_batch(batch: Batch) -> MicroBatch:
+    (micro_batch,) = make_micro_batches(make_train_rows(batch).rows, 10_000)
+    return micro_batch
+
+
+def plain_logprobs(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """Row by row, without padding, through the model's own logits: N."""
+    values = []
+    for row, position, target in zip(
+        batch.rows_N.tolist(), batch.positions_N.tolist(), batch.targets_N.tolist(), strict=True
+    ):
+        with torch.no_grad():
+            logits = model(input_ids=batch.token_ids_BT[row : row + 1, : position + 1]).logits
+        values.append(torch.log_softmax(logits[0, -1].float(), -1)[target])
+    return torch.stack(values)
+
+
+def test_logprob_of_a_token_is_the_models_own_at_the_position_before(
+    policy: Policy, adapter_dir: Path, make_batch
+) -> None:
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    batch = one_micro_batch(make_batch(1))
+    logprobs_N, _ = policy.logprobs(batch)
+    assert logprobs_N.dtype == torch.float32
+    torch.testing.assert_close(
+        logprobs_N.detach(), plain_logprobs(policy.model, batch), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_reference_is_the_base_and_leaves_the_adapter_on(
+    policy: Policy, adapter_dir: Path, base_dir: Path, make_batch
+) -> None:
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    batch = one_micro_batch(make_batch(2))
+    before_N, _ = policy.logprobs(batch)
+    reference_N = policy.reference_logprobs(batch)
+    after_N, _ = policy.logprobs(batch)
+
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    torch.testing.assert_close(reference_N, plain_logprobs(base, batch), atol=1e-5, rtol=1e-5)
+    assert not reference_N.requires_grad
+    assert (reference_N - before_N).abs().max() > 0.01
+    torch.testing.assert_close(before_N, after_N, atol=0, rtol=0)
+
+
+def test_entropy_is_that_of_the_predicting_distribution(
+    policy: Policy, adapter_dir: Path, make_batch
+) -> None:
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    batch = one_micro_batch(make_batch(3, num_groups=1))
+    _, entropies_N = policy.logprobs(batch)
+    with torch.no_grad():
+        logits_BTV = policy.model(input_ids=batch.token_ids_BT).logits
+    logits_NV = logits_BTV[batch.rows_N, batch.positions_N]
+    expected_N = torch.distributions.Categorical(logits=logits_NV).entropy()
+    torch.testing.assert_close(entropies_N, expected_N, atol=1e-5, rtol=1e-5)
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=2.0, sliding_window=4),
+        GraniteConfig(**SMALL, logits_scaling=8.0),
+        CohereConfig(**SMALL, logit_scale=0.0625),
+    ],
+    ids=["soft-capped", "divided", "multiplied"],
+)
+def test_models_that_transform_their_logits_keep_doing_so(
+    config: PreTrainedConfig, tmp_path: Path, make_batch
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = Policy(str(tmp_path), torch.float32)
+    policy.init_adapter(LoRAConfig(), seed=0)
+    batch = one_micro_batch(make_batch(4))
+    logprobs_N, _ = policy.logprobs(batch)
+    torch.testing.assert_close(
+        logprobs_N.detach(), plain_logprobs(policy.model, batch), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_fresh_adapter_changes_nothing_and_is_the_same_for_the_same_seed(
+    policy: Policy, base_dir: Path, tmp_path: Path
+) -> None:
+    contents = []
+    for name, seed in [("a", 3), ("b", 3), ("c", 4)]:
+        random.seed(name)
+        torch.manual_seed(random.randrange(1000))
+        policy.init_adapter(LoRAConfig(rank=4), seed=seed)
+        (tmp_path / name).mkdir()
+        policy.save_adapter(tmp_path / name)
+        contents.append((tmp_path / name / ADAPTER_FILE).read_bytes())
+    assert contents[0] == contents[1] != contents[2]
+    assert all(not tensor.any() for name, tensor in policy.parameters.items() if "lora_B" in name)
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            policy.model(input_ids=PROMPTS).logits, base(input_ids=PROMPTS).logits, atol=0, rtol=0
+        )
+
+
+def test_saved_folder_is_a_peft_adapter_with_the_policys_logits(
+    policy: Policy, adapter_dir: Path, base_dir: Path
+) -> None:
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, str(adapter_dir)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            policy.model(input_ids=PROMPTS).logits, loaded(input_ids=PROMPTS).logits, atol=0, rtol=0
+        )
+    assert loaded.peft_config["default"].base_model_name_or_path == str(base_dir)
+    assert sorted(path.name for path in adapter_dir.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_adapter_covers_every_linear_layer_but_the_head(adapter_dir: Path) -> None:
+    with safe_open(adapter_dir / ADAPTER_FILE, "pt") as file:
+        names = list(file.keys())
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in names}
+    assert layers == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
+    assert len(names) == 2 * 7 * 2
+
+
+def test_adapter_of_other_layers_is_refused_and_the_policy_goes_on(
+    policy: Policy, adapter_dir: Path
+) -> None:
+    with pytest.raises(ValueError, match="is not an adapter of"):
+        policy.load_adapter(LoRAConfig(target_modules=["q_proj"]), adapter_dir)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        policy.load_adapter(LoRAConfig(rank=2), adapter_dir)
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+
+
+def test_token_outside_the_vocabulary_is_refused(policy: Policy, make_batch) -> None:
+    policy.init_adapter(LoRAConfig(), seed=0)
+    batch = one_micro_batch(make_batch(5))
+    batch.token_ids_BT[0, 0] = 128
+    with pytest.raises(ValueError, match="token 128 is outside the vocabulary"):
+        policy.logprobs(batch)
+
+
+def test_pickled_base_weights_are_refused(base_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((base_dir / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(OSError, match="safetensors"):
+        Policy(str(tmp_path))
+
+
+def test_adapter_over_a_bfloat16_base_is_float32(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    policy = Policy(str(base_dir), torch.bfloat16)
+    policy.init_adapter(LoRAConfig(), seed=0)
+    assert {each.dtype for each in policy.parameters.values()} == {torch.float32}
+    batch = one_micro_batch(make_batch(6))
+    logprobs_N, _ = policy.logprobs(batch)
+    assert logprobs_N.dtype == torch.float32
+    logprobs_N.sum().backward()
+    assert all(each.grad is not None for each in policy.parameters.values())
+    policy.save_adapter(tmp_path)
+    with safe_open(tmp_path / ADAPTER_FILE, "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}

@@ -1,0 +1,192 @@
+"""TrainerProcess against a fake worker that speaks the protocol and starts at once."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from art.wire import LoRAConfig
+from art_server.training.process import TrainerDied, TrainerError, TrainerProcess, worker_command
+from art_server.training.task import InitTask, Progress
+
+pytestmark = pytest.mark.anyio
+
+FAKE = """
+import json, subprocess, sys, time
+
+def answer(**fields):
+    print(json.dumps(fields), flush=True)
+
+print("loading", file=sys.stderr, flush=True)
+if sys.argv[1] == "broken":
+    sys.exit("no such base model")
+answer(event="ready", device="cpu", policy="peft", num_parameters=1)
+for line in sys.stdin:
+    order = json.loads(line)["out_dir"]
+    answer(event="progress", phase="train", completed=1, total=1)
+    if order == "fail":
+        answer(event="failed", code="non_finite", message="m" * 100_000)
+    elif order == "die":
+        sys.exit("out of luck")
+    elif order == "half":
+        sys.stdout.write('{"event":"done","metrics"')
+        sys.exit(3)
+    elif order == "nonsense":
+        print("hello", flush=True)
+    elif order == "hang":
+        child = subprocess.Popen(["sleep", "1000"])
+        answer(event="progress", phase=str(child.pid), completed=0, total=1)
+        time.sleep(1000)
+    else:
+        time.sleep(0.05)
+        answer(event="done", metrics={"length": len(line)})
+"""
+
+
+def make_trainer(tmp_path: Path, mode: str = "good") -> TrainerProcess:
+    return TrainerProcess([sys.executable, "-c", FAKE, mode], tmp_path / "logs" / "trainer.log")
+
+
+def order(out_dir: str) -> InitTask:
+    return InitTask(lora=LoRAConfig(), out_dir=out_dir)
+
+
+async def test_first_task_starts_the_process_and_later_ones_share_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    progress: list[Progress] = []
+    await trainer.run(order("a"), progress.append)
+    pid = trainer.pid
+    ready = await trainer.start()
+    await trainer.run(order("b"))
+    assert trainer.pid == pid is not None
+    assert ready.policy == "peft"
+    assert [each.phase for each in progress] == ["train"]
+    await trainer.stop()
+    await trainer.stop()
+    assert trainer.pid is None
+
+
+async def test_tasks_run_one_after_the_other(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    results = await asyncio.gather(*(trainer.run(order("x" * length)) for length in (1, 20, 300)))
+    lengths = [done.metrics["length"] for done in results]
+    assert [later - lengths[0] for later in lengths] == [0, 19, 299]
+    await trainer.stop()
+
+
+async def test_lines_of_many_megabytes_pass(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    done = await trainer.run(order("x" * 30_000_000))
+    assert done.metrics["length"] > 30_000_000
+    await trainer.stop()
+
+
+async def test_failed_task_raises_and_the_process_goes_on(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(TrainerError) as failed:
+        await trainer.run(order("fail"))
+    assert failed.value.code == "non_finite"
+    assert failed.value.message == "m" * 100_000
+    assert not failed.value.retryable
+    pid = trainer.pid
+    await trainer.run(order("a"))
+    assert trainer.pid == pid
+    await trainer.stop()
+
+
+async def test_process_that_does_not_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, "broken")
+    for _ in range(2):
+        with pytest.raises(TrainerDied, match=r"status 1.*\nloading\nno such base model") as died:
+            await trainer.start()
+        assert died.value.message.count("loading") == 1
+        assert trainer.pid is None
+    assert (tmp_path / "logs" / "trainer.log").read_text().count("loading") == 2
+
+
+@pytest.mark.parametrize(("ending", "reason"), [("die", "out of luck"), ("half", "status 3")])
+async def test_death_under_a_task_is_reported_and_the_next_task_starts_another(
+    tmp_path: Path, ending: str, reason: str
+) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(TrainerDied, match=reason):
+        await trainer.run(order(ending))
+    assert trainer.pid is None
+    await trainer.run(order("a"))
+    await trainer.stop()
+
+
+async def test_answer_that_is_none_ends_the_process(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(TrainerDied, match="hello"):
+        await trainer.run(order("nonsense"))
+    await trainer.run(order("a"))
+    await trainer.stop()
+
+
+async def hang(trainer: TrainerProcess) -> tuple[asyncio.Task, int]:
+    """A task that never ends, and the pid of the child that the worker started for it."""
+    child: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def on_progress(progress: Progress) -> None:
+        if progress.phase.isdigit():
+            child.set_result(int(progress.phase))
+
+    task = asyncio.create_task(trainer.run(order("hang"), on_progress))
+    return task, await child
+
+
+async def test_cancelled_task_ends_the_process_and_its_children(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    task, child = await hang(trainer)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert trainer.pid is None
+    await _wait_for_end(child)
+    done = await trainer.run(order("a"))
+    assert done.metrics
+    await trainer.stop()
+
+
+async def test_stop_under_a_task_ends_it_with_trainer_died(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    task, child = await hang(trainer)
+    await trainer.stop()
+    with pytest.raises(TrainerDied, match="-9"):
+        await task
+    await _wait_for_end(child)
+
+
+def test_the_servers_side_imports_no_torch() -> None:
+    code = "import sys, art_server.training.process, art_server.training.task; print('torch' in sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "False"
+
+
+def test_command_names_only_what_is_set() -> None:
+    command = worker_command("base", trainer="peft", threads=2)
+    assert command[1:] == [
+        *("-m", "art_server.training.worker", "--base-model", "base"),
+        *("--trainer", "peft", "--dtype", "auto", "--threads", "2"),
+    ]
+
+
+async def _wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 5
+    while _runs(pid):
+        assert time.monotonic() < deadline, f"process {pid} goes on"
+        await asyncio.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    """A zombie has ended: whoever inherits it may reap it later."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

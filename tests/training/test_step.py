@@ -1,0 +1,418 @@
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from art.wire import LoRAConfig, TrainConfig
+from art_server.training.advantages import group_advantages
+from art_server.training.policy import ADAPTER_FILE, Policy
+from art_server.training.step import init, train
+from art_server.training.task import (
+    Batch,
+    Done,
+    InitTask,
+    Progress,
+    Row,
+    TrainableGroup,
+    TrainableTrajectory,
+    TrainTask,
+)
+
+BUDGET = 4096
+
+
+def step(
+    policy: Policy,
+    in_dir: Path,
+    out_dir: Path,
+    batch: Batch,
+    config: TrainConfig,
+    *,
+    lora: LoRAConfig | None = None,
+    budget: int = BUDGET,
+) -> Done:
+    task = TrainTask(
+        lora=lora or LoRAConfig(),
+        in_dir=str(in_dir),
+        out_dir=str(out_dir),
+        config=config,
+        batch=batch,
+    )
+    return train(policy, task, budget, lambda _: None)
+
+
+def start(policy: Policy, folder: Path, lora: LoRAConfig | None = None, seed: int = 0) -> Path:
+    init(policy, InitTask(lora=lora or LoRAConfig(), out_dir=str(folder), seed=seed))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"
+    }
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    return {
+        name: each.grad.clone() for name, each in policy.parameters.items() if each.grad is not None
+    }
+
+
+def plain_loss_and_gradients(
+    base_dir: Path, adapter_dir: Path, batch: Batch, config: TrainConfig
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """GRPO written row by row on plain Hugging Face logits, with autograd of the loss itself."""
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True).eval()
+    total, num_tokens = torch.zeros(()), 0
+    for group in batch.groups:
+        advantages = group_advantages([trajectory.reward for trajectory in group.trajectories])
+        if advantages is None:
+            continue
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            for row in trajectory.rows:
+                ids = torch.tensor([row.token_ids])
+                logprobs_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
+                with torch.no_grad(), model.disable_adapter():
+                    reference_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
+                for index, sampled in enumerate(row.logprobs):
+                    if sampled is None or index == 0:
+                        continue
+                    logprob = logprobs_TV[index - 1, row.token_ids[index]]
+                    ratio = (logprob - sampled).exp()
+                    total = total - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                    difference = reference_TV[index - 1, row.token_ids[index]] - logprob
+                    total = total + config.beta * (difference.exp() - difference - 1)
+                    num_tokens += 1
+    loss = total / num_tokens
+    loss.backward()
+    return float(loss.detach()), {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 150), beta=st.sampled_from([0.0, 0.3]))
+def test_gradient_is_that_of_the_plain_loss_for_any_token_budget(
+    policy: Policy,
+    base_dir: Path,
+    adapter_dir: Path,
+    tmp_path: Path,
+    make_batch,
+    seed: int,
+    budget: int,
+    beta: float,
+) -> None:
+    batch = near_policy(policy, adapter_dir, make_batch(seed))
+    config = TrainConfig(beta=beta, max_grad_norm=1e9)
+    done = step(policy, adapter_dir, tmp_path / "out", batch, config, budget=budget)
+    loss, expected = plain_loss_and_gradients(base_dir, adapter_dir, batch, config)
+
+    assert done.metrics["loss/train"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+    got = gradients(policy)
+    assert got.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5 * largest)
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.values()))
+    assert done.metrics["loss/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def near_policy(policy: Policy, adapter_dir: Path, batch: Batch) -> Batch:
+    """The batch with sampled log-probabilities near the policy's own, on either side of each clip."""
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    rng = random.Random(0)
+
+    def sampled(row: Row) -> Row:
+        with torch.no_grad():
+            logprobs_TV = (
+                policy.model(input_ids=torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
+            )
+        return Row(
+            token_ids=row.token_ids,
+            logprobs=[
+                None
+                if value is None
+                else float(logprobs_TV[index - 1, row.token_ids[index]]) + rng.uniform(-0.5, 0.5)
+                for index, value in enumerate(row.logprobs)
+            ],
+        )
+
+    return Batch(
+        groups=[
+            TrainableGroup(
+                trajectories=[
+                    TrainableTrajectory(
+                        reward=each.reward, rows=[sampled(row) for row in each.rows]
+                    )
+                    for each in group.trajectories
+                ]
+            )
+            for group in batch.groups
+        ]
+    )
+
+
+def test_dead_groups_change_neither_gradient_nor_metrics_of_the_loss(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    config = TrainConfig(beta=0.1)
+    live = make_batch(11)
+    dead = [
+        TrainableGroup(
+            trajectories=[
+                TrainableTrajectory(reward=1.0, rows=each.rows) for each in group.trajectories
+            ]
+        )
+        for group in make_batch(12).groups
+    ]
+    alone = step(policy, adapter_dir, tmp_path / "alone", live, config)
+    mixed = step(
+        policy, adapter_dir, tmp_path / "mixed", Batch(groups=[*dead, *live.groups]), config
+    )
+    assert contents(tmp_path / "alone") == contents(tmp_path / "mixed")
+    assert {key: value for key, value in alone.metrics.items() if key.startswith("loss/")} == {
+        key: value for key, value in mixed.metrics.items() if key.startswith("loss/")
+    }
+    assert mixed.metrics["data/step_num_groups_submitted"] == 6
+    assert mixed.metrics["data/step_num_groups_trainable"] == 3
+    assert mixed.metrics["data/step_num_trajectories"] == 18
+
+
+def test_first_step_moves_each_weight_by_the_learning_rate_against_its_gradient(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    before = load_file(adapter_dir / ADAPTER_FILE)
+    config = TrainConfig(learning_rate=1e-3, max_grad_norm=0.5)
+    done = step(policy, adapter_dir, tmp_path / "out", make_batch(13), config)
+    after = load_file(tmp_path / "out" / ADAPTER_FILE)
+    assert done.metrics["loss/grad_norm"] > 0.5
+    assert done.metrics["loss/learning_rate"] == 1e-3
+    norm = math.sqrt(sum(float(each.square().sum()) for each in gradients(policy).values()))
+    assert norm == pytest.approx(0.5, rel=1e-4)
+    for name, gradient in gradients(policy).items():
+        # AdamW from nothing: m / sqrt(v) = g / |g|.
+        expected = -1e-3 * gradient / (gradient.abs() + 1e-8)
+        key = name.replace(".default", "")
+        torch.testing.assert_close(after[key] - before[key], expected, rtol=1e-2, atol=1e-6)
+
+
+def test_steps_with_reload_between_equal_steps_of_one_process_bit_for_bit(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    config = TrainConfig(learning_rate=1e-2, beta=0.05)
+    batches = [make_batch(seed) for seed in range(4)]
+
+    resumed = start(Policy(str(base_dir), torch.float32), tmp_path / "resumed0")
+    for index, batch in enumerate(batches):
+        fresh = Policy(str(base_dir), torch.float32)
+        out = tmp_path / f"resumed{index + 1}"
+        step(fresh, resumed, out, batch, config)
+        resumed = out
+
+    # The same steps with torch's own optimizer held in memory throughout.
+    policy = Policy(str(base_dir), torch.float32)
+    start(policy, tmp_path / "kept0")
+    optimizer = torch.optim.AdamW(policy.parameters.values(), lr=1e-2, weight_decay=0.0)
+    kept = tmp_path / "kept0"
+    for index, batch in enumerate(batches):
+        weights = {name: each.detach().clone() for name, each in policy.parameters.items()}
+        step(policy, kept, tmp_path / f"scratch{index}", batch, config)
+        with torch.no_grad():
+            for name, parameter in policy.parameters.items():
+                parameter.copy_(weights[name])
+        optimizer.step()
+        kept = tmp_path / f"kept{index + 1}"
+        kept.mkdir()
+        policy.save_adapter(kept)
+
+    assert (kept / ADAPTER_FILE).read_bytes() == (resumed / ADAPTER_FILE).read_bytes()
+    state = load_file(resumed / "optimizer.safetensors")
+    for name, parameter in policy.parameters.items():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[f"{name}.{key}"], optimizer.state[parameter][key]), (name, key)
+
+
+def test_interleaved_models_of_different_shape_equal_each_alone(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    loras = {
+        "wide": LoRAConfig(rank=8, alpha=16),
+        "narrow": LoRAConfig(rank=2, alpha=2, target_modules=["q_proj", "v_proj"]),
+    }
+    config = TrainConfig(learning_rate=1e-2)
+
+    def run(order: list[str], folder: Path) -> dict[str, dict[str, bytes]]:
+        """One policy takes the turns in order: a model's first turn makes it, each later one trains it."""
+        policy = Policy(str(base_dir), torch.float32)
+        turns = dict.fromkeys(order, 0)
+        for name in order:
+            out = folder / f"{name}{turns[name]}"
+            if turns[name] == 0:
+                start(policy, out, loras[name])
+            else:
+                before = folder / f"{name}{turns[name] - 1}"
+                step(policy, before, out, make_batch(turns[name]), config, lora=loras[name])
+            turns[name] += 1
+        return {name: contents(folder / f"{name}{count - 1}") for name, count in turns.items()}
+
+    together = run(["wide", "narrow"] * 3, tmp_path / "together")
+    alone = {name: run([name] * 3, tmp_path / "alone")[name] for name in loras}
+    assert together == alone
+
+
+def test_batch_without_signal_writes_the_same_weights_and_state(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    config = TrainConfig(learning_rate=1e-2)
+    step(policy, adapter_dir, tmp_path / "1", make_batch(1), config)
+    dead = Batch(
+        groups=[TrainableGroup(trajectories=each.trajectories[:1]) for each in make_batch(2).groups]
+    )
+    done = step(policy, tmp_path / "1", tmp_path / "2", dead, config)
+    assert done.unchanged
+    assert contents(tmp_path / "2") == contents(tmp_path / "1")
+    assert "optimizer.safetensors" in contents(tmp_path / "2")
+    assert done.metrics["data/step_num_gradient_steps"] == 0
+    assert done.metrics["data/step_num_groups_trainable"] == 0
+    assert done.metrics["data/step_num_groups_submitted"] == 3
+    assert all(map(math.isfinite, done.metrics.values()))
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
+def test_step_that_is_not_finite_writes_nothing(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, logprob: float
+) -> None:
+    rows = [Row(token_ids=[1, 2, 3], logprobs=[None, -1.0, logprob])]
+    batch = Batch(
+        groups=[
+            TrainableGroup(
+                trajectories=[
+                    TrainableTrajectory(reward=reward, rows=rows) for reward in (0.0, 1.0)
+                ]
+            )
+        ]
+    )
+    with pytest.raises(FloatingPointError, match="not finite"):
+        step(policy, adapter_dir, tmp_path / "out", batch, TrainConfig())
+    assert not (tmp_path / "out").exists()
+
+
+def test_metrics_and_progress_of_a_step(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    batch = near_policy(policy, adapter_dir, make_batch(5))
+    task = TrainTask(
+        lora=LoRAConfig(),
+        in_dir=str(adapter_dir),
+        out_dir=str(tmp_path / "out"),
+        config=TrainConfig(beta=0.1),
+        batch=batch,
+    )
+    reports: list[Progress] = []
+    done = train(policy, task, 60, reports.append)
+
+    assert not done.unchanged
+    training = [report for report in reports if report.phase == "train"]
+    assert [report.completed for report in training] == list(range(1, len(training) + 1))
+    assert len(training) > 1
+    assert {report.total for report in training} == {len(training)}
+
+    rows = [row for group in batch.groups for each in group.trajectories for row in each.rows]
+    num_tokens = sum(value is not None for row in rows for value in row.logprobs)
+    metrics = done.metrics
+    assert metrics["data/step_trainable_assistant_tokens"] == num_tokens
+    assert metrics["data/step_num_rows"] == sum(
+        any(value for value in row.logprobs) for row in rows
+    )
+    assert 0 < metrics["loss/logprob_gap_mean"] < metrics["loss/logprob_gap_max"] <= 0.5 + 1e-4
+    assert 0 < metrics["loss/clipped_token_fraction"] < 1
+    assert (
+        math.exp(-0.5)
+        < metrics["loss/importance_ratio_mean"]
+        < metrics["loss/importance_ratio_p95"]
+    )
+    assert (
+        metrics["loss/importance_ratio_p95"]
+        <= metrics["loss/importance_ratio_p99"]
+        < math.exp(0.501)
+    )
+    assert 0 < metrics["loss/entropy"] < math.log(128)
+    assert metrics["loss/kl_policy_ref"] > 0
+    assert set(metrics) >= {
+        "loss/train",
+        "loss/grad_norm",
+        "loss/learning_rate",
+        "data/step_num_groups_submitted",
+        "data/step_num_groups_trainable",
+        "data/step_num_trajectories",
+        "data/step_num_gradient_steps",
+        "time/step_forward_backward_s",
+        "time/step_optimizer_s",
+        "time/step_save_s",
+        "throughput/avg_trainer_tok_per_s",
+    }
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_optimizer_state_of_another_adapter_is_refused(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    narrow = LoRAConfig(rank=2)
+    start(policy, tmp_path / "narrow", narrow)
+    step(
+        policy, tmp_path / "narrow", tmp_path / "narrow1", make_batch(1), TrainConfig(), lora=narrow
+    )
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / ADAPTER_FILE).write_bytes((adapter_dir / ADAPTER_FILE).read_bytes())
+    (mixed / "optimizer.safetensors").write_bytes(
+        (tmp_path / "narrow1/optimizer.safetensors").read_bytes()
+    )
+    with pytest.raises(ValueError, match=r"optimizer\.safetensors holds"):
+        step(policy, mixed, tmp_path / "out", make_batch(2), TrainConfig())
+
+
+def test_rewarded_token_becomes_likelier(policy: Policy, tmp_path: Path) -> None:
+    """On-policy: the test samples 16 completions of one token a step and rewards one that the base sometimes says."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = [3, 14, 15, 92, 65]
+    folder = start(policy, tmp_path / "0")
+
+    def next_logprobs() -> torch.Tensor:
+        with torch.no_grad():
+            return policy.model(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+
+    rewarded = int(next_logprobs().argsort(descending=True)[2])
+    first = float(next_logprobs()[rewarded].exp())
+    for index in range(8):
+        logprobs_V = next_logprobs()
+        sampled = torch.multinomial(logprobs_V.exp(), 16, replacement=True, generator=generator)
+        trajectories = [
+            TrainableTrajectory(
+                reward=float(token == rewarded),
+                rows=[
+                    Row(
+                        token_ids=[*prompt, token], logprobs=[None] * 5 + [float(logprobs_V[token])]
+                    )
+                ],
+            )
+            for token in sampled.tolist()
+        ]
+        batch = Batch(groups=[TrainableGroup(trajectories=trajectories)])
+        out = tmp_path / str(index + 1)
+        done = step(policy, folder, out, batch, TrainConfig(learning_rate=5e-3))
+        assert done.unchanged or done.metrics["loss/logprob_gap_max"] < 1e-4
+        folder = out
+    last = float(next_logprobs()[rewarded].exp())
+    assert first < 0.2
+    assert last > 0.6

@@ -1,0 +1,199 @@
+"""The real worker over its pipes: it imports torch for seconds, so few tests share few processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from art.wire import LoRAConfig, TrainConfig
+from art_server.training.policy import Policy
+from art_server.training.process import TrainerDied, TrainerProcess, worker_command
+from art_server.training.step import train
+from art_server.training.task import Batch, InitTask, TrainableGroup, TrainableTrajectory, TrainTask
+
+LORA = LoRAConfig(rank=4)
+
+
+def train_task(in_dir: Path, out_dir: Path, batch: Batch) -> TrainTask:
+    return TrainTask(
+        lora=LORA,
+        in_dir=str(in_dir),
+        out_dir=str(out_dir),
+        config=TrainConfig(learning_rate=1e-3),
+        batch=batch,
+    )
+
+
+def with_rewards(batch: Batch, *rewards: float) -> Batch:
+    return Batch(
+        groups=[
+            TrainableGroup(
+                trajectories=[
+                    TrainableTrajectory(reward=reward, rows=each.rows)
+                    for each, reward in zip(group.trajectories, rewards, strict=True)
+                ]
+            )
+            for group in batch.groups
+        ]
+    )
+
+
+def with_nan(batch: Batch) -> Batch:
+    """One sampled log-probability is NaN, and stays so on the pipe."""
+    payload = batch.model_dump()
+    for row in payload["groups"][0]["trajectories"][0]["rows"]:
+        row["logprobs"] = [value if value is None else float("nan") for value in row["logprobs"]]
+    return Batch.model_validate(payload)
+
+
+def test_worker_answers_each_line_and_ends_with_its_stdin(
+    base_dir: Path, tmp_path: Path, make_batch, policy: Policy
+) -> None:
+    command = worker_command(
+        str(base_dir), trainer="peft", dtype="float32", threads=1, max_tokens_per_micro_batch=64
+    )
+    with (tmp_path / "log").open("wb") as log:
+        worker = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+        )
+    tasks, answers = worker.stdin, worker.stdout
+    assert tasks is not None and answers is not None
+
+    def ask(task: BaseModel | bytes) -> list[dict]:
+        """What one line is answered with: progress, then done or failed."""
+        line = task if isinstance(task, bytes) else task.model_dump_json().encode()
+        tasks.write(line + b"\n")
+        tasks.flush()
+        replies = [json.loads(answers.readline())]
+        while replies[-1]["event"] == "progress":
+            replies.append(json.loads(answers.readline()))
+        return replies
+
+    ready = json.loads(answers.readline())
+    assert ready == {
+        "event": "ready",
+        "device": "cpu",
+        "policy": "peft",
+        "num_parameters": policy.num_parameters,
+    }
+
+    (done,) = ask(InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    assert done == {"event": "done", "metrics": {}, "unchanged": False}
+
+    *progress, done = ask(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
+    assert done["event"] == "done"
+    counted = [each["completed"] for each in progress if each["phase"] == "train"]
+    assert counted == list(range(1, progress[0]["total"] + 1))
+
+    for line in (b"{", b"[]", b'{"kind":"train"}', b'{"kind":"dance"}', b""):
+        (failed,) = ask(line)
+        assert (failed["event"], failed["code"]) == ("failed", "bad_task")
+
+    (failed,) = ask(train_task(tmp_path / "nowhere", tmp_path / "2", make_batch(2)))
+    assert (failed["event"], failed["code"]) == ("failed", "trainer_error")
+    assert "nowhere" in failed["message"]
+
+    for broken in (with_rewards(make_batch(2), 1e308, -1e308, 0.0), with_nan(make_batch(2))):
+        *_, failed = ask(train_task(tmp_path / "1", tmp_path / "2", broken))
+        assert (failed["event"], failed["code"]) == ("failed", "non_finite")
+        assert not (tmp_path / "2").exists()
+
+    *_, done = ask(train_task(tmp_path / "1", tmp_path / "2", make_batch(2)))
+    assert done["event"] == "done"
+
+    tasks.close()
+    assert worker.wait(timeout=20) == 0
+    assert answers.read() == b""
+    answers.close()
+
+    # After all that, the same two steps as in this process.
+    for index in (1, 2):
+        train(
+            policy,
+            train_task(tmp_path / f"{index - 1}", tmp_path / f"here{index}", make_batch(index)),
+            64,
+            lambda _: None,
+        )
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "here2" / name).read_bytes()
+
+
+@pytest.mark.anyio
+async def test_worker_killed_under_a_task_is_reported_and_replaced(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    trainer = TrainerProcess(
+        worker_command(str(base_dir), threads=1, max_tokens_per_micro_batch=32), tmp_path / "log"
+    )
+    assert trainer.pid is None
+    await trainer.run(InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    first = trainer.pid
+    assert first is not None
+
+    with pytest.raises(TrainerDied, match="-9") as died:
+        await trainer.run(
+            train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20)),
+            lambda _: os.kill(first, signal.SIGKILL),
+        )
+    assert died.value.retryable
+    assert not (tmp_path / "1").exists()
+
+    done = await trainer.run(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
+    assert done.metrics["data/step_num_gradient_steps"] == 1
+    assert trainer.pid not in (None, first)
+    await trainer.stop()
+    assert trainer.pid is None
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from art_server.training.process import TrainerProcess, worker_command
+from art_server.training.task import InitTask, TrainTask
+
+async def main(base, folder):
+    trainer = TrainerProcess(worker_command(base, threads=1, max_tokens_per_micro_batch=32), folder / "log")
+    await trainer.run(InitTask.model_validate_json((folder / "init.json").read_text()))
+    task = TrainTask.model_validate_json((folder / "train.json").read_text())
+    await trainer.run(task, lambda progress: progress.completed == 1 and print(trainer.pid, flush=True))
+
+asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_worker_dies_with_its_parent_in_the_middle_of_a_task(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    (tmp_path / "init.json").write_text(
+        InitTask(lora=LORA, out_dir=str(tmp_path / "0")).model_dump_json()
+    )
+    task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=400))
+    (tmp_path / "train.json").write_text(task.model_dump_json())
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(base_dir), str(tmp_path)], stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while _runs(pid):
+        assert time.monotonic() < deadline, f"worker {pid} outlived its parent"
+        time.sleep(0.02)
+    assert not (tmp_path / "1").exists()
+
+
+def _runs(pid: int) -> bool:
+    """A zombie has ended: whoever inherits it may reap it later."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
