@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import time
 from pathlib import Path
 
@@ -41,7 +42,8 @@ from art_server.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID_DIGITS = 32
+SAMPLE_ID = re.compile(r"([0-9a-f]{32})(?:[-_](\d+))?$")
+"""vLLM's request id holds the gate's and, for completions of several prompts, the prompt's number."""
 
 
 class Service:
@@ -138,11 +140,10 @@ class Service:
             return base
 
     def _on_sample(self, sample: Sample) -> None:
-        """Records carry vLLM's request id: a prefix of the API's, the gate's id, a suffix."""
-        for part in sample.request_id.replace("_", "-").split("-"):
-            if len(part) == REQUEST_ID_DIGITS:
-                self.ledger.receive(sample, part)
-                return
+        found = SAMPLE_ID.search(sample.request_id)
+        if found is not None:
+            prompt = int(found[2] or 0)
+            self.ledger.receive(sample, found[1], prompt * sample.sampling["n"] + sample.index)
 
     # --- models ---
 

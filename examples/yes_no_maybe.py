@@ -38,7 +38,9 @@ def score(answer: str | None) -> float:
     return REWARDS.get((answer or "").strip().strip(".!\"'").lower(), 0.0)
 
 
-async def rollout(client: openai.AsyncOpenAI, model: art.TrainableModel, prompt: str) -> art.Trajectory:
+async def rollout(
+    client: openai.AsyncOpenAI, model: art.TrainableModel, prompt: str
+) -> art.Trajectory:
     messages: art.Messages = [{"role": "user", "content": prompt}]
     completion = await client.chat.completions.create(
         model=model.get_inference_name(), messages=messages, max_tokens=12
@@ -54,7 +56,9 @@ async def sample_answers(client: openai.AsyncOpenAI, model: art.TrainableModel) 
     return [repr(str(t.messages()[-1].get("content"))) for t in trajectories]
 
 
-async def train(model: art.TrainableModel, steps: int, prompts_per_step: int, group_size: int) -> list[float]:
+async def train(
+    model: art.TrainableModel, steps: int, prompts_per_step: int, group_size: int
+) -> list[float]:
     """Train for some steps; returns the mean reward before each of them."""
     client = model.openai_client()
     rate = LEARNING_RATES.get(model.base_model, 1e-4)
@@ -89,13 +93,19 @@ def plot(rewards: list[float], file: Path) -> None:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="art/tiny", help="base model: art/tiny, smollm2, a folder or a hub id")
-    parser.add_argument("--name", default=None, help="name of the trained model (default: made from --model)")
+    parser.add_argument(
+        "--model", default="art/tiny", help="base model: art/tiny, smollm2, a folder or a hub id"
+    )
+    parser.add_argument(
+        "--name", default=None, help="name of the trained model (default: made from --model)"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=4, help="prompts, and so groups, per step")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts per prompt")
     parser.add_argument("--server", default=None, help="URL of a running art-server")
-    parser.add_argument("--path", default=".art", help="where a server of its own keeps checkpoints and history")
+    parser.add_argument(
+        "--path", default=".art", help="where a server of its own keeps checkpoints and history"
+    )
     parser.add_argument("--plot", type=Path, default=Path("reward.png"))
     flags = parser.parse_args()
 
@@ -108,7 +118,9 @@ async def main() -> None:
     if rewards:
         plot(rewards, flags.plot)
         last = statistics.fmean(rewards[-3:])
-        print(f"mean reward: first step {rewards[0]:.3f}, last three steps {last:.3f}; plot: {flags.plot}")
+        print(
+            f"mean reward: first step {rewards[0]:.3f}, last three steps {last:.3f}; plot: {flags.plot}"
+        )
     folder = Path(flags.path) / "quickstart" / "models" / name
     if not flags.server:
         print(f"checkpoints and history: {folder}")

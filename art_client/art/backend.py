@@ -5,13 +5,14 @@ import logging
 import os
 import uuid
 from collections.abc import Iterable
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from art.bodies import build_log_request, build_train_request
-from art.connection import Connection
+from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
 from art.errors import ArtError, ArtJobError
 from art.model import Model, TrainableModel
 from art.rollouts import format_numbers
@@ -29,6 +30,7 @@ from art.wire import (
 
 logger = logging.getLogger(__name__)
 
+ReplyT = TypeVar("ReplyT", bound=BaseModel)
 AnyModel: TypeAlias = Model
 AnyTrainableModel: TypeAlias = TrainableModel
 
@@ -84,13 +86,9 @@ class Backend:
                 base_model=model.base_model,
                 lora=model.lora,
             )
-            answer = await self._connection.request(
-                "POST",
-                "/api/models",
-                request.model_dump_json().encode(),
-                timeout_seconds=REGISTER_TIMEOUT_SECONDS,
+            info = await self._call(
+                ModelInfo, "POST", "/api/models", request, timeout_seconds=REGISTER_TIMEOUT_SECONDS
             )
-            info = ModelInfo.model_validate_json(answer)
             logger.info("registered %s at step %d", info.inference_name, info.step)
         self._models.append(model)
 
@@ -140,8 +138,7 @@ class Backend:
         return f"{self._connection.base_url}/v1", self._connection.api_key or "default"
 
     async def _get_step(self, model: Model) -> int:
-        answer = await self._connection.request("GET", _model_path(model))
-        return ModelInfo.model_validate_json(answer).step
+        return (await self._call(ModelInfo, "GET", _model_path(model))).step
 
     async def _log(
         self,
@@ -157,10 +154,8 @@ class Backend:
                 f"model '{model.name}' is not trainable: an art-server keeps a history of trainable models only"
             )
         body = await asyncio.to_thread(build_log_request, trajectories, split, metrics or {}, step)
-        answer = await self._connection.request(
-            "POST", f"{_model_path(model)}/log", body, is_repeatable=False
-        )
-        return LogReply.model_validate_json(answer).metrics
+        path = f"{_model_path(model)}/log"
+        return (await self._call(LogReply, "POST", path, body, is_repeatable=False)).metrics
 
     async def _delete_checkpoint_files(self, model: Model, steps_to_keep: list[int]) -> None:
         await self._delete_checkpoints(model, steps_to_keep=steps_to_keep)
@@ -173,13 +168,32 @@ class Backend:
         steps_to_keep: list[int] | None = None,
     ) -> None:
         request = DeleteCheckpointsRequest(best_metric=best_metric, keep=steps_to_keep)
-        answer = await self._connection.request(
-            "POST", f"{_model_path(model)}/checkpoints/delete", request.model_dump_json().encode()
-        )
-        reply = DeleteCheckpointsReply.model_validate_json(answer)
+        path = f"{_model_path(model)}/checkpoints/delete"
+        reply = await self._call(DeleteCheckpointsReply, "POST", path, request)
         logger.info(
             "%s: deleted steps %s, kept %s", model.get_inference_name(), reply.deleted, reply.kept
         )
+
+    async def _call(
+        self,
+        kind: type[ReplyT],
+        method: str,
+        path: str,
+        body: BaseModel | bytes | None = None,
+        *,
+        timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
+        is_repeatable: bool = True,
+    ) -> ReplyT:
+        content = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
+        answer = await self._connection.request(
+            method, path, content, timeout_seconds=timeout_seconds, is_repeatable=is_repeatable
+        )
+        try:
+            return kind.model_validate_json(answer)
+        except ValidationError as error:
+            raise ArtError(
+                f"the answer to {method} {self._connection.base_url}{path} is not an art-server's: {answer[:200]!r}"
+            ) from error
 
     def _check_server(self) -> None:
         """Called while the server does not answer. Raises when there is no use in waiting for it."""
@@ -187,12 +201,13 @@ class Backend:
 
 def _show(bar: "tqdm[NoReturn]", event: JobEvent) -> None:
     if event.phase is not None:
-        bar.set_description(f"train: {event.phase}", refresh=False)
+        bar.set_description_str(f"train ({event.phase})", refresh=False)
     if event.total is not None:
         bar.total = event.total
     if event.completed is not None:
         bar.n = event.completed
-    bar.set_postfix_str(format_numbers(event.metrics), refresh=False)
+    if event.event == "progress":
+        bar.set_postfix_str(format_numbers(event.metrics), refresh=False)
     bar.refresh()
 
 

@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_SECONDS = 120
 """For an answer to an ordinary request; the server writes files before some of them."""
 
-STREAM_TIMEOUT_SECONDS = 60
+ACCEPT_TIMEOUT_SECONDS = 300
+"""For the first line of a train request: the server finds the tokens of every turn before it answers."""
+
+EVENTS_TIMEOUT_SECONDS = 60
 """Between two lines of a job's events, of which the server sends one at least every ten seconds."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 15.0
@@ -88,10 +91,10 @@ class Connection:
             try:
                 if job_id is None:
                     headers = {IDEMPOTENCY_HEADER: key, "content-type": "application/json"}
-                    request = self._send("POST", path, body, headers, STREAM_TIMEOUT_SECONDS)
+                    request = self._send("POST", path, body, headers, ACCEPT_TIMEOUT_SECONDS)
                 else:
                     events = f"/api/jobs/{job_id}/events"
-                    request = self._send("GET", events, None, {}, STREAM_TIMEOUT_SECONDS)
+                    request = self._send("GET", events, None, {}, EVENTS_TIMEOUT_SECONDS)
                 async with request as response:
                     async for line in response.aiter_lines():
                         if not line.strip():
@@ -209,11 +212,9 @@ def _to_status_error(response: httpx.Response) -> ArtStatusError:
             message=response.text.strip()[:500] or response.reason_phrase,
             retryable=response.status_code in (502, 503, 504),
         )
-    message, request = detail.message, response.request
-    if response.status_code == 401 and "authorization" not in request.headers:
-        message += " (no key was sent: pass api_key to art.Backend, or set ART_API_KEY)"
+    request = response.request
     return ArtStatusError(
-        f"{message} [{response.status_code} from {request.method} {request.url.path}]",
+        f"{detail.message} [{response.status_code} from {request.method} {request.url.path}]",
         status=response.status_code,
         code=detail.code,
         param=detail.param,

@@ -63,7 +63,7 @@ async def _finish_group(
 ) -> list[TrajectoryGroup]:
     group = TrajectoryGroup()
     try:
-        group = await awaitable
+        group = _to_group(await awaitable)
         if not isinstance(awaitable, TrajectoryGroup):
             rollouts.expect(-1)  # it stood for the rollouts that are counted one by one
         rollouts.count_unexpected(group)
@@ -73,18 +73,26 @@ async def _finish_group(
     except Exception as error:
         if rollouts.has_too_many_failures:
             raise
-        rollouts.fail(error)
-        return [
-            TrajectoryGroup(
-                exceptions=[*group.exceptions, error],
-                metadata=group.metadata,
-                metrics=group.metrics,
-                logs=group.logs,
-            )
-        ]
-    if result is None:
-        return []
-    return result if isinstance(result, list) else [result]
+        failure = error
+    else:
+        if result is None:
+            return []
+        return result if isinstance(result, list) else [result]
+    rollouts.fail(failure)
+    return [
+        TrajectoryGroup(
+            exceptions=[*group.exceptions, failure],
+            metadata=group.metadata,
+            metrics=group.metrics,
+            logs=group.logs,
+        )
+    ]
+
+
+def _to_group(result: object) -> TrajectoryGroup:
+    if not isinstance(result, TrajectoryGroup):
+        raise TypeError(f"a group came out as {type(result).__name__}, not art.TrajectoryGroup")
+    return result
 
 
 @overload

@@ -61,14 +61,16 @@ class LocalBackend(Backend):
         await super().register(model)
 
     async def start(self) -> None:
-        """Starts the server and returns when it answers; at once if it runs already.
+        """Starts the server and returns when it answers; at once if it runs already, anew if it has died.
 
         Raises ArtError with the end of the server's log when it does not come up.
         """
         async with self._start_lock:
-            if self._server is not None:
+            if self._server is not None and self._server.poll() is None:
                 return
-            self._server = await asyncio.to_thread(self._launch)
+            self._server = (
+                self._launch()
+            )  # takes milliseconds; in a thread, a cancellation could lose it
             atexit.register(self._stop)
             try:
                 await self._wait_until_ready()
@@ -83,7 +85,7 @@ class LocalBackend(Backend):
         await asyncio.to_thread(self._stop)
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", "art_server.cli"]
+        return [sys.executable, "-u", "-m", "art_server.cli"]
 
     def _launch(self) -> subprocess.Popen[bytes]:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +109,9 @@ class LocalBackend(Backend):
             if address is not None:
                 self._connection.base_url = address
                 try:
-                    await self._connection.request("GET", "/health", reconnect_seconds=0)
+                    await self._connection.request(
+                        "GET", "/health", timeout_seconds=10, reconnect_seconds=0
+                    )
                     return
                 except ArtConnectionError:
                     pass  # it wrote its address a moment before it listens

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import (
@@ -38,11 +38,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Client:
-    """An OpenAI client and what it was made for: its connections belong to one event loop."""
+class _Links:
+    """What a model is connected to. Copies of the model, deep ones too, stay connected to the same."""
 
-    client: "AsyncOpenAI"
-    key: tuple[object, ...]
+    backend: "Backend | None" = None
+    client: "AsyncOpenAI | None" = None
+    client_key: tuple[object, ...] = ()
+    """What the client was made for: an event loop, to which its connections belong, an address and a key."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 class Model(BaseModel):
@@ -65,8 +70,7 @@ class Model(BaseModel):
     base_path: str = ".art"
     report_metrics: list[str] | None = None
 
-    _backend: "Backend | None" = PrivateAttr(default=None)
-    _client: _Client | None = PrivateAttr(default=None)
+    _links: _Links = PrivateAttr(default=_Links())
 
     @field_validator("name", "project")
     @classmethod
@@ -81,15 +85,15 @@ class Model(BaseModel):
     async def register(self, backend: "Backend") -> None:
         """Binds the model to a backend."""
         await backend.register(self)
-        self._backend = backend
+        self._links = replace(self._links, backend=backend)
 
     def backend(self) -> "Backend":
         """The backend that the model is registered with. Raises ValueError before that."""
-        if self._backend is None:
+        if self._links.backend is None:
             raise ValueError(
                 f"model '{self.name}' is not registered: call `await model.register(backend)` first"
             )
-        return self._backend
+        return self._links.backend
 
     def openai_client(self) -> "AsyncOpenAI":
         """An OpenAI client for the model's inference address; the same one as long as the event loop is the same."""
@@ -97,14 +101,14 @@ class Model(BaseModel):
             raise ValueError(self._no_address())
         api_key = self.inference_api_key or "default"
         key = (_running_loop(), self.inference_base_url, api_key)
-        if self._client is None or self._client.key != key or self._client.client.is_closed():
-            from art.openai_client import (
-                make_client,
-            )  # imports openai, which takes most of a second
+        client = self._links.client
+        if client is None or client.is_closed() or self._links.client_key != key:
+            # Here, because it imports openai, which takes most of a second.
+            from art.openai_client import make_client
 
             client = make_client(self.inference_base_url, api_key, is_trainable=self.trainable)
-            self._client = _Client(client, key)
-        return self._client.client
+            self._links = replace(self._links, client=client, client_key=key)
+        return client
 
     def get_inference_name(self, step: int | None = None) -> str:
         """What to send as `model` in a request; with `step`, for that checkpoint."""
@@ -131,22 +135,15 @@ class Model(BaseModel):
 
     async def close(self) -> None:
         """Closes the OpenAI client's connections; a backend's `close` does it for its models."""
-        if self._client is not None and self._client.key[0] is _running_loop():
-            await self._client.client.close()
-        self._client = None
+        links = self._links
+        if links.client is not None and links.client_key[0] in (None, _running_loop()):
+            await links.client.close()
+        self._links = replace(links, client=None)
 
     def _no_address(self) -> str:
         return (
             f"model '{self.name}' has no address: pass inference_base_url (and inference_api_key)"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        memo = {} if memo is None else memo
-        memo[id(self._backend)] = (
-            self._backend
-        )  # a copy of the description, on the same connections
-        memo[id(self._client)] = self._client
-        return super().__deepcopy__(memo)
 
 
 class TrainableModel(Model):
@@ -173,7 +170,9 @@ class TrainableModel(Model):
 
     def get_inference_name(self, step: int | None = None) -> str:
         """ "PROJECT/NAME" for the newest step, or "PROJECT/NAME@step": what to send as `model` in a request."""
-        name = self.inference_model_name or f"{self.project}/{self.name}"
+        if self._links.backend is not None:
+            return self._links.backend._model_inference_name(self, step)
+        name = f"{self.project}/{self.name}"
         return name if step is None else f"{name}@{step}"
 
     async def get_step(self) -> int:
@@ -192,8 +191,8 @@ class TrainableModel(Model):
     ) -> TrainResult:
         """Makes one step from groups of trajectories, and returns when inference serves it.
 
-        Survives a restart of the server: it reconnects to the same job. A program that may itself be restarted passes
-        an `idempotency_key`, say its step number: the same key again joins the same job instead of training twice.
+        Survives a restart of the server: it reconnects to the same job. A program that repeats a call itself, with the
+        same groups, passes an `idempotency_key`: under the same key it gets the same job instead of a second step.
 
         `verbose` shows the progress bar where there is no terminal, too. `trajectory_groups` is ART's name for
         `groups`.

@@ -92,8 +92,9 @@ class Rollouts:
             try:
                 return check(await rollout)
             except Exception as error:
-                self.fail(error)
-                return error
+                failure = error
+        self.fail(failure)  # outside the handler, so that the first error keeps its own context
+        return failure
 
     def count(self, trajectory: "Trajectory") -> None:
         """Adds a finished trajectory to the bar."""
@@ -101,7 +102,7 @@ class Rollouts:
         num_tokens = trajectory.num_sampled_tokens()
         if num_tokens:
             trajectory.metrics.setdefault("completion_tokens", num_tokens)
-        numbers: dict[str, object] = {"reward": trajectory.reward, **trajectory.metrics}
+        numbers: dict[str, object] = {**trajectory.metrics, "reward": trajectory.reward}
         for name, value in numbers.items():
             if isinstance(value, SupportsFloat):  # a program may have set None
                 self._means.setdefault(name, _Mean()).add(float(value))
@@ -131,7 +132,8 @@ class Rollouts:
     def _update_bar(self) -> None:
         self._bar.total = self._num_expected
         means = dict(self._means)
-        shown = {name: means.pop(name).mean for name in ("reward",) if name in means}
+        reward = means.pop("reward", None)
+        shown = {} if reward is None else {"reward": reward.mean}
         if self._num_failed:
             shown["exceptions"] = self._num_failed
         tokens = means.pop("completion_tokens", None)

@@ -30,7 +30,7 @@ from art.wire import FailureBody
 class History(BaseModel):
     """One conversation: a sub-agent's, or what follows a context reset."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     messages_and_choices: MessagesAndChoices = []
     tools: Tools | None = None
@@ -119,7 +119,7 @@ class TrajectoryGroup(BaseModel):
     by itself or in `gather_trajectory_groups`; then it holds those that succeeded, in the order given.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     trajectories: list[Trajectory]
     exceptions: list[FailureBody] = []

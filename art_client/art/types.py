@@ -50,7 +50,8 @@ class TrainResult:
 
 def __getattr__(name: str) -> Any:
     if name == "Choice":
-        from openai.types.chat.chat_completion import Choice  # costs most of a second: on demand
+        # Here, because importing openai takes most of a second.
+        from openai.types.chat.chat_completion import Choice
 
         return Choice
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

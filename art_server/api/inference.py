@@ -41,6 +41,8 @@ PATHS: Mapping[str, str] = {
 
 ATTEMPTS = 3
 """How often a request is given to an engine, when engines die under it."""
+LOST_SECONDS = 1.0
+"""Time for the supervisor to see that the engine is gone, before a request waits for the next one."""
 PATIENCE_SECONDS = 3.0
 """A stream that has not begun by then is begun with a comment line, so that its client sees a living connection."""
 COMMENT_SECONDS = 5.0
@@ -227,6 +229,7 @@ async def answer_whole(service: Service, ask: Ask) -> Response:
                 )
         except EngineLost:
             logger.warning("the engine died under request %s (attempt %d)", request_id, attempt + 1)
+            await asyncio.sleep(LOST_SECONDS)
     raise EngineLost
 
 
@@ -322,6 +325,7 @@ async def stream_events(service: Service, ask: Ask) -> AsyncIterator[bytes]:
             if is_begun:
                 yield error_event(error, ask)
                 return
+            await asyncio.sleep(LOST_SECONDS)
         except ServerError as error:
             raise refused_by(error) from error
     raise refused_by(EngineLost())

@@ -101,8 +101,8 @@ class Ledger:
         """Announce a request; use as a context manager around the time that it is with the engine."""
         return OpenRequest(self, request)
 
-    def receive(self, sample: Sample, request_id: str) -> None:
-        """Take a sample from the engine. One that no open request asked for (a warm-up) is not kept."""
+    def receive(self, sample: Sample, request_id: str, index: int) -> None:
+        """Take a sample, the choice `index` of a request. One that no open request asked for is not kept."""
         opened = self._open.get(request_id)
         if opened is None:
             return
@@ -110,7 +110,7 @@ class Ledger:
             "one log-probability per sampled token"
         )
         record = Record(
-            choice_id=choice_id(request_id, sample.index),
+            choice_id=choice_id(request_id, index),
             request=opened.request,
             prompt_token_ids=sample.prompt_token_ids,
             token_ids=sample.token_ids,
@@ -120,7 +120,7 @@ class Ledger:
             created_at=time.time(),
         )
         self._write(record)
-        opened.add(sample.index, record)
+        opened.add(index, record)
 
     def find(self, choice: str) -> Record | None:
         """The record of a choice id, None when there is none (any more)."""

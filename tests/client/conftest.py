@@ -139,6 +139,11 @@ async def server() -> AsyncIterator[FakeServer]:
 
 
 @pytest.fixture
+def make_server() -> type[FakeServer]:
+    return FakeServer
+
+
+@pytest.fixture
 def answer() -> type[Answer]:
     return Answer
 

@@ -184,14 +184,17 @@ async def test_max_exceptions_is_a_number_or_a_share_of_all_rollouts(
             await gather()
 
 
-async def test_the_error_that_is_raised_is_the_first_one_with_its_own_cause():
+async def test_the_error_that_is_raised_is_the_first_one_with_its_own_context():
     async def fails(index: int) -> art.Trajectory:
         await asyncio.sleep(0.002 * index)
-        raise ValueError(f"failure {index}") from KeyError("why")
+        try:
+            raise KeyError("why")
+        except KeyError:
+            raise ValueError(f"failure {index}")  # noqa: B904
 
     with pytest.raises(ValueError, match="failure 0") as caught:
         await art.gather_trajectories([fails(0), fails(1), fails(2)], max_exceptions=1)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.__context__, KeyError)
 
 
 async def test_too_many_failures_end_the_gather_even_where_a_coroutine_catches_them():
@@ -215,6 +218,11 @@ async def test_group_coroutine_that_fails_becomes_a_group_of_one_failure():
     assert failures(groups[0]) == ["no scenario"]
     with pytest.raises(RuntimeError, match="no scenario"):
         await art.gather_trajectory_groups([fails()])
+
+
+async def test_what_is_no_group_is_a_failure_that_says_so():
+    groups = await art.gather_trajectory_groups([rollout(1)], max_exceptions=1)
+    assert failures(groups[0]) == ["a group came out as Trajectory, not art.TrajectoryGroup"]
 
 
 async def test_cancelling_a_gather_passes():

@@ -1,5 +1,7 @@
-"""The real worker over its pipes: it imports torch for seconds, so few tests share few processes."""
+"""The worker, in this process and over its pipes: it imports torch for seconds, so few tests share few processes."""
 
+import gc
+import io
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from art.wire import LoRAConfig, TrainConfig
@@ -16,6 +19,7 @@ from art_server.training.policy import Policy
 from art_server.training.process import TrainerDied, TrainerProcess, worker_command
 from art_server.training.step import train
 from art_server.training.task import Batch, InitTask, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.training.worker import Worker
 
 LORA = LoRAConfig(rank=4)
 
@@ -122,6 +126,83 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
         )
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "here2" / name).read_bytes()
+
+
+def serve(worker_class: type[Worker], base_dir: Path, *tasks: BaseModel) -> list[dict]:
+    """What a worker in this process answers, without progress."""
+    answers = io.BytesIO()
+    worker = worker_class(
+        base_model=str(base_dir),
+        trainer="peft",
+        dtype=None,
+        max_tokens_per_micro_batch=None,
+        answers=answers,
+    )
+    worker.serve(io.BytesIO(b"".join(task.model_dump_json().encode() + b"\n" for task in tasks)))
+    lines = [json.loads(line) for line in answers.getvalue().splitlines()]
+    return [line for line in lines if line["event"] != "progress"]
+
+
+def test_adapter_that_peft_refuses_half_way_leaves_nothing_behind(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    half = LoRAConfig(rank=4, target_modules=["q_proj", "input_layernorm"])
+    unknown = LoRAConfig(rank=4, target_modules=["nowhere_proj"])
+    _, refused, missing, done, trained = serve(
+        Worker,
+        base_dir,
+        InitTask(lora=half, out_dir=str(tmp_path / "half")),
+        InitTask(lora=unknown, out_dir=str(tmp_path / "unknown")),
+        InitTask(lora=LORA, out_dir=str(tmp_path / "0")),
+        train_task(tmp_path / "0", tmp_path / "1", make_batch(1)),
+    )
+    assert (refused["event"], refused["code"]) == ("failed", "trainer_error")
+    assert (missing["event"], missing["code"]) == ("failed", "trainer_error")
+    assert "nowhere_proj" in missing["message"]
+    assert done["event"] == trained["event"] == "done"
+    assert not (tmp_path / "half").exists()
+
+    _, alone = serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "alone")))
+    assert alone["event"] == "done"
+    names = "adapter_model.safetensors"
+    assert (tmp_path / "alone" / names).read_bytes() == (tmp_path / "0" / names).read_bytes()
+
+
+class ExhaustedPolicy(Policy):
+    """Has no memory left for an adapter."""
+
+    num_alive = 0
+
+    def __init__(self, base_model: str, dtype: torch.dtype | None) -> None:
+        super().__init__(base_model, dtype)
+        ExhaustedPolicy.num_alive += 1
+
+    def __del__(self) -> None:
+        ExhaustedPolicy.num_alive -= 1
+
+    def init_adapter(self, lora: LoRAConfig, seed: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+class ExhaustedWorker(Worker):
+    def _load_policy(self) -> Policy:
+        gc.collect()
+        if self._policy is None:
+            assert ExhaustedPolicy.num_alive == 0, (
+                "the policy of the failed task takes memory still"
+            )
+            self._policy = ExhaustedPolicy(self._base_model, self._dtype)
+        return self._policy
+
+
+def test_out_of_memory_says_what_to_reduce_and_frees_the_policy(
+    base_dir: Path, tmp_path: Path
+) -> None:
+    task = InitTask(lora=LORA, out_dir=str(tmp_path / "0"))
+    _, first, second = serve(ExhaustedWorker, base_dir, task, task)
+    assert (first["event"], first["code"]) == ("failed", "out_of_memory")
+    assert "20.00 GiB. Lower the trainer's --max-tokens-per-micro-batch" in first["message"]
+    assert second == first
 
 
 @pytest.mark.anyio

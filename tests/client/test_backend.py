@@ -1,0 +1,197 @@
+import asyncio
+import copy
+import logging
+import pickle
+
+import pytest
+
+import art
+
+pytestmark = pytest.mark.anyio
+
+
+INFO_BODY = {
+    "name": "agent",
+    "project": "demo",
+    "base_model": "art/tiny",
+    "inference_name": "demo/agent",
+    "lora": {},
+}
+
+
+def make_model() -> art.TrainableModel:
+    return art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+
+
+async def test_registering_makes_the_model_and_learns_its_address(server, backend: art.Backend):
+    model = make_model()
+    model.lora = art.LoRAConfig(rank=4)
+    await model.register(backend)
+    await model.register(backend)  # takes it up again
+    body = {"name": "agent", "project": "demo", "base_model": "art/tiny"}
+    lora = {"rank": 4, "alpha": 16.0, "target_modules": None}
+    assert [r.json() for r in server.sent("POST", "/api/models")] == [{**body, "lora": lora}] * 2
+    assert model.inference_base_url == f"{server.url}/v1"
+    assert (model.inference_model_name, model.inference_api_key) == ("demo/agent", "default")
+    assert await model.get_step() == 3
+
+
+async def test_no_server_is_told_at_once_with_the_remedy():
+    async with art.Backend("http://127.0.0.1:9") as backend:
+        with pytest.raises(art.ArtConnectionError, match="is it running") as caught:
+            await make_model().register(backend)
+    assert "art-server --port 9" in str(caught.value)
+    assert isinstance(caught.value, ConnectionError) and caught.value.retryable
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+async def test_address_may_end_in_a_slash_or_v1(server, suffix: str):
+    async with art.Backend(server.url + suffix) as backend:
+        model = make_model()
+        await model.register(backend)
+    assert model.inference_base_url == f"{server.url}/v1"
+
+
+def test_address_without_a_scheme_is_refused():
+    with pytest.raises(ValueError, match="must begin with http"):
+        art.Backend("localhost:7623")
+
+
+def test_environment_fills_in_what_is_not_given(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("ART_SERVER_URL", raising=False)
+    monkeypatch.delenv("ART_API_KEY", raising=False)
+    assert repr(art.Backend()) == "Backend(base_url='http://127.0.0.1:7623', api_key=None)"
+    monkeypatch.setenv("ART_SERVER_URL", "http://box:1")
+    monkeypatch.setenv("ART_API_KEY", "secret")
+    assert repr(art.Backend()) == "Backend(base_url='http://box:1', api_key='***')"
+    assert "http://other:2" in repr(art.Backend("http://other:2"))
+
+
+async def test_key_is_sent_and_never_shown(server):
+    async with art.Backend(server.url, "secret") as backend:
+        model = make_model()
+        await model.register(backend)
+        assert "secret" not in repr(backend) + repr(model)
+    assert {r.headers["authorization"] for r in server.requests} == {"Bearer secret"}
+    assert model.inference_api_key == "secret"
+
+
+async def test_refusal_carries_what_the_server_said(server, answer, backend: art.Backend):
+    error = {
+        "message": "model 'agent' is on base 'b'",
+        "code": "base_mismatch",
+        "param": "base_model",
+    }
+    server.on("POST", "/api/models", answer(409, {"error": error}))
+    with pytest.raises(art.ArtStatusError) as caught:
+        await make_model().register(backend)
+    refusal = caught.value
+    assert str(refusal) == "model 'agent' is on base 'b' [409 from POST /api/models]"
+    assert (refusal.status, refusal.code, refusal.param, refusal.retryable) == (
+        *(409, "base_mismatch", "base_model"),
+        False,
+    )
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 413, 422, 500])
+async def test_other_refusals_show_their_text(server, answer, backend, status: int):
+    server.on("POST", "/api/models", answer(status, b"<html>no"))
+    with pytest.raises(art.ArtStatusError, match="<html>no") as caught:
+        await make_model().register(backend)
+    assert (caught.value.status, caught.value.retryable) == (status, False)
+
+
+def test_errors_can_be_copied_and_pickled():
+    status = art.ArtStatusError("no", status=404, code="unknown_model", retryable=True)
+    job = art.ArtJobError("no", job_id="j", code="oom")
+    for error in (status, job, art.ArtConnectionError("gone", retryable=True)):
+        for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+            assert vars(again) == vars(error) and str(again) == str(error)
+
+
+async def test_calls_wait_for_a_server_that_is_being_restarted(
+    server, answer, model, caplog: pytest.LogCaptureFixture
+):
+    answers = [answer(503, {"error": {"message": "starting", "retryable": True}})]
+    answers.append(answer(body={**INFO_BODY, "step": 8}))
+    server.on("GET", "/api/models/demo/agent", lambda _: answers.pop(0))
+    await server.stop()
+    step = asyncio.create_task(model.get_step())
+    await asyncio.sleep(0.1)
+    await server.start()
+    assert await step == 8
+    assert "trying again for 5 s" in caplog.text
+
+
+async def test_server_that_stays_away_is_an_error_in_the_end(server):
+    async with art.Backend(server.url, reconnect_seconds=0.2) as backend:
+        model = make_model()
+        await model.register(backend)
+        await server.stop()
+        with pytest.raises(art.ArtConnectionError, match="no art-server answers"):
+            await model.get_step()
+        await server.start()
+
+
+async def test_log_sends_bare_trajectories_as_one_group(server, answer, model):
+    row = {"val/reward": 0.5}
+    server.on("POST", "/api/models/demo/agent/log", answer(body={"step": 3, "metrics": row}))
+    trajectories = [art.Trajectory(reward=0), art.Trajectory(reward=1), ValueError("failed")]
+    assert await model.log(trajectories) == row
+    await model.log([art.TrajectoryGroup(trajectories)], split="test", step=2, metrics={"a": 1.0})
+    first, second = (r.json() for r in server.sent("POST", "/api/models/demo/agent/log"))
+    assert (first["split"], first["step"], first["metrics"]) == ("val", None, {})
+    assert (second["split"], second["step"], second["metrics"]) == ("test", 2, {"a": 1.0})
+    assert first["groups"] == second["groups"] and len(first["groups"]) == 1
+    assert len(first["groups"][0]["trajectories"]) == 2
+    assert first["groups"][0]["exceptions"][0]["type"] == "ValueError"
+
+
+async def test_log_is_not_repeated_once_it_may_have_arrived(server, answer, model):
+    server.on("POST", "/api/models/demo/agent/log", answer(hang_up=True))
+    with pytest.raises(art.ArtConnectionError, match="lost the connection"):
+        await model.log([art.Trajectory()])
+    assert len(server.sent("POST", "/api/models/demo/agent/log")) == 1
+
+
+async def test_plain_model_has_no_history_on_the_server(backend):
+    judge = art.Model(name="judge", project="demo")
+    await judge.register(backend)
+    with pytest.raises(ValueError, match="not trainable"):
+        await judge.log([art.Trajectory()])
+
+
+async def test_checkpoints_are_deleted_by_metric_or_by_step(server, answer, backend, model):
+    path = "/api/models/demo/agent/checkpoints/delete"
+    server.on("POST", path, answer(body={"kept": [2, 3], "deleted": [1]}))
+    await model.delete_checkpoints()
+    await backend._delete_checkpoint_files(model, [2])
+    bodies = [request.json() for request in server.sent("POST", path)]
+    assert bodies == [
+        {"best_metric": "val/reward", "keep": None},
+        {"best_metric": None, "keep": [2]},
+    ]
+
+
+def test_backend_works_in_one_event_loop_after_another(answer, make_server):
+    async def program(fake) -> int:
+        fake.on("POST", "/api/models", answer(body={**INFO_BODY, "step": 0}))
+        fake.on("GET", "/health", answer(body={}))
+        fake.on("GET", "/api/models/demo/agent", answer(body={**INFO_BODY, "step": 5}))
+        await fake.start()
+        backend._connection.base_url = fake.url
+        await model.register(backend)
+        step = await model.get_step()
+        await backend.close()
+        await fake.stop()
+        return step
+
+    backend, model = art.Backend("http://127.0.0.1:1"), make_model()
+    assert asyncio.run(program(make_server())) == 5
+    assert asyncio.run(program(make_server())) == 5
+
+
+async def test_ignored_client_config_is_told(backend, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        await make_model().register(backend, _openai_client_config={"server_args": {}})
+    assert "_openai_client_config is ignored" in caplog.text

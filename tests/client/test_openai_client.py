@@ -1,0 +1,97 @@
+from typing import Any
+
+import openai
+import pytest
+
+import art
+
+pytestmark = pytest.mark.anyio
+
+COMPLETION = {
+    "id": "cmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "demo/agent@3",
+    "prompt_token_ids": [1, 2, 3],
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "yes"},
+            "logprobs": None,
+            "token_ids": [4, 5],
+            "art": {"id": "cmpl-1", "step": 3},
+        }
+    ],
+}
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture
+def client(server, answer, model: art.TrainableModel) -> openai.AsyncOpenAI:
+    server.on("POST", PATH, answer(body=COMPLETION))
+    return model.openai_client()
+
+
+async def test_choice_is_self_contained(client: openai.AsyncOpenAI):
+    completion = await client.chat.completions.create(model="agent", messages=MESSAGES)
+    trajectory = art.Trajectory(messages_and_choices=[completion.choices[0]])
+    (dumped,) = trajectory.model_dump(mode="json")["messages_and_choices"]
+    assert dumped == {**COMPLETION["choices"][0], "prompt_token_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [({}, True), ({"logprobs": False}, False), ({"extra_body": {"logprobs": False}}, False)],
+)
+async def test_logprobs_are_asked_for_unless_the_caller_decides(
+    server, client: openai.AsyncOpenAI, asked: dict, sent: bool
+):
+    await client.chat.completions.create(model="agent", messages=MESSAGES, **asked)
+    assert server.sent("POST", PATH)[0].json()["logprobs"] is sent
+
+
+async def test_copies_and_raw_responses_of_the_client_ask_too(server, client: openai.AsyncOpenAI):
+    await client.with_options(timeout=5).chat.completions.create(model="agent", messages=MESSAGES)
+    raw = await client.chat.completions.with_raw_response.create(model="agent", messages=MESSAGES)
+    assert raw.parse().choices[0].message.content == "yes"
+    assert [request.json()["logprobs"] for request in server.sent("POST", PATH)] == [True, True]
+
+
+async def test_streaming_asks_for_logprobs(server, answer, client: openai.AsyncOpenAI):
+    chunk = b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m","choices":[]}\n\n'
+    stream_type = {"content-type": "text/event-stream"}
+    server.on("POST", PATH, answer(body=chunk + b"data: [DONE]\n\n", headers=stream_type))
+    stream = await client.chat.completions.create(model="agent", messages=MESSAGES, stream=True)
+    assert [chunk.id async for chunk in stream] == ["1"]
+    assert server.sent("POST", PATH)[0].json()["logprobs"] is True
+
+
+async def test_key_and_patience_of_the_client(server, answer):
+    async with art.Backend(f"{server.url}/v1/", "secret") as backend:
+        model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+        await model.register(backend)
+        client = model.openai_client()
+        server.on("POST", PATH, answer(body=COMPLETION))
+        await client.chat.completions.create(model=model.name, messages=MESSAGES)
+    assert server.sent("POST", PATH)[0].headers["authorization"] == "Bearer secret"
+    assert (client.timeout.read, client.timeout.connect, client.max_retries) == (1200, 10, 10)
+    assert client.is_closed()
+
+
+async def test_plain_model_gets_a_plain_client(server, answer):
+    server.on("POST", PATH, answer(body=COMPLETION))
+    judge = art.Model(name="judge", project="demo", inference_base_url=f"{server.url}/v1")
+    await judge.openai_client().chat.completions.create(model="judge", messages=MESSAGES)
+    request = server.sent("POST", PATH)[0]
+    assert "logprobs" not in request.json()
+    assert request.headers["authorization"] == "Bearer default"
+    await judge.close()
+
+
+async def test_request_survives_a_restart_of_the_server(server, client: openai.AsyncOpenAI):
+    await client.chat.completions.create(model="agent", messages=MESSAGES)
+    await server.stop()
+    await server.start()
+    await client.chat.completions.create(model="agent", messages=MESSAGES)

@@ -1,0 +1,214 @@
+import asyncio
+import math
+
+import pytest
+
+import art
+
+pytestmark = pytest.mark.anyio
+
+TRAIN = "/api/models/demo/agent/train"
+EVENTS = "/api/jobs/j1/events"
+REPORT = {"num_trajectories": 2, "num_trajectories_trained": 2, "turns": {"ids": 2}}
+ACCEPTED = {"event": "accepted", "job_id": "j1", "report": REPORT}
+WAITING = {"event": "waiting", "job_id": "j1", "phase": "queued"}
+PROGRESS = {
+    "event": "progress",
+    "job_id": "j1",
+    "phase": "train",
+    "completed": 1,
+    "total": 2,
+    "metrics": {"loss/policy": 0.25},
+}
+DONE = {"event": "done", "job_id": "j1", "step": 4, "metrics": {"loss/policy": 0.5}}
+
+
+def keys(server) -> list[str]:
+    return [request.headers["idempotency-key"] for request in server.sent("POST", TRAIN)]
+
+
+async def test_train_returns_step_metrics_and_report(server, answer, model, groups):
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, WAITING, PROGRESS, DONE]))
+    result = await model.train(groups, config=art.TrainConfig(learning_rate=1e-5))
+    assert (result.step, result.metrics) == (4, {"loss/policy": 0.5})
+    assert result.report.turns == {"ids": 2}
+    (request,) = server.sent("POST", TRAIN)
+    body = request.json()
+    assert body["config"]["learning_rate"] == 1e-5
+    assert [t["reward"] for t in body["groups"][0]["trajectories"]] == [0.0, 1.0]
+
+
+async def test_each_call_has_a_key_of_its_own_unless_given(server, answer, model, groups):
+    server.on("POST", TRAIN, lambda _: answer(lines=[ACCEPTED, DONE]))
+    await model.train(iter(groups))
+    await model.train(trajectory_groups=groups, verbose=False, config=art.TrainConfig())
+    await model.train(groups, idempotency_key="step-7")
+    first, second, third = keys(server)
+    assert len({first, second}) == 2 and third == "step-7"
+
+
+async def test_stream_lost_after_acceptance_is_taken_up_again(server, answer, model, groups):
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, PROGRESS], hang_up=True))
+    attempts = [
+        answer(lines=[PROGRESS]),  # ends without an end
+        answer(lines=[ACCEPTED, PROGRESS, DONE]),
+    ]
+    server.on("GET", EVENTS, lambda _: attempts.pop(0))
+    result = await model.train(groups)
+    assert (result.step, result.report.num_trajectories) == (4, 2)
+    assert len(server.sent("POST", TRAIN)) == 1 and len(server.sent("GET", EVENTS)) == 2
+
+
+async def test_request_lost_before_acceptance_is_repeated_under_its_key(
+    server, answer, model, groups
+):
+    jobs: dict[str, str] = {}
+
+    def accept(request):
+        key = request.headers["idempotency-key"]
+        if key not in jobs:
+            jobs[key] = "j1"
+            return answer(hang_up=True)
+        return answer(lines=[ACCEPTED, DONE])
+
+    server.on("POST", TRAIN, accept)
+    assert (await model.train(groups)).step == 4
+    assert len(jobs) == 1 and len(keys(server)) == 2
+
+
+async def test_train_survives_a_restart_of_the_server(server, answer, model, groups):
+    accepted = asyncio.Event()
+
+    def accept(request):
+        accepted.set()
+        return answer(lines=[ACCEPTED], hang_up=True)
+
+    server.on("POST", TRAIN, accept)
+    server.on("GET", EVENTS, answer(lines=[DONE]))
+    train = asyncio.create_task(model.train(groups))
+    await accepted.wait()
+    await server.stop()
+    await asyncio.sleep(0.1)
+    await server.start()
+    assert (await train).step == 4
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_unavailable_server_is_asked_again(server, answer, model, groups, status: int):
+    attempts = [answer(status, b"proxy says no"), answer(lines=[ACCEPTED, DONE])]
+    server.on("POST", TRAIN, lambda _: attempts.pop(0))
+    assert (await model.train(groups)).step == 4
+    assert len(set(keys(server))) == 1
+
+
+async def test_refused_request_is_raised_at_once(server, answer, model, groups):
+    error = {"message": "too large", "code": "too_large", "retryable": False}
+    server.on("POST", TRAIN, answer(413, {"error": error}))
+    with pytest.raises(art.ArtStatusError, match="too large") as caught:
+        await model.train(groups)
+    assert caught.value.code == "too_large" and len(server.sent("POST", TRAIN)) == 1
+
+
+async def test_failed_job_is_an_error_with_its_code(server, answer, model, groups):
+    error = {"message": "out of memory", "code": "oom", "retryable": True}
+    failed = {"event": "error", "job_id": "j1", "error": error}
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, failed]))
+    with pytest.raises(art.ArtJobError, match="job j1 failed: out of memory") as caught:
+        await model.train(groups)
+    assert (caught.value.job_id, caught.value.code, caught.value.retryable) == ("j1", "oom", True)
+
+
+async def test_server_that_stays_away_ends_the_call(server, answer, groups):
+    server.on("POST", TRAIN, answer(hang_up=True))
+    async with art.Backend(server.url, reconnect_seconds=0.2) as backend:
+        model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+        await model.register(backend)
+        with pytest.raises(art.ArtConnectionError, match="lost the connection"):
+            await model.train(groups)
+
+
+async def test_line_that_is_no_event_is_an_error(server, answer, model, groups):
+    server.on("POST", TRAIN, answer(lines=[{"hello": 1}]))
+    with pytest.raises(art.ArtError, match="no job event"):
+        await model.train(groups)
+
+
+async def test_unknown_fields_of_events_are_ignored(server, answer, model, groups):
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, {**DONE, "invented_later": 1}]))
+    assert (await model.train(groups)).step == 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ({"reward": math.nan}, r"groups\[0\].trajectories\[1\].reward: .*finite"),
+        ({"reward": None}, r"groups\[0\].trajectories\[1\].reward: "),
+        ({"metrics": {"m": math.inf}}, r"groups\[0\].trajectories\[1\].metrics.m"),
+        ({"metrics": {"m": "high"}}, r"groups\[0\].trajectories\[1\].metrics.m"),
+        ({"messages_and_choices": ["hi"]}, "holds a str"),
+    ],
+)
+async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(
+    server, model, groups, spoil: dict, message: str
+):
+    for name, value in spoil.items():
+        setattr(groups[0].trajectories[1], name, value)
+    with pytest.raises(ValueError, match=message):
+        await model.train(groups)
+    assert server.sent("POST", TRAIN) == []
+
+
+async def test_no_groups_and_empty_groups_are_refused(model):
+    with pytest.raises(ValueError, match="no groups"):
+        await model.train([])
+    with pytest.raises(ValueError, match=r"groups\[0\] holds neither"):
+        await model.train([art.TrajectoryGroup([])])
+    with pytest.raises(TypeError, match=r"groups\[0\] is Trajectory"):
+        await model.train([art.Trajectory()])
+
+
+async def test_group_that_was_not_awaited_is_refused(model):
+    async def rollout() -> art.Trajectory:
+        return art.Trajectory()
+
+    group = art.TrajectoryGroup([rollout()])
+    with pytest.raises(RuntimeError, match="have not run: await it"):
+        await model.train([group])
+    await group
+
+
+async def test_group_of_failures_is_sent_for_the_server_to_count(server, answer, model, groups):
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, DONE]))
+    await model.train([*groups, art.TrajectoryGroup([ValueError("failed")])])
+    failed = server.sent("POST", TRAIN)[0].json()["groups"][1]
+    assert failed["trajectories"] == [] and failed["exceptions"][0]["message"] == "failed"
+
+
+async def test_what_was_not_trained_is_told(
+    server, answer, model, groups, caplog: pytest.LogCaptureFixture
+):
+    place = "groups[0].trajectories[1]"
+    report = {
+        "num_trajectories": 2,
+        "num_trajectories_trained": 1,
+        "dropped": [{"reason": "too long", "count": 1, "examples": [place]}],
+    }
+    server.on("POST", TRAIN, answer(lines=[{**ACCEPTED, "report": report}, DONE]))
+    await model.train(groups)
+    assert f"trained on 1 of 2 trajectories; not trained: 1 too long ({place})" in caplog.text
+
+
+async def test_ignored_settings_are_told(
+    server, answer, model, groups, caplog: pytest.LogCaptureFixture
+):
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, DONE]))
+    await model.train(groups, _config={"precalculate_logprobs": True})
+    assert "_config is ignored" in caplog.text
+
+
+async def test_bar_is_shown_where_asked_for(server, answer, model, groups, capsys):
+    server.on("POST", TRAIN, lambda _: answer(lines=[ACCEPTED, PROGRESS, DONE]))
+    await model.train(groups)
+    assert capsys.readouterr().err == ""
+    await model.train(groups, verbose=True)
+    assert "train (train):  50%" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""A real art-server as a child process, and the requests that most tests make."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+READY_SECONDS = 240.0
+PROJECT = "tests"
+
+
+@dataclass
+class Server:
+    """An art-server process on free ports that stay the same over restarts."""
+
+    path: Path
+    process: subprocess.Popen[bytes] | None = None
+    url: str = ""
+    inference_url: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    def start(self) -> None:
+        ports = [self.url.rpartition(":")[2] or "0", self.inference_url.rpartition(":")[2] or "0"]
+        with open(self.path / "server.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "art_server.cli", "--path", str(self.path / "art")]
+                + ["--port", ports[0], "--inference-port", ports[1], *self.arguments],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        file = self.path / "art" / ".server" / "address.json"
+        deadline = time.monotonic() + 60
+        while not (file.exists() and json.loads(file.read_text())["pid"] == self.process.pid):
+            assert self.process.poll() is None, self.log_tail()
+            assert time.monotonic() < deadline, self.log_tail()
+            time.sleep(0.05)
+        content = json.loads(file.read_text())
+        self.url, self.inference_url = content["url"], content["inference_url"]
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            assert self.process is not None and self.process.poll() is None, self.log_tail()
+            time.sleep(0.2)
+        raise AssertionError(f"not ready in {READY_SECONDS:.0f} s: {self.log_tail()}")
+
+    def kill(self) -> None:
+        """SIGKILL, as an out-of-memory killer would."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def log_tail(self) -> str:
+        return (self.path / "server.log").read_text()[-3000:]
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=600, **options)
+
+    def model_dir(self, name: str) -> Path:
+        return self.path / "art" / PROJECT / "models" / name
+
+
+def register(server: Server, name: str, **more: Any) -> dict[str, Any]:
+    with server.client() as client:
+        body = {"name": name, "project": PROJECT, "base_model": "art/tiny", **more}
+        response = client.post("/api/models", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chat(client: httpx.Client, model: str, **more: Any) -> dict[str, Any]:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "respond with yes, no, maybe"}],
+        "max_tokens": 8,
+        **more,
+    }
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def sampled_group(client: httpx.Client, model: str, size: int = 4, **more: Any) -> dict[str, Any]:
+    """A group whose rewards differ, of fresh samples."""
+    body = chat(client, model, n=size, **more)
+    message = {"role": "user", "content": "respond with yes, no, maybe"}
+    return {
+        "trajectories": [
+            {"messages_and_choices": [message, choice], "reward": float(index)}
+            for index, choice in enumerate(body["choices"])
+        ]
+    }
+
+
+def train(
+    client: httpx.Client,
+    name: str,
+    groups: list[dict[str, Any]],
+    key: str | None = None,
+    learning_rate: float = 1e-3,
+) -> list[dict[str, Any]]:
+    """The events of a train request."""
+    headers = {"idempotency-key": key} if key else {}
+    body = {"groups": groups, "config": {"learning_rate": learning_rate}}
+    response = client.post(f"/api/models/{PROJECT}/{name}/train", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def train_one_step(server: Server, name: str, **more: Any) -> dict[str, Any]:
+    """Sample and train once; returns the last event."""
+    with server.client() as client:
+        group = sampled_group(client, f"{PROJECT}/{name}")
+        return train(client, name, [group], **more)[-1]

@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art.wire import LoRAConfig
+from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+from art_server.store.registry import Registry, check_name, merge_lora
+
+
+def make_model(root: Path, project: str, name: str, steps: int = 1) -> ModelFolder:
+    folder = ModelFolder(root, project, name)
+    for step in range(steps):
+        commit(folder, step)
+    record = ModelRecord(name=name, project=project, base_model="art/tiny", lora=LoRAConfig())
+    folder.create(record, root / "engine.log")
+    return folder
+
+
+def commit(folder: ModelFolder, step: int, job_id: str | None = None) -> None:
+    temporary = folder.new_checkpoint_dir()
+    (temporary / "optimizer.safetensors").write_bytes(b"state")
+    folder.commit_checkpoint(temporary, CheckpointRecord(step=step, job_id=job_id))
+
+
+def test_a_name_resolves_to_the_step_that_serves(tmp_path: Path) -> None:
+    make_model(tmp_path, "p", "a", steps=3)
+    registry = Registry(tmp_path)
+    for text in ("a", "p/a"):
+        policy = registry.resolve(text, "base", None)
+        assert policy.model is not None and policy.model.id == "p/a" and policy.step == 2
+    assert registry.resolve("p/a@1", "base", None).step == 1
+    assert registry.resolve("base", "base", None).model is None
+
+
+def test_a_bare_name_in_two_projects_asks_for_the_project(tmp_path: Path) -> None:
+    make_model(tmp_path, "p", "a")
+    make_model(tmp_path, "q", "a")
+    registry = Registry(tmp_path)
+    with pytest.raises(Conflict, match=r"several projects \(p, q\)"):
+        registry.resolve("a", None, None)
+    found = registry.resolve("a", None, frozenset({"q"})).model
+    assert found is not None and found.id == "q/a", "unique among what the key may see"
+
+
+def test_models_of_other_projects_are_not_even_named(tmp_path: Path) -> None:
+    make_model(tmp_path, "secret", "a")
+    with pytest.raises(NotFound) as error:
+        Registry(tmp_path).resolve("secret/a", None, frozenset({"mine"}))
+    assert "known models: none" in error.value.message
+
+
+@pytest.mark.parametrize("step", ["9", "x", "-1", "1" * 400, "1@2"])
+def test_steps_that_are_not_there_are_refused(tmp_path: Path, step: str) -> None:
+    make_model(tmp_path, "p", "a")
+    with pytest.raises(NotFound):
+        Registry(tmp_path).resolve(f"a@{step}", None, None)
+
+
+@given(st.text())
+def test_no_name_leaves_its_folder(name: str) -> None:
+    try:
+        check_name(name, "name")
+    except InvalidInput as error:
+        assert error.param == "name" and len(error.message) < 500
+    else:
+        path = Path("/root") / name / "models"
+        assert path.resolve().parent.parent == Path("/root") and name not in (".", "..", ".server")
+
+
+def test_a_restarted_registry_forgets_unfinished_checkpoints(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a", steps=2)
+    folder.new_checkpoint_dir()
+    model = Registry(tmp_path).get("p", "a")
+    assert model.step == 1
+    assert sorted(entry.name for entry in folder.checkpoints_dir.iterdir()) == ["0000", "0001"]
+
+
+def test_optimizer_state_is_kept_for_the_newest_two_steps(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a", steps=4)
+    have = [
+        step
+        for step in folder.steps()
+        if (folder.checkpoint_dir(step) / "optimizer.safetensors").exists()
+    ]
+    assert have == [2, 3]
+
+
+def test_deleting_keeps_the_newest_and_the_named(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a", steps=5)
+    assert folder.delete_checkpoints({1}) == [0, 2, 3]
+    assert folder.steps() == [1, 4]
+
+
+def test_the_best_step_is_the_highest_mean_among_kept_ones(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a", steps=4)
+    for step, reward in ((0, 0.9), (1, 0.2), (1, 0.8), (2, 0.4), (9, 1.0)):
+        folder.append_history(step, {"val/reward": reward})
+    assert folder.best_step("val/reward") == 0
+    folder.delete_checkpoints({1})
+    assert folder.best_step("val/reward") == 1
+    assert folder.best_step("val/other") is None
+
+
+def test_a_job_s_row_is_written_once(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a")
+    folder.append_history(1, {"train/reward": 1.0}, "job")
+    folder.append_history(1, {"train/reward": 1.0}, "job")
+    assert len(folder.history()) == 1
+
+
+def test_another_adapter_shape_is_refused() -> None:
+    assert merge_lora(LoRAConfig(rank=4), None, "p/a") == LoRAConfig(rank=4)
+    with pytest.raises(Conflict, match="register another name"):
+        merge_lora(LoRAConfig(rank=4), LoRAConfig(rank=8), "p/a")

@@ -1,0 +1,170 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art.wire import TrainConfig, TrajectoryGroupBody
+from art_server.errors import InvalidInput
+from art_server.ledger.ledger import Record, Request
+from art_server.ledger.resolve import Limits, Turn, join_turns, resolve
+from art_server.training.task import Batch
+
+LIMITS = Limits(vocab_size=100, max_seq_length=50)
+
+
+def choice(
+    prompt: list[int], tokens: list[int], identity: str | None = None, model: str = "p/a"
+) -> dict[str, Any]:
+    """A choice that carries its tokens."""
+    entries = [{"token": str(token), "logprob": -token / 100} for token in tokens]
+    made: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": "x"},
+        "logprobs": {"content": entries},
+        "token_ids": tokens,
+        "prompt_token_ids": prompt,
+    }
+    if identity:
+        made["art"] = {"id": identity, "step": 0, "model": model}
+    return made
+
+
+def bare(identity: str, **mark: Any) -> dict[str, Any]:
+    """A choice that only names its record."""
+    message = {"role": "assistant", "content": "x"}
+    return {"message": message, "finish_reason": "stop", "art": {"id": identity, **mark}}
+
+
+def record(identity: str, prompt: list[int], tokens: list[int], name: str = "a") -> Record:
+    request = Request("r", "chat", "p", name, 0, "me")
+    return Record(identity, request, prompt, tokens, [-0.5] * len(tokens), "stop", {}, 0.0)
+
+
+def run(
+    trajectories: list[list[dict[str, Any]]],
+    rewards: list[float] | None = None,
+    find: Callable[[str], Record | None] = lambda _: None,
+    histories: list[list[dict[str, Any]]] | None = None,
+    **group: Any,
+) -> tuple[Batch, Any]:
+    bodies = [
+        {"messages_and_choices": entries, "reward": reward}
+        for entries, reward in zip(trajectories, rewards or range(len(trajectories)), strict=True)
+    ]
+    if histories:
+        bodies[0]["additional_histories"] = [{"messages_and_choices": h} for h in histories]
+    body = TrajectoryGroupBody.model_validate({"trajectories": bodies, **group})
+    return resolve([body], TrainConfig(), "p/a", find, LIMITS)
+
+
+def test_a_choice_is_trained_on_the_tokens_that_it_carries() -> None:
+    batch, report = run([[{"role": "user", "content": "q"}, choice([1, 2], [3, 4])]])
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert row.token_ids == [1, 2, 3, 4]
+    assert row.logprobs == [None, None, -0.03, -0.04]
+    assert report.turns == {"ids": 1}
+
+
+def test_a_choice_without_tokens_is_found_in_the_ledger() -> None:
+    batch, report = run([[bare("c-0")]], find=lambda key: record(key, [5], [6, 7]))
+    assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 6, 7]
+    assert report.turns == {"ledger": 1}
+
+
+def test_tokens_without_matching_log_probabilities_come_from_the_ledger() -> None:
+    carried = choice([1], [2, 3], "c-0")
+    carried["logprobs"]["content"].pop()
+    batch, _ = run([[carried]], find=lambda key: record(key, [5], [6]))
+    assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 6]
+
+
+def test_a_continued_conversation_is_one_row_and_a_rewritten_one_two() -> None:
+    first, second = choice([1, 2], [3, 4]), choice([1, 2, 3, 4, 5], [6])
+    batch, _ = run([[first, second]])
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert row.token_ids == [1, 2, 3, 4, 5, 6]
+    assert [value is not None for value in row.logprobs] == [False, False, True, True, False, True]
+    stripped = choice([1, 2, 4, 5], [6])
+    rows = run([[first, stripped]])[0].groups[0].trajectories[0].rows
+    assert [row.token_ids for row in rows] == [[1, 2, 3, 4], [1, 2, 4, 5, 6]]
+
+
+def test_additional_histories_share_the_trajectory() -> None:
+    batch, _ = run([[choice([1], [2])]], histories=[[choice([7], [8])]])
+    assert [r.token_ids for r in batch.groups[0].trajectories[0].rows] == [[1, 2], [7, 8]]
+
+
+def test_a_choice_that_stands_twice_is_trained_once() -> None:
+    one = choice([1], [2], "c-0")
+    _, report = run([[one]], histories=[[one]])
+    assert report.turns == {"ids": 1}
+    assert "twice" in report.dropped[0].reason
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        (choice([1], [100]), "vocabulary"),
+        (choice([-1], [2]), "vocabulary"),
+        (choice([1] * 50, [2]), "longer than the model's context"),
+        (choice([], [2]), "empty"),
+        (choice([1], [2], "c-0", model="p/b"), "another model"),
+        (bare("unknown"), "neither"),
+        ({"message": {"content": "x"}, "finish_reason": "stop"}, "neither"),
+    ],
+)
+def test_turns_that_cannot_be_trained_are_counted_with_a_reason(
+    entry: dict[str, Any], why: str
+) -> None:
+    _, report = run([[choice([1], [2])], [entry]])
+    reasons = {dropped.reason: dropped for dropped in report.dropped}
+    (reason,) = [reason for reason in reasons if why in reason]
+    assert reasons[reason].examples == ["groups[0].trajectories[1].messages_and_choices[0]"]
+
+
+def test_a_record_of_another_model_is_not_trained() -> None:
+    with pytest.raises(InvalidInput, match="another model"):
+        run([[bare("c-0")]], find=lambda key: record(key, [1], [2], name="b"))
+
+
+def test_a_log_probability_that_is_not_one_is_refused() -> None:
+    bad = choice([1], [2])
+    bad["logprobs"]["content"][0]["logprob"] = float("nan")
+    with pytest.raises(InvalidInput, match="log-probability"):
+        run([[bad]])
+
+
+def test_equal_rewards_and_failures_are_counted() -> None:
+    failure = {"type": "ValueError", "message": "no"}
+    batch, report = run([[choice([1], [2])], [choice([1], [3])]], [1.0, 1.0], exceptions=[failure])
+    assert len(batch.groups) == 1
+    assert (report.num_groups, report.num_groups_trained, report.num_failed_rollouts) == (1, 0, 1)
+    assert {dropped.count for dropped in report.dropped} == {1}
+
+
+token_lists = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(token_lists, token_lists, st.booleans()), min_size=1, max_size=6))
+def test_every_sampled_token_is_trained_once_after_its_own_prompt(
+    steps: list[tuple[list[int], list[int], bool]],
+) -> None:
+    """Whatever the conversation does, rows hold each turn's tokens right behind exactly its prompt."""
+    turns: list[Turn] = []
+    so_far: list[int] = []
+    for context, tokens, goes_on in steps:
+        prompt = so_far + context if goes_on else context
+        turns.append(Turn(prompt, tokens, [-float(i + 1) for i in range(len(tokens))], "ids"))
+        so_far = prompt + tokens
+    rows = join_turns(turns)
+    trained = sum(value is not None for row in rows for value in row.logprobs)
+    assert trained == sum(len(turn.token_ids) for turn in turns)
+    texts = [row.token_ids for row in rows]
+    for turn in turns:
+        whole = turn.prompt_token_ids + turn.token_ids
+        assert any(text[: len(whole)] == whole for text in texts)
+    for row in rows:
+        assert len(row.token_ids) == len(row.logprobs) and row.logprobs[0] is None
