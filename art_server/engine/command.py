@@ -8,6 +8,9 @@ from art_server.base_models import BaseModel, max_positions, model_type
 from art_server.errors import InvalidInput
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
 
+SOCKET_NAME = "engine.sock"
+"""vLLM's HTTP socket, in the engine's private folder."""
+
 CPU_MAX_SEQ_LENGTH = 8192
 """Longest context by default on a CPU: a longer one takes memory for a cache that a CPU is too slow to fill."""
 
@@ -44,7 +47,7 @@ def engine_command(
     arguments: dict[str, str] = {
         "model": str(base.path),
         "served-model-name": base.name,
-        "uds": str(run_dir / "engine.sock"),
+        "uds": str(run_dir / SOCKET_NAME),
         "max-model-len": str(seq_length(config, base)),
         "max-lora-rank": str(config.max_lora_rank),
         "max-loras": str(config.max_loras),

@@ -20,10 +20,11 @@ import httpx
 
 from art_server.base_models import BaseModel
 from art_server.children import Children
-from art_server.engine.command import engine_command, engine_environment, seq_length
+from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.records import RecordReceiver, Sample
 from art_server.errors import Unavailable
 from art_server.settings import Device, ServerConfig
+from art_server.store import files
 
 logger = logging.getLogger(__name__)
 
@@ -172,16 +173,17 @@ class Engine:
     async def _start_process(self) -> None:
         assert self.base is not None
         if self._run_dir is None:
-            self._run_dir = Path(tempfile.mkdtemp(prefix="art-"))
+            self._run_dir = make_run_dir(self._config.server_dir)
             await self._receiver.listen(self._run_dir / "records.sock")
             self._http = httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(
-                    uds=str(self._run_dir / "engine.sock"),
+                    uds=str(self._run_dir / SOCKET_NAME),
                     limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
                 ),
                 base_url="http://engine",
                 timeout=httpx.Timeout(None, connect=10.0),
             )
+        (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
         with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
                 *engine_command(self._config, self.base, self._device, self._run_dir),
@@ -350,3 +352,14 @@ class Engine:
         )
         if response.status_code != 200:
             raise EngineDied(f"vLLM refused adapter '{name}': {response.text[:500]}")
+
+
+def make_run_dir(server_dir: Path) -> Path:
+    """A private folder for the engine's sockets, under the system's temporary folder because a socket's path must be
+    short. The one of an earlier server that was killed is removed."""
+    note = server_dir / "run_dir"
+    if note.exists():
+        shutil.rmtree(note.read_text(), ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="art-"))
+    files.write_file(note, str(folder).encode())
+    return folder

@@ -1,14 +1,11 @@
 """The policy on CUDA through Unsloth's kernels. Import only where CUDA is: importing Unsloth patches transformers.
 
-Not run in this project's tests, which have no GPU.
-API: unsloth/models/loader.py `FastLanguageModel.from_pretrained`, unsloth/models/llama.py `get_peft_model`, 2026.10.
+Not tested: this project's tests have no GPU. Written from Unsloth's source of August 2026 (015bdef):
+unsloth/models/loader.py `FastLanguageModel.from_pretrained`, unsloth/models/llama.py `get_peft_model`.
 """
 
 import gc
 import os
-
-# Unsloth's compiled heads return no logits unless told to, and read this when imported.
-os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
 
 import torch
 from peft import PeftModel
@@ -29,6 +26,8 @@ class UnslothPolicy(Policy):
     name = "unsloth"
 
     def _load_base(self) -> PreTrainedModel:
+        # Unsloth's heads may skip the logits otherwise; they look at each forward.
+        os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
         base, _ = FastLanguageModel.from_pretrained(
             model_name=self.base_model,
             max_seq_length=MAX_SEQ_LENGTH,

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from tiny_model.chats import draw_chat
 from tiny_model.words import make_rng
 
-CHATS_PER_STEP = 32
+CHATS_PER_STEP = 16
 WARMUP_STEPS = 50
 FLAT_SHARE = 0.5
 """The share of the steps at the full rate; over the rest it falls to zero in a line."""
@@ -24,9 +24,9 @@ MATRIX_RATE = 4e-3
 OTHER_RATE = 4e-3
 CONTEXT_WEIGHT = 0.15
 """The weight in the loss of a token that the assistant does not write; its own weigh 1."""
-MAX_MICROBATCH_TOKENS = 2560
+MAX_MICROBATCH_TOKENS = 3072
 """Padded tokens of one forward pass: enough to keep two cores busy, little enough for caches."""
-MAX_LENGTH_RATIO = 1.7
+MAX_LENGTH_RATIO = 2.5
 """How much longer than its shortest row the longest of a microbatch may be: padding costs time."""
 MAX_TOKENS = 1024
 """Longer chats are cut here; about none are."""

@@ -28,14 +28,10 @@ class Server:
 
     def start(self) -> None:
         ports = [self.url.rpartition(":")[2] or "0", self.inference_url.rpartition(":")[2] or "0"]
+        command = [sys.executable, "-m", "art_server.cli", "--path", str(self.path / "art")]
+        command += ["--port", ports[0], "--inference-port", ports[1], *self.arguments]
         with open(self.path / "server.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "art_server.cli", "--path", str(self.path / "art")]
-                + ["--port", ports[0], "--inference-port", ports[1], *self.arguments],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         file = self.path / "art" / ".server" / "address.json"
         deadline = time.monotonic() + 60
         while not (file.exists() and json.loads(file.read_text())["pid"] == self.process.pid):

@@ -143,13 +143,16 @@ def test_the_server_is_killed_during_a_step(server: Server) -> None:
     body = json.dumps({"groups": groups, "config": {"learning_rate": 1e-4}}).encode()
     headers = {"idempotency-key": "during-1", "content-type": "application/json"}
     url = f"/api/models/{model}/train"
-    with pytest.raises(httpx.TransportError), server.client() as client:
-        with client.stream("POST", url, content=body, headers=headers) as response:
-            for line in response.iter_lines():
-                if json.loads(line).get("phase") == "train":
-                    assert server.process is not None
-                    family = descendants(server.process.pid)
-                    server.kill()
+    with (
+        pytest.raises(httpx.TransportError),
+        server.client() as client,
+        client.stream("POST", url, content=body, headers=headers) as response,
+    ):
+        for line in response.iter_lines():
+            if json.loads(line).get("phase") == "train":
+                assert server.process is not None
+                family = descendants(server.process.pid)
+                server.kill()
     wait_until_gone(family)
     checkpoints = server.model_dir("during") / "checkpoints"
     assert [p.name for p in checkpoints.iterdir() if p.name.isdigit()] == ["0000"]

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_server.training.advantages import STD_FLOOR, group_advantages
@@ -32,6 +32,7 @@ def test_rewards_beyond_arithmetic_are_refused(rewards: list[float]) -> None:
         group_advantages(rewards)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-100, 100), min_size=2, max_size=8), st.integers(-50, 50))
 def test_advantages_sum_to_zero_and_ignore_an_offset(rewards: list[int], offset: int) -> None:
     advantages = group_advantages([float(reward) for reward in rewards])

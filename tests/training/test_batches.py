@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_server.training.batches import make_micro_batches, make_train_rows
@@ -63,6 +63,7 @@ def test_row_with_more_tokens_than_logprobs_is_refused() -> None:
         make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), max_tokens=st.integers(1, 200))
 def test_micro_batches_hold_each_trained_token_once_within_the_budget(
     make_batch, seed: int, max_tokens: int

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art.wire import TrainConfig
@@ -80,6 +80,7 @@ OFFSET = st.one_of(
 TOKEN = st.tuples(LOGPROB, OFFSET, st.floats(-3.0, 3.0), OFFSET)
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(TOKEN, min_size=1, max_size=8),
     beta=st.sampled_from([0.0, 0.04, 1.0]),
@@ -124,6 +125,7 @@ def _plain_objective(
     return torch.where(advantages >= 0, pulled_up, pushed_down)
 
 
+@settings(deadline=None)
 @given(tokens=st.lists(TOKEN, min_size=2, max_size=8), cut=st.integers(1, 7))
 def test_shares_of_a_split_add_up(
     tokens: list[tuple[float, float, float, float]], cut: int

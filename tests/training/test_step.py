@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -99,7 +99,14 @@ def plain_loss_and_gradients(
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12,
+    deadline=None,
+    phases=[
+        Phase.explicit,
+        Phase.reuse,
+        Phase.generate,
+    ],  # shrinking would reload models for minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 150), beta=st.sampled_from([0.0, 0.3]))
 def test_gradient_is_that_of_the_plain_loss_for_any_token_budget(
