@@ -149,6 +149,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--max-body-mb", type=int, default=512, help="largest request body (%(default)s)")
     add(
+        "--no-splicing",
+        action="store_true",
+        help="sample from re-rendered conversations instead of their exact tokens; reports count the difference",
+    )
+    add(
+        "--ledger-max-gb",
+        type=float,
+        default=4.0,
+        help="size of the ledger of samples, in GiB (%(default)s)",
+    )
+    add("--ledger-max-age-days", type=float, default=7.0, help="how long samples are kept (%(default)s)")
+    add(
         "--exit-with-parent",
         action="store_true",
         help="stop when the process that started the server ends",
@@ -187,6 +199,9 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         "engine_args": read_engine_args(flags.engine_arg),
         "wait_limit_seconds": flags.wait_limit,
         "max_body_mb": flags.max_body_mb,
+        "splicing": not flags.no_splicing,
+        "ledger_max_gb": flags.ledger_max_gb,
+        "ledger_max_age_days": flags.ledger_max_age_days,
         "exit_with_parent": flags.exit_with_parent,
     }
     try:
@@ -204,6 +219,8 @@ def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> 
         UsageError: an unreadable file, or a line that is not a key.
     """
     keys = [ApiKey(key=key) for key in (*flags, *([variable] if variable else [])) if key]
+    if any("::" in key.key for key in keys):
+        raise UsageError("an API key must not contain '::': what follows it names a session")
     if file is None:
         return tuple(keys)
     try:
@@ -216,7 +233,7 @@ def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> 
             continue
         scopes = fields[1].split(",") if len(fields) > 1 else ["infer", "train"]
         projects = frozenset(fields[2].split(",")) if len(fields) > 2 else None
-        if len(fields) > 3 or not set(scopes) <= {"infer", "train"}:
+        if len(fields) > 3 or "::" in fields[0] or not set(scopes) <= {"infer", "train"}:
             raise UsageError(
                 f"--api-key-file {file}, line {number}: write KEY [infer,train [PROJECT,...]]"
             )

@@ -19,6 +19,7 @@ from art.wire import (
     LoRAConfig,
     ModelInfo,
     RegisterRequest,
+    SessionReply,
 )
 from art_server import __version__, base_models
 from art_server.base_models import BaseModel, find_base_model
@@ -30,8 +31,9 @@ from art_server.errors import Conflict, InvalidInput, Unavailable
 from art_server.jobs.metrics import trajectory_metrics
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
-from art_server.ledger.ledger import Ledger
+from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.resolve import Limits
+from art_server.ledger.sessions import session_trajectory
 from art_server.settings import ServerConfig, detect_device
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
@@ -42,7 +44,7 @@ from art_server.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_ID = re.compile(r"([0-9a-f]{32})(?:[-_](\d+))?$")
+ENGINE_REQUEST_ID = re.compile(r"([0-9a-f]{32})(?:[-_](\d+))?$")
 """vLLM's request id holds the gate's and, for completions of several prompts, the prompt's number."""
 
 
@@ -58,11 +60,19 @@ class Service:
         if left:
             logger.warning("killed what an earlier server left running: %s", left)
         self.gate = Gate()
-        self.ledger = Ledger(config.server_dir / "ledger.sqlite")
+        retention = Retention(
+            config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30)
+        )
+        self.ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
         self.registry = Registry(config.path)
         self.queue = JobQueue(config.server_dir / "jobs.sqlite")
         self.engine = Engine(
-            config, self.device, children, self._on_sample, lambda: self.gate.is_busy
+            config,
+            self.device,
+            children,
+            self._on_prompt,
+            self._on_sample,
+            lambda: self.gate.is_busy,
         )
         self.trainer = Trainer(config, children)
         self.runner = JobRunner(
@@ -133,17 +143,25 @@ class Service:
                         param="base_model",
                     )
                 return loaded
+            self.ledger.use_tokenizer(base.path)
             self.trainer.set_base(base.path)
             self.engine.start(base)
             self._base_known.set()
             await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
 
+    def _on_prompt(self, engine_request_id: str, rendered: list[int]) -> list[int] | None:
+        found = ENGINE_REQUEST_ID.search(engine_request_id)
+        if found is None:
+            return None
+        return self.ledger.take_prompt(found[1], int(found[2] or 0), rendered)
+
     def _on_sample(self, sample: Sample) -> None:
-        found = SAMPLE_ID.search(sample.request_id)
+        found = ENGINE_REQUEST_ID.search(sample.request_id)
         if found is not None:
-            prompt = int(found[2] or 0)
-            self.ledger.receive(sample, found[1], prompt * sample.sampling["n"] + sample.index)
+            position = int(found[2] or 0)
+            index = position * sample.sampling["n"] + sample.index
+            self.ledger.take_sample(found[1], index, position, sample)
 
     # --- models ---
 
@@ -280,6 +298,10 @@ class Service:
                 await self.engine.unload_adapter(name)
         deleted = await asyncio.to_thread(model.folder.delete_checkpoints, keep)
         return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
+
+    def session(self, owner: str, project: str, name: str, session: str) -> SessionReply:
+        """What a model said in one of a caller's sessions (blocking: reads the ledger)."""
+        return session_trajectory(self.ledger.find_session(owner, project, name, session))
 
     def health(self) -> Health:
         base = self.engine.base

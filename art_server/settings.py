@@ -74,6 +74,10 @@ class ServerConfig(BaseModel):
     wait_limit_seconds: float = Field(default=1800.0, gt=0)
     """How long an inference request waits for a training step or an engine start before it gets a 503."""
     max_body_mb: int = Field(default=512, ge=1)
+    splicing: bool = True
+    """Give the engine the exact tokens of a conversation's past in place of their re-rendering."""
+    ledger_max_gb: float = Field(default=4.0, gt=0)
+    ledger_max_age_days: float = Field(default=7.0, gt=0)
     exit_with_parent: bool = False
 
     @property

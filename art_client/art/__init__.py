@@ -14,10 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from art import types
+from art.capturing import (
+    auto_trajectory,
+    capture_auto_trajectory,
+    current_trajectory,
+    no_capture,
+    trajectory,
+    trajectory_group,
+)
 from art.errors import ArtConnectionError, ArtError, ArtJobError, ArtStatusError
 from art.gather import gather_trajectories, gather_trajectory_groups
 from art.model import Model, TrainableModel
 from art.retrying import retry
+from art.sessions import Rollout, rollout
 from art.trajectories import History, Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, Messages, MessagesAndChoices, Tools, TrainConfig, TrainResult
 
@@ -37,15 +46,23 @@ __all__ = [
     "Messages",
     "MessagesAndChoices",
     "Model",
+    "Rollout",
     "Tools",
     "TrainConfig",
     "TrainResult",
     "TrainableModel",
     "Trajectory",
     "TrajectoryGroup",
+    "auto_trajectory",
+    "capture_auto_trajectory",
+    "current_trajectory",
     "gather_trajectories",
     "gather_trajectory_groups",
+    "no_capture",
     "retry",
+    "rollout",
+    "trajectory",
+    "trajectory_group",
     "types",
 ]
 

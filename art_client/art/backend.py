@@ -16,6 +16,7 @@ from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
 from art.errors import ArtError, ArtJobError
 from art.model import Model, TrainableModel
 from art.rollouts import format_numbers
+from art.sessions import add_backend
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainConfig, TrainResult
 from art.wire import (
@@ -26,6 +27,7 @@ from art.wire import (
     LogReply,
     ModelInfo,
     RegisterRequest,
+    SessionReply,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Backend:
                 ModelInfo, "POST", "/api/models", request, timeout_seconds=REGISTER_TIMEOUT_SECONDS
             )
             logger.info("registered %s at step %d", info.inference_name, info.step)
+            add_backend(self)
         self._models.append(model)
 
     async def train(
@@ -139,6 +142,9 @@ class Backend:
 
     async def _get_step(self, model: Model) -> int:
         return (await self._call(ModelInfo, "GET", _model_path(model))).step
+
+    async def _fetch_session(self, model: TrainableModel, session: str) -> SessionReply:
+        return await self._call(SessionReply, "GET", f"{_model_path(model)}/sessions/{session}")
 
     async def _log(
         self,

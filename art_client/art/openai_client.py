@@ -6,6 +6,8 @@ from typing import Any
 from openai import AsyncOpenAI, Timeout
 from openai.types.chat import ChatCompletion
 
+from art.sessions import headers_for
+
 READ_TIMEOUT_SECONDS = 1200
 """A request waits on the server while a step trains; a long completion on a CPU takes minutes as well."""
 
@@ -17,8 +19,12 @@ class InferenceClient(AsyncOpenAI):
     """An AsyncOpenAI for a trainable model: what it samples carries what training needs.
 
     Chat completions ask for log-probabilities unless the caller says otherwise, and each choice keeps the prompt's
-    token ids, which the server puts on the completion.
+    token ids, which the server puts on the completion. Requests carry the session of the scope that they are made in.
     """
+
+    @property
+    def default_headers(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {**headers_for(str(self.base_url)), **super().default_headers}
 
     async def post(self, path: str, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if path == "/chat/completions" and isinstance(kwargs.get("body"), dict):

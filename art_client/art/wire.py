@@ -10,15 +10,16 @@ Routes, all under the control port:
     POST   /api/models/{project}/{name}/train        TrainRequest (+ Idempotency-Key) -> NDJSON of JobEvent
     POST   /api/models/{project}/{name}/log          LogRequest -> LogReply
     POST   /api/models/{project}/{name}/checkpoints/delete   DeleteCheckpointsRequest -> DeleteCheckpointsReply
+    GET    /api/models/{project}/{name}/sessions/{session}   -> SessionReply
     GET    /api/jobs/{job_id}                        -> JobInfo
     GET    /api/jobs/{job_id}/events                 -> NDJSON of JobEvent
     GET    /health, /ready                           -> Health
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 """What a project or model may be called: it becomes a folder, so no slash, no leading dot, at most 128 characters."""
@@ -156,18 +157,122 @@ class TrajectoryGroupBody(Body):
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-class TrainConfig(Body):
+class LossConfig(Body):
+    """Which loss is minimised: a value of this record is a member of the GRPO family (PRESETS names the published ones).
+
+    r is the ratio pi_new / pi_sampled of a trained token, A its trajectory's advantage. Every average is taken over the
+    whole optimizer step. Formulas and sources: docs/training.md.
+    """
+
+    ratio: Literal["token", "sequence", "geometric"] = "token"
+    """sequence: exp of the trajectory's mean log-ratio (GSPO); geometric: sqrt(token * sequence)."""
+    clip: Literal["two_sided", "dual", "cispo", "none"] = "two_sided"
+    """two_sided: min(r A, clip(r) A); dual: that, but at least dual_clip * A where A < 0; cispo: clip(r) without
+    gradient weighs A log pi; none: r A."""
+    epsilon: float = Field(default=0.2, gt=0)
+    """r is clipped below at 1 - epsilon."""
+    epsilon_high: float | None = Field(default=None, gt=0)
+    """...and above at 1 + epsilon_high; None takes epsilon."""
+    dual_clip: float = Field(default=3.0, gt=1)
+    """With clip="dual": the largest ratio that a token with a negative advantage still answers to."""
+
+    normalisation: Literal["tokens", "trajectory", "constant"] = "tokens"
+    """Sum over trained tokens divided by their number; or mean over trajectories of each one's mean; or sum divided by
+    (number of trajectories * constant_length)."""
+    constant_length: int = Field(default=1024, ge=1)
+
+    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
+    """What a reward is compared with: the mean of its group, of the others in its group, or nothing."""
+    scaling: Literal["group_std", "batch_std", "none"] = "group_std"
+    """What advantages are divided by: the standard deviation of the group's rewards, of all advantages, or nothing."""
+
+    correction: Literal["off", "truncate", "mask", "sequence_mask"] = "off"
+    """Off-policy correction on top of the clip: truncate caps a token's ratio at correction_high, mask leaves tokens
+    out whose ratio is outside [correction_low, correction_high], sequence_mask whole trajectories by their geometric
+    mean ratio."""
+    correction_high: float = Field(default=2.0, gt=0)
+    correction_low: float = Field(default=0.0, ge=0)
+
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty against the reference (the base model, adapter off); 0 leaves it out."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward", "advantage"] = "loss"
+    """loss: a term of the loss; reward: subtracted from each trajectory's reward; advantage: beta * (mean KL - KL of
+    the token) is added to each token's advantage. The last two take the sampler's log-probabilities."""
+
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    """Weight of the entropy at trained tokens, added to what is maximised."""
+
+    overlong: Literal["keep", "mask", "soft_penalty"] = "keep"
+    """What becomes of trajectories cut at a length limit: trained as they are; left out; or, for all, a reward that
+    falls linearly to -1 over the last overlong_buffer of overlong_length trained tokens."""
+    overlong_length: int | None = Field(default=None, ge=1)
+    overlong_buffer: int | None = Field(default=None, ge=1)
+
+
+PRESETS: dict[str, LossConfig] = {
+    "grpo": LossConfig(),
+    "dr_grpo": LossConfig(normalisation="constant", scaling="none"),
+    "dapo": LossConfig(epsilon_high=0.28),
+    "gspo": LossConfig(
+        ratio="sequence", epsilon=3e-4, epsilon_high=4e-4, normalisation="trajectory"
+    ),
+    "cispo": LossConfig(clip="cispo", epsilon=1.0, epsilon_high=4.0),
+    "rloo": LossConfig(
+        clip="none",
+        baseline="leave_one_out",
+        scaling="none",
+        normalisation="constant",
+        constant_length=1,
+    ),
+    "reinforce_pp": LossConfig(scaling="batch_std"),
+    "ppo": LossConfig(clip="dual", scaling="batch_std"),
+}
+"""The family by published names. Sources: docs/training.md."""
+
+
+class TrainConfig(LossConfig):
     """How one train call updates the policy. Defaults: GRPO with group mean and standard deviation, tokens
     normalised over the batch, one AdamW step without weight decay (Shao et al. 2024, arXiv:2402.03300)."""
 
-    learning_rate: float = Field(default=5e-6, gt=0, le=1)
-    beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty against the base model (adapter off), estimator k3; 0 leaves it out."""
-    epsilon: float = Field(default=0.2, gt=0)
-    """The ratio pi_new / pi_sampled is clipped below at 1 - epsilon."""
-    epsilon_high: float | None = Field(default=None, gt=0)
-    """...and above at 1 + epsilon_high; None takes epsilon."""
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"] = (
+        "grpo"
+    )
+    """Where the fields of the loss come from that are not given."""
+    learning_rate: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 5e-6
+    """auto: from the model's width, see docs/training.md; the job's report tells the value."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """The learning rate rises linearly over these first steps of the model."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """With cosine: the step of the model at which the learning rate has fallen to 0."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    allow_training_without_logprobs: bool = False
+    """Also train assistant messages that were not sampled here: plain dictionaries, and choices of which no tokens are
+    known. They are tokenised, and the trainer takes its own log-probabilities for them."""
+    plot_tensors: bool = False
+    """Draw the packed trees of the step into the checkpoint's folder."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:  # Any: whatever is to be validated
+        if not isinstance(given, dict):
+            return given
+        fields = cast("dict[str, Any]", given)
+        preset = PRESETS.get(str(fields.get("preset", "grpo")))
+        return fields if preset is None else {**preset.model_dump(exclude_unset=True), **fields}
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if self.schedule == "cosine" and self.schedule_steps is None:
+            raise ValueError("schedule='cosine' needs schedule_steps")
+        if self.overlong == "soft_penalty" and (
+            self.overlong_length is None or self.overlong_buffer is None
+        ):
+            raise ValueError("overlong='soft_penalty' needs overlong_length and overlong_buffer")
+        if self.correction_low > self.correction_high:
+            raise ValueError("correction_low is above correction_high")
+        return self
 
 
 class TrainRequest(Body):
@@ -195,7 +300,11 @@ class JobReport(Reply):
     num_rows: int = 0
     num_trained_tokens: int = 0
     turns: dict[str, int] = {}
-    """Trained turns by the way in which their tokens were found: "ids", "ledger"..."""
+    """Trained turns by the way in which their tokens were found: carried "ids", the "ledger", ids in the
+    "logprob_entries", "rendered" again from the text, "recomputed" (rendered, without log-probabilities)."""
+    continuations: dict[str, int] = {}
+    """How later turns go on: "joined" to the row of exact tokens before them, or on a new row because the template
+    "dropped" content, rendering changed tokens ("retokenized", with splicing off), or the context "changed"."""
     dropped: list[Dropped] = []
     config: dict[str, Any] = {}
     """The values in force."""
@@ -258,6 +367,25 @@ class DeleteCheckpointsRequest(Body):
 class DeleteCheckpointsReply(Reply):
     kept: list[int]
     deleted: list[int]
+
+
+# --- sessions -----------------------------------------------------------------------------------------------------
+
+
+SESSION_HEADER = "x-art-session"
+"""Request header that names the rollout a request belongs to. `/s/SESSION/v1` as base URL and `KEY::SESSION` as API key
+say the same, for agents of which only one of these can be set."""
+
+
+class SessionReply(Reply):
+    """What one model said in one session, as a trajectory's conversations."""
+
+    histories: list[HistoryBody]
+    """Each conversation, in the order in which they began; a request that continues an earlier one extends it."""
+    num_choices: int
+    """Choices in the histories."""
+    unused: dict[str, int] = {}
+    """Choices left out, by reason: not delivered in full, or never continued while another of the same prompt was."""
 
 
 # --- health -------------------------------------------------------------------------------------------------------

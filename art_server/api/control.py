@@ -1,5 +1,6 @@
 """The control routes: register, train, log, checkpoints, jobs, health. Bodies are those of `art.wire`."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, FastAPI, Request
@@ -16,6 +17,7 @@ from art.wire import (
     ModelInfo,
     ModelList,
     RegisterRequest,
+    SessionReply,
     TrainRequest,
 )
 from art_server.api.bodies import parse_body, read_body
@@ -109,6 +111,12 @@ def install(app: FastAPI, service: Service) -> None:
         return await service.delete_checkpoints(
             model, await parse_body(body or b"{}", DeleteCheckpointsRequest)
         )
+
+    @router.get("/api/models/{project}/{name}/sessions/{session}")
+    async def session(request: Request, project: str, name: str, session: str) -> SessionReply:
+        model_of(request, project, name)
+        owner = request.state.caller.owner
+        return await asyncio.to_thread(service.session, owner, project, name, session)
 
     @router.get("/api/jobs/{job_id}")
     async def job(request: Request, job_id: str) -> JobInfo:

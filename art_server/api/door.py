@@ -1,22 +1,25 @@
 """The one door: every request passes here, and leaves with an error or with a known caller.
 
 Keys come as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, all else the
-scope `train`; only health is open. Without configured keys the server is bound to loopback and trusts its machine, but
+scope `train`; only health is open. A session may be named by the URL (`/s/SESSION/v1`), the header `x-art-session` or
+the key (`KEY::SESSION`); the door takes the name off and passes it on. Without configured keys the server is bound to loopback and trusts its machine, but
 not web pages that a browser on it shows: requests of a foreign origin, or for a foreign host name, are refused.
 """
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from art.wire import SESSION_HEADER
 from art_server.api.errors import answer
 from art_server.errors import Forbidden, NotFound, ServerError, Unauthorized
 from art_server.settings import ApiKey, ServerConfig
 from art_server.settings import Scope as KeyScope
+from art_server.store.registry import check_name
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -30,6 +33,8 @@ class Caller:
     """Names the key without telling it."""
     projects: frozenset[str] | None
     """None: every project."""
+    session: str | None = None
+    """The rollout that the request says it belongs to."""
 
     def check_project(self, project: str) -> None:
         """
@@ -45,6 +50,7 @@ class Caller:
 
 
 ANYONE = Caller(owner="anyone", projects=None)
+SESSION_MARK = "::"
 
 
 class Door:
@@ -69,6 +75,7 @@ class Door:
         await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Caller:
+        session = take_session_path(scope)
         path: str = scope["path"]
         is_inference_port = (
             scope["server"] is not None and scope["server"][1] == self._inference_port
@@ -78,14 +85,18 @@ class Door:
         if path in OPEN_PATHS:
             return ANYONE
         headers = Headers(scope=scope)
+        presented, _, key_session = (presented_key(headers) or "").partition(SESSION_MARK)
+        session = session or headers.get(SESSION_HEADER) or key_session or None
+        if session is not None:
+            check_name(session, "session")
         if not self._keys:
             self._refuse_web_pages(headers)
-            return ANYONE
+            return replace(ANYONE, session=session)
         needed: KeyScope = "infer" if path.startswith("/v1/") else "train"
-        key = self._find(presented_key(headers))
+        key = self._find(presented or None)
         if needed not in key.scopes:
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
-        return Caller(hashlib.sha256(key.key.encode()).hexdigest()[:16], key.projects)
+        return Caller(hashlib.sha256(key.key.encode()).hexdigest()[:16], key.projects, session)
 
     def _find(self, presented: str | None) -> ApiKey:
         if presented is None:
@@ -122,3 +133,14 @@ def presented_key(headers: Headers) -> str | None:
     if kind.lower() == "bearer" and value.strip():
         return value.strip()
     return headers.get("x-api-key")
+
+
+def take_session_path(scope: Scope) -> str | None:
+    """Take `/s/SESSION` off a request's path."""
+    path: str = scope["path"]
+    if not path.startswith("/s/"):
+        return None
+    session, slash, rest = path[3:].partition("/")
+    scope["path"] = slash + rest
+    scope["raw_path"] = scope["path"].encode()
+    return session

@@ -18,13 +18,14 @@ from typing import Any
 import httpx
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.background import BackgroundTask
 
 from art.wire import STEP_HEADER, ErrorBody
 from art_server.api.bodies import read_body
 from art_server.api.door import Caller
 from art_server.api.errors import answer, detail_of
 from art_server.errors import Conflict, InvalidInput, ServerError, Unavailable
-from art_server.ledger import ledger
+from art_server.ledger import conversation, ledger
 from art_server.ledger.ledger import OpenRequest
 from art_server.service import Service
 from art_server.store.registry import Model
@@ -38,6 +39,9 @@ PATHS: Mapping[str, str] = {
     "/v1/messages": "messages",
 }
 """What the gate forwards; everything else that vLLM serves stays behind it."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status that nginx gives a request whose client is gone; nobody reads it."""
 
 ATTEMPTS = 3
 """How often a request is given to an engine, when engines die under it."""
@@ -60,6 +64,10 @@ class Ask:
     body: dict[str, Any]
     caller: Caller
     headers: dict[str, str]
+    messages: list[dict[str, Any]]
+    """The conversation, as chat messages whatever the API."""
+    before: bytes
+    """Names that conversation."""
     model: Model | None = None
     step: int | None = None
     adapter: str = ""
@@ -85,7 +93,9 @@ def install(app: FastAPI, service: Service) -> None:
         body = await read_body(request, service.config.max_body_mb)
         ask = make_ask(request, body)
         resolve_policy(service, ask)  # a wrong name is told at once, not after a wait
-        return await (answer_stream(service, ask) if ask.is_stream else answer_whole(service, ask))
+        if ask.is_stream:
+            return await answer_stream(service, ask)
+        return await answer_whole(service, ask, request)
 
     for path in PATHS:
         router.add_api_route(path, forward, methods=["POST"], name=PATHS[path])
@@ -112,10 +122,14 @@ def make_ask(request: Request, body: bytes) -> Ask:
             code="missing_model",
             param="model",
         )
-    api = PATHS[request.url.path]
+    path = request.scope["path"]
+    api = PATHS[path]
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
-    return Ask(api, request.url.path, data["model"], data, request.state.caller, headers)
+    messages = conversation.messages_of(api, data)
+    before = conversation.prefix_digests(messages)[-1]
+    caller = request.state.caller
+    return Ask(api, path, data["model"], data, caller, headers, messages, before)
 
 
 def model_cards(service: Service, caller: Caller) -> list[dict[str, Any]]:
@@ -184,6 +198,8 @@ async def engine_answer(
                     name=record.name if record else None,
                     step=ask.step,
                     owner=ask.caller.owner,
+                    session=ask.caller.session,
+                    before=ask.before,
                 )
             )
         )
@@ -212,8 +228,29 @@ class EngineLost(Unavailable):
 # --- whole answers ------------------------------------------------------------------------------------------------
 
 
-async def answer_whole(service: Service, ask: Ask) -> Response:
-    """Forward a request whose answer is one body; sampled again when the engine dies under it."""
+async def answer_whole(service: Service, ask: Ask, request: Request) -> Response:
+    """Forward a request whose answer is one body; sampled again when the engine dies under it. When the client hangs up,
+    the engine is told so and stops."""
+    answering = asyncio.create_task(sample_whole(service, ask))
+    hanging_up = asyncio.create_task(until_disconnect(request))
+    try:
+        await asyncio.wait({answering, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return answering.result()
+    finally:
+        for task in (answering, hanging_up):
+            task.cancel()
+        await asyncio.gather(answering, hanging_up, return_exceptions=True)
+
+
+async def until_disconnect(request: Request) -> None:
+    """Return when the client has gone; its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def sample_whole(service: Service, ask: Ask) -> Response:
     for attempt in range(ATTEMPTS):
         request_id = uuid.uuid4().hex
         try:
@@ -226,6 +263,7 @@ async def answer_whole(service: Service, ask: Ask) -> Response:
                     status_code=response.status_code,
                     media_type=response.headers.get("content-type"),
                     headers=step_header(ask),
+                    background=BackgroundTask(delivered, service, opened),
                 )
         except EngineLost:
             logger.warning("the engine died under request %s (attempt %d)", request_id, attempt + 1)
@@ -233,10 +271,16 @@ async def answer_whole(service: Service, ask: Ask) -> Response:
     raise EngineLost
 
 
+async def delivered(service: Service, opened: OpenRequest) -> None:
+    """The answer went out in full: only now may a session hold it."""
+    service.ledger.mark_delivered(opened.request.request_id)
+
+
 async def finish_body(content: bytes, ask: Ask, opened: OpenRequest) -> bytes:
     """Wait until every choice is in the ledger; chat and completion choices get their tokens and their mark."""
     if ask.api not in ("chat", "completions"):
         await opened.wait(0)
+        keep_turn(ask, opened, {})
         return content
     body = json.loads(content)
     for choice in body["choices"]:
@@ -246,7 +290,35 @@ async def finish_body(content: bytes, ask: Ask, opened: OpenRequest) -> bytes:
             choice["token_ids"] = record.token_ids
             if ask.api == "chat":
                 body["prompt_token_ids"] = record.prompt_token_ids
+    if ask.api == "chat":
+        keep_turn(ask, opened, {choice["index"]: choice for choice in body["choices"]})
+    else:
+        keep_turn(ask, opened, {})
     return json.dumps(body, separators=(",", ":")).encode()
+
+
+def keep_turn(ask: Ask, opened: OpenRequest, choices: dict[int, dict[str, Any]]) -> None:
+    """In a session, keep the request's messages and its choices as the agent sees them. `choices` holds those that the
+    API made already; the others are made from the sampled text."""
+    if ask.caller.session is None:
+        return
+    kept: dict[str, dict[str, Any]] = {}
+    for index, record in opened.records.items():
+        made = choices.get(index)
+        message = made["message"] if made is not None else conversation.message_from(record.text)
+        kept[str(index)] = {
+            "index": index,
+            "finish_reason": made["finish_reason"] if made else record.finish_reason,
+            "message": {key: value for key, value in message.items() if value is not None},
+            "art": ask.art_mark(opened.request.request_id, index),
+        }
+    tools = ask.body.get("tools")
+    turn = {
+        "messages": ask.messages,
+        "tools": tools if isinstance(tools, list) else None,
+        "choices": kept,
+    }
+    opened.ledger.keep_turn(opened.request.request_id, turn)
 
 
 def name_as_asked(content: bytes, ask: Ask) -> bytes:
@@ -319,6 +391,7 @@ async def stream_events(service: Service, ask: Ask) -> AsyncIterator[bytes]:
                     finished = await finish_block(block, ask, opened)
                     is_begun = True
                     yield finished
+                service.ledger.mark_delivered(request_id)
                 return
         except EngineLost as error:
             logger.warning("the engine died under stream %s (attempt %d)", request_id, attempt + 1)
@@ -403,9 +476,11 @@ async def finish_block(block: bytes, ask: Ask, opened: OpenRequest) -> bytes:
                 if choice.get("finish_reason") is not None:
                     choice["art"] = ask.art_mark(request_id, choice["index"])
                     await opened.wait(choice["index"])
+                    keep_turn(ask, opened, {})
             return prefix + b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
     elif b"event: response.completed" in block or b"event: message_stop" in block:
         await opened.wait(0)
+        keep_turn(ask, opened, {})
     return block
 
 

@@ -1,9 +1,11 @@
-"""vLLM's API server with one seam: its engine client reports what was really sampled.
+"""vLLM's API server with one seam: its engine client samples from the exact tokens of a conversation's past, and reports
+what it sampled.
 
 Started by `process.py` as `python -m art_server.engine.child RECORDS_SOCKET [vLLM's flags]`. Every API that vLLM serves
-(chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`; the wrapper asks
-for the log-probabilities of the sampled tokens, hides them again when the client did not ask, and sends one JSON line
-for each finished choice to the server. The HTTP answers stay vLLM's own.
+(chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`. The wrapper shows each
+rendered prompt to the server's ledger, which may answer with other tokens; asks the engine for the log-probabilities of
+the sampled tokens and hides them again when the client did not ask; and sends one JSON line for each finished choice.
+The HTTP answers stay vLLM's own.
 
 This file is the only one that touches vLLM's internals (0.32.0); `tests/integration/test_engine.py` tells when they move.
 """
@@ -32,33 +34,56 @@ if __name__ in ("__main__", "__mp_main__"):
     os.register_at_fork(after_in_child=die_with_parent)
 
 
-class RecordSender:
-    """Sends records over the server's socket, in order, without making the engine wait."""
+class LedgerLine:
+    """The line to the server's ledger: prompts are asked about, samples are told, in order."""
 
     def __init__(self, socket_path: str):
         self._socket_path = socket_path
         self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._asked: dict[str, asyncio.Future[list[int] | None]] = {}
 
     async def connect(self) -> None:
-        _, self._writer = await asyncio.open_unix_connection(self._socket_path)
+        reader, self._writer = await asyncio.open_unix_connection(self._socket_path, limit=1 << 28)
+        self._reading = asyncio.create_task(self._read(reader))
 
-    def send(self, record: dict[str, Any]) -> None:
+    def tell(self, message: dict[str, Any]) -> None:
         assert self._writer is not None, "connect() comes first"
-        self._writer.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    async def ask_prompt(self, request_id: str, token_ids: list[int]) -> list[int] | None:
+        """The tokens to sample from instead of a rendered prompt; None leaves it as it is."""
+        answer = self._asked[request_id] = asyncio.get_running_loop().create_future()
+        self.tell({"kind": "prompt", "request_id": request_id, "token_ids": token_ids})
+        try:
+            return await answer
+        finally:
+            self._asked.pop(request_id, None)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            message = json.loads(line)
+            answer = self._asked.get(message["request_id"])
+            if answer is not None and not answer.done():
+                answer.set_result(message["token_ids"])
+        os._exit(1)  # the server is gone
 
 
 class ChoiceRecorder:
-    """Collects one choice's tokens, whether the engine hands them out at once or as deltas."""
+    """Collects one choice, whether the engine hands it out at once or as deltas."""
 
     def __init__(self) -> None:
+        self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
 
-    def add(self, token_ids: Any, logprobs: Any) -> None:
-        ids = [int(token) for token in token_ids]
+    def add(self, output: Any) -> None:
+        ids = [int(token) for token in output.token_ids]
+        self.text += output.text
         self.token_ids += ids
         self.logprobs += [
-            float(entry[token].logprob) for token, entry in zip(ids, logprobs or (), strict=True)
+            float(entry[token].logprob)
+            for token, entry in zip(ids, output.logprobs or (), strict=True)
         ]
 
 
@@ -78,8 +103,20 @@ def sampling_summary(params: Any) -> dict[str, Any]:
     }
 
 
-def record_generate(generate: Any, sender: RecordSender) -> Any:
-    """Wrap `engine_client.generate`: the same outputs, and a record of each finished choice."""
+def with_prompt(prompt: Any, token_ids: list[int], sampling_params: Any, max_model_len: int) -> Any:
+    """A copy of a rendered prompt with other tokens; what may be sampled still fits behind it."""
+    room = max_model_len - len(token_ids)
+    if room < 1:
+        return prompt
+    if sampling_params.max_tokens is None or sampling_params.max_tokens > room:
+        sampling_params.max_tokens = room
+    return {"type": "token", "prompt_token_ids": token_ids} | {
+        key: value for key, value in prompt.items() if key in ("arrival_time", "cache_salt")
+    }
+
+
+def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
+    """Wrap `engine_client.generate`: the prompt that the ledger wants, the same outputs, a record of each choice."""
 
     async def recorded(
         prompt: Any, sampling_params: Any, request_id: str, **options: Any
@@ -87,21 +124,24 @@ def record_generate(generate: Any, sender: RecordSender) -> Any:
         hide_logprobs = sampling_params.logprobs is None
         if hide_logprobs:
             sampling_params.logprobs = 0
-        lora = options.get("lora_request")
+        if isinstance(prompt, dict) and prompt.get("type") == "token":
+            replaced = await line.ask_prompt(request_id, list(prompt["prompt_token_ids"]))
+            if replaced is not None:
+                prompt = with_prompt(prompt, replaced, sampling_params, max_model_len)
         choices: dict[int, ChoiceRecorder] = {}
         async for result in generate(prompt, sampling_params, request_id, **options):
             for output in result.outputs:
                 recorder = choices.setdefault(output.index, ChoiceRecorder())
-                recorder.add(output.token_ids, output.logprobs)
+                recorder.add(output)
                 if hide_logprobs:
                     output.logprobs = None
                 if output.finish_reason is not None:
-                    sender.send(
+                    line.tell(
                         {
+                            "kind": "sample",
                             "request_id": request_id,
                             "index": output.index,
-                            "adapter": lora.lora_name if lora else None,
-                            "prompt_token_ids": list(result.prompt_token_ids or ()),
+                            "text": recorder.text,
                             "token_ids": recorder.token_ids,
                             "logprobs": recorder.logprobs,
                             "finish_reason": output.finish_reason,
@@ -118,12 +158,13 @@ def main() -> None:
     """Run vLLM's API server with the wrapped engine client, until it is told to stop."""
     from vllm.entrypoints.launchers.api_server import entry
 
-    sender = RecordSender(sys.argv.pop(1))
+    line = LedgerLine(sys.argv.pop(1))
     serve_with_vllm = entry.build_and_serve
 
     async def build_and_serve(engine_client: Any, *args: Any, **kwargs: Any) -> Any:
-        await sender.connect()
-        engine_client.generate = record_generate(engine_client.generate, sender)
+        await line.connect()
+        max_model_len = engine_client.model_config.max_model_len
+        engine_client.generate = record_generate(engine_client.generate, line, max_model_len)
         return await serve_with_vllm(engine_client, *args, **kwargs)
 
     entry.build_and_serve = build_and_serve

@@ -14,15 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import httpx
 
 from art_server.base_models import BaseModel
 from art_server.children import Children
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
-from art_server.engine.records import RecordReceiver, Sample
-from art_server.errors import Unavailable
+from art_server.engine.records import PromptHandler, RecordReceiver, Sample
+from art_server.errors import InvalidInput, Unavailable
 from art_server.settings import Device, ServerConfig
 from art_server.store import files
 
@@ -56,6 +56,7 @@ class Engine:
         config: ServerConfig,
         device: Device,
         children: Children,
+        on_prompt: PromptHandler,
         on_sample: Callable[[Sample], None],
         is_busy: Callable[[], bool],
     ):
@@ -66,7 +67,7 @@ class Engine:
         self._config = config
         self._device: Device = device
         self._children = children
-        self._receiver = RecordReceiver(self._received)
+        self._receiver = RecordReceiver(on_prompt, self._received)
         self._on_sample = on_sample
         self._is_busy = is_busy
         self._adapters: dict[str, Path] = {}
@@ -290,6 +291,26 @@ class Engine:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 16384))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    # --- tokenising ---
+
+    async def tokenize(self, body: dict[str, Any]) -> list[int]:
+        """The token ids of a text (`prompt`) or of a rendered conversation (`messages`, `tools`).
+
+        Raises:
+            Unavailable: the engine is not ready.
+            InvalidInput: the template refuses the conversation.
+        """
+        await self.wait_ready(START_TIMEOUT_SECONDS)
+        assert self.base is not None
+        response = await self.http.post("/tokenize", json={"model": self.base.name, **body})
+        if response.status_code != 200:
+            raise InvalidInput(
+                f"a conversation of the trajectories cannot be rendered: {response.text[:500]}",
+                code="cannot_render",
+                param="groups",
+            )
+        return response.json()["tokens"]
 
     # --- pausing ---
 

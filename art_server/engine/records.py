@@ -1,4 +1,4 @@
-"""The socket over which the engine's process reports what it sampled."""
+"""The socket over which the engine's process asks about prompts and reports what it sampled."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,8 @@ class Sample:
     request_id: str
     """vLLM's own id of the request; it contains the id that the gate set."""
     index: int
-    adapter: str | None
-    """The LoRA that sampled, as the engine knows it; None for the base model."""
-    prompt_token_ids: list[int]
+    text: str
+    """As vLLM decoded it, without special tokens, cut where a stop string cut it."""
     token_ids: list[int]
     logprobs: list[float]
     """One for each of token_ids: raw log-probabilities, at temperature 1."""
@@ -32,10 +31,15 @@ class Sample:
     sampling: dict[str, Any]
 
 
-class RecordReceiver:
-    """Listens on a Unix socket and hands each sample on, in the order in which they come."""
+PromptHandler = Callable[[str, list[int]], list[int] | None]
+"""From vLLM's request id and a rendered prompt to the tokens to sample from instead, if any."""
 
-    def __init__(self, on_sample: Callable[[Sample], None]):
+
+class RecordReceiver:
+    """Listens on a Unix socket; answers prompts and hands samples on, in the order in which they come."""
+
+    def __init__(self, on_prompt: PromptHandler, on_sample: Callable[[Sample], None]):
+        self._on_prompt = on_prompt
         self._on_sample = on_sample
         self._server: asyncio.Server | None = None
 
@@ -55,4 +59,10 @@ class RecordReceiver:
                 if not line.endswith(b"\n"):
                     logger.warning("the engine ended in the middle of a record")
                     return
-                self._on_sample(Sample(**json.loads(line)))
+                message = json.loads(line)
+                if message.pop("kind") == "sample":
+                    self._on_sample(Sample(**message))
+                    continue
+                token_ids = self._on_prompt(message["request_id"], message["token_ids"])
+                answer = {"request_id": message["request_id"], "token_ids": token_ids}
+                writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")

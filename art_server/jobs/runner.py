@@ -12,10 +12,12 @@ the newest whole step. Jobs run one at a time, for they share the base model's t
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 from art.wire import ErrorDetail, JobEvent, TrainRequest
 from art_server.engine.engine import Engine
@@ -24,7 +26,7 @@ from art_server.errors import ServerError
 from art_server.jobs.metrics import trajectory_metrics
 from art_server.jobs.queue import Job, JobQueue, Payload
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.resolve import Limits, resolve
+from art_server.ledger.resolve import Limits, Message, Sources, resolve
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import Model, Registry
 from art_server.training.process import TrainerDied, TrainerError
@@ -93,7 +95,7 @@ class JobRunner:
             InvalidInput: nothing in it can be trained.
         """
         batch, report = await asyncio.to_thread(
-            resolve, request.groups, request.config, model.id, self._ledger.find, limits
+            resolve, request.groups, request.config, model.id, self._sources(model), limits
         )
         record = model.record
         job = await asyncio.to_thread(
@@ -112,6 +114,27 @@ class JobRunner:
         )
         self._wake.set()
         return job
+
+    def _sources(self, model: Model) -> Sources:
+        """Where a job's tokens are looked for; used from a thread."""
+        loop = asyncio.get_running_loop()
+        project, name = model.record.project, model.record.name
+
+        def ask_engine(body: dict[str, Any]) -> list[int]:
+            asked = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), loop)
+            return asked.result(ENGINE_WAIT_SECONDS)
+
+        def render(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+            body: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
+            return ask_engine(body | ({"tools": tools} if tools else {}))
+
+        return Sources(
+            find_record=self._ledger.find,
+            find_text=functools.partial(self._ledger.find_text, project, name),
+            render=render,
+            tokenize=lambda text: ask_engine({"prompt": text, "add_special_tokens": False}),
+            end_id=self._ledger.end_id,
+        )
 
     async def find(self, owner: str, model: Model, key: str | None, body_digest: str) -> Job | None:
         """The job that an earlier request with the same key made; without a key there is none."""

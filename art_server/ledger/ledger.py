@@ -1,43 +1,85 @@
 """The ledger: for every choice that the engine sampled, its prompt, tokens, log-probabilities and policy step.
 
-Its own SQLite file. A request is announced before it goes to the engine (`open_request`); each sample that the engine
-reports for it becomes a record; the gate waits for the records before it ends its answer, so whoever has the answer can
-train on it. Records are looked up by choice id, always within the project that sampled them.
+Its own SQLite file. A request is announced before it goes to the engine (`open_request`). The engine's process asks with
+each rendered prompt (`take_prompt`) and may be given the exact tokens of the conversation's past instead (`splice.py`);
+each choice that it then reports becomes a record. The gate waits for the records before it ends its answer, so whoever
+has the answer can train on it.
+
+A prompt is stored as the choice that it continues plus what is new, so a conversation of many turns is stored once.
+Records are dropped by age and by the file's size.
 """
 
 import array
 import asyncio
+import contextlib
 import json
+import logging
 import sqlite3
+import threading
 import time
 import zlib
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from art_server.engine.records import Sample
+from art_server.ledger import conversation
+from art_server.ledger.decoder import Decoder
+from art_server.ledger.splice import Answer, Link, PromptIndex, continue_answer, prefix_hashes
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = """
+CREATE TABLE IF NOT EXISTS prompts (
+    number INTEGER PRIMARY KEY,
+    digest BLOB NOT NULL UNIQUE,
+    parent TEXT,
+    delta BLOB NOT NULL
+);
 CREATE TABLE IF NOT EXISTS records (
-    choice_id TEXT PRIMARY KEY,
+    number INTEGER PRIMARY KEY,
+    choice_id TEXT NOT NULL UNIQUE,
     request_id TEXT NOT NULL,
     api TEXT NOT NULL,
+    owner TEXT NOT NULL,
     project TEXT,
     name TEXT,
     step INTEGER,
-    owner TEXT NOT NULL,
+    session TEXT,
     created_at REAL NOT NULL,
-    prompt BLOB NOT NULL,
+    prompt INTEGER NOT NULL,
+    rendered INTEGER NOT NULL,
+    continues TEXT,
+    link TEXT,
+    before BLOB NOT NULL,
+    said BLOB NOT NULL,
+    fingerprint BLOB NOT NULL,
     tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL,
     finish_reason TEXT NOT NULL,
-    sampling TEXT NOT NULL
-) WITHOUT ROWID;
+    sampling TEXT NOT NULL,
+    is_delivered INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
 CREATE INDEX IF NOT EXISTS records_by_request ON records (request_id);
+CREATE INDEX IF NOT EXISTS records_by_session ON records (session) WHERE session IS NOT NULL;
+CREATE INDEX IF NOT EXISTS records_by_said ON records (said);
+CREATE TABLE IF NOT EXISTS turns (
+    request_id TEXT PRIMARY KEY,
+    body BLOB NOT NULL
+);
 """
 
 RECORD_WAIT_SECONDS = 10.0
 """A record travels over a local socket beside the answer; longer than this, the engine's process is gone."""
+
+CACHED_PROMPTS = 512
+"""Prompts kept in memory, the most recently used: a conversation's next turn needs its last one."""
+
+PRUNE_EVERY = 1000
+"""Records between two looks at age and size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +95,14 @@ class Request:
     """Project, name and step are None for the base model."""
     owner: str
     """Names the caller's key without telling it."""
+    session: str | None = None
+    before: bytes = conversation.EMPTY
+    """Names the conversation that the request carries."""
+
+    @property
+    def scope(self) -> str:
+        """Splicing never crosses keys or models."""
+        return f"{self.owner}\0{self.project}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,123 +117,441 @@ class Record:
     finish_reason: str
     sampling: dict[str, Any]
     created_at: float
+    continues: str | None = None
+    """The choice whose answer the prompt goes on from, and how (`splice.Link`)."""
+    link: Link | None = None
+    said: bytes = b""
+    text: str = ""
+    """What was sampled, with special tokens; known only until the answer is out."""
+    is_delivered: bool = False
+
+    @property
+    def after(self) -> bytes:
+        """Names the conversation that this choice made."""
+        return conversation.after(self.request.before, self.said)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A rendered prompt, as it was taken from the engine's process."""
+
+    number: int
+    token_ids: list[int]
+    """What is sampled from."""
+    rendered: int
+    """The hash of the rendering, as a signed 64-bit number."""
+    continues: str | None = None
+    link: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How much is kept."""
+
+    max_age_seconds: float = 7 * 86400.0
+    max_bytes: int = 4 << 30
 
 
 def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
 
 
-def _pack(values: list[int] | list[float], kind: str) -> bytes:
-    return zlib.compress(array.array(kind, values).tobytes(), 1)
-
-
-def _unpack(blob: bytes, kind: str) -> list[Any]:
-    values: array.array[Any] = array.array(kind)
-    values.frombytes(zlib.decompress(blob))
-    return values.tolist()
-
-
 class Ledger:
-    """Writes are committed as they come (WAL); a record costs well under a millisecond."""
+    """Writes are committed as they come (WAL); a record costs well under a millisecond. Safe to use from threads."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, retention: Retention = Retention(), is_splicing: bool = True):
         file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file
+        self._retention = retention
+        self._is_splicing = is_splicing
+        self._decoder: Decoder | None = None
+        self._lock = threading.RLock()
         self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(SCHEMA)
         self._open: dict[str, OpenRequest] = {}
+        self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
+        self._index = PromptIndex()
+        self._since_pruning = 0
+        self._fill_index()
 
     def close(self) -> None:
-        self._db.close()
+        with self._lock:
+            self._db.close()
+
+    def use_tokenizer(self, folder: Path) -> None:
+        """Read answers with a base model's tokenizer; before this, and without one, nothing is spliced."""
+        decoder = Decoder(folder)
+        self._decoder = decoder if decoder.can_decode else None
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a turn, None without a tokenizer."""
+        return self._decoder.end_id if self._decoder is not None else None
 
     def open_request(self, request: Request) -> "OpenRequest":
         """Announce a request; use as a context manager around the time that it is with the engine."""
         return OpenRequest(self, request)
 
-    def receive(self, sample: Sample, request_id: str, index: int) -> None:
-        """Take a sample, the choice `index` of a request. One that no open request asked for is not kept."""
+    # --- what the engine tells ---
+
+    def take_prompt(self, request_id: str, position: int, rendered: list[int]) -> list[int] | None:
+        """Take prompt `position` of a request as it was rendered. Returns the tokens to sample from instead, if any."""
         opened = self._open.get(request_id)
         if opened is None:
+            return None
+        with self._lock:
+            prompt = self._make_prompt(opened.request, rendered)
+        opened.prompts[position] = prompt
+        return prompt.token_ids if prompt.link == "spliced" else None
+
+    def take_sample(self, request_id: str, index: int, position: int, sample: Sample) -> None:
+        """Take choice `index` of a request, sampled from its prompt `position`. Unknown requests are passed over."""
+        opened = self._open.get(request_id)
+        if opened is None or position not in opened.prompts:
             return
         assert len(sample.token_ids) == len(sample.logprobs), (
             "one log-probability per sampled token"
         )
+        prompt = opened.prompts[position]
+        text = self._text(sample)
         record = Record(
             choice_id=choice_id(request_id, index),
             request=opened.request,
-            prompt_token_ids=sample.prompt_token_ids,
+            prompt_token_ids=prompt.token_ids,
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             finish_reason=sample.finish_reason,
             sampling=sample.sampling,
             created_at=time.time(),
+            continues=prompt.continues,
+            link=prompt.link,
+            said=conversation.said(text),
+            text=text,
         )
-        self._write(record)
+        with self._lock:
+            self._write(record, prompt)
         opened.add(index, record)
 
-    def find(self, choice: str) -> Record | None:
-        """The record of a choice id, None when there is none (any more)."""
-        row = self._db.execute("SELECT * FROM records WHERE choice_id = ?", (choice,)).fetchone()
-        return _record(row) if row is not None else None
+    def _text(self, sample: Sample) -> str:
+        """What a choice says. Where a stop string cut it, only vLLM knows the visible text."""
+        if self._decoder is None or isinstance(sample.stop_reason, str):
+            return sample.text
+        ids = sample.token_ids
+        has_ended = bool(ids) and ids[-1] in self._decoder.end_ids
+        return self._decoder.decode(ids[:-1] if has_ended else ids)
 
-    def find_request(self, request_id: str) -> list[Record]:
-        """The records of one request, by choice index."""
+    def _make_prompt(self, request: Request, rendered: list[int]) -> Prompt:
+        hashes = prefix_hashes(rendered)
+        signed = hashes[-1] - (1 << 64) if hashes[-1] >> 63 else hashes[-1]
+        made = Prompt(number=0, token_ids=rendered, rendered=signed)
+        known = self._index.longest(request.scope, hashes) if self._decoder is not None else None
+        if known is not None:
+            self._continue(made, request, *known)
+        made.number = self._store_prompt(made)
+        self._index.add(request.scope, hashes[-1], made.number)
+        return made
+
+    def _continue(
+        self, made: Prompt, request: Request, length: int, numbers: tuple[int, ...]
+    ) -> None:
+        assert self._decoder is not None
+        found = continue_answer(
+            made.token_ids,
+            length,
+            lambda said: self._answers(request, numbers, said),
+            request.session,
+            self._decoder.end_ids,
+            self._decoder.decode,
+            self._is_splicing,
+        )
+        if found is not None:
+            made.continues, made.link = found.choice_id, found.link
+            made.token_ids = found.token_ids or made.token_ids
+
+    def _answers(self, request: Request, numbers: tuple[int, ...], said: bytes) -> list[Answer]:
+        marks = ",".join("?" * len(numbers))
         rows = self._db.execute(
-            "SELECT * FROM records WHERE request_id = ?", (request_id,)
+            f"SELECT choice_id, session, prompt, tokens FROM records WHERE prompt IN ({marks}) AND said = ?"
+            " AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC LIMIT 64",
+            (*numbers, said, request.owner, request.project, request.name),
         ).fetchall()
-        return sorted(map(_record, rows), key=lambda r: int(r.choice_id.rpartition("-")[2]))
+        return [Answer(r[0], r[1], self._load_prompt(r[2]), _unpack(r[3], "i")) for r in rows]
 
-    def _write(self, record: Record) -> None:
+    # --- storing ---
+
+    def _store_prompt(self, prompt: Prompt) -> int:
+        ids = array.array("i", prompt.token_ids)
+        name = conversation.digest(ids.tobytes())
+        row = self._db.execute("SELECT number FROM prompts WHERE digest = ?", (name,)).fetchone()
+        if row is not None:
+            return row[0]
+        parent, start = None, 0
+        if prompt.link in ("exact", "spliced"):
+            past = self._db.execute(
+                "SELECT prompt, tokens FROM records WHERE choice_id = ?", (prompt.continues,)
+            ).fetchone()
+            if past is not None:
+                parent = prompt.continues
+                start = len(self._load_prompt(past[0])) + len(_unpack(past[1], "i"))
+        cursor = self._db.execute(
+            "INSERT INTO prompts (digest, parent, delta) VALUES (?,?,?)",
+            (name, parent, _pack(ids[start:])),
+        )
+        assert cursor.lastrowid is not None
+        self._cache(cursor.lastrowid, ids)
+        return cursor.lastrowid
+
+    def _load_prompt(self, number: int) -> "array.array[int]":
+        """A prompt's tokens, put together from the choices that it continues."""
+        cached = self._prompts.get(number)
+        if cached is not None:
+            self._prompts.move_to_end(number)
+            return cached
+        pieces: list[array.array[int]] = []
+        wanted: int | None = number
+        while wanted is not None:
+            parent, delta = self._db.execute(
+                "SELECT parent, delta FROM prompts WHERE number = ?", (wanted,)
+            ).fetchone()
+            pieces.append(_unpack(delta, "i"))
+            wanted = None
+            if parent is not None:
+                wanted, tokens = self._db.execute(
+                    "SELECT prompt, tokens FROM records WHERE choice_id = ?", (parent,)
+                ).fetchone()
+                pieces.append(_unpack(tokens, "i"))
+                if wanted in self._prompts:
+                    pieces.append(self._prompts[wanted])
+                    wanted = None
+        whole = array.array("i")
+        for piece in reversed(pieces):
+            whole.extend(piece)
+        self._cache(number, whole)
+        return whole
+
+    def _cache(self, number: int, token_ids: "array.array[int]") -> None:
+        self._prompts[number] = token_ids
+        while len(self._prompts) > CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+
+    def _write(self, record: Record, prompt: Prompt) -> None:
         request = record.request
         self._db.execute(
-            "INSERT OR REPLACE INTO records VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            "INSERT OR REPLACE INTO records (choice_id, request_id, api, owner, project, name, step, session,"
+            " created_at, prompt, rendered, continues, link, before, said, fingerprint, tokens, logprobs,"
+            " finish_reason, sampling) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
             (
                 record.choice_id,
                 request.request_id,
                 request.api,
+                request.owner,
                 request.project,
                 request.name,
                 request.step,
-                request.owner,
+                request.session,
                 record.created_at,
-                _pack(record.prompt_token_ids, "i"),
-                _pack(record.token_ids, "i"),
-                _pack(record.logprobs, "d"),
+                prompt.number,
+                prompt.rendered,
+                record.continues,
+                record.link,
+                request.before,
+                record.said,
+                conversation.fingerprint(record.logprobs),
+                _pack(array.array("i", record.token_ids)),
+                _pack(array.array("d", record.logprobs)),
                 record.finish_reason,
-                json.dumps(record.sampling),
+                json.dumps(record.sampling, separators=(",", ":")),
             ),
         )
+        self._since_pruning += 1
+        if self._since_pruning >= PRUNE_EVERY:
+            self._since_pruning = 0
+            self.prune()
+
+    def mark_delivered(self, request_id: str) -> None:
+        """The answer went out in full."""
+        with self._lock:
+            self._db.execute(
+                "UPDATE records SET is_delivered = 1 WHERE request_id = ?", (request_id,)
+            )
+
+    def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
+        """Keep what a session's request and its choices look like to the agent."""
+        blob = zlib.compress(json.dumps(turn).encode(), 1)
+        with self._lock:
+            self._db.execute("INSERT OR REPLACE INTO turns VALUES (?,?)", (request_id, blob))
+
+    # --- finding ---
+
+    def find(self, choice: str) -> Record | None:
+        """The record of a choice id, None when there is none (any more)."""
+        found = self._select("choice_id = ?", choice)
+        return found[0] if found else None
+
+    def find_request(self, request_id: str) -> list[Record]:
+        """The records of one request, by choice index."""
+        found = self._select("request_id = ?", request_id)
+        return sorted(found, key=lambda record: int(record.choice_id.rpartition("-")[2]))
+
+    def find_session(
+        self, owner: str, project: str, name: str, session: str
+    ) -> list[tuple[Record, dict[str, Any]]]:
+        """What one model said in one of a caller's sessions, in order, with the turns as the agent saw them."""
+        records = self._select(
+            "session = ? AND owner = ? AND project = ? AND name = ?", session, owner, project, name
+        )
+        with self._lock:
+            turns = {
+                key: json.loads(zlib.decompress(blob))
+                for (key, blob) in self._db.execute(
+                    "SELECT request_id, body FROM turns WHERE request_id IN"
+                    " (SELECT request_id FROM records WHERE session = ?)",
+                    (session,),
+                )
+            }
+        return [(r, turns[r.request.request_id]) for r in records if r.request.request_id in turns]
+
+    def find_text(
+        self, project: str, name: str, said: bytes, logprobs: Sequence[float] | None
+    ) -> list[Record]:
+        """What a model said in these words, newest first; with log-probabilities, only what was sampled with them."""
+        where = "said = ? AND project = ? AND name = ?"
+        values: tuple[Any, ...] = (said, project, name)
+        if logprobs is not None:
+            where += " AND fingerprint = ?"
+            values = (*values, conversation.fingerprint(logprobs))
+        return self._select(f"{where} ORDER BY number DESC LIMIT 4096", *values)
+
+    def _select(self, where: str, *values: Any) -> list[Record]:
+        order = "" if "ORDER BY" in where else " ORDER BY number"
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT choice_id, request_id, api, owner, project, name, step, session, created_at, prompt, continues,"
+                " link, before, said, tokens, logprobs, finish_reason, sampling, is_delivered"
+                f" FROM records WHERE {where}{order}",
+                values,
+            ).fetchall()
+            return [self._record(row) for row in rows]
+
+    def _record(self, row: tuple[Any, ...]) -> Record:
+        return Record(
+            choice_id=row[0],
+            request=Request(
+                request_id=row[1],
+                api=row[2],
+                owner=row[3],
+                project=row[4],
+                name=row[5],
+                step=row[6],
+                session=row[7],
+                before=row[12],
+            ),
+            created_at=row[8],
+            prompt_token_ids=self._load_prompt(row[9]).tolist(),
+            continues=row[10],
+            link=row[11],
+            said=row[13],
+            token_ids=_unpack(row[14], "i").tolist(),
+            logprobs=_unpack(row[15], "d").tolist(),
+            finish_reason=row[16],
+            sampling=json.loads(row[17]),
+            is_delivered=bool(row[18]),
+        )
+
+    # --- keeping within bounds ---
+
+    def _fill_index(self) -> None:
+        """After a restart: the prompts that may still be continued."""
+        rows = self._db.execute(
+            "SELECT owner, project, name, rendered, prompt FROM records ORDER BY number DESC LIMIT 100000"
+        ).fetchall()
+        for owner, project, name, rendered, prompt in reversed(rows):
+            scope = f"{owner}\0{project}/{name}"
+            self._index.add(scope, rendered % (1 << 64), prompt)
+
+    def prune(self) -> int:
+        """Drop what is too old, and the oldest tenth while the file is too large. Returns how many records went."""
+        with self._lock:
+            oldest = time.time() - self._retention.max_age_seconds
+            dropped = self._drop("created_at < ?", oldest)
+            while self._size() > self._retention.max_bytes:
+                (count,) = self._db.execute("SELECT COUNT(*) FROM records").fetchone()
+                if not count:
+                    break
+                tenth = "number IN (SELECT number FROM records ORDER BY number LIMIT ?)"
+                dropped += self._drop(tenth, max(1, count // 10))
+            return dropped
+
+    def _size(self) -> int:
+        """Bytes in use; free pages are filled before the file grows."""
+        (pages,) = self._db.execute("PRAGMA page_count").fetchone()
+        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
+        (page_size,) = self._db.execute("PRAGMA page_size").fetchone()
+        return (pages - free) * page_size
+
+    def _drop(self, where: str, value: float) -> int:
+        with self._transaction():
+            doomed = f"SELECT choice_id FROM records WHERE {where}"
+            kept_prompts = f"SELECT prompt FROM records WHERE choice_id NOT IN ({doomed})"
+            orphans = self._db.execute(
+                f"SELECT number FROM prompts WHERE parent IN ({doomed}) AND number IN ({kept_prompts})",
+                (value, value),
+            ).fetchall()
+            for (number,) in orphans:  # their past goes: store them whole
+                whole = _pack(self._load_prompt(number))
+                self._db.execute(
+                    "UPDATE prompts SET parent = NULL, delta = ? WHERE number = ?", (whole, number)
+                )
+            dropped = self._db.execute(f"DELETE FROM records WHERE {where}", (value,)).rowcount
+            self._db.execute("DELETE FROM prompts WHERE number NOT IN (SELECT prompt FROM records)")
+            self._db.execute(
+                "DELETE FROM turns WHERE request_id NOT IN (SELECT request_id FROM records)"
+            )
+        if dropped:
+            self._prompts.clear()
+            logger.info("ledger: %d records dropped by age or size", dropped)
+        return dropped
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
 
 
-def _record(row: tuple[Any, ...]) -> Record:
-    return Record(
-        choice_id=row[0],
-        request=Request(row[1], row[2], row[3], row[4], row[5], row[6]),
-        created_at=row[7],
-        prompt_token_ids=_unpack(row[8], "i"),
-        token_ids=_unpack(row[9], "i"),
-        logprobs=_unpack(row[10], "d"),
-        finish_reason=row[11],
-        sampling=json.loads(row[12]),
-    )
+def _pack(values: "array.array[Any]") -> bytes:
+    return zlib.compress(values.tobytes(), 1)
 
 
+def _unpack(blob: bytes, kind: str) -> "array.array[Any]":
+    values: array.array[Any] = array.array(kind)
+    values.frombytes(zlib.decompress(blob))
+    return values
+
+
+@dataclass(slots=True)
 class OpenRequest:
-    """A request that is with the engine, and the records that came for it."""
+    """A request that is with the engine: its prompts, and the records that came for it."""
 
-    def __init__(self, ledger: Ledger, request: Request):
-        self.request = request
-        self.records: dict[int, Record] = {}
-        self._ledger = ledger
-        self._came = asyncio.Event()
+    ledger: Ledger
+    request: Request
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    records: dict[int, Record] = field(default_factory=dict)
+    _came: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __enter__(self) -> "OpenRequest":
-        self._ledger._open[self.request.request_id] = self
+        self.ledger._open[self.request.request_id] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ledger._open.pop(self.request.request_id, None)
+        self.ledger._open.pop(self.request.request_id, None)
 
     def add(self, index: int, record: Record) -> None:
         self.records[index] = record
@@ -197,5 +565,6 @@ class OpenRequest:
                     self._came.clear()
                     await self._came.wait()
         except TimeoutError:
+            logger.error("no record came for choice %d of %s", index, self.request.request_id)
             return None
         return self.records[index]

@@ -1,9 +1,13 @@
 """From a client's trajectories to the exact tokens that are trained, and a report of what became of every turn.
 
-Each choice's tokens are those that it carries, else those that the ledger holds for its id. A turn without either is
-dropped and counted. Turns whose prompt begins with all that came before join one row; another prompt (a template that
-drops earlier thinking, a context that was cut) begins a new row of the same trajectory. A sampled token is trained once
-in its trajectory, where it was sampled; elsewhere it is context.
+A choice's tokens are, in this order: those that it carries; those that the ledger holds for its id, or for its words
+(and log-probabilities, or conversation) when only these came; ids in its log-probability entries behind a prompt that
+is rendered; its text, rendered. What has no log-probabilities is trained only on request. Anything else is dropped and
+counted.
+
+Turns whose prompt begins with all that came before join one row; another prompt (a template that drops earlier thinking,
+a context that was cut) begins a new row of the same trajectory. A sampled token is trained once in its trajectory, where
+it was sampled; elsewhere it is context.
 """
 
 import math
@@ -13,6 +17,7 @@ from typing import Any
 
 from art.wire import Dropped, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import InvalidInput
+from art_server.ledger import conversation
 from art_server.ledger.ledger import Record
 from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
 
@@ -22,35 +27,41 @@ MAX_EXAMPLES = 5
 POSITIVE_LOGPROB_TOLERANCE = 1e-3
 """Engines round: a log-probability may come out a hair above zero."""
 
+TOKEN_ID_PREFIX = "token_id:"
+"""vLLM writes a token so in log-probability entries when asked for ids (`return_tokens_as_token_ids`)."""
+
+Message = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One sampled choice with its exact tokens. token_ids and logprobs have equal length."""
+    """One turn with its exact tokens."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float] | None
+    """As long as token_ids; None when the trainer has to take its own."""
     origin: str
-    """How the tokens were found: "ids" or "ledger"."""
+    """How the tokens were found, as in `JobReport.turns`."""
+    choice_id: str | None = None
 
 
 class UnusableTurn(Exception):
     """Why a turn cannot be trained."""
 
 
-@dataclass(slots=True)
-class Report:
-    """Counts, as the batch is built."""
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where tokens are looked for. The last two ask the engine, and block."""
 
-    turns: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
-
-    def trained(self, origin: str) -> None:
-        self.turns[origin] = self.turns.get(origin, 0) + 1
-
-    def drop(self, reason: str, where: str) -> None:
-        count, examples = self.dropped.get(reason, (0, []))
-        self.dropped[reason] = (count + 1, [*examples, where][:MAX_EXAMPLES])
+    find_record: Callable[[str], Record | None]
+    find_text: Callable[[bytes, Sequence[float] | None], Sequence[Record]]
+    """From what was said, and its log-probabilities if known, to the records of the job's model, newest first."""
+    render: Callable[[list[Message], list[dict[str, Any]] | None], list[int]]
+    """A conversation with tools to the prompt of the next answer."""
+    tokenize: Callable[[str], list[int]]
+    end_id: int | None
+    """The token that ends a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +72,30 @@ class Limits:
     max_seq_length: int
 
 
+@dataclass(slots=True)
+class Report:
+    """Counts, as the batch is built."""
+
+    turns: dict[str, int] = field(default_factory=dict)
+    continuations: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+
+    def trained(self, origin: str) -> None:
+        self.turns[origin] = self.turns.get(origin, 0) + 1
+
+    def continued(self, how: str) -> None:
+        self.continuations[how] = self.continuations.get(how, 0) + 1
+
+    def drop(self, reason: str, where: str) -> None:
+        count, examples = self.dropped.get(reason, (0, []))
+        self.dropped[reason] = (count + 1, [*examples, where][:MAX_EXAMPLES])
+
+
 def resolve(
     groups: Sequence[TrajectoryGroupBody],
     config: TrainConfig,
     model_id: str,
-    find_record: Callable[[str], Record | None],
+    sources: Sources,
     limits: Limits,
 ) -> tuple[Batch, JobReport]:
     """The batch that a job trains, and what became of everything else.
@@ -74,7 +104,7 @@ def resolve(
         InvalidInput: nothing in the request can be trained; the message tells the first reasons.
     """
     report = Report()
-    resolver = _Resolver(model_id, find_record, limits, report)
+    resolver = _Resolver(model_id, sources, limits, report, config.allow_training_without_logprobs)
     trainable: list[TrainableGroup] = []
     for index, group in enumerate(groups):
         trajectories = [
@@ -103,73 +133,138 @@ def has_signal(group: TrainableGroup) -> bool:
 
 
 class _Resolver:
+    """Resolves the trajectories of one job; a record is given to one turn, as long as there are equal ones left."""
+
     def __init__(
         self,
         model_id: str,
-        find_record: Callable[[str], Record | None],
+        sources: Sources,
         limits: Limits,
         report: Report,
+        trains_without_logprobs: bool,
     ):
         self._model_id = model_id
-        self._find_record = find_record
+        self._sources = sources
         self._limits = limits
         self._report = report
+        self._trains_without_logprobs = trains_without_logprobs
+        self._taken: set[str] = set()
 
     def trajectory(self, trajectory: TrajectoryBody, where: str) -> TrainableTrajectory | None:
-        histories = [("", trajectory.messages_and_choices)] + [
-            (f"additional_histories[{i}].", history.messages_and_choices)
+        histories = [("", trajectory.messages_and_choices, trajectory.tools)] + [
+            (f"additional_histories[{i}].", history.messages_and_choices, history.tools)
             for i, history in enumerate(trajectory.additional_histories)
         ]
         seen: set[str] = set()
         rows: list[Row] = []
-        for prefix, entries in histories:
+        is_truncated = False
+        for prefix, entries, tools in histories:
+            messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
+            prefixes = conversation.prefix_digests(messages)
             turns: list[Turn] = []
             for position, entry in enumerate(entries):
-                if not is_choice(entry):
+                if not (is_choice(entry) or self._is_trained_message(entry)):
                     continue
                 place = f"{where}.{prefix}messages_and_choices[{position}]"
+                before = (messages[:position], prefixes[position], tools)
                 try:
-                    turn = self._turn(entry, seen)
+                    turn = self._turn(entry, before, seen)
                 except UnusableTurn as reason:
                     self._report.drop(str(reason), place)
                     continue
                 self._report.trained(turn.origin)
+                is_truncated = entry.get("finish_reason") == "length"
                 turns.append(turn)
-            rows += join_turns(turns)
+            rows += join_turns(turns, self._count_continuation)
         if not rows:
             self._report.drop("the trajectory holds no trainable turn", where)
             return None
-        return TrainableTrajectory(reward=trajectory.reward, rows=rows)
+        return TrainableTrajectory(reward=trajectory.reward, rows=rows, truncated=is_truncated)
 
-    def _turn(self, choice: dict[str, Any], seen: set[str]) -> Turn:
+    def _is_trained_message(self, entry: dict[str, Any]) -> bool:
+        return self._trains_without_logprobs and entry.get("role") == "assistant"
+
+    def _count_continuation(self, turn: Turn, is_joined: bool) -> None:
+        """Count how a turn goes on from those before it, and why it could not be joined."""
+        if is_joined:
+            self._report.continued("joined")
+            return
+        record = self._sources.find_record(turn.choice_id) if turn.choice_id is not None else None
+        is_explained = record is not None and record.link in ("dropped", "retokenized")
+        self._report.continued(str(record.link) if record and is_explained else "changed")
+
+    def _turn(
+        self,
+        entry: dict[str, Any],
+        before: tuple[list[Message], bytes, list[dict[str, Any]] | None],
+        seen: set[str],
+    ) -> Turn:
+        choice = entry if is_choice(entry) else {"message": entry}
         mark = choice.get("art")
         mark = mark if isinstance(mark, dict) else {}
-        identity = mark.get("id")
-        if isinstance(identity, str):
-            if identity in seen:
-                raise UnusableTurn("the same choice stands in the trajectory twice")
-            seen.add(identity)
+        identity = mark.get("id") if isinstance(mark.get("id"), str) else None
         if mark.get("model", self._model_id) != self._model_id:
             raise UnusableTurn(f"the choice was sampled by '{mark['model']}', another model")
-        turn = carried_tokens(choice)
-        if turn is None and isinstance(identity, str):
-            turn = self._recorded_tokens(identity)
+        turn = carried_tokens(choice, identity)
+        if turn is None and identity is not None:
+            turn = self._recorded(identity)
         if turn is None:
-            raise UnusableTurn(
-                "the choice carries neither token ids with log-probabilities nor the `art.id` of a recorded sample: "
-                "put the choice object of the server's answer into the trajectory, as it came"
-            )
+            turn = self._found_by_words(choice, before[1])
+        if turn is None:
+            turn = self._rendered(choice, before[0], before[2])
+        if turn.choice_id is not None:
+            if turn.choice_id in seen:
+                raise UnusableTurn("the same choice stands in the trajectory twice")
+            seen.add(turn.choice_id)
+            self._taken.add(turn.choice_id)
         self._check(turn)
         return turn
 
-    def _recorded_tokens(self, identity: str) -> Turn | None:
-        record = self._find_record(identity)
+    def _recorded(self, identity: str) -> Turn | None:
+        record = self._sources.find_record(identity)
         if record is None:
             return None
         sampled_by = f"{record.request.project}/{record.request.name}"
         if sampled_by != self._model_id:
             raise UnusableTurn(f"the choice was sampled by '{sampled_by}', another model")
-        return Turn(record.prompt_token_ids, record.token_ids, record.logprobs, "ledger")
+        return from_record(record)
+
+    def _found_by_words(self, choice: dict[str, Any], before: bytes) -> Turn | None:
+        """By what was said and its log-probabilities; without these, only in the same conversation."""
+        said = conversation.said_by(choice["message"])
+        logprobs = logprob_values(choice)
+        found = self._sources.find_text(said, logprobs)
+        in_place = [record for record in found if record.request.before == before]
+        if logprobs is None or in_place:
+            found = in_place
+        fresh = [record for record in found if record.choice_id not in self._taken]
+        return from_record((fresh or found)[0]) if found else None
+
+    def _rendered(
+        self, choice: dict[str, Any], messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> Turn:
+        """The last resort: the chat template's rendering, and the text's tokens."""
+        logprobs = logprob_values(choice)
+        if logprobs is None and not self._trains_without_logprobs:
+            raise UnusableTurn(
+                "the choice carries no log-probabilities and is not in the ledger: put the choice object of the server's "
+                "answer into the trajectory as it came, or set allow_training_without_logprobs"
+            )
+        ids = entry_ids(choice)
+        if ids is not None and logprobs is not None:
+            return Turn(self._sources.render(messages, tools), ids, logprobs, "logprob_entries")
+        ids = self._sources.tokenize(spoken_text(choice["message"]))
+        end = [] if self._sources.end_id is None else [self._sources.end_id]
+        if logprobs is None:
+            return Turn(self._sources.render(messages, tools), ids + end, None, "recomputed")
+        if len(logprobs) == len(ids) + len(end):
+            ids += end
+        if len(logprobs) != len(ids):
+            raise UnusableTurn(
+                f"the choice's text has other tokens than were sampled ({len(ids)} tokens, {len(logprobs)} "
+                "log-probabilities), and the sample is not in the ledger"
+            )
+        return Turn(self._sources.render(messages, tools), ids, logprobs, "rendered")
 
     def _check(self, turn: Turn) -> None:
         if not turn.prompt_token_ids or not turn.token_ids:
@@ -185,7 +280,8 @@ class _Resolver:
         if lowest < 0 or highest >= self._limits.vocab_size:
             raise UnusableTurn("a token id outside the model's vocabulary")
         if not all(
-            math.isfinite(value) and value <= POSITIVE_LOGPROB_TOLERANCE for value in turn.logprobs
+            math.isfinite(value) and value <= POSITIVE_LOGPROB_TOLERANCE
+            for value in turn.logprobs or ()
         ):
             raise UnusableTurn("a log-probability that is not a finite number of at most 0")
 
@@ -195,18 +291,43 @@ def is_choice(entry: dict[str, Any]) -> bool:
     return isinstance(entry.get("message"), dict) and "finish_reason" in entry
 
 
-def carried_tokens(choice: dict[str, Any]) -> Turn | None:
+def from_record(record: Record) -> Turn:
+    return Turn(
+        record.prompt_token_ids, record.token_ids, record.logprobs, "ledger", record.choice_id
+    )
+
+
+def carried_tokens(choice: dict[str, Any], identity: str | None) -> Turn | None:
     """The tokens that a choice carries itself, None unless prompt, ids and log-probabilities are all there."""
     prompt, tokens = id_list(choice.get("prompt_token_ids")), id_list(choice.get("token_ids"))
+    logprobs = logprob_values(choice)
+    if prompt is None or tokens is None or logprobs is None or len(logprobs) != len(tokens):
+        return None
+    return Turn(prompt, tokens, logprobs, "ids", identity)
+
+
+def logprob_entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
-    if prompt is None or tokens is None or not isinstance(content, list):
-        return None
-    values = [entry.get("logprob") for entry in content if isinstance(entry, dict)]
+    entries = content if isinstance(content, list) else []
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def logprob_values(choice: dict[str, Any]) -> list[float] | None:
+    """The log-probabilities that a choice carries, None when there are none."""
+    values = [entry.get("logprob") for entry in logprob_entries(choice)]
     numbers = [float(value) for value in values if isinstance(value, int | float)]
-    if len(numbers) != len(tokens) or len(content) != len(tokens):
-        return None
-    return Turn(prompt, tokens, numbers, "ids")
+    return numbers if numbers and len(numbers) == len(values) else None
+
+
+def entry_ids(choice: dict[str, Any]) -> list[int] | None:
+    """Token ids that stand in the log-probability entries as "token_id:N"."""
+    texts = [str(entry.get("token")) for entry in logprob_entries(choice)]
+    numbers = [text.removeprefix(TOKEN_ID_PREFIX) for text in texts]
+    is_all = all(
+        text != number and number.isdigit() for text, number in zip(texts, numbers, strict=True)
+    )
+    return [int(number) for number in numbers] if texts and is_all else None
 
 
 def id_list(value: Any) -> list[int] | None:
@@ -216,20 +337,40 @@ def id_list(value: Any) -> list[int] | None:
     return None
 
 
-def join_turns(turns: Sequence[Turn]) -> list[Row]:
+def spoken_text(message: Message) -> str:
+    """What an assistant message says, tool calls in the commonest markup."""
+    calls = [
+        f"<tool_call>\n{conversation.call_text(call)}\n</tool_call>"
+        for call in conversation.as_list(message.get("tool_calls"))
+    ]
+    content = conversation.text_of(message.get("content"))
+    return "\n".join(([content] if content else []) + calls)
+
+
+def join_turns(
+    turns: Sequence[Turn], on_continuation: Callable[[Turn, bool], None] = lambda *_: None
+) -> list[Row]:
     """The rows of one conversation: a turn whose prompt begins with all of the row so far extends it."""
-    rows: list[tuple[list[int], list[float | None]]] = []
+    rows: list[tuple[list[int], list[float | None], list[int]]] = []
     for turn in turns:
-        tokens, logprobs = rows[-1] if rows else ([], [])
-        if not tokens or turn.prompt_token_ids[: len(tokens)] != tokens:
-            tokens, logprobs = [], []
-            rows.append((tokens, logprobs))
+        tokens, logprobs, recompute = rows[-1] if rows else ([], [], [])
+        is_joined = bool(tokens) and turn.prompt_token_ids[: len(tokens)] == tokens
+        if rows:
+            on_continuation(turn, is_joined)
+        if not is_joined:
+            tokens, logprobs, recompute = [], [], []
+            rows.append((tokens, logprobs, recompute))
         new_context = turn.prompt_token_ids[len(tokens) :]
         tokens += new_context
         logprobs += [None] * len(new_context)
+        if turn.logprobs is None:
+            recompute += range(len(tokens), len(tokens) + len(turn.token_ids))
         tokens += turn.token_ids
-        logprobs += turn.logprobs
-    return [Row(token_ids=tokens, logprobs=logprobs) for tokens, logprobs in rows]
+        logprobs += turn.logprobs or [None] * len(turn.token_ids)
+    return [
+        Row(token_ids=tokens, logprobs=logprobs, recompute=recompute)
+        for tokens, logprobs, recompute in rows
+    ]
 
 
 def _nothing_trainable(
@@ -272,8 +413,11 @@ def _summary(
         num_trajectories_trained=sum(len(group.trajectories) for group in trained),
         num_failed_rollouts=num_failed,
         num_rows=len(rows),
-        num_trained_tokens=sum(value is not None for row in rows for value in row.logprobs),
+        num_trained_tokens=sum(
+            sum(value is not None for value in row.logprobs) + len(row.recompute) for row in rows
+        ),
         turns=report.turns,
+        continuations=report.continuations,
         dropped=dropped,
         config=config.model_dump(),
     )

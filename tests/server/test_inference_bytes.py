@@ -13,7 +13,7 @@ from art_server.api.inference import Ask, name_as_asked, sse_blocks
 
 
 def ask(**fields: Any) -> Ask:
-    made = Ask("chat", "/v1/chat/completions", "a", {}, ANYONE, {})
+    made = Ask("chat", "/v1/chat/completions", "a", {}, ANYONE, {}, [], b"")
     made.adapter = "p/a@3"
     for key, value in fields.items():
         setattr(made, key, value)

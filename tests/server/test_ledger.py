@@ -1,47 +1,121 @@
 import asyncio
+import dataclasses
+import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 
 from art_server.engine.records import Sample
-from art_server.ledger.ledger import Ledger, Request
+from art_server.ledger import conversation
+from art_server.ledger.ledger import Ledger, Request, Retention
 
 REQUEST = Request("f" * 32, "chat", "p", "a", 3, "me")
 
 
-def sample(index: int = 0, size: int = 3) -> Sample:
-    tokens, logprobs = list(range(size)), [-0.1 * i for i in range(size)]
-    return Sample("x", index, "p/a@3", [9, 8], tokens, logprobs, "stop", None, {"n": 1})
+def sample(tokens: list[int] | None = None, text: str = "yes") -> Sample:
+    tokens = [7, 8, 9] if tokens is None else tokens
+    logprobs = [-0.1 * (i + 1) for i in range(len(tokens))]
+    return Sample("x", 0, text, tokens, logprobs, "stop", None, {"n": 1})
+
+
+def add(
+    ledger: Ledger, number: int, prompt: list[int], text: str = "yes", **request: object
+) -> str:
+    """One recorded choice; returns its id."""
+    made = dataclasses.replace(REQUEST, request_id=f"{number:032x}", **request)  # type: ignore[arg-type]
+    with ledger.open_request(made) as opened:
+        ledger.take_prompt(made.request_id, 0, prompt)
+        ledger.take_sample(made.request_id, 0, 0, sample(text=text))
+        return opened.records[0].choice_id
 
 
 def test_a_sample_is_found_by_its_choice_id_also_after_a_restart(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     with ledger.open_request(REQUEST) as opened:
-        ledger.receive(sample(1), REQUEST.request_id, 1)
+        assert ledger.take_prompt(REQUEST.request_id, 0, [1, 2]) is None
+        ledger.take_sample(REQUEST.request_id, 1, 0, sample())
         record = opened.records[1]
     ledger.close()
     ledger = Ledger(tmp_path / "l.sqlite")
     found = ledger.find(f"{'f' * 32}-1")
-    assert found == record
-    assert found is not None and found.request == REQUEST and found.logprobs == [-0.0, -0.1, -0.2]
+    assert found == dataclasses.replace(record, text="")
+    assert found is not None and found.request == REQUEST
+    assert (found.prompt_token_ids, found.token_ids) == ([1, 2], [7, 8, 9])
+    assert found.logprobs == [-0.1, -0.2, -0.30000000000000004]
     assert ledger.find("other") is None
 
 
 def test_a_sample_that_nobody_asked_for_is_not_kept(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
-    ledger.receive(sample(), "0" * 32, 0)
+    assert ledger.take_prompt("0" * 32, 0, [1]) is None
+    ledger.take_sample("0" * 32, 0, 0, sample())
     assert ledger.find(f"{'0' * 32}-0") is None
+
+
+def test_words_are_found_within_their_model_and_by_their_log_probabilities(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    first, second = add(ledger, 1, [1]), add(ledger, 2, [1, 2])
+    add(ledger, 3, [1], name="b")
+    add(ledger, 4, [1], text="no")
+    said = conversation.said(" yes\n")
+    assert [r.choice_id for r in ledger.find_text("p", "a", said, None)] == [second, first]
+    assert len(ledger.find_text("p", "a", said, [-0.1, -0.2, -0.3])) == 2
+    assert ledger.find_text("p", "a", said, [-0.1, -0.2, -0.4]) == []
+
+
+def test_what_is_too_old_goes(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=0.2))
+    old = add(ledger, 1, [1])
+    time.sleep(0.25)
+    new = add(ledger, 2, [1])
+    assert ledger.prune() == 1
+    assert ledger.find(old) is None and ledger.find(new) is not None
+
+
+def test_the_oldest_go_when_the_file_is_too_large(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_bytes=400_000))
+    names = [add(ledger, i, [i * 31 % 997 for _ in range(50)] + [i]) for i in range(1500)]
+    ledger.prune()
+    assert ledger._size() <= 400_000
+    assert ledger.find(names[0]) is None and ledger.find(names[-1]) is not None
+
+
+def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
+    """A later turn is stored as what it continues plus what is new; the past may go before it does."""
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=1.0))
+    parent = add(ledger, 1, [1, 2])
+    with sqlite3.connect(tmp_path / "l.sqlite") as db:
+        db.execute("UPDATE records SET created_at = 0")
+    whole = [1, 2, 7, 8, 9, 10]
+    db.close()
+    prompt = ledger._make_prompt(REQUEST, whole)
+    prompt.link, prompt.continues = "exact", parent
+    with ledger.open_request(REQUEST) as opened:
+        ledger._db.execute("DELETE FROM prompts WHERE number = ?", (prompt.number,))
+        prompt.number = ledger._store_prompt(prompt)
+        opened.prompts[0] = prompt
+        ledger.take_sample(REQUEST.request_id, 0, 0, sample())
+    (delta_parent,) = ledger._db.execute(
+        "SELECT parent FROM prompts WHERE number = ?", (prompt.number,)
+    ).fetchone()
+    assert delta_parent == parent
+    assert ledger.prune() == 1
+    ledger._prompts.clear()
+    found = ledger.find(f"{'f' * 32}-0")
+    assert found is not None and found.prompt_token_ids == whole
 
 
 @pytest.mark.anyio
 async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     with ledger.open_request(REQUEST) as opened:
+        ledger.take_prompt(REQUEST.request_id, 0, [1])
         waiting = asyncio.create_task(opened.wait(1))
         await asyncio.sleep(0.01)
-        ledger.receive(sample(0), REQUEST.request_id, 0)
+        ledger.take_sample(REQUEST.request_id, 0, 0, sample())
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        ledger.receive(sample(1), REQUEST.request_id, 1)
+        ledger.take_sample(REQUEST.request_id, 1, 0, sample())
         record = await waiting
     assert record is not None and record.choice_id.endswith("-1")

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,9 @@ from hypothesis import strategies as st
 
 from art.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
+from art_server.ledger import conversation
 from art_server.ledger.ledger import Record, Request
-from art_server.ledger.resolve import Limits, Turn, join_turns, resolve
+from art_server.ledger.resolve import Limits, Sources, Turn, join_turns, resolve
 from art_server.training.task import Batch
 
 LIMITS = Limits(vocab_size=100, max_seq_length=50)
@@ -38,9 +40,27 @@ def bare(identity: str, **mark: Any) -> dict[str, Any]:
     return {"message": message, "finish_reason": "stop", "art": {"id": identity, **mark}}
 
 
-def record(identity: str, prompt: list[int], tokens: list[int], name: str = "a") -> Record:
-    request = Request("r", "chat", "p", name, 0, "me")
+def record(
+    identity: str,
+    prompt: list[int],
+    tokens: list[int],
+    name: str = "a",
+    before: bytes = conversation.EMPTY,
+) -> Record:
+    request = Request("r", "chat", "p", name, 0, "me", before=before)
     return Record(identity, request, prompt, tokens, [-0.5] * len(tokens), "stop", {}, 0.0)
+
+
+def sources(**given: Any) -> Sources:
+    """Knows nothing but what is given; renders a conversation as one token a message, a text as one a word."""
+    known: dict[str, Any] = {
+        "find_record": lambda _: None,
+        "find_text": lambda said, logprobs: [],
+        "render": lambda messages, tools: [10 + len(messages)],
+        "tokenize": lambda text: [20 + len(word) for word in text.split()],
+        "end_id": 99,
+    }
+    return Sources(**(known | given))
 
 
 def run(
@@ -48,6 +68,8 @@ def run(
     rewards: list[float] | None = None,
     find: Callable[[str], Record | None] = lambda _: None,
     histories: list[list[dict[str, Any]]] | None = None,
+    config: TrainConfig | None = None,
+    given: dict[str, Any] | None = None,
     **group: Any,
 ) -> tuple[Batch, Any]:
     bodies = [
@@ -57,7 +79,8 @@ def run(
     if histories:
         bodies[0]["additional_histories"] = [{"messages_and_choices": h} for h in histories]
     body = TrajectoryGroupBody.model_validate({"trajectories": bodies, **group})
-    return resolve([body], TrainConfig(), "p/a", find, LIMITS)
+    known = sources(find_record=find, **(given or {}))
+    return resolve([body], config or TrainConfig(), "p/a", known, LIMITS)
 
 
 def test_a_choice_is_trained_on_the_tokens_that_it_carries() -> None:
@@ -112,8 +135,8 @@ def test_a_choice_that_stands_twice_is_trained_once() -> None:
         (choice([1] * 50, [2]), "longer than the model's context"),
         (choice([], [2]), "empty"),
         (choice([1], [2], "c-0", model="p/b"), "another model"),
-        (bare("unknown"), "neither"),
-        ({"message": {"content": "x"}, "finish_reason": "stop"}, "neither"),
+        (bare("unknown"), "not in the ledger"),
+        ({"message": {"content": "x"}, "finish_reason": "stop"}, "not in the ledger"),
     ],
 )
 def test_turns_that_cannot_be_trained_are_counted_with_a_reason(
@@ -143,6 +166,86 @@ def test_equal_rewards_and_failures_are_counted() -> None:
     assert len(batch.groups) == 1
     assert (report.num_groups, report.num_groups_trained, report.num_failed_rollouts) == (1, 0, 1)
     assert {dropped.count for dropped in report.dropped} == {1}
+
+
+def said_choice(
+    text: str, logprobs: list[float] | None = None, tokens: bool = False
+) -> dict[str, Any]:
+    """A choice as an agent that keeps no ids sends it."""
+    made: dict[str, Any] = {
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": "stop",
+    }
+    if logprobs is not None:
+        words = [f"token_id:{i}" if tokens else "w" for i in range(len(logprobs))]
+        entries = [{"token": w, "logprob": v} for w, v in zip(words, logprobs, strict=True)]
+        made["logprobs"] = {"content": entries}
+    return made
+
+
+QUESTION = {"role": "user", "content": "say yes"}
+BEFORE = conversation.prefix_digests([QUESTION])[-1]
+
+
+def test_equal_short_answers_get_a_record_each() -> None:
+    """Text only: found by the conversation and the words, each record once, as long as there are enough."""
+    records = [record(f"c-{i}", [5], [6, i], before=BEFORE) for i in range(3)]
+    asked: list[tuple[bytes, Any]] = []
+
+    def find_text(said: bytes, logprobs: Any) -> list[Record]:
+        asked.append((said, logprobs))
+        return records
+
+    batch, report = run([[QUESTION, said_choice("yes")]] * 4, given={"find_text": find_text})
+    assert asked[0] == (conversation.said("yes"), None)
+    found = [t.rows[0].token_ids for t in batch.groups[0].trajectories]
+    assert found == [[5, 6, 0], [5, 6, 1], [5, 6, 2], [5, 6, 0]]
+    assert report.turns == {"ledger": 4}
+
+
+def test_words_without_log_probabilities_count_only_in_their_conversation() -> None:
+    elsewhere = record("c-0", [5], [6], before=conversation.prefix_digests([{"role": "user"}])[-1])
+    with pytest.raises(InvalidInput, match="not in the ledger"):
+        run([[QUESTION, said_choice("yes")]], given={"find_text": lambda *_: [elsewhere]})
+    batch, _ = run(
+        [[QUESTION, said_choice("yes", [-0.5])]], given={"find_text": lambda *_: [elsewhere]}
+    )
+    assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 6]
+
+
+def test_ids_in_log_probability_entries_are_used_behind_a_rendered_prompt() -> None:
+    batch, report = run([[QUESTION, said_choice("yes", [-0.1, -0.2], tokens=True)]])
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert (row.token_ids, row.logprobs) == ([11, 0, 1], [None, -0.1, -0.2])
+    assert report.turns == {"logprob_entries": 1}
+
+
+def test_text_with_log_probabilities_is_rendered_when_the_tokens_are_as_many() -> None:
+    batch, report = run([[QUESTION, said_choice("yes or", [-0.1, -0.2, -0.3])]])
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert (row.token_ids, row.logprobs) == ([11, 23, 22, 99], [None, -0.1, -0.2, -0.3])
+    assert report.turns == {"rendered": 1}
+    with pytest.raises(InvalidInput, match="2 tokens, 5 log-probabilities"):
+        run([[QUESTION, said_choice("yes or", [-0.1] * 5)]])
+
+
+def test_plain_messages_train_only_on_request() -> None:
+    entries = [QUESTION, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(InvalidInput):
+        run([entries])
+    batch, report = run([entries], config=TrainConfig(allow_training_without_logprobs=True))
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert (row.token_ids, row.recompute) == ([11, 23, 99], [1, 2])
+    assert report.turns == {"recomputed": 1}
+
+
+def test_why_a_turn_could_not_be_joined_is_counted() -> None:
+    first, second = choice([1, 2], [3, 4], "c-0"), choice([1, 2, 4, 5], [6], "c-1")
+    dropped = dataclasses.replace(record("c-1", [1], [6]), link="dropped")
+    _, report = run([[first, second]], find=lambda key: dropped if key == "c-1" else None)
+    assert report.continuations == {"dropped": 1}
+    _, report = run([[first, choice([1, 2, 3, 4, 5], [6], "c-2"), choice([9], [9], "c-3")]])
+    assert report.continuations == {"joined": 1, "changed": 1}
 
 
 token_lists = st.lists(st.integers(0, 5), min_size=1, max_size=4)

@@ -1,0 +1,128 @@
+"""ART's in-process capture: a coroutine runs, and what it asked of the program's models is its trajectory.
+
+    trajectory = await art.trajectory(run_agent(question))      # or art.capture_auto_trajectory
+
+Everything that the coroutine sends to the server of a registered model belongs to one session, whichever HTTP client
+sends it (`patches` lists those, and what stays outside). The conversations come from the server when the coroutine has
+ended; until then the trajectory holds what the coroutine itself puts there, its reward for example.
+"""
+
+# pyright: reportPrivateUsage=false
+
+import asyncio
+import math
+import uuid
+from collections.abc import Awaitable, Coroutine, Generator, Iterable
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, overload
+
+from art import patches
+from art.model import TrainableModel
+from art.rollouts import Rollouts, current_rollouts
+from art.sessions import Scope, add_captured, current_scope
+from art.trajectories import Trajectory, TrajectoryGroup
+from art.wire import FailureBody
+
+
+async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
+    """Runs the coroutine, and returns what all models said in it as a trajectory, with metrics["duration"].
+
+    The coroutine's result is dropped; it sets reward, metrics and metadata on `art.current_trajectory()`. Of two scopes,
+    one in the other, requests belong to the inner one. Requests of tasks that still run when the coroutine has ended
+    may be missing.
+    """
+    if isinstance(coroutine, asyncio.Future):
+        raise TypeError("art.trajectory takes a coroutine: a task has a context of its own")
+    patches.install()
+    captured = Trajectory()
+    scope = Scope(uuid.uuid4().hex, captured)
+    with _entered(scope):
+        await coroutine
+    replies = [
+        await backend._fetch_session(model, scope.session)
+        for backend in scope.backends
+        for model in _distinct(backend._models)
+    ]
+    add_captured(captured, replies)
+    return captured.finish()
+
+
+async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
+    """`trajectory` under the name that ART gave it first."""
+    return await trajectory(coroutine)
+
+
+@overload
+def current_trajectory(*, required: Literal[True]) -> Trajectory: ...
+@overload
+def current_trajectory(*, require: Literal[True]) -> Trajectory: ...
+@overload
+def current_trajectory(*, required: bool = False, require: bool = False) -> Trajectory | None: ...
+def current_trajectory(*, required: bool = False, require: bool = False) -> Trajectory | None:
+    """The trajectory that is being captured here, the same object that `trajectory` returns; None outside.
+
+    `required`, which later releases of ART spell `require`, raises RuntimeError instead.
+    """
+    scope = current_scope.get()
+    captured = None if scope is None else scope.trajectory
+    if captured is None and (required or require):
+        raise RuntimeError(
+            "no trajectory is being captured here: run this coroutine with `await art.trajectory(...)`"
+        )
+    return captured
+
+
+@overload
+def auto_trajectory(*, required: Literal[True]) -> Trajectory: ...
+@overload
+def auto_trajectory(*, require: Literal[True]) -> Trajectory: ...
+@overload
+def auto_trajectory(*, required: bool = False, require: bool = False) -> Trajectory | None: ...
+def auto_trajectory(*, required: bool = False, require: bool = False) -> Trajectory | None:
+    """`current_trajectory` under the name that ART gave it first."""
+    return current_trajectory(required=required, require=require)
+
+
+@contextmanager
+def no_capture() -> Generator[None, None, None]:
+    """A scope whose requests belong to no session: those of a judge, for example."""
+    with _entered(None):
+        yield
+
+
+async def trajectory_group(
+    trajectories: Iterable[Trajectory | BaseException | Awaitable[Trajectory]],
+    *,
+    exceptions: Iterable[BaseException | FailureBody] = (),
+    metadata: dict[str, Any] | None = None,
+    metrics: dict[str, float | int | bool] | None = None,
+    logs: list[str] | None = None,
+    return_exceptions: bool = False,
+) -> TrajectoryGroup:
+    """Runs `trajectory(...)` calls together, and returns their group.
+
+    The first failure is raised, or with `return_exceptions` each is recorded on the group; inside a gather call, that
+    call's `max_exceptions` decides.
+    """
+    group = TrajectoryGroup(
+        trajectories, exceptions=exceptions, metadata=metadata, metrics=metrics, logs=logs
+    )
+    max_exceptions = math.inf if return_exceptions else 0
+    outer = current_rollouts.get()
+    with nullcontext() if outer is not None else Rollouts(max_exceptions=max_exceptions):
+        return await group
+
+
+@contextmanager
+def _entered(scope: Scope | None) -> Generator[None, None, None]:
+    token = current_scope.set(scope)
+    try:
+        yield
+    finally:
+        current_scope.reset(token)
+
+
+def _distinct(models: Iterable[object]) -> Iterable[TrainableModel]:
+    """The trainable ones, each once however often it was registered."""
+    trainable = (model for model in models if isinstance(model, TrainableModel))
+    return {(model.project, model.name): model for model in trainable}.values()

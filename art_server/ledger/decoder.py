@@ -1,0 +1,48 @@
+"""The base model's tokenizer as the ledger needs it: to read what was sampled, and to see where a turn ends."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Decoder:
+    """Decodes token ids, special tokens included. Without a tokenizer.json it cannot, and splicing is off."""
+
+    def __init__(self, folder: Path):
+        file = folder / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
+        if self._tokenizer is None:
+            logger.warning("%s has no tokenizer.json: prompts are not spliced", folder)
+        self.end_id = self._find_end_token(folder)
+        """The tokenizer's end-of-sequence token: what a chat template writes at the end of a turn."""
+        self.end_ids = self._find_end_ids(folder)
+
+    @property
+    def can_decode(self) -> bool:
+        return self._tokenizer is not None and bool(self.end_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None, "can_decode tells"
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _find_end_token(self, folder: Path) -> int | None:
+        file = folder / "tokenizer_config.json"
+        if self._tokenizer is None or not file.exists():
+            return None
+        token = json.loads(file.read_text()).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+    def _find_end_ids(self, folder: Path) -> frozenset[int]:
+        """The tokens that end a turn: the model's and the tokenizer's end-of-sequence tokens."""
+        found = set() if self.end_id is None else {self.end_id}
+        for name in ("config.json", "generation_config.json"):
+            if (folder / name).exists():
+                ids = json.loads((folder / name).read_text()).get("eos_token_id")
+                found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return frozenset(found)
