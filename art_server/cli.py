@@ -159,7 +159,12 @@ def make_parser() -> argparse.ArgumentParser:
         default=4.0,
         help="size of the ledger of samples, in GiB (%(default)s)",
     )
-    add("--ledger-max-age-days", type=float, default=7.0, help="how long samples are kept (%(default)s)")
+    add(
+        "--ledger-max-age-days",
+        type=float,
+        default=7.0,
+        help="how long samples are kept (%(default)s)",
+    )
     add(
         "--exit-with-parent",
         action="store_true",
@@ -314,6 +319,7 @@ def run(config: ServerConfig) -> None:
     """Serve until a signal."""
     try:
         import uvicorn
+        import uvloop
 
         from art_server.app import make_app
         from art_server.service import Service
@@ -358,7 +364,7 @@ def run(config: ServerConfig) -> None:
                     server.should_exit = True
                 await asyncio.wait({serving}, timeout=1.0)
 
-    asyncio.run(serve())
+    uvloop.run(serve())
 
 
 def address(host: str, opened: socket.socket) -> str:

@@ -1,10 +1,12 @@
 """Build the embedded default model `art/tiny` from nothing, and measure it.
 
-    python scripts/make_tiny_model.py build      # about an hour on two cores; goes on if interrupted
-    python scripts/make_tiny_model.py measure    # a few minutes; writes the rates into the card
+    python scripts/make_tiny_model.py build      # half an hour on two idle cores; resumes if broken off
+    python scripts/make_tiny_model.py measure    # some minutes; writes the rates into the model card
 
 The build learns a tokenizer from synthetic chats, trains a small Qwen3 on them for a fixed number
-of seeded steps, and replaces the model folder. The parts live in `scripts/tiny_model/`.
+of seeded steps, and puts the files into the model folder. It needs a C++ compiler, for
+torch.compile. On cores shared with other work, OMP_WAIT_POLICY=PASSIVE in the environment keeps it
+from waiting in a busy loop. The parts live in `scripts/tiny_model/`.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from transformers import (
 )
 
 REPOSITORY = Path(__file__).parent.parent
-NUM_STEPS = 2400
+NUM_STEPS = 3600
 SEED = 0
 MEASURE_SEED = 1
 MODEL_CARD_FILE = Path(__file__).parent / "tiny_model" / "model_card.md"

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
@@ -173,7 +173,7 @@ def resolve_policy(service: Service, ask: Ask) -> None:
 @contextlib.asynccontextmanager
 async def engine_answer(
     service: Service, ask: Ask, request_id: str
-) -> AsyncIterator[tuple[httpx.Response, OpenRequest]]:
+) -> AsyncIterator[tuple[aiohttp.ClientResponse, OpenRequest]]:
     """Wait for the gate, give the request to the engine, hand out its answer while it is open.
 
     Raises:
@@ -207,11 +207,14 @@ async def engine_answer(
         if ask.api == "responses":
             body["request_id"] = f"resp_{request_id}"
         try:
-            async with service.engine.http.stream(
-                "POST", ask.path, json=body, headers=ask.headers | {"x-request-id": request_id}
+            async with service.engine.http.post(
+                ask.path,
+                data=json.dumps(body, separators=(",", ":")).encode(),
+                headers=ask.headers
+                | {"x-request-id": request_id, "content-type": "application/json"},
             ) as response:
                 yield response, opened
-        except httpx.TransportError as error:
+        except aiohttp.ClientError as error:
             raise EngineLost from error
 
 
@@ -255,12 +258,12 @@ async def sample_whole(service: Service, ask: Ask) -> Response:
         request_id = uuid.uuid4().hex
         try:
             async with engine_answer(service, ask, request_id) as (response, opened):
-                content = await response.aread()
-                if response.status_code == 200:
+                content = await response.read()
+                if response.status == 200:
                     content = await finish_body(content, ask, opened)
                 return Response(
                     name_as_asked(content, ask),
-                    status_code=response.status_code,
+                    status_code=response.status,
                     media_type=response.headers.get("content-type"),
                     headers=step_header(ask),
                     background=BackgroundTask(delivered, service, opened),
@@ -385,9 +388,9 @@ async def stream_events(service: Service, ask: Ask) -> AsyncIterator[bytes]:
         is_begun = False
         try:
             async with engine_answer(service, ask, request_id) as (response, opened):
-                if response.status_code != 200:
-                    raise StreamRefused(response.status_code, await response.aread(), {})
-                async for block in sse_blocks(response.aiter_raw()):
+                if response.status != 200:
+                    raise StreamRefused(response.status, await response.read(), {})
+                async for block in sse_blocks(response.content.iter_any()):
                     finished = await finish_block(block, ask, opened)
                     is_begun = True
                     yield finished

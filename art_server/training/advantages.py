@@ -1,4 +1,4 @@
-"""How much better a trajectory did than the others of its group: the weight of its tokens in the loss.
+"""How much better a trajectory did than it was expected to: the weight of its tokens in the loss.
 
 Groups that teach nothing are named here and nowhere else, so that forward passes, denominators and counts agree.
 """
@@ -6,29 +6,96 @@ Groups that teach nothing are named here and nowhere else, so that forward passe
 import math
 from collections.abc import Sequence
 
+from art.wire import LossConfig
+
 STD_FLOOR = 1e-6
-"""Added to a group's standard deviation, so that rewards which differ by rounding only do not become advantages of
-order one."""
+"""Added to a standard deviation, so that rewards which differ by rounding only do not become advantages of order
+one."""
 
 
-def group_advantages(rewards_G: Sequence[float]) -> list[float] | None:
-    """The group-relative advantage of each trajectory, or None where the group carries no signal: its rewards are all
-    exactly equal, as those of a single trajectory (or none) always are.
+def group_advantages(
+    rewards_G: Sequence[float], config: LossConfig | None = None
+) -> list[float] | None:
+    """The advantage of each trajectory of a group, or None where the group carries no signal: compared within the
+    group, its rewards are all exactly equal, as those of a single trajectory (or none) always are.
 
-    (reward - mean) / (population standard deviation + STD_FLOOR).
+    group_mean: reward - mean. leave_one_out: reward - mean of the others. none: reward.
+    group_std: that, divided by (population standard deviation + STD_FLOOR).
     Raises FloatingPointError when the rewards are not finite, or so large that their deviation is not.
-    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision).
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Ahmadian et al. 2024,
+    arXiv:2402.14740, eq. 8 (leave one out).
     """
+    config = config or LossConfig()
     if not all(math.isfinite(reward) for reward in rewards_G):
         raise FloatingPointError(f"rewards must be finite numbers, got {list(rewards_G)[:8]}")
-    if not rewards_G or max(rewards_G) == min(rewards_G):
+    size = len(rewards_G)
+    if config.baseline == "none":
+        if not any(rewards_G):
+            return None
+    elif not size or max(rewards_G) == min(rewards_G):
         return None
-    mean = sum(rewards_G) / len(rewards_G)
+    mean = sum(rewards_G) / size
     deviations_G = [reward - mean for reward in rewards_G]
-    std = math.sqrt(sum(deviation * deviation for deviation in deviations_G) / len(rewards_G))
+    std = math.sqrt(sum(deviation * deviation for deviation in deviations_G) / size)
     if not math.isfinite(std):
         raise FloatingPointError(
             f"the rewards of a group run from {min(rewards_G):g} to {max(rewards_G):g}: their standard deviation is"
             " not a finite number; scale the rewards down"
         )
-    return [deviation / (std + STD_FLOOR) for deviation in deviations_G]
+    if config.baseline == "none":
+        advantages_G = list(rewards_G)
+    elif config.baseline == "leave_one_out":
+        advantages_G = [deviation * size / (size - 1) for deviation in deviations_G]
+    else:
+        advantages_G = deviations_G
+    if config.scaling != "group_std":
+        return advantages_G
+    return [advantage / (std + STD_FLOOR) for advantage in advantages_G]
+
+
+def scale_over_batch(
+    advantages: Sequence[list[float] | None], config: LossConfig
+) -> list[list[float] | None]:
+    """With scaling="batch_std" (advantage - mean) / (standard deviation + STD_FLOOR) over all groups with signal.
+
+    Source: Hu 2025, arXiv:2501.03262, section 3.2 (global advantage normalisation).
+    """
+    values = [value for group in advantages if group is not None for value in group]
+    if config.scaling != "batch_std" or not values:
+        return list(advantages)
+    mean = sum(values) / len(values)
+    std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)) + STD_FLOOR
+    return [
+        None if group is None else [(value - mean) / std for value in group] for group in advantages
+    ]
+
+
+def overlong_penalty(num_tokens: int, config: LossConfig) -> float:
+    """What the soft penalty adds to the reward of a trajectory with this many trained tokens: 0 to -1.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, eq. 13.
+    """
+    if config.overlong != "soft_penalty":
+        return 0.0
+    assert config.overlong_length is not None and config.overlong_buffer is not None
+    over = num_tokens - (config.overlong_length - config.overlong_buffer)
+    return -min(1.0, max(0.0, over / config.overlong_buffer))
+
+
+def turn_advantages(
+    rewards_of_turns: Sequence[list[float]], config: LossConfig
+) -> list[list[float]]:
+    """For each trajectory of a group, the advantage that each of its turn rewards brings to all tokens up to it.
+
+    A turn reward is compared with all turn rewards of the group; a token gets the sum over the turns not yet over.
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.3 (process supervision).
+    """
+    values = [value for rewards in rewards_of_turns for value in rewards]
+    if not all(math.isfinite(value) for value in values):
+        raise FloatingPointError(f"turn rewards must be finite numbers, got {values[:8]}")
+    mean = sum(values) / len(values) if values and config.baseline != "none" else 0.0
+    std = 1.0
+    if config.scaling != "none" and values:
+        centre = sum(values) / len(values)
+        std = math.sqrt(sum((value - centre) ** 2 for value in values) / len(values)) + STD_FLOOR
+    return [[(value - mean) / std for value in rewards] for rewards in rewards_of_turns]

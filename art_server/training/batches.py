@@ -1,16 +1,33 @@
-"""Rows with advantages, and rows packed into padded micro-batches under a token budget.
+"""From a batch to what is trained: rows, their uses of tokens, and micro-batches of trees under a token budget.
 
-Rows stay separate and are padded on the right: causal attention never looks there, so no mask is needed and a token's
-log-probability does not depend on what its row is batched with.
+A *prediction* is a (place in the forest, next token) of which the model gives one log-probability. A *use* is one
+trajectory's sampled token: several uses share a prediction when trajectories sampled the same token after the same
+tokens, each with its own advantage and sampled log-probability.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from art_server.training.advantages import group_advantages
-from art_server.training.task import Batch
+from art.wire import LossConfig
+from art_server.training.advantages import (
+    group_advantages,
+    overlong_penalty,
+    scale_over_batch,
+    turn_advantages,
+)
+from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.training.tree import (
+    MIN_SHARED_TOKENS,
+    Forest,
+    lay_out,
+    pack,
+    pack_padded,
+    sort_rows,
+    unshared,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +39,11 @@ class TrainRow:
     """Index of the token that predicts each trained token: the one before it."""
     targets: list[int]
     """The trained tokens, as many as positions."""
-    sampled_logprobs: list[float]
-    advantage: float
+    sampled_logprobs: list[float | None]
+    """None: unknown, the trainer's own at the start of the step stands for it."""
+    advantages: list[float]
+    trajectory: int
+    """Index among all trajectories of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,114 +58,277 @@ class TrainRows:
     """Trained tokens: the denominator of token normalisation."""
     num_tokens_unpredicted: int
     """Sampled tokens at position 0 of a row: nothing before them predicts them, so they cannot be trained."""
+    num_trajectories_masked: int
+    """Left out because they were cut at a length limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """All uses of an optimizer step, row after row."""
+
+    sampled_logprobs_U: torch.Tensor
+    """float32: what the engine sampled it with, temperature 1; 0 where unknown."""
+    is_unknown_U: torch.Tensor
+    """bool: the engine's log-probability is unknown."""
+    advantages_U: torch.Tensor
+    """float32."""
+    weights_U: torch.Tensor
+    """float32: the use's share of the step's loss; its denominators are those of the whole step."""
+    trajectories_U: torch.Tensor
+    """int64: from 0, without gaps."""
+
+    def to(self, device: torch.device) -> "Uses":
+        return Uses(
+            self.sampled_logprobs_U.to(device),
+            self.is_unknown_U.to(device),
+            self.advantages_U.to(device),
+            self.weights_U.to(device),
+            self.trajectories_U.to(device),
+        )
+
+    def select(self, indices: torch.Tensor) -> "Uses":
+        return Uses(
+            self.sampled_logprobs_U[indices],
+            self.is_unknown_U[indices],
+            self.advantages_U[indices],
+            self.weights_U[indices],
+            self.trajectories_U[indices],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """B rows of at most T tokens, with N trained tokens among them."""
+    """A forest of T tokens with N predictions and U uses."""
 
-    token_ids_BT: torch.Tensor
-    """int64, 0 at padding."""
-    rows_N: torch.Tensor
-    """int64: the row of each trained token."""
-    positions_N: torch.Tensor
-    """int64: the position whose output predicts it."""
+    forest: Forest
+    is_shared: bool
+    """False: every row is a tree of its own."""
+    places_N: torch.Tensor
+    """int64: the place in the forest whose output predicts."""
     targets_N: torch.Tensor
-    """int64: its id."""
-    sampled_logprobs_N: torch.Tensor
-    """float32: what the engine sampled it with, temperature 1."""
-    advantages_N: torch.Tensor
-    """float32: its trajectory's advantage."""
-    num_tokens: int
-    """Without padding."""
+    """int64: the predicted token."""
+    uses_U: torch.Tensor
+    """int64: which of the step's uses these are."""
+    predictions_U: torch.Tensor
+    """int64: the prediction of each use."""
+    rows: list[int]
+    """The train rows in it."""
+    num_row_tokens: int
+    """What the rows hold one by one."""
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(
-            token_ids_BT=self.token_ids_BT.to(device),
-            rows_N=self.rows_N.to(device),
-            positions_N=self.positions_N.to(device),
-            targets_N=self.targets_N.to(device),
-            sampled_logprobs_N=self.sampled_logprobs_N.to(device),
-            advantages_N=self.advantages_N.to(device),
-            num_tokens=self.num_tokens,
-        )
+    @property
+    def num_tokens(self) -> int:
+        return self.forest.num_tokens
+
+    @property
+    def num_predictions(self) -> int:
+        return len(self.targets_N)
 
 
-def make_train_rows(batch: Batch) -> TrainRows:
-    """The rows of all groups that carry signal, each with its trajectory's advantage.
+def make_train_rows(
+    batch: Batch, config: LossConfig | None = None, penalties: Sequence[float] | None = None
+) -> TrainRows:
+    """The rows of all groups that carry signal, each token with its advantage.
 
-    A group is trainable when its rewards differ and at least one of its tokens can be trained.
+    A group is trainable when its rewards differ (or advantages or turn rewards are given) and at least one of its
+    tokens can be trained. `penalties`, one for each trajectory of the batch, lower the rewards of groups that carry
+    signal without them.
     Raises ValueError for a row whose log-probabilities and tokens differ in number, FloatingPointError for rewards
     beyond arithmetic.
     """
+    config = config or LossConfig()
     rows: list[TrainRow] = []
-    num_groups_trainable = num_tokens_unpredicted = 0
-    for group in batch.groups:
-        advantages_G = group_advantages([each.reward for each in group.trajectories])
-        if advantages_G is None:
-            continue
+    num_groups_trainable = num_tokens_unpredicted = num_masked = first = 0
+    advantages_of_groups = _advantages(batch, config, penalties)
+    for group, advantages_G in zip(batch.groups, advantages_of_groups, strict=True):
         group_rows: list[TrainRow] = []
-        for trajectory, advantage in zip(group.trajectories, advantages_G, strict=True):
-            for row in trajectory.rows:
-                if len(row.token_ids) != len(row.logprobs):
-                    raise ValueError(
-                        f"a row has {len(row.token_ids)} tokens and {len(row.logprobs)} log-probabilities"
-                    )
-                num_tokens_unpredicted += bool(row.logprobs) and row.logprobs[0] is not None
-                train_row = _cut_row(row.token_ids, row.logprobs, advantage)
-                if train_row.targets:
-                    group_rows.append(train_row)
+        if advantages_G is not None or _has_token_signal(group):
+            process_G = turn_advantages(
+                [_turn_rewards(each) for each in group.trajectories], config
+            )
+            for index, trajectory in enumerate(group.trajectories):
+                if config.overlong == "mask" and trajectory.truncated:
+                    num_masked += 1
+                    continue
+                outcome = 0.0 if advantages_G is None else advantages_G[index]
+                group_rows += _cut_rows(trajectory, outcome, process_G[index], first + index)
+                num_tokens_unpredicted += sum(
+                    bool(row.logprobs) and row.logprobs[0] is not None for row in trajectory.rows
+                )
         num_groups_trainable += bool(group_rows)
         rows += group_rows
+        first += len(group.trajectories)
     return TrainRows(
         rows=rows,
         num_groups=len(batch.groups),
         num_groups_trainable=num_groups_trainable,
-        num_trajectories=sum(len(group.trajectories) for group in batch.groups),
+        num_trajectories=first,
         num_tokens=sum(len(row.targets) for row in rows),
         num_tokens_unpredicted=num_tokens_unpredicted,
+        num_trajectories_masked=num_masked,
     )
 
 
-def make_micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
-    """The rows, longest first, in micro-batches of at most `max_tokens` tokens with padding.
+def make_uses(rows: Sequence[TrainRow], config: LossConfig | None = None) -> Uses:
+    """All uses of the rows, with the weights of the normalisation.
 
-    A row above the budget goes alone. The longest come first so that a batch that does not fit fails at once.
+    Source: Yu et al. 2025, arXiv:2503.14476, eq. 8 (tokens); Shao et al. 2024, arXiv:2402.03300, eq. 3 (trajectory);
+    Liu et al. 2025, arXiv:2503.20783, section 3.2 (constant).
     """
-    plans: list[list[TrainRow]] = []
-    for row in sorted(rows, key=lambda row: len(row.token_ids), reverse=True):
-        if plans and (len(plans[-1]) + 1) * len(plans[-1][0].token_ids) <= max_tokens:
-            plans[-1].append(row)
-        else:
-            plans.append([row])
-    return [_pad(plan) for plan in plans]
+    config = config or LossConfig()
+    names = np.array([row.trajectory for row in rows for _ in row.targets], dtype=np.int64)
+    trajectories_U = torch.from_numpy(np.unique(names, return_inverse=True)[1].reshape(-1))
+    lengths = torch.bincount(trajectories_U)
+    if config.normalisation == "tokens":
+        weights_U = torch.full((len(names),), 1 / max(1, len(names)))
+    elif config.normalisation == "trajectory":
+        weights_U = 1 / (len(lengths) * lengths[trajectories_U].float())
+    else:
+        weights_U = torch.full((len(names),), 1 / (max(1, len(lengths)) * config.constant_length))
+    sampled = [value for row in rows for value in row.sampled_logprobs]
+    return Uses(
+        sampled_logprobs_U=torch.tensor([0.0 if each is None else each for each in sampled]),
+        is_unknown_U=torch.tensor([each is None for each in sampled], dtype=torch.bool),
+        advantages_U=torch.tensor([value for row in rows for value in row.advantages]),
+        weights_U=weights_U,
+        trajectories_U=trajectories_U,
+    )
 
 
-def _cut_row(token_ids: list[int], logprobs: list[float | None], advantage: float) -> TrainRow:
+def make_micro_batches(
+    rows: Sequence[TrainRow],
+    max_tokens: int,
+    *,
+    shared: bool = True,
+    min_shared: int = MIN_SHARED_TOKENS,
+) -> list[MicroBatch]:
+    """The rows in forests of at most `max_tokens` tokens (with padding, where nothing is shared), largest first.
+
+    A row above the budget goes alone. The largest come first so that a batch that does not fit fails at once.
+    """
+    token_ids = [row.token_ids for row in rows]
+    firsts = np.cumsum([0, *(len(row.targets) for row in rows)])
+    if shared:
+        orders = pack(token_ids, sort_rows(token_ids, min_shared), max_tokens)
+    else:
+        orders = pack_padded(token_ids, unshared(token_ids), max_tokens)
+    micro_batches: list[MicroBatch] = []
+    for order in orders:
+        forest = lay_out(token_ids, order)
+        indices = sorted(order.rows)
+        places = [
+            path[rows[index].positions] for index, path in zip(indices, forest.paths, strict=True)
+        ]
+        targets = [rows[index].targets for index in indices]
+        uses = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
+        pairs = np.stack([np.concatenate(places), np.concatenate(targets)])
+        predictions, of_uses = np.unique(pairs, axis=1, return_inverse=True)
+        micro_batches.append(
+            MicroBatch(
+                forest=forest,
+                is_shared=shared,
+                places_N=torch.from_numpy(predictions[0].copy()),
+                targets_N=torch.from_numpy(predictions[1].copy()),
+                uses_U=torch.from_numpy(np.concatenate(uses)),
+                predictions_U=torch.from_numpy(of_uses.reshape(-1)),
+                rows=indices,
+                num_row_tokens=sum(len(token_ids[index]) for index in indices),
+            )
+        )
+    return micro_batches
+
+
+def _advantages(
+    batch: Batch, config: LossConfig, penalties: Sequence[float] | None
+) -> list[list[float] | None]:
+    advantages: list[list[float] | None] = []
+    first = 0
+    for group in batch.groups:
+        rewards_G = [
+            each.reward + overlong_penalty(_num_trained(each), config)
+            for each in group.trajectories
+        ]
+        advantages_G = group_advantages(rewards_G, config)
+        if penalties is not None and advantages_G is not None:
+            lowered = penalties[first : first + len(rewards_G)]
+            advantages_G = group_advantages(
+                [reward - each for reward, each in zip(rewards_G, lowered, strict=True)], config
+            )
+        advantages.append(advantages_G)
+        first += len(rewards_G)
+    return scale_over_batch(advantages, config)
+
+
+def _cut_rows(
+    trajectory: TrainableTrajectory, outcome: float, process: list[float], index: int
+) -> list[TrainRow]:
+    rows: list[TrainRow] = []
+    turns = iter(process)
+    remaining = sum(process)
+    for row in trajectory.rows:
+        cut = _cut_row(row, index)
+        advantages: list[float] = []
+        ends = sorted(row.rewards)
+        for position in cut.positions:
+            while ends and ends[0] < position + 1:
+                remaining -= next(turns)
+                ends.pop(0)
+            advantages.append(row.advantages.get(position + 1, outcome + remaining))
+        for _ in ends:
+            remaining -= next(turns)
+        if cut.targets:
+            rows.append(
+                TrainRow(
+                    cut.token_ids,
+                    cut.positions,
+                    cut.targets,
+                    cut.sampled_logprobs,
+                    advantages,
+                    index,
+                )
+            )
+    return rows
+
+
+def _cut_row(row: Row, trajectory: int) -> TrainRow:
+    """Without advantages."""
+    if len(row.token_ids) != len(row.logprobs):
+        raise ValueError(
+            f"a row has {len(row.token_ids)} tokens and {len(row.logprobs)} log-probabilities"
+        )
+    recomputed = set(row.recompute)
+    if known := [each for each in recomputed if row.logprobs[each] is not None]:
+        raise ValueError(f"positions {known[:3]} are to be recomputed and have log-probabilities")
     trained = [
-        (index, value) for index, value in enumerate(logprobs) if index > 0 and value is not None
+        (index, value)
+        for index, value in enumerate(row.logprobs)
+        if index > 0 and (value is not None or index in recomputed)
     ]
     return TrainRow(
-        token_ids=token_ids[: trained[-1][0]] if trained else [],
+        token_ids=row.token_ids[: trained[-1][0]] if trained else [],
         positions=[index - 1 for index, _ in trained],
-        targets=[token_ids[index] for index, _ in trained],
+        targets=[row.token_ids[index] for index, _ in trained],
         sampled_logprobs=[value for _, value in trained],
-        advantage=advantage,
+        advantages=[],
+        trajectory=trajectory,
     )
 
 
-def _pad(rows: Sequence[TrainRow]) -> MicroBatch:
-    token_ids_BT = torch.zeros(
-        len(rows), max(len(row.token_ids) for row in rows), dtype=torch.int64
+def _has_token_signal(group: TrainableGroup) -> bool:
+    return any(
+        any(row.advantages.values()) or any(row.rewards.values())
+        for each in group.trajectories
+        for row in each.rows
     )
-    for index, row in enumerate(rows):
-        token_ids_BT[index, : len(row.token_ids)] = torch.tensor(row.token_ids)
-    return MicroBatch(
-        token_ids_BT=token_ids_BT,
-        rows_N=torch.tensor([index for index, row in enumerate(rows) for _ in row.targets]),
-        positions_N=torch.tensor([position for row in rows for position in row.positions]),
-        targets_N=torch.tensor([target for row in rows for target in row.targets]),
-        sampled_logprobs_N=torch.tensor([value for row in rows for value in row.sampled_logprobs]),
-        advantages_N=torch.tensor([row.advantage for row in rows for _ in row.targets]),
-        num_tokens=sum(len(row.token_ids) for row in rows),
+
+
+def _turn_rewards(trajectory: TrainableTrajectory) -> list[float]:
+    """In the order of the turns."""
+    return [row.rewards[end] for row in trajectory.rows for end in sorted(row.rewards)]
+
+
+def _num_trained(trajectory: TrainableTrajectory) -> int:
+    return sum(
+        sum(value is not None for value in row.logprobs) + len(row.recompute)
+        for row in trajectory.rows
     )

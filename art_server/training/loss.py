@@ -1,77 +1,176 @@
-"""Losses as coefficients: pure functions from numbers to the loss and to its derivative by each log-probability.
+"""Losses as coefficients: a pure function from numbers to the loss and to its derivative by each log-probability.
 
-Nothing here holds a graph. The trainer runs backward on sum(coefficient * logprob), which has the loss's gradient, so
-a loss is right for every split into micro-batches as long as its denominator is that of the whole optimizer step.
+Nothing here holds a graph. The trainer runs backward on sum(coefficient * logprob), which has the loss's gradient.
+Denominators are in the uses' weights, so a loss over part of a step is that part's share. One thing must be whole:
+what looks at a trajectory (sequence ratios, sequence masks) needs all its uses at once (`needs_whole_trajectories`).
+
+docs/training.md has the formulas in one table.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from art.wire import TrainConfig
+from art.wire import LossConfig
+from art_server.training.batches import Uses
 
 MAX_LOG_RATIO = 20.0
 """Differences of log-probabilities are cut to +-20 before exp: e^20 is far outside every clip and still finite in
 float32 when squared."""
 
+LEVELS = {"token": (1.0, 0.0), "sequence": (0.0, 1.0), "geometric": (0.5, 0.5)}
+"""A use's log-ratio is a mix of its own and its trajectory's mean: the shares of both."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss over N tokens, everything detached."""
+    """A loss over U uses, everything detached."""
 
     value: torch.Tensor
-    """Scalar: these tokens' share of the step's loss; shares add up."""
-    coefficients_N: torch.Tensor
+    """Scalar: these uses' share of the step's loss; shares add up. Without the entropy bonus."""
+    coefficients_U: torch.Tensor
     """dL/dlogprob."""
-    ratios_N: torch.Tensor
-    """pi_new / pi_sampled."""
-    is_clipped_N: torch.Tensor
-    """bool: the clip is active, the policy term has no gradient here."""
-    kl_N: torch.Tensor | None
+    ratios_U: torch.Tensor
+    """pi_new / pi_sampled at the configured level."""
+    is_clipped_U: torch.Tensor
+    """bool: the clip is active."""
+    corrections_U: torch.Tensor
+    """What the off-policy correction multiplies the policy term by: 1 where it does nothing."""
+    kl_U: torch.Tensor | None
     """Estimate of the KL divergence from the reference, None without reference."""
 
 
-def grpo_loss(
-    logprobs_N: torch.Tensor,
-    sampled_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    reference_logprobs_N: torch.Tensor | None,
-    config: TrainConfig,
-    num_tokens: int,
-) -> TokenLoss:
-    """-sum(min(ratio * A, clip(ratio) * A) - beta * k3) / num_tokens, with ratio = pi_new / pi_sampled.
+def needs_whole_trajectories(config: LossConfig) -> bool:
+    return config.ratio != "token" or config.correction == "sequence_mask"
 
-    `num_tokens` counts the trained tokens of the whole optimizer step, not only those given here.
-    `reference_logprobs_N` is needed exactly when beta > 0.
-    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (clip); Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4 (with
-    token normalisation over the step in place of 1/|o_i|); Schulman, http://joschu.net/blog/kl-approx.html (k3).
+
+def policy_loss(
+    logprobs_U: torch.Tensor,
+    uses: Uses,
+    reference_logprobs_U: torch.Tensor | None,
+    config: LossConfig,
+) -> TokenLoss:
+    """sum(weight * (-correction * objective + beta * KL)) over the uses.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (two_sided); Yu et al. 2025, arXiv:2503.14476, eq. 10
+    (clip-higher); Ye et al. 2020, arXiv:1912.09729, eq. 5 (dual); MiniMax 2025, arXiv:2506.13585, eq. 4 and 5 (cispo);
+    Zheng et al. 2025, arXiv:2507.18071, eq. 5 and 7 (sequence); ART's `importance_sampling_level` (geometric).
     """
-    log_ratios_N = logprobs_N - sampled_logprobs_N
-    ratios_N = log_ratios_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    differences_U = torch.where(uses.is_unknown_U, 0.0, logprobs_U - uses.sampled_logprobs_U)
+    own, shared = LEVELS[config.ratio]
+    means_U = _trajectory_means(differences_U, uses.trajectories_U)
+    log_ratios_U = own * differences_U + shared * means_U if shared else differences_U
+    ratios_U = log_ratios_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    is_finite_U = log_ratios_U.abs() <= MAX_LOG_RATIO
+
+    corrections_U = _corrections(differences_U, means_U, config)
     low = 1 - config.epsilon
     high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
+    advantages_U = uses.advantages_U
+    if config.clip == "cispo":
+        clipped_U = ratios_U.clamp(low, high)
+        is_clipped_U = (ratios_U > high) | (ratios_U < low)
+        losses_U = -corrections_U * clipped_U * advantages_U * logprobs_U
+        coefficients_U = -corrections_U * uses.weights_U * clipped_U * advantages_U
+    else:
+        objectives_U, is_clipped_U = _clip(ratios_U, advantages_U, low, high, config)
+        losses_U = -corrections_U * objectives_U
+        has_slope_U = ~is_clipped_U & is_finite_U
+        slopes_U = torch.where(has_slope_U, -corrections_U * ratios_U * advantages_U, 0.0)
+        slopes_U = slopes_U * uses.weights_U
+        coefficients_U = own * slopes_U
+        if shared:
+            coefficients_U = coefficients_U + shared * _trajectory_means(
+                slopes_U, uses.trajectories_U
+            )
 
-    objectives_N = torch.minimum(ratios_N * advantages_N, ratios_N.clamp(low, high) * advantages_N)
-    is_clipped_N = torch.where(
-        advantages_N > 0, ratios_N > high, (ratios_N < low) & (advantages_N < 0)
-    )
-    has_gradient_N = ~is_clipped_N & (log_ratios_N.abs() <= MAX_LOG_RATIO)
-    losses_N = -objectives_N
-    coefficients_N = torch.where(has_gradient_N, -ratios_N * advantages_N, 0.0)
-
-    kl_N = None
-    if reference_logprobs_N is not None:
-        differences_N = reference_logprobs_N - logprobs_N
-        cut_N = differences_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        kl_N = cut_N.exp() - cut_N - 1
-        losses_N = losses_N + config.beta * kl_N
-        slopes_N = torch.where(differences_N.abs() <= MAX_LOG_RATIO, 1 - cut_N.exp(), 0.0)
-        coefficients_N = coefficients_N + config.beta * slopes_N
+    kl_U = None
+    if reference_logprobs_U is not None:
+        kl_U, kl_slopes_U = kl_estimate(logprobs_U, reference_logprobs_U, config.kl_estimator)
+        if config.kl_in == "loss":
+            losses_U = losses_U + config.beta * kl_U
+            coefficients_U = coefficients_U + config.beta * uses.weights_U * kl_slopes_U
 
     return TokenLoss(
-        value=losses_N.sum() / num_tokens,
-        coefficients_N=coefficients_N / num_tokens,
-        ratios_N=ratios_N,
-        is_clipped_N=is_clipped_N,
-        kl_N=kl_N,
+        value=(losses_U * uses.weights_U).sum(),
+        coefficients_U=coefficients_U,
+        ratios_U=ratios_U,
+        is_clipped_U=is_clipped_U,
+        corrections_U=corrections_U,
+        kl_U=kl_U,
     )
+
+
+def kl_estimate(
+    logprobs_U: torch.Tensor, reference_logprobs_U: torch.Tensor, estimator: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(policy || reference) of a token sampled from the policy, and its derivative by logprobs.
+
+    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
+    Source: Schulman, http://joschu.net/blog/kl-approx.html; k3 in GRPO: arXiv:2402.03300, eq. 4.
+    """
+    differences_U = reference_logprobs_U - logprobs_U
+    cut_U = differences_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        kl_U, slopes_U = -cut_U, torch.ones_like(cut_U)
+    elif estimator == "k2":
+        kl_U, slopes_U = cut_U.square() / 2, -cut_U
+    else:
+        kl_U, slopes_U = cut_U.exp() - cut_U - 1, 1 - cut_U.exp()
+    return kl_U, torch.where(differences_U.abs() <= MAX_LOG_RATIO, slopes_U, 0.0)
+
+
+def shape_advantages(
+    advantages_U: torch.Tensor, kl_U: torch.Tensor, beta: float, is_unknown_U: torch.Tensor
+) -> torch.Tensor:
+    """advantage + beta * (mean KL - KL of the token); a token without sampled log-probability keeps its own.
+
+    Source: ART's `kl_penalty_coef` with `kl_penalty_source="sample"`.
+    """
+    known_U = ~is_unknown_U
+    mean = (kl_U * known_U).sum() / known_U.sum().clamp(min=1)
+    return torch.where(known_U, advantages_U + beta * (mean - kl_U), advantages_U)
+
+
+def _clip(
+    ratios_U: torch.Tensor, advantages_U: torch.Tensor, low: float, high: float, config: LossConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The clipped objective, and where it has no slope."""
+    objectives_U = ratios_U * advantages_U
+    if config.clip == "none":
+        return objectives_U, torch.zeros_like(ratios_U, dtype=torch.bool)
+    objectives_U = torch.minimum(objectives_U, ratios_U.clamp(low, high) * advantages_U)
+    is_clipped_U = torch.where(
+        advantages_U > 0, ratios_U > high, (ratios_U < low) & (advantages_U < 0)
+    )
+    if config.clip == "dual":
+        is_beyond_U = (advantages_U < 0) & (ratios_U > config.dual_clip)
+        objectives_U = torch.where(is_beyond_U, config.dual_clip * advantages_U, objectives_U)
+        is_clipped_U = is_clipped_U | is_beyond_U
+    return objectives_U, is_clipped_U
+
+
+def _corrections(
+    differences_U: torch.Tensor, means_U: torch.Tensor, config: LossConfig
+) -> torch.Tensor:
+    """The off-policy weight of each use.
+
+    Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (truncate); Liu et al. 2025,
+    https://richardli.xyz/rl-collapse (mask, at token and sequence level).
+    """
+    if config.correction == "off":
+        return torch.ones_like(differences_U)
+    chosen_U = means_U if config.correction == "sequence_mask" else differences_U
+    ratios_U = chosen_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if config.correction == "truncate":
+        return ratios_U.clamp(max=config.correction_high) / ratios_U
+    is_inside_U = (ratios_U >= config.correction_low) & (ratios_U <= config.correction_high)
+    return is_inside_U.to(differences_U.dtype)
+
+
+def _trajectory_means(values_U: torch.Tensor, trajectories_U: torch.Tensor) -> torch.Tensor:
+    """For each use, the mean over the uses of its trajectory that are given."""
+    num = int(trajectories_U.max()) + 1 if len(trajectories_U) else 0
+    sums = values_U.new_zeros(num).index_add_(0, trajectories_U, values_U)
+    counts = torch.bincount(trajectories_U, minlength=num)
+    return (sums / counts.clamp(min=1))[trajectories_U]

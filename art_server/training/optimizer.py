@@ -64,3 +64,8 @@ def load_optimizer(
         raise ValueError(
             f"{path} holds state of parameters that the adapter lacks: {sorted(tensors)[:3]}"
         )
+
+
+def steps_taken(optimizer: torch.optim.AdamW) -> int:
+    """How often the optimizer has stepped, over all of the model's tasks."""
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)

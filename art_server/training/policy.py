@@ -12,9 +12,19 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from art.wire import LoRAConfig
+from art_server.training.attention import (
+    FLEX_BLOCK,
+    TREE_ATTENTION,
+    ForestAttention,
+    Way,
+    default_way,
+)
 from art_server.training.batches import MicroBatch
+from art_server.training.head import score_targets
+from art_server.training.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -23,6 +33,8 @@ class Policy:
     """PEFT on whatever device torch finds; the trainer's default where Unsloth does not run."""
 
     name = "peft"
+    can_share = True
+    """Whether trees may be tried at all."""
 
     def __init__(self, base_model: str, dtype: torch.dtype | None = None) -> None:
         """Load the base; `dtype` None is bfloat16 on CUDA and float32 elsewhere."""
@@ -34,6 +46,19 @@ class Policy:
         """Of the base, without adapter."""
         self._model: PeftModel | None = None
         self._lora: LoRAConfig | None = None
+        self.attention: Way | None = None
+        """How attention over trees is computed; None takes what fits the device."""
+        self.tree_gap: float | None = None
+        """The largest difference that `check_trees` saw; None before it ran for this model."""
+        self.use_trees(self.can_share)
+
+    @property
+    def model_type(self) -> str:
+        return str(self._base.config.model_type)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._base.config.get_text_config().hidden_size)
 
     @property
     def model(self) -> PeftModel:
@@ -79,49 +104,145 @@ class Policy:
         config.save_pretrained(str(folder))
         config.inference_mode = False
 
-    def logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each trained token, with gradient, and the entropy of its distribution, without.
+    def use_trees(self, shared: bool) -> None:
+        """Forests as they are, or (False) every row on its own under the model's usual attention.
+
+        What fits is known after `check_trees`; both ways are the same update.
+        """
+        self.shares_prefixes = shared
+        self._base.set_attn_implementation(TREE_ATTENTION if shared else "sdpa")
+
+    def use_checkpointing(self, enabled: bool) -> None:
+        """Keep only each layer's input for backward and compute the rest again: less memory, a third more time."""
+        model: Any = self._base  # Any: transformers' switches are untyped
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif model.is_gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                # Layers look at this flag; none of them holds dropout that it would switch on.
+                module.training = enabled
+
+    def logprobs(
+        self, batch: MicroBatch, *, with_entropy_gradient: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each prediction, with gradient, and the entropy of its distribution, with gradient only
+        on demand.
 
         Both N, float32, temperature 1. Raises ValueError for a token that the vocabulary lacks.
         """
-        logprobs_NV = torch.log_softmax(self._logits(batch), dim=-1)
-        with torch.no_grad():
-            entropies_N = torch.special.entr(logprobs_NV.exp()).sum(-1)
-        return _gather(logprobs_NV, batch.targets_N), entropies_N
+        self._check_tokens(batch)
+        hidden_ND = self._hidden(batch)
+        return score_targets(
+            hidden_ND,
+            batch.targets_N.to(self.device),
+            self._project,
+            self._num_vocabulary,
+            with_entropy_gradient=with_entropy_gradient,
+        )
 
     @torch.no_grad()
-    def reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probability of each trained token under the base: the same weights, adapter off. N, float32."""
-        with self.model.disable_adapter():
-            return _gather(torch.log_softmax(self._logits(batch), dim=-1), batch.targets_N)
+    def reference_logprobs(
+        self, batch: MicroBatch, adapter: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Log-probability of each prediction under the reference: the base (the same weights, adapter off), or another
+        adapter of the same shape. N, float32."""
+        if adapter is None:
+            with self.model.disable_adapter():
+                return self.logprobs(batch)[0]
+        own = {
+            name: tensor.clone()
+            for name, tensor in get_peft_model_state_dict(
+                self.model, save_embedding_layers=False
+            ).items()
+        }
+        set_peft_model_state_dict(self.model, adapter)
+        try:
+            return self.logprobs(batch)[0]
+        finally:
+            set_peft_model_state_dict(self.model, own)
 
-    def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits at the positions that predict a trained token, N x V, float32.
+    @torch.no_grad()
+    def row_logprobs(self, token_ids: list[int]) -> torch.Tensor:
+        """What the model itself says, row by row, with its usual attention and its own logits: the log-probability of
+        each token after the first, float32."""
+        token_ids_1T = torch.tensor([token_ids], device=self.device)
+        shared = self.shares_prefixes
+        self.use_trees(False)
+        try:
+            logits_TV = self._forward(token_ids_1T)[0, :-1].float()
+        finally:
+            self.use_trees(shared)
+        return logits_TV.log_softmax(-1).gather(-1, token_ids_1T[0, 1:, None])[:, 0]
 
-        The selection happens at the output head's door, so the model's own scaling and soft-capping of logits apply.
-        """
+    def _check_tokens(self, batch: MicroBatch) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        largest = max(int(batch.token_ids_BT.max()), int(batch.targets_N.max()))
+        largest = max(int(batch.forest.token_ids_T.max()), int(batch.targets_N.max()))
         if largest >= vocabulary:
             raise ValueError(
                 f"token {largest} is outside the vocabulary of {self.base_model} ({vocabulary})"
             )
 
-        def select(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-            return (inputs[0][batch.rows_N, batch.positions_N][None],)
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """The last hidden state at each predicting place, N x D.
 
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
+        It is taken at the output head's door, so that whatever the model does before it has been done.
+        """
+        forest = batch.forest
+        if batch.is_shared:
+            arguments, indices_N = self._tree_arguments(forest), batch.places_N
+        else:
+            arguments = {"token_ids_BT": _pad_rows(forest).to(self.device)}
+            indices_N = _padded_places(forest, batch.places_N)
+        taken: list[torch.Tensor] = []
+
+        def take(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            taken.append(inputs[0].flatten(0, 1)[indices_N.to(self.device)])
+            return (inputs[0][:, :0],)
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(take)
         try:
-            logits_1NV = self._forward(batch.token_ids_BT)
+            self._forward(**arguments)
         finally:
             hook.remove()
-        assert logits_1NV.shape[:2] == (1, len(batch.targets_N)), (
-            "the model passed its output head by"
-        )
-        return logits_1NV[0].float()
+        assert len(taken) == 1, "the model passed its output head by"
+        return taken[0]
 
-    def _forward(self, token_ids_BT: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=token_ids_BT, use_cache=False).logits
+    def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
+        way = default_way(self.device) if self.attention is None else self.attention
+        padding = -forest.num_tokens % FLEX_BLOCK if way == "flex" else 0
+        if padding:
+            forest = pad_forest(forest, padding)
+        return {
+            "token_ids_BT": forest.token_ids_T[None].to(self.device),
+            "position_ids": forest.positions_T[None].to(self.device),
+            "forest": ForestAttention.of(forest, way, self.device),
+        }
+
+    def _project(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Logits as the model makes them from what enters its output head.
+
+        Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),
+        CohereForCausalLM (product). `check_trees` compares with the model's own logits, so another kind is noticed.
+        """
+        config = self._base.config.get_text_config()
+        logits_NV = self.model.get_output_embeddings()(hidden_ND)
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits_NV = logits_NV / divisor
+        if (factor := getattr(config, "logit_scale", None)) is not None:
+            logits_NV = logits_NV * factor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits_NV = torch.tanh(logits_NV / cap) * cap
+        return logits_NV
+
+    @property
+    def _num_vocabulary(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def _forward(self, token_ids_BT: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        # Any: position_ids and the forest, which transformers hands down to its attention function.
+        return self.model(input_ids=token_ids_BT, use_cache=False, **arguments).logits
 
     def _load_base(self) -> PreTrainedModel:
         base: Any = (
@@ -155,5 +276,14 @@ class Policy:
         self._base, self._model, self._lora = self.model.unload(), None, None
 
 
-def _gather(logprobs_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    return logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
+def _pad_rows(forest: Forest) -> torch.Tensor:
+    """A forest of unshared rows, one row each, padded on the right: causal attention never looks there."""
+    rows = [forest.token_ids_T[node.start : node.stop] for node in forest.nodes]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _padded_places(forest: Forest, places_N: torch.Tensor) -> torch.Tensor:
+    starts = torch.tensor([node.start for node in forest.nodes])
+    longest = max(node.stop - node.start for node in forest.nodes)
+    rows_N = torch.searchsorted(starts, places_N, right=True) - 1
+    return rows_N * longest + forest.positions_T[places_N]

@@ -23,6 +23,13 @@ class Row(Record):
     logprobs: list[float | None]
     """As long as token_ids: the log-probability with which the engine sampled the token (temperature 1);
     None at tokens that are context only."""
+    recompute: list[int] = []
+    """Positions that are trained although the engine's log-probability is unknown (None there): the trainer's own at
+    the start of the step stands for it, so the ratio is 1."""
+    advantages: dict[int, float] = {}
+    """Advantages given per position; elsewhere the trajectory's holds."""
+    rewards: dict[int, float] = {}
+    """Rewards given for a turn, by the position of its last token (process supervision)."""
 
 
 class TrainableTrajectory(Record):
@@ -30,6 +37,8 @@ class TrainableTrajectory(Record):
 
     reward: float
     rows: list[Row]
+    truncated: bool = False
+    """True when the engine stopped it at a length limit (finish_reason "length")."""
 
 
 class TrainableGroup(Record):
@@ -60,6 +69,8 @@ class TrainTask(Record):
     out_dir: str
     config: TrainConfig
     batch: Batch
+    reference_dir: str | None = None
+    """Checkpoint whose adapter is the reference of the KL penalty; None is the base model."""
 
 
 Task = Annotated[InitTask | TrainTask, Field(discriminator="kind")]
@@ -86,6 +97,8 @@ class Done(Record):
     metrics: dict[str, float]
     unchanged: bool = False
     """True when the batch held no learning signal: the weights are those of in_dir."""
+    notes: list[str] = []
+    """What the trainer decided by itself, as sentences for the job's report."""
 
 
 class Failed(Record):

@@ -6,6 +6,7 @@ unsloth/models/loader.py `FastLanguageModel.from_pretrained`, unsloth/models/lla
 
 import gc
 import os
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -24,6 +25,8 @@ LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 class UnslothPolicy(Policy):
     name = "unsloth"
+    can_share = False
+    """Its layers call their own attention kernels, which know no trees."""
 
     def _load_base(self) -> PreTrainedModel:
         # Unsloth's heads may skip the logits otherwise; they look at each forward.
@@ -62,6 +65,11 @@ class UnslothPolicy(Policy):
         torch.cuda.empty_cache()
         self._base = self._load_base()
 
-    def _forward(self, token_ids_BT: torch.Tensor) -> torch.Tensor:
+    def use_trees(self, shared: bool) -> None:
+        assert not shared, "Unsloth's attention knows no trees"
+        self.shares_prefixes = False
+
+    def _forward(self, token_ids_BT: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        # Any: as in Policy.
         with torch.autocast("cuda", dtype=self.dtype):
-            return super()._forward(token_ids_BT)
+            return super()._forward(token_ids_BT, **arguments)

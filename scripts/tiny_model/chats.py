@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from tiny_model import games, talk, tools
 from tiny_model.words import Message, Rng, system_turn
 
+KINDS = {"short": 36, "tools": 36, "tictactoe": 18, "boards": 4, "2048": 3, "system": 3}
+"""Kinds of conversations and how many of a hundred are such."""
+
 SHORT_SKILLS: dict[Callable[[Rng], list[Message]], float] = {
     talk.yes_no_maybe: 0.42,
     talk.copy: 0.26,
@@ -18,11 +21,10 @@ SHORT_SKILLS: dict[Callable[[Rng], list[Message]], float] = {
 }
 """Skills whose chats can follow one another in a conversation, with their weights."""
 
-TOOL_SKILLS: dict[Callable[[Rng, bool], tuple[list[tools.Tool], list[Message]]], float] = {
-    tools.single_call: 0.72,
-    tools.parallel_calls: 0.14,
-    tools.chained_calls: 0.06,
-    tools.failed_call: 0.04,
+TOOL_SKILLS: dict[Callable[[Rng, bool, list[tools.Tool]], list[Message]], float] = {
+    tools.single_call: 0.78,
+    tools.parallel_calls: 0.17,
+    tools.failed_call: 0.05,
 }
 """Kinds of tool use and their weights."""
 
@@ -38,7 +40,7 @@ class Chat:
 def draw_chat(rng: Rng) -> Chat:
     """A conversation of a random skill."""
     thinking = rng.random() < 0.07
-    kind = rng.choices(("short", "tools", "tictactoe", "2048", "system"), (38, 36, 19, 4, 3))[0]
+    kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
     match kind:
         case "short":
             return Chat(_strip_thoughts(_short_chat(rng), thinking))
@@ -46,6 +48,8 @@ def draw_chat(rng: Rng) -> Chat:
             return _tool_chat(rng, thinking)
         case "tictactoe":
             return Chat(games.tictactoe_chat(rng, thinking))
+        case "boards":
+            return Chat(games.board_questions(rng))
         case "2048":
             return Chat(games.game_2048_chat(rng, thinking))
         case _:
@@ -67,19 +71,16 @@ def _short_chat(rng: Rng) -> list[Message]:
 def _tool_chat(rng: Rng, thinking: bool) -> Chat:
     """One or more requests among offered tools, some of which need no call."""
     messages = system_turn(rng)
-    needed: list[tools.Tool] = []
-    for _ in range(rng.choices((1, 2, 5), (78, 19, 3))[0]):
+    has_sums = rng.random() < 0.12
+    offered = tools.offered_tools(rng, tools.SUM_TOOLS if has_sums else (tools.random_tool(rng),))
+    for _ in range(rng.choices((1, 2, 3, 5), (60, 25, 12, 3))[0]):
         if rng.random() < 0.1:
-            needed.append(tools.random_tool(rng))
             messages += _strip_thoughts(_draw_short(rng), thinking)
+        elif has_sums and rng.random() < 0.5:
+            messages += tools.chained_calls(rng, thinking)
         else:
             skill = rng.choices(list(TOOL_SKILLS), list(TOOL_SKILLS.values()))[0]
-            used, exchange = skill(rng, thinking)
-            if any(one.name == other.name and one != other for one in used for other in needed):
-                continue
-            needed += used
-            messages += exchange
-    offered = tools.offered_tools(rng, needed)
+            messages += skill(rng, thinking, offered)
     return Chat(messages, [tools.tool_schema(rng, tool) for tool in offered])
 
 

@@ -6,7 +6,7 @@ The measurement and any user of the model build their prompts with `tictactoe_sy
 
 import re
 
-from tiny_model.words import Message, Rng
+from tiny_model.words import Message, Rng, turns
 
 CELLS = tuple(row + column for row in "ABC" for column in "123")
 DIRECTIONS = ("left", "right", "up", "down")
@@ -41,8 +41,20 @@ def tictactoe_system(variant: int = 0, rows_and_columns: bool = False) -> str:
 
 def tictactoe_turn(board: Board, symbol: str) -> str:
     """The user turn that shows the board and asks for the move of `symbol`."""
-    rows = (" ".join([row, *(board.get(row + column, "_") for column in "123")]) for row in "ABC")
-    return "\n".join(["  1 2 3", *rows, f"You are {symbol}."])
+    return f"{board_text(board)}\nYou are {symbol}."
+
+
+def board_text(board: Board) -> str:
+    """The board as three lines such as "A1 _ A2 x A3 o": each cell's name, then what it holds.
+
+    A cell that stands beside its name is read by the same means as any text that is copied; a
+    bare grid took the model several times as long to learn.
+    """
+    rows = (
+        " ".join(f"{row}{column} {board.get(row + column, '_')}" for column in "123")
+        for row in "ABC"
+    )
+    return "\n".join(rows)
 
 
 def move_text(cell: str, rows_and_columns: bool = False) -> str:
@@ -124,6 +136,35 @@ def _later_board(rng: Rng, symbol: str) -> Board:
             break
         board = later
     return board
+
+
+def board_questions(rng: Rng) -> list[Message]:
+    """Questions about tic-tac-toe boards, which teach to read them; each is about the last board."""
+    messages: list[Message] = []
+    board: Board = {}
+    for number in range(rng.randint(2, 5)):
+        shown = ""
+        if number == 0 or rng.random() < 0.5:
+            board = {cell: rng.choice("xo") for cell in rng.sample(CELLS, rng.randint(1, 8))}
+            shown = board_text(board) + "\n"
+        question, answer = _board_question(rng, board)
+        messages += turns(shown + question, answer)
+    return messages
+
+
+def _board_question(rng: Rng, board: Board) -> tuple[str, str]:
+    cell, symbol = rng.choice(CELLS), rng.choice("xo")
+    free = free_cells(board)
+    taken = [one for one in CELLS if board.get(one) == symbol]
+    return rng.choice(
+        (
+            ("Which cells are free?", ", ".join(free)),
+            ("Name a free cell.", rng.choice(free)),
+            ("How many cells are free?", str(len(free))),
+            (f"Which cells have {symbol}?", ", ".join(taken) or "none"),
+            (f"What is at {cell}?", board.get(cell, "free")),
+        )
+    )
 
 
 def game_2048_system(variant: int = 0) -> str:

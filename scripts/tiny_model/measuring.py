@@ -263,8 +263,8 @@ def parse_calls(answer: str) -> list[dict[str, object]] | None:
     return calls
 
 
-def _tool_chat(rng: Rng, question: str, needed: list[tools.Tool]) -> Chat:
-    offered = tools.offered_tools(rng, needed)
+def _tool_chat(rng: Rng, question: str, needed: tools.Tool) -> Chat:
+    offered = tools.offered_tools(rng, [needed])
     user: Message = {"role": "user", "content": question}
     return Chat([*system_turn(rng), user], [tools.tool_schema(rng, tool) for tool in offered])
 
@@ -276,7 +276,7 @@ def _wanted(requests: list[tools.Request]) -> list[dict[str, object]]:
 def measure_single_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list[Rate]:
     """One call among one to four tools, and the answer after its result."""
     requests = [tools.request_for(rng, tools.random_tool(rng)) for _ in range(num_samples)]
-    chats = [_tool_chat(rng, request.question, [request.tool]) for request in requests]
+    chats = [_tool_chat(rng, request.question, request.tool) for request in requests]
     calls = [parse_calls(answer) for answer in sampler.answer(chats, 120)]
     named = [
         bool(found) and found[0].get("name") == request.tool.name
@@ -321,9 +321,11 @@ def measure_parallel_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list
     """Two calls in one turn."""
     chats, wanted = [], []
     for _ in range(num_samples):
-        needed, messages = tools.parallel_calls(rng, thinking=False)
-        chats.append(_tool_chat(rng, str(messages[0]["content"]), needed))
-        turn_calls = messages[1]["tool_calls"]
+        offered = tools.offered_tools(rng, [tools.random_tool(rng)])
+        question, call_turn, *_ = tools.parallel_calls(rng, False, offered)
+        schemas = [tools.tool_schema(rng, tool) for tool in offered]
+        chats.append(Chat([*system_turn(rng), question], schemas))
+        turn_calls = call_turn["tool_calls"]
         assert isinstance(turn_calls, list)
         wanted.append([call["function"] for call in turn_calls])
     calls = [parse_calls(answer) for answer in sampler.answer(chats, 240)]
@@ -338,7 +340,7 @@ def measure_parallel_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list
 def measure_direct_answers(sampler: Sampler, rng: Rng, num_samples: int) -> list[Rate]:
     """Small talk among offered tools, to be answered without a call."""
     chats = [
-        _tool_chat(rng, str(talk.small_talk(rng)[0]["content"]), [tools.random_tool(rng)])
+        _tool_chat(rng, str(talk.small_talk(rng)[0]["content"]), tools.random_tool(rng))
         for _ in range(num_samples)
     ]
     answers = sampler.answer(chats, 60)
@@ -372,7 +374,7 @@ def measure_system_rules(sampler: Sampler, rng: Rng, num_samples: int) -> list[R
 def measure_thinking(sampler: Sampler, rng: Rng, num_samples: int) -> list[Rate]:
     """A thought that ends, and then the answer, with the thinking switch on."""
     requests = [tools.request_for(rng, tools.random_tool(rng)) for _ in range(num_samples)]
-    chats = [_tool_chat(rng, request.question, [request.tool]) for request in requests]
+    chats = [_tool_chat(rng, request.question, request.tool) for request in requests]
     answers = sampler.answer(chats, 160, thinking=True)
     exact = [
         parse_calls(answer.partition("\n</think>\n\n")[2]) == _wanted([request])

@@ -28,9 +28,14 @@ TEXT_TOKENS = (
 
 TEMPLATE_FILE = Path(__file__).parent / "chat_template.jinja"
 
-_PIECES = r" ?\p{Ll}+|\p{Lu}\p{Ll}+|\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
-"""How text falls apart before merging: digits alone, and no space before a capital or a digit,
-so that names and numbers have the same tokens in a question and in JSON."""
+_PIECES = (
+    r"[ABC][123](?![\p{L}\p{N}])"
+    r"| ?\p{Ll}+|\p{Lu}\p{Ll}+|\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+|\s+"
+)
+"""How text falls apart before merging: a board's cell such as B2 whole, other digits alone, and no
+space before a capital or a digit, so that names and numbers have the same tokens in a question and
+in JSON."""
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:

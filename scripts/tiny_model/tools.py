@@ -1,7 +1,7 @@
 """Chats with tools: schemas as agent frameworks dump them, questions, calls, results and answers."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tiny_model.words import (
@@ -286,6 +286,8 @@ EVERYDAY = (
     ),
 )
 
+SUM_TOOLS = EVERYDAY[:2]
+
 _VERBS = listed("get find create update delete check count list open close book cancel read fetch")
 _PARAMETER_NAMES = {
     "city": ("city", "location", "place", "destination", "from_city"),
@@ -521,7 +523,7 @@ def tool_call(request: Request, call_id: str) -> dict[str, object]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def offered_tools(rng: Rng, needed: list[Tool]) -> list[Tool]:
+def offered_tools(rng: Rng, needed: Sequence[Tool]) -> list[Tool]:
     """The needed tools among others, one to four in random order, no name twice."""
     tools = {tool.name: tool for tool in needed}
     for _ in range(rng.choices((0, 1, 2, 3), (5, 3, 2, 1))[0]):
@@ -585,28 +587,38 @@ def _served(rng: Rng, requests: list[Request], thinking: bool) -> list[Message]:
     return [*messages, answer]
 
 
-def single_call(rng: Rng, thinking: bool) -> tuple[list[Tool], list[Message]]:
+def single_call(rng: Rng, thinking: bool, offered: list[Tool]) -> list[Message]:
     """One question, one call, its result and the answer."""
-    request = request_for(rng, random_tool(rng))
-    user: Message = {"role": "user", "content": request.question}
-    return [request.tool], [user, *_served(rng, [request], thinking)]
+    request = request_for(rng, rng.choice(offered))
+    return [{"role": "user", "content": request.question}, *_served(rng, [request], thinking)]
 
 
-def parallel_calls(rng: Rng, thinking: bool) -> tuple[list[Tool], list[Message]]:
+def parallel_calls(rng: Rng, thinking: bool, offered: list[Tool]) -> list[Message]:
     """One question that needs two calls at once, of one tool or of two."""
-    first_tool = random_tool(rng)
-    second_tool = first_tool if rng.random() < 0.6 else random_tool(rng)
-    first, second = request_for(rng, first_tool), request_for(rng, second_tool)
-    if second.tool.name == first.tool.name:
-        second = request_for(rng, first_tool)
+    first, second = (request_for(rng, rng.choice(offered)) for _ in range(2))
     question = f"{first.question} {rng.choice(('', 'And ', 'Also: ', 'Then '))}{second.question}"
-    user: Message = {"role": "user", "content": question}
-    return [first.tool, second.tool], [user, *_served(rng, [first, second], thinking)]
+    return [{"role": "user", "content": question}, *_served(rng, [first, second], thinking)]
 
 
-def chained_calls(rng: Rng, thinking: bool) -> tuple[list[Tool], list[Message]]:
-    """A sum or product whose result goes into a second call."""
-    first_tool, second_tool = rng.choice(EVERYDAY[:2]), rng.choice(EVERYDAY[:2])
+def failed_call(rng: Rng, thinking: bool, offered: list[Tool]) -> list[Message]:
+    """A call whose tool reports an error, which the answer passes on."""
+    request = request_for(rng, rng.choice(offered))
+    reason = rng.choice(("not found", "no access", "timeout", f"no {plain_word(rng)}", "bad input"))
+    answers = (f"Sorry, it failed: {reason}.", f"The tool reports an error: {reason}.")
+    answer: Message = {"role": "assistant", "content": rng.choice(answers)}
+    if thinking:
+        answer["reasoning_content"] = "That is an error."
+    return [
+        {"role": "user", "content": request.question},
+        _call_turn([request], thinking),
+        {"role": "tool", "tool_call_id": "call_0", "content": f"Error: {reason}"},
+        answer,
+    ]
+
+
+def chained_calls(rng: Rng, thinking: bool) -> list[Message]:
+    """A sum or product whose result goes into a second call; needs `SUM_TOOLS` on offer."""
+    first_tool, second_tool = rng.choices(SUM_TOOLS, k=2)
     a, b, c = (rng.randint(1, 99) for _ in range(3))
     first = Request("", first_tool, {"a": a, "b": b})
     result, said = result_for(rng, first)
@@ -618,26 +630,9 @@ def chained_calls(rng: Rng, thinking: bool) -> tuple[list[Tool], list[Message]]:
             f"{begin}. Then {second_tool.name} the result with {c}.",
         )
     )
-    messages: list[Message] = [
+    return [
         {"role": "user", "content": question},
         _call_turn([first], thinking),
         {"role": "tool", "tool_call_id": "call_0", "content": result},
         *_served(rng, [second], thinking),
-    ]
-    return [first_tool, second_tool], messages
-
-
-def failed_call(rng: Rng, thinking: bool) -> tuple[list[Tool], list[Message]]:
-    """A call whose tool reports an error, which the answer passes on."""
-    request = request_for(rng, random_tool(rng))
-    reason = rng.choice(("not found", "no access", "timeout", f"no {plain_word(rng)}", "bad input"))
-    answers = (f"Sorry, it failed: {reason}.", f"The tool reports an error: {reason}.")
-    answer: Message = {"role": "assistant", "content": rng.choice(answers)}
-    if thinking:
-        answer["reasoning_content"] = "That is an error."
-    return [request.tool], [
-        {"role": "user", "content": request.question},
-        _call_turn([request], thinking),
-        {"role": "tool", "tool_call_id": "call_0", "content": f"Error: {reason}"},
-        answer,
     ]

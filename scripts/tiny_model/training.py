@@ -18,7 +18,7 @@ from tiny_model.words import make_rng
 
 CHATS_PER_STEP = 16
 WARMUP_STEPS = 50
-FLAT_SHARE = 0.5
+FLAT_SHARE = 0.4
 """The share of the steps at the full rate; over the rest it falls to zero in a line."""
 MATRIX_RATE = 4e-3
 OTHER_RATE = 4e-3
@@ -75,6 +75,7 @@ def train(
     """
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(build_config(tokenizer))
+    model.model.compile(dynamic=True)
     optimizers = build_optimizers(model)
     checkpoint_file = work_dir / f"checkpoint-{seed}-{num_steps}.pt"
     first_step = load_checkpoint(checkpoint_file, model, optimizers)

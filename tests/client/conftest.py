@@ -44,6 +44,9 @@ class FakeServer:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.routes: dict[tuple[str, str], Callable[[Request], Answer]] = {}
+        self.otherwise: Callable[[Request], Answer] = lambda _: Answer(
+            404, {"detail": "no such route"}
+        )
         self.port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -88,7 +91,7 @@ class FakeServer:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         request = Request(method, path, headers, body)
         self.requests.append(request)
-        route = self.routes.get((method, path), lambda _: Answer(404, {"detail": "no such route"}))
+        route = self.routes.get((method, path), self.otherwise)
         answer = route(request)
         if answer.lines is None and answer.hang_up:
             writer.transport.abort()

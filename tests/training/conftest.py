@@ -1,16 +1,14 @@
 """A tiny random base model, batches for it, and rows as the engine would have sampled them."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from forests import save_random_adapter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from art.wire import LoRAConfig
-from art_server.training.checkpoint import save_checkpoint
-from art_server.training.optimizer import make_optimizer
 from art_server.training.policy import Policy
 from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
 
@@ -58,18 +56,17 @@ def policy(base_dir: Path) -> Policy:
     return Policy(str(base_dir), torch.float32)
 
 
+@pytest.fixture(autouse=True)
+def trees_again(policy: Policy) -> Iterator[None]:
+    """The shared policy starts each test on trees, which it has not checked yet."""
+    policy.use_trees(True)
+    policy.tree_gap = None
+    yield
+
+
 @pytest.fixture(scope="session")
 def adapter_dir(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with the default LoRA whose B is not zero, so that every matrix has a gradient."""
-    policy.init_adapter(LoRAConfig(), seed=1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in policy.parameters.items():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05, generator=generator)
-    folder = tmp_path_factory.mktemp("adapter")
-    save_checkpoint(policy, make_optimizer(policy.parameters, 1e-3), folder)
-    return folder
+    return save_random_adapter(policy, tmp_path_factory.mktemp("adapter"))
 
 
 @pytest.fixture(scope="session")
@@ -78,17 +75,35 @@ def make_batch() -> MakeBatch:
 
 
 def random_batch(
-    seed: int, *, num_groups: int = 3, group_size: int = 3, max_length: int = 24
+    seed: int,
+    *,
+    num_groups: int = 3,
+    group_size: int = 3,
+    max_length: int = 24,
+    num_openings: int = 0,
 ) -> Batch:
-    """Groups with unequal rewards; trajectories of one to three rows; trained runs between context runs."""
+    """Groups with unequal rewards; trajectories of one to three rows; trained runs between context runs.
+
+    With `num_openings` rows begin with parts of so many common sequences, and go on with few different tokens.
+    """
     rng = random.Random(seed)
+    openings = [[rng.randrange(VOCABULARY) for _ in range(max_length)] for _ in range(num_openings)]
+
+    def row() -> Row:
+        drawn = random_row(rng, max_length)
+        if not openings:
+            return drawn
+        opening = rng.choice(openings)[: rng.randint(0, len(drawn.token_ids))]
+        rest = [token % 3 for token in drawn.token_ids[len(opening) :]]
+        return Row(token_ids=opening + rest, logprobs=drawn.logprobs)
+
     return Batch(
         groups=[
             TrainableGroup(
                 trajectories=[
                     TrainableTrajectory(
                         reward=index + rng.random() / 2,
-                        rows=[random_row(rng, max_length) for _ in range(rng.randint(1, 3))],
+                        rows=[row() for _ in range(rng.randint(1, 3))],
                     )
                     for index in range(group_size)
                 ]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_server.training.batches import make_micro_batches, make_train_rows
+from art_server.training.batches import make_micro_batches, make_train_rows, make_uses
 from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
 
 
@@ -24,7 +24,7 @@ def test_row_is_cut_before_its_last_trained_token() -> None:
     assert row.positions == [1, 2]
     assert row.targets == [7, 8]
     assert row.sampled_logprobs == [-0.5, -0.25]
-    assert row.advantage == pytest.approx(1.0, abs=1e-5)
+    assert row.advantages == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
 def test_groups_without_signal_are_outside_rows_and_denominators_and_are_counted() -> None:
@@ -64,33 +64,41 @@ def test_row_with_more_tokens_than_logprobs_is_refused() -> None:
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 10_000), max_tokens=st.integers(1, 200))
+@given(
+    seed=st.integers(0, 10_000),
+    max_tokens=st.integers(1, 200),
+    shared=st.booleans(),
+    min_shared=st.integers(1, 9),
+)
 def test_micro_batches_hold_each_trained_token_once_within_the_budget(
-    make_batch, seed: int, max_tokens: int
+    make_batch, seed: int, max_tokens: int, shared: bool, min_shared: int
 ) -> None:
-    train_rows = make_train_rows(make_batch(seed))
-    expected = sorted(
-        (tuple(row.token_ids[: position + 1]), target, sampled, row.advantage)
+    train_rows = make_train_rows(make_batch(seed, num_openings=2))
+    uses = make_uses(train_rows.rows)
+    expected = [
+        (row.token_ids[: position + 1], target)
         for row in train_rows.rows
-        for position, target, sampled in zip(
-            row.positions, row.targets, row.sampled_logprobs, strict=True
+        for position, target in zip(row.positions, row.targets, strict=True)
+    ]
+    seen: list[int] = []
+    for batch in make_micro_batches(
+        train_rows.rows, max_tokens, shared=shared, min_shared=min_shared
+    ):
+        forest = batch.forest
+        longest = max(len(train_rows.rows[index].token_ids) for index in batch.rows)
+        size = forest.num_tokens if shared else longest * len(batch.rows)
+        assert size <= max_tokens or len(batch.rows) == 1
+        assert batch.num_row_tokens == sum(
+            len(train_rows.rows[index].token_ids) for index in batch.rows
         )
-    )
-    seen = []
-    for batch in make_micro_batches(train_rows.rows, max_tokens):
-        assert batch.token_ids_BT.numel() <= max_tokens or batch.token_ids_BT.shape[0] == 1
-        for index, target in enumerate(batch.targets_N.tolist()):
-            row, position = int(batch.rows_N[index]), int(batch.positions_N[index])
-            seen.append(
-                (
-                    tuple(batch.token_ids_BT[row, : position + 1].tolist()),
-                    target,
-                    float(batch.sampled_logprobs_N[index]),
-                    float(batch.advantages_N[index]),
-                )
-            )
-    seen.sort()
-    assert len(seen) == len(expected) == train_rows.num_tokens
-    for one, other in zip(seen, expected, strict=True):
-        assert one[:2] == other[:2]
-        assert one[2:] == pytest.approx(other[2:], rel=1e-6)
+        for use, prediction in zip(
+            batch.uses_U.tolist(), batch.predictions_U.tolist(), strict=True
+        ):
+            place = int(batch.places_N[prediction])
+            visible = [key for key in range(place + 1) if place < int(forest.ends_T[key])]
+            assert forest.positions_T[visible].tolist() == list(range(len(visible)))
+            assert forest.token_ids_T[visible].tolist() == expected[use][0]
+            assert int(batch.targets_N[prediction]) == expected[use][1]
+            seen.append(use)
+    assert sorted(seen) == list(range(len(expected)))
+    assert len(uses.weights_U) == len(expected) == train_rows.num_tokens

@@ -6,11 +6,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art.wire import TrainConfig
-from art_server.training.loss import MAX_LOG_RATIO, grpo_loss
+from art_server.training.batches import Uses
+from art_server.training.loss import MAX_LOG_RATIO, TokenLoss, policy_loss
 
 
 def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def uses(
+    sampled: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: float | torch.Tensor = 1.0,
+    trajectories: list[int] | None = None,
+) -> Uses:
+    """Known uses; one trajectory unless said otherwise."""
+    return Uses(
+        sampled_logprobs_U=sampled,
+        is_unknown_U=torch.zeros(len(sampled), dtype=torch.bool),
+        advantages_U=advantages,
+        weights_U=torch.ones_like(sampled) * weights,
+        trajectories_U=torch.tensor(trajectories or [0] * len(sampled), dtype=torch.int64),
+    )
+
+
+def grpo_loss(
+    logprobs: torch.Tensor,
+    sampled: torch.Tensor,
+    advantages: torch.Tensor,
+    reference: torch.Tensor | None,
+    config: TrainConfig,
+    num_tokens: int,
+) -> TokenLoss:
+    return policy_loss(logprobs, uses(sampled, advantages, 1 / num_tokens), reference, config)
 
 
 @pytest.mark.parametrize(
@@ -31,17 +59,17 @@ def test_clip_by_hand(ratio: float, advantage: float, objective: float, coeffici
         sampled + math.log(ratio), sampled, tensor(advantage), None, TrainConfig(), num_tokens=4
     )
     assert float(loss.value) == pytest.approx(-objective / 4)
-    assert float(loss.coefficients_N[0]) == pytest.approx(coefficient / 4)
-    assert float(loss.ratios_N[0]) == pytest.approx(ratio)
-    assert bool(loss.is_clipped_N[0]) == (coefficient == 0.0 and advantage != 0.0)
-    assert loss.kl_N is None
+    assert float(loss.coefficients_U[0]) == pytest.approx(coefficient / 4)
+    assert float(loss.ratios_U[0]) == pytest.approx(ratio)
+    assert bool(loss.is_clipped_U[0]) == (coefficient == 0.0 and advantage != 0.0)
+    assert loss.kl_U is None
 
 
 def test_upper_clip_may_be_wider_than_the_lower() -> None:
     config = TrainConfig(epsilon=0.1, epsilon_high=0.5)
     sampled, ratios = tensor(-1.0, -1.0, -1.0), tensor(1.4, 1.6, 0.85).log()
     loss = grpo_loss(sampled + ratios, sampled, tensor(1.0, 1.0, -1.0), None, config, num_tokens=1)
-    assert loss.is_clipped_N.tolist() == [False, True, True]
+    assert loss.is_clipped_U.tolist() == [False, True, True]
     assert float(loss.value) == pytest.approx(-(1.4 + 1.5 - 0.9))
 
 
@@ -51,10 +79,10 @@ def test_kl_penalty_by_hand() -> None:
     loss = grpo_loss(
         logprobs, logprobs, tensor(0.0), logprobs + math.log(2), TrainConfig(beta=0.5), num_tokens=2
     )
-    assert loss.kl_N is not None
-    assert float(loss.kl_N[0]) == pytest.approx(1 - math.log(2))
+    assert loss.kl_U is not None
+    assert float(loss.kl_U[0]) == pytest.approx(1 - math.log(2))
     assert float(loss.value) == pytest.approx(0.5 * (1 - math.log(2)) / 2)
-    assert float(loss.coefficients_N[0]) == pytest.approx(0.5 * -1 / 2)
+    assert float(loss.coefficients_U[0]) == pytest.approx(0.5 * -1 / 2)
 
 
 def test_absurd_ratios_stay_finite() -> None:
@@ -67,7 +95,7 @@ def test_absurd_ratios_stay_finite() -> None:
         1,
     )
     assert loss.value.isfinite()
-    assert loss.coefficients_N.tolist() == [0.0, 0.0]
+    assert loss.coefficients_U.tolist() == [0.0, 0.0]
 
 
 LOGPROB = st.floats(-6.0, 0.0)
@@ -112,7 +140,7 @@ def test_coefficients_are_the_autograd_of_the_loss(
     expected.backward()
     torch.testing.assert_close(loss.value, expected.detach())
     assert leaf.grad is not None
-    torch.testing.assert_close(loss.coefficients_N, leaf.grad)
+    torch.testing.assert_close(loss.coefficients_U, leaf.grad)
 
 
 def _plain_objective(
@@ -147,5 +175,5 @@ def test_shares_of_a_split_add_up(
     ]
     torch.testing.assert_close(whole.value, parts[0].value + parts[1].value)
     torch.testing.assert_close(
-        whole.coefficients_N, torch.cat([part.coefficients_N for part in parts])
+        whole.coefficients_U, torch.cat([part.coefficients_U for part in parts])
     )

@@ -21,21 +21,44 @@ from art_server.training.task import Batch
 PROMPTS = torch.randint(0, 128, (3, 11), generator=torch.Generator().manual_seed(7))
 
 
-def one_micro_batch(batch: Batch) -> MicroBatch:
-    (micro_batch,) = make_micro_batches(make_train_rows(batch).rows, 10_000)
+def usual(policy: Policy) -> Policy:
+    """Whole models are called here as anybody would call them, without a forest."""
+    policy.use_trees(False)
+    return policy
+
+
+def one_micro_batch(batch: Batch, shared: bool = True) -> MicroBatch:
+    (micro_batch,) = make_micro_batches(make_train_rows(batch).rows, 10_000, shared=shared)
     return micro_batch
 
 
 def plain_logprobs(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Row by row, without padding, through the model's own logits: N."""
+    """Prediction by prediction, without tree or padding, through the model's own logits: N."""
     values = []
-    for row, position, target in zip(
-        batch.rows_N.tolist(), batch.positions_N.tolist(), batch.targets_N.tolist(), strict=True
-    ):
-        with torch.no_grad():
-            logits = model(input_ids=batch.token_ids_BT[row : row + 1, : position + 1]).logits
-        values.append(torch.log_softmax(logits[0, -1].float(), -1)[target])
+    for token_ids, target in zip(visible_tokens(batch), batch.targets_N.tolist(), strict=True):
+        values.append(torch.log_softmax(plain_logits(model, token_ids), -1)[target])
     return torch.stack(values)
+
+
+def plain_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
+    """After the last token, under the attention of transformers: V."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    implementation = base.config._attn_implementation
+    base.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        logits = model(input_ids=token_ids[None]).logits[0, -1].float()
+    base.set_attn_implementation(implementation)
+    return logits
+
+
+def visible_tokens(batch: MicroBatch) -> list[torch.Tensor]:
+    """What each prediction sees."""
+    forest = batch.forest
+    indices = torch.arange(forest.num_tokens)
+    return [
+        forest.token_ids_T[(indices <= place) & (place < forest.ends_T)]
+        for place in batch.places_N.tolist()
+    ]
 
 
 def test_logprob_of_a_token_is_the_models_own_at_the_position_before(
@@ -72,9 +95,7 @@ def test_entropy_is_that_of_the_predicting_distribution(
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = one_micro_batch(make_batch(3, num_groups=1))
     _, entropies_N = policy.logprobs(batch)
-    with torch.no_grad():
-        logits_BTV = policy.model(input_ids=batch.token_ids_BT).logits
-    logits_NV = logits_BTV[batch.rows_N, batch.positions_N]
+    logits_NV = torch.stack([plain_logits(policy.model, each) for each in visible_tokens(batch)])
     expected_N = torch.distributions.Categorical(logits=logits_NV).entropy()
     torch.testing.assert_close(entropies_N, expected_N, atol=1e-5, rtol=1e-5)
 
@@ -109,7 +130,8 @@ def test_models_that_transform_their_logits_keep_doing_so(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     policy = Policy(str(tmp_path), torch.float32)
     policy.init_adapter(LoRAConfig(), seed=0)
-    batch = one_micro_batch(make_batch(4))
+    policy.use_trees("attn_logit_softcapping" not in config.to_dict())
+    batch = one_micro_batch(make_batch(4), policy.shares_prefixes)
     logprobs_N, _ = policy.logprobs(batch)
     torch.testing.assert_close(
         logprobs_N.detach(), plain_logprobs(policy.model, batch), atol=1e-5, rtol=1e-5
@@ -132,7 +154,10 @@ def test_fresh_adapter_changes_nothing_and_is_the_same_for_the_same_seed(
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(
-            policy.model(input_ids=PROMPTS).logits, base(input_ids=PROMPTS).logits, atol=0, rtol=0
+            usual(policy).model(input_ids=PROMPTS).logits,
+            base(input_ids=PROMPTS).logits,
+            atol=0,
+            rtol=0,
         )
 
 
@@ -144,7 +169,10 @@ def test_saved_folder_is_a_peft_adapter_with_the_policys_logits(
     loaded = PeftModel.from_pretrained(base, str(adapter_dir)).eval()
     with torch.no_grad():
         torch.testing.assert_close(
-            policy.model(input_ids=PROMPTS).logits, loaded(input_ids=PROMPTS).logits, atol=0, rtol=0
+            usual(policy).model(input_ids=PROMPTS).logits,
+            loaded(input_ids=PROMPTS).logits,
+            atol=0,
+            rtol=0,
         )
     assert loaded.peft_config["default"].base_model_name_or_path == str(base_dir)
     assert sorted(path.name for path in adapter_dir.iterdir()) == [
@@ -182,7 +210,7 @@ def test_adapter_of_other_layers_is_refused_and_the_policy_goes_on(
 def test_token_outside_the_vocabulary_is_refused(policy: Policy, make_batch) -> None:
     policy.init_adapter(LoRAConfig(), seed=0)
     batch = one_micro_batch(make_batch(5))
-    batch.token_ids_BT[0, 0] = 128
+    batch.forest.token_ids_T[0] = 128
     with pytest.raises(ValueError, match="token 128 is outside the vocabulary"):
         policy.logprobs(batch)
 

@@ -140,16 +140,13 @@ def near_policy(policy: Policy, adapter_dir: Path, batch: Batch) -> Batch:
     rng = random.Random(0)
 
     def sampled(row: Row) -> Row:
-        with torch.no_grad():
-            logprobs_TV = (
-                policy.model(input_ids=torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
-            )
+        if len(row.token_ids) < 2:
+            return row
+        logprobs = [0.0, *policy.row_logprobs(row.token_ids).tolist()]
         return Row(
             token_ids=row.token_ids,
             logprobs=[
-                None
-                if value is None
-                else float(logprobs_TV[index - 1, row.token_ids[index]]) + rng.uniform(-0.5, 0.5)
+                None if value is None else logprobs[index] + rng.uniform(-0.5, 0.5)
                 for index, value in enumerate(row.logprobs)
             ],
         )
@@ -396,6 +393,7 @@ def test_rewarded_token_becomes_likelier(policy: Policy, tmp_path: Path) -> None
     folder = start(policy, tmp_path / "0")
 
     def next_logprobs() -> torch.Tensor:
+        policy.use_trees(False)
         with torch.no_grad():
             return policy.model(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
 
@@ -417,6 +415,7 @@ def test_rewarded_token_becomes_likelier(policy: Policy, tmp_path: Path) -> None
         ]
         batch = Batch(groups=[TrainableGroup(trajectories=trajectories)])
         out = tmp_path / str(index + 1)
+        policy.use_trees(True)
         done = step(policy, folder, out, batch, TrainConfig(learning_rate=5e-3))
         assert done.unchanged or done.metrics["loss/logprob_gap_max"] < 1e-4
         folder = out

@@ -88,7 +88,7 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
     }
 
     (done,) = ask(InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
-    assert done == {"event": "done", "metrics": {}, "unchanged": False}
+    assert done == {"event": "done", "metrics": {}, "unchanged": False, "notes": []}
 
     *progress, done = ask(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
     assert done["event"] == "done"

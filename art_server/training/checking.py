@@ -1,0 +1,66 @@
+"""Is a tree the same as its rows? Asked once for each model, of its first batch, and answered before it trains.
+
+An architecture that mixes tokens outside attention (state-space layers, convolutions) or makes its logits in a way of
+its own shows here, whatever its name: the trainer then takes unshared rows and says so.
+"""
+
+import logging
+
+import torch
+
+from art_server.training.batches import MicroBatch, TrainRow
+from art_server.training.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+MAX_CHECKED_TOKENS = 4096
+"""Rows up to this many tokens are compared, the longest first: a second's work, once."""
+
+MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+"""Between log-probabilities: the largest in float32, where sums in another order differ by 1e-5; the mean below that,
+where rounding alone brings single tokens apart by tenths."""
+
+
+@torch.no_grad()
+def check_trees(policy: Policy, batch: MicroBatch, rows: list[TrainRow]) -> str | None:
+    """Compare the trees of a micro-batch with its rows one by one; None where they agree, else what is different.
+
+    Leaves the policy on trees or on unshared rows accordingly.
+    """
+    try:
+        logprobs_N, _ = policy.logprobs(batch)
+    except NotImplementedError as error:
+        return _give_up(policy, str(error))
+    differences: list[torch.Tensor] = []
+    for indices, row in _longest_first(batch, rows):
+        expected_T = policy.row_logprobs([*row.token_ids, row.targets[-1]])
+        expected = expected_T[torch.tensor(row.positions, device=expected_T.device)]
+        differences.append((logprobs_N[indices.to(logprobs_N.device)] - expected).abs())
+    gaps = torch.cat(differences)
+    gap = float(gaps.max() if policy.dtype == torch.float32 else gaps.mean())
+    policy.tree_gap = gap
+    if gap <= MAX_GAP[policy.dtype]:
+        return None
+    return _give_up(policy, f"log-probabilities differ by {gap:.2g} from those of single rows")
+
+
+def _longest_first(batch: MicroBatch, rows: list[TrainRow]) -> list[tuple[torch.Tensor, TrainRow]]:
+    """Rows within the limit, each with its predictions."""
+    sizes = [len(rows[index].targets) for index in batch.rows]
+    chosen: list[tuple[torch.Tensor, TrainRow]] = []
+    num_tokens = 0
+    predictions = zip(batch.predictions_U.split(sizes), batch.rows, strict=True)
+    for indices, index in sorted(
+        predictions, key=lambda pair: len(rows[pair[1]].token_ids), reverse=True
+    ):
+        num_tokens += len(rows[index].token_ids)
+        if chosen and num_tokens > MAX_CHECKED_TOKENS:
+            break
+        chosen.append((indices, rows[index]))
+    return chosen
+
+
+def _give_up(policy: Policy, reason: str) -> str:
+    policy.use_trees(False)
+    logger.warning("%s: rows are trained one by one: %s", policy.base_model, reason)
+    return f"prefixes are not shared for {policy.base_model}: {reason}"

@@ -1,0 +1,37 @@
+"""The learning rate of a step: constant by default, with warm-up, cosine, or a value from the model's width."""
+
+import math
+
+from art.wire import TrainConfig
+
+WIDTH_POWERS = {"qwen": 0.0775, "llama": 0.781}
+"""How fast the best rate falls with width, by family; others take the flatter one."""
+
+
+def base_learning_rate(config: TrainConfig, model_type: str, hidden_size: int) -> tuple[float, str]:
+    """The rate before any schedule, and the rule behind it in a sentence ("" where it was given).
+
+    auto: 5e-5 * 10 * (2000 / width) ** power, the rate of full fine-tuning times 10 for LoRA.
+    Source: Schulman and Thinking Machines 2025, "LoRA Without Regret", as in tinker-cookbook's hyperparam_utils.py.
+    """
+    if config.learning_rate != "auto":
+        return config.learning_rate, ""
+    family = next((name for name in WIDTH_POWERS if name in model_type), "qwen")
+    power = WIDTH_POWERS[family]
+    rate = 5e-5 * 10 * (2000 / hidden_size) ** power
+    return rate, f"learning_rate=auto: 5e-5 * 10 * (2000 / {hidden_size}) ** {power} = {rate:.3g}"
+
+
+def learning_rate_factor(config: TrainConfig, step: int) -> float:
+    """What multiplies the rate at a model's step, counted from 0: linear warm-up, then constant or half a cosine.
+
+    Source of the cosine: Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5 without restarts.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    assert config.schedule_steps is not None
+    length = max(1, config.schedule_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / length)
+    return (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,25 @@
+"""Train a LangChain agent, which LangGraph runs."""
+
+import asyncio
+
+import task
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+
+import art
+
+
+async def run_agent(r: art.Rollout, question: str) -> str:
+    model = ChatOpenAI(
+        model=r.model.get_inference_name(),
+        base_url=r.base_url,
+        api_key=r.api_key,
+        max_tokens=task.MAX_TOKENS,
+    )
+    agent = create_agent(model, tools=task.TOOLS)
+    state = await agent.ainvoke({"messages": [{"role": "user", "content": question}]})
+    return state["messages"][-1].text
+
+
+if __name__ == "__main__":
+    asyncio.run(task.train("langgraph", run_agent))

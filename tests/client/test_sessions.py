@@ -1,0 +1,146 @@
+import asyncio
+import re
+
+import openai
+import pytest
+
+import art
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+def choice(content: str, **more) -> dict:
+    message = {"role": "assistant", "content": content}
+    return {"index": 0, "finish_reason": "stop", "message": message, **more}
+
+
+def history(content: str, **more) -> dict:
+    entries = [*MESSAGES, choice(content, token_ids=[4, 5], art={"id": content, "step": 3})]
+    return {"messages_and_choices": entries, **more}
+
+
+@pytest.fixture
+def chat(server, answer):
+    """What every chat request is answered with, under any session."""
+    body = {"id": "c", "model": "m", "object": "chat.completion", "choices": [choice("yes")]}
+    for path in ("/v1", "/s/one/v1"):
+        server.on("POST", f"{path}/chat/completions", answer(body=body))
+
+
+def keep_session(server, answer, session: str, histories: list[dict], name="agent", **more) -> None:
+    reply = {"histories": histories, "num_choices": len(histories), **more}
+    server.on("GET", f"/api/models/demo/{name}/sessions/{session}", answer(body=reply))
+
+
+async def ask(client: openai.AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="agent", messages=MESSAGES)
+
+
+def sessions_of(server) -> list[str | None]:
+    return [r.headers.get("x-art-session") for r in server.requests if r.method == "POST"][1:]
+
+
+async def test_rollout_names_its_session_in_url_and_key(server, model: art.TrainableModel):
+    async with art.rollout(model, "one") as r:
+        assert r.base_url == f"{server.url}/s/one/v1"
+        assert r.root_url == f"{server.url}/s/one"
+        assert r.api_key == "default::one"
+
+
+async def test_the_key_of_a_session_extends_the_one_that_the_server_wants(server):
+    async with art.Backend(server.url, "secret") as backend:
+        model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+        await model.register(backend)
+        assert art.rollout(model, "one").api_key == "secret::one"
+
+
+async def test_sessions_are_fresh_and_their_names_checked(model: art.TrainableModel):
+    first, second = art.rollout(model), art.rollout(model)
+    assert first.session != second.session and re.fullmatch("[0-9a-f]{32}", first.session)
+    with pytest.raises(ValueError, match=r"session '../x' becomes a part of URLs"):
+        art.rollout(model, "../x")
+    stranger = art.TrainableModel(name="other", project="demo", base_model="art/tiny")
+    with pytest.raises(ValueError, match="not registered"):
+        art.rollout(stranger)
+
+
+async def test_trajectory_holds_the_conversations_of_the_session(
+    server, answer, model: art.TrainableModel
+):
+    keep_session(server, answer, "one", [history("first", tools=TOOLS), history("sub-agent")])
+    async with art.rollout(model, "one") as r:
+        trajectory = await r.trajectory(0.5, metrics={"turns": 2}, metadata={"city": "Paris"})
+    assert trajectory.reward == 0.5
+    assert (trajectory.metrics, trajectory.metadata) == ({"turns": 2}, {"city": "Paris"})
+    assert trajectory.tools == TOOLS
+    sampled = trajectory.messages_and_choices[1]
+    assert isinstance(sampled, art.types.Choice) and sampled.message.content == "first"
+    dumped = trajectory.model_dump(mode="json")
+    assert dumped["messages_and_choices"] == history("first")["messages_and_choices"]
+    (other,) = dumped["additional_histories"]
+    assert other == {**history("sub-agent"), "tools": None}
+
+
+async def test_choices_left_out_are_counted(server, answer, model: art.TrainableModel):
+    unused = {"not delivered in full": 2, "not continued": 1}
+    keep_session(server, answer, "one", [history("first")], unused=unused)
+    trajectory = await art.rollout(model, "one").trajectory()
+    assert trajectory.metrics == {"unused_choices": 3}
+    assert trajectory.logs == [
+        "2 captured choices left out: not delivered in full",
+        "1 captured choices left out: not continued",
+    ]
+
+
+async def test_two_models_in_one_scope_are_captured_apart(
+    server, answer, backend: art.Backend, model: art.TrainableModel
+):
+    opponent = art.TrainableModel(name="opponent", project="demo", base_model="art/tiny")
+    await opponent.register(backend)
+    keep_session(server, answer, "one", [history("mine")])
+    keep_session(server, answer, "one", [history("theirs")], name="opponent")
+    async with art.rollout(model, "one") as r:
+        mine, theirs = await r.trajectory(1.0), await r.trajectory(0.0, model=opponent)
+    assert [t.messages()[-1]["content"] for t in (mine, theirs)] == ["mine", "theirs"]
+
+
+async def test_clients_of_models_carry_the_session_inside_the_scope_only(
+    server, chat, model: art.TrainableModel
+):
+    client = model.openai_client()
+    async with art.rollout(model, "outer"):
+        await ask(client)
+        async with art.rollout(model, "inner"):
+            await ask(client)
+            with art.no_capture():
+                await ask(client)
+        await ask(client)
+    await ask(client)
+    assert sessions_of(server) == ["outer", "inner", None, "outer", None]
+
+
+async def test_client_of_a_rollout_is_bound_to_it(server, chat, model: art.TrainableModel):
+    r = art.rollout(model, "one")
+    async with art.rollout(model, "two"):
+        await ask(r.openai_client())
+    await ask(r.openai_client())
+    async with openai.AsyncOpenAI(base_url=r.base_url, api_key=r.api_key) as client:
+        await ask(client)
+    assert sessions_of(server) == ["one", "one", None]
+    last = server.requests[-1]
+    assert last.path == "/s/one/v1/chat/completions"
+    assert last.headers["authorization"] == "Bearer default::one"
+    assert server.requests[2].json()["logprobs"] is True
+
+
+async def test_scopes_of_concurrent_rollouts_are_apart(server, chat, model: art.TrainableModel):
+    async def run(session: str) -> None:
+        async with art.rollout(model, session):
+            await asyncio.sleep(0.01)
+            await ask(model.openai_client())
+
+    await asyncio.gather(*(run(session) for session in "abc"))
+    assert sorted(filter(None, sessions_of(server))) == ["a", "b", "c"]

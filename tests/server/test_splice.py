@@ -1,0 +1,223 @@
+"""Over random conversations and three templates: the prompt of a later turn begins with the exact earlier tokens."""
+
+import functools
+import itertools
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from art_server.engine.records import Sample
+from art_server.ledger.ledger import Ledger, Record, Request
+from art_server.ledger.splice import PromptIndex, prefix_hashes
+
+CORPUS = ["the answer is maybe", "yes no maybe", '{"name": "add", "arguments": {"a": 1}}', "hello there"]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+LLAMA = (
+    "<|begin|>{% for m in messages %}<|header|>{{ m.role }}<|end_header|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "<|header|>assistant<|end_header|>\n\n"
+)
+THINKING = (  # like Qwen3: the thinking of turns before the last question is dropped
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > last_user %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tokenizer and a chat template."""
+
+    template: str
+    end: str
+    thinks: bool = False
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        specials = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>"]
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=330, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(CORPUS * 5, trainer)
+        folder = Path(tempfile.mkdtemp())
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": self.end}))
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+    @property
+    def end_id(self) -> int:
+        return self.tokenizer.token_to_id(self.end)
+
+    def render(self, messages: list[dict[str, Any]]) -> list[int]:
+        last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        text = jinja2.Template(self.template).render(messages=messages, last_user=last_user)
+        return self.tokenizer.encode(text).ids
+
+    def __hash__(self) -> int:
+        return hash(self.template)
+
+
+FAMILIES = {
+    "chatml": Family(CHATML, "<|im_end|>"),
+    "llama": Family(LLAMA, "<|eot|>"),
+    "thinking": Family(THINKING, "<|im_end|>", thinks=True),
+}
+
+
+def spell(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
+    """Tokens of a text as a policy may sample them: cut anywhere, also inside characters, and encoded piece by piece."""
+    data = text.encode()
+    places = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
+    ids: list[int] = []
+    for start, stop in itertools.pairwise(places):
+        piece = data[start:stop]
+        try:
+            ids += tokenizer.encode(piece.decode(), add_special_tokens=False).ids
+        except UnicodeDecodeError:  # half a character: byte by byte
+            ids += [tokenizer.token_to_id(byte_letters()[byte]) for byte in piece]
+    return ids
+
+
+@functools.cache
+def byte_letters() -> dict[int, str]:
+    """The byte-level alphabet, byte by byte (Radford et al. 2019, GPT-2's encoder)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    return letters | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+class Conversation:
+    """A client and an engine that samples what the test says, on one ledger."""
+
+    def __init__(self, family: Family, is_splicing: bool = True, session: str | None = None):
+        self.family = family
+        self.session = session
+        self.ledger = Ledger(Path(tempfile.mkdtemp()) / "l.sqlite", is_splicing=is_splicing)
+        self.ledger.use_tokenizer(family.folder)
+        self.messages: list[dict[str, Any]] = []
+        self._numbers = itertools.count(1)
+
+    def ask(self, text: str, sampled: list[int], is_cut: bool = False) -> Record:
+        """Ask, and have the engine sample these tokens."""
+        self.messages.append({"role": "user", "content": text})
+        request_id = f"{next(self._numbers):032x}"
+        request = Request(request_id, "chat", "p", "a", 0, "me", self.session)
+        rendered = self.family.render(self.messages)
+        tokens = sampled if is_cut else [*sampled, self.family.end_id]
+        said = self.family.tokenizer.decode(sampled, skip_special_tokens=False)
+        with self.ledger.open_request(request) as opened:
+            self.ledger.take_prompt(request_id, 0, rendered)
+            finish = "length" if is_cut else "stop"
+            sample = Sample("x", 0, said, tokens, [-0.5] * len(tokens), finish, None, {"n": 1})
+            self.ledger.take_sample(request_id, 0, 0, sample)
+        thinking, mark, content = said.partition("</think>")
+        message = {"role": "assistant", "content": content.strip() if mark else said}
+        if mark:
+            message["reasoning_content"] = thinking.removeprefix("<think>").strip()
+        self.messages.append(message)
+        record = self.ledger.find(f"{request_id}-0")
+        assert record is not None
+        assert record.prompt_token_ids == rendered or record.link == "spliced"
+        return record
+
+
+texts = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>{}|"), max_size=20)
+turns = st.tuples(texts, texts, st.lists(st.integers(0, 100), max_size=5), st.booleans())
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@settings(deadline=None, max_examples=60)
+@given(plan=st.lists(turns, min_size=2, max_size=5), thought=texts)
+def test_later_prompts_begin_with_the_exact_earlier_tokens(
+    name: str, plan: list[tuple[str, str, list[int], bool]], thought: str
+) -> None:
+    """Except where the template drops thinking, which is marked."""
+    family = FAMILIES[name]
+    talk = Conversation(family)
+    earlier: Record | None = None
+    for question, answer, cuts, is_cut in plan:
+        said = f"<think>\n{thought}\n</think>\n\n{answer}" if family.thinks else answer
+        record = talk.ask(question, spell(family.tokenizer, said, cuts), is_cut)
+        if earlier is not None:
+            past = earlier.prompt_token_ids + earlier.token_ids
+            assert record.continues == earlier.choice_id
+            if family.thinks:
+                assert record.link == "dropped"
+            else:
+                assert record.link in ("exact", "spliced")
+                assert record.prompt_token_ids[: len(past)] == past
+                assert record.prompt_token_ids[-1] == family.render(talk.messages[:-1])[-1]
+        earlier = record
+
+
+def ambiguous_answer() -> list[int]:
+    """A spelling of "maybe" that no tokenizer would choose."""
+    return spell(FAMILIES["chatml"].tokenizer, "maybe", [1, 2, 3, 4])
+
+
+def test_without_splicing_the_difference_is_marked_and_nothing_is_replaced() -> None:
+    talk = Conversation(FAMILIES["chatml"], is_splicing=False)
+    talk.ask("q", ambiguous_answer())
+    record = talk.ask("and now?", ambiguous_answer())
+    assert record.link == "retokenized"
+    assert record.prompt_token_ids == FAMILIES["chatml"].render(talk.messages[:-1])
+
+
+def test_a_restarted_ledger_goes_on_splicing() -> None:
+    talk = Conversation(FAMILIES["chatml"])
+    first = talk.ask("q", ambiguous_answer())
+    file = talk.ledger._file
+    talk.ledger.close()
+    talk.ledger = Ledger(file)
+    talk.ledger.use_tokenizer(FAMILIES["chatml"].folder)
+    second = talk.ask("and now?", ambiguous_answer())
+    assert second.link == "spliced" and second.continues == first.choice_id
+
+
+def test_of_equal_answers_the_one_of_the_same_session_is_continued() -> None:
+    family = FAMILIES["chatml"]
+    one, other = Conversation(family, session="one"), Conversation(family, session="two")
+    other.ledger = one.ledger
+    other._numbers = itertools.count(100)
+    mine = one.ask("q", spell(family.tokenizer, "maybe", [1, 3]))
+    theirs = other.ask("q", spell(family.tokenizer, "maybe", [2, 4]))
+    assert mine.token_ids != theirs.token_ids
+    assert one.ask("more", [5]).continues == mine.choice_id
+    assert other.ask("more", [5]).continues == theirs.choice_id
+
+
+def test_other_keys_and_models_are_never_spliced_in() -> None:
+    family = FAMILIES["chatml"]
+    index = PromptIndex()
+    hashes = prefix_hashes(family.render([{"role": "user", "content": "q"}]))
+    index.add("me", hashes[-1], 1)
+    longer = prefix_hashes([*family.render([{"role": "user", "content": "q"}]), 9])
+    assert index.longest("me", longer) == (len(longer) - 2, (1,))
+    assert index.longest("you", longer) is None
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.integers(0, 2**31 - 1)))
+def test_equal_beginnings_have_equal_hashes(one: list[int], two: list[int]) -> None:
+    first, second = prefix_hashes(one), prefix_hashes(two)
+    for length in range(min(len(one), len(two)) + 1):
+        assert (first[length] == second[length]) == (one[:length] == two[:length])

@@ -1,0 +1,266 @@
+"""Random batches that share much, and what they mean when every row is trained alone with autograd of the loss."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from art.wire import LoRAConfig, TrainConfig
+from art_server.training.checkpoint import save_checkpoint
+from art_server.training.optimizer import make_optimizer
+from art_server.training.policy import Policy
+from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+
+VOCABULARY = 128
+
+
+def save_random_adapter(policy: Policy, folder: Path) -> Path:
+    """A checkpoint with the default LoRA whose B is not zero, so that every matrix has a gradient."""
+    policy.init_adapter(LoRAConfig(), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05, generator=generator)
+    save_checkpoint(policy, make_optimizer(policy.parameters, 1e-3), folder)
+    return folder
+
+
+def random_forest(policy: Policy, seed: int, noise: float) -> Batch:
+    """Groups of 1 to 12 rollouts of 1 to 4 turns over two prompts. Completions open alike, thoughts are stripped from
+    later contexts (then a trajectory goes on in another row), some are equal altogether.
+
+    Sampled log-probabilities lie within `noise` of the policy's own.
+    """
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 25))] for _ in range(2)]
+    openings = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))] for _ in range(3)]
+
+    def completion() -> list[int]:
+        opening = rng.choice(openings)
+        rest = [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 1, 3, 10]))]
+        return opening[: rng.randint(1, len(opening))] + rest
+
+    def trajectory(prompt: list[int]) -> TrainableTrajectory:
+        strips = rng.random() < 0.5
+        context, rows = list(prompt), []
+        token_ids, is_trained = list(prompt), [False] * len(prompt)
+        for _ in range(rng.randint(1, 4)):
+            said = completion()
+            token_ids, is_trained = token_ids + said, is_trained + [True] * len(said)
+            tool = [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))]
+            if strips:
+                rows.append((token_ids, is_trained))
+                context = context + said[len(said) // 2 :] + tool
+                token_ids, is_trained = list(context), [False] * len(context)
+            else:
+                token_ids, is_trained = token_ids + tool, is_trained + [False] * len(tool)
+        if not strips:
+            rows.append((token_ids, is_trained))
+        return TrainableTrajectory(
+            reward=rng.choice([0.0, 0.25, 1.0, rng.random()]),
+            rows=[_row(policy, rng, noise, *each) for each in rows],
+            truncated=rng.random() < 0.2,
+        )
+
+    def group() -> TrainableGroup:
+        prompt = rng.choice(prompts)
+        return TrainableGroup(
+            trajectories=[trajectory(prompt) for _ in range(rng.choice([1, 2, 3, 5, 12]))]
+        )
+
+    groups = [group() for _ in range(rng.randint(1, 3))]
+    # One group with signal at least.
+    first = trajectory(prompts[0])
+    second = trajectory(prompts[0])
+    groups.append(
+        TrainableGroup(
+            trajectories=[
+                TrainableTrajectory(reward=1.0, rows=first.rows),
+                TrainableTrajectory(reward=0.0, rows=second.rows),
+            ]
+        )
+    )
+    return Batch(groups=groups)
+
+
+def _row(
+    policy: Policy, rng: random.Random, noise: float, token_ids: list[int], is_trained: list[bool]
+) -> Row:
+    own = [0.0, *policy.row_logprobs(token_ids).tolist()] if len(token_ids) > 1 else [0.0]
+    return Row(
+        token_ids=token_ids,
+        logprobs=[
+            value + rng.uniform(-noise, noise) if trained and index else None
+            for index, (value, trained) in enumerate(zip(own, is_trained, strict=True))
+        ],
+    )
+
+
+@dataclass
+class Alone:
+    """The loss with every row on its own."""
+
+    loss: float
+    scale: float
+    """Sum of the absolute shares of the loss: what relative errors refer to."""
+    gradients: dict[str, torch.Tensor]
+    row_norms: dict[str, float]
+    """Sum over rows of the norm of each one's gradient."""
+
+
+@dataclass
+class Sequence:
+    """A trajectory with signal: its trained tokens over all rows."""
+
+    advantage: float
+    logprobs: list[torch.Tensor]
+    """Of each row, with a graph."""
+    sampled: torch.Tensor
+    reference: torch.Tensor
+    entropies: list[torch.Tensor]
+
+
+def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone:
+    """The published formulas on separate rows, and autograd; the adapter must be loaded."""
+    policy.use_trees(False)
+    model = policy.model
+    sequences: list[Sequence] = []
+    for group in batch.groups:
+        advantages = plain_advantages([each.reward for each in group.trajectories], config)
+        if advantages is None:
+            continue
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            if config.overlong == "mask" and trajectory.truncated:
+                continue
+            sequence = Sequence(advantage, [], torch.zeros(0), torch.zeros(0), [])
+            for row in trajectory.rows:
+                ids = torch.tensor([row.token_ids])
+                trained = [i for i, value in enumerate(row.logprobs) if value is not None and i > 0]
+                if not trained:
+                    continue
+                places, targets = [i - 1 for i in trained], ids[0, trained]
+                all_logprobs = torch.log_softmax(model(input_ids=ids).logits[0, places].float(), -1)
+                with torch.no_grad(), model.disable_adapter():
+                    base = torch.log_softmax(model(input_ids=ids).logits[0, places].float(), -1)
+                sequence.logprobs.append(all_logprobs.gather(1, targets[:, None])[:, 0])
+                sequence.entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
+                sampled = torch.tensor([row.logprobs[i] for i in trained])
+                sequence.sampled = torch.cat([sequence.sampled, sampled])
+                sequence.reference = torch.cat(
+                    [sequence.reference, base.gather(1, targets[:, None])[:, 0]]
+                )
+            if sequence.logprobs:
+                sequences.append(sequence)
+    if config.scaling == "batch_std":
+        values = torch.tensor(_all_advantages(batch, config))
+        for sequence in sequences:
+            sequence.advantage = float(
+                (sequence.advantage - values.mean()) / (values.std(correction=0) + 1e-6)
+            )
+    # Leaves in between, so that each row's share of the gradient can be taken on its own.
+    leaves = [
+        [each.detach().requires_grad_() for each in sequence.logprobs] for sequence in sequences
+    ]
+    num_tokens = sum(len(sequence.sampled) for sequence in sequences)
+    shares = []
+    for sequence, rows in zip(sequences, leaves, strict=True):
+        losses = plain_losses(torch.cat(rows), sequence, config)
+        if config.normalisation == "tokens":
+            shares.append(losses / num_tokens)
+        elif config.normalisation == "trajectory":
+            shares.append(losses / len(losses) / len(sequences))
+        else:
+            shares.append(losses / config.constant_length / len(sequences))
+    terms = torch.cat(shares)
+    loss = terms.sum()
+    loss.backward()
+    total = float(loss.detach())
+
+    parameters = policy.parameters
+    gradients = {name: torch.zeros_like(each) for name, each in parameters.items()}
+    norms = dict.fromkeys(parameters, 0.0)
+    for sequence, rows in zip(sequences, leaves, strict=True):
+        weight = _entropy_weight(sequence, num_tokens, len(sequences), config)
+        for logprobs, entropies, leaf in zip(
+            sequence.logprobs, sequence.entropies, rows, strict=True
+        ):
+            assert leaf.grad is not None
+            objective = (leaf.grad * logprobs).sum() - weight * entropies.sum()
+            total -= float(weight * entropies.sum().detach())
+            parts = torch.autograd.grad(objective, list(parameters.values()))
+            for name, part in zip(parameters, parts, strict=True):
+                gradients[name] += part
+                norms[name] += float(part.norm())
+    policy.use_trees(True)
+    return Alone(total, float(terms.detach().abs().sum()), gradients, norms)
+
+
+def _entropy_weight(
+    sequence: Sequence, num_tokens: int, num_sequences: int, config: TrainConfig
+) -> float:
+    if config.normalisation == "tokens":
+        return config.entropy_bonus / num_tokens
+    if config.normalisation == "trajectory":
+        return config.entropy_bonus / len(sequence.sampled) / num_sequences
+    return config.entropy_bonus / config.constant_length / num_sequences
+
+
+def plain_advantages(rewards: list[float], config: TrainConfig) -> list[float] | None:
+    """Before scaling over the batch."""
+    values = torch.tensor(rewards, dtype=torch.float64)
+    if (values == values[0]).all():
+        return None
+    if config.baseline == "leave_one_out":
+        others = [values[torch.arange(len(values)) != i].mean() for i in range(len(values))]
+        advantages = values - torch.stack(others)
+    else:
+        advantages = values - values.mean()
+    if config.scaling == "group_std":
+        advantages = advantages / (values.std(correction=0) + 1e-6)
+    return advantages.tolist()
+
+
+def _all_advantages(batch: Batch, config: TrainConfig) -> list[float]:
+    return [
+        value
+        for group in batch.groups
+        for value in plain_advantages([each.reward for each in group.trajectories], config) or []
+    ]
+
+
+def plain_losses(logprobs: torch.Tensor, sequence: Sequence, config: TrainConfig) -> torch.Tensor:
+    """Of each token of a trajectory, before normalisation."""
+    advantage = sequence.advantage
+    own = (logprobs - sequence.sampled).exp()
+    whole = (logprobs - sequence.sampled).mean().exp()
+    ratios = {"token": own, "sequence": whole + 0 * own, "geometric": (own * whole).sqrt()}
+    ratio = ratios[config.ratio]
+    low = 1 - config.epsilon
+    high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
+    if config.clip == "cispo":
+        objective = ratio.detach().clamp(low, high) * advantage * logprobs
+    elif config.clip == "none":
+        objective = ratio * advantage
+    elif advantage >= 0:
+        objective = ratio.clamp(max=high) * advantage
+    else:
+        bounded = ratio.clamp(max=config.dual_clip) if config.clip == "dual" else ratio
+        objective = bounded.clamp(min=low) * advantage
+    if config.correction == "truncate":
+        objective = objective * (config.correction_high / own.detach()).clamp(max=1)
+    elif config.correction != "off":
+        chosen = whole if config.correction == "sequence_mask" else own
+        inside = (chosen >= config.correction_low) & (chosen <= config.correction_high)
+        objective = torch.where(inside, objective, 0.0)
+    losses = -objective
+    if config.beta:
+        difference = sequence.reference - logprobs
+        kl = {
+            "k1": -difference,
+            "k2": difference**2 / 2,
+            "k3": difference.exp() - difference - 1,
+        }
+        losses = losses + config.beta * kl[config.kl_estimator]
+    return losses

@@ -1,0 +1,141 @@
+"""A tree is its rows: the same loss and the same gradient, for every member of the family and three architectures."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from forests import random_forest, save_random_adapter, train_rows_alone
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from art.wire import PRESETS, LoRAConfig, TrainConfig
+from art_server.training.policy import Policy
+from art_server.training.step import train
+from art_server.training.task import TrainTask
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SMALL, num_hidden_layers=2, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SMALL, num_hidden_layers=2),
+    "gemma3": Gemma3TextConfig(
+        **SMALL,
+        num_hidden_layers=3,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=8,
+    ),
+}
+
+OTHERS = {
+    "geometric": {"ratio": "geometric", "normalisation": "trajectory"},
+    "truncate": {"clip": "none", "correction": "truncate", "correction_high": 1.1},
+    "mask": {"correction": "mask", "correction_low": 0.9, "correction_high": 1.1},
+    "sequence mask": {
+        "correction": "sequence_mask",
+        "correction_low": 0.99,
+        "correction_high": 1.1,
+    },
+    "k1": {"beta": 0.3, "kl_estimator": "k1"},
+    "k2": {"beta": 0.3, "kl_estimator": "k2"},
+    "k3": {"beta": 0.3},
+    "entropy": {"entropy_bonus": 0.1},
+    "mask truncated": {"overlong": "mask", "preset": "gspo"},
+}
+"""What no preset has."""
+
+CONFIGS = {
+    **{name: TrainConfig(preset=name, max_grad_norm=1e9) for name in PRESETS},  # pyright: ignore[reportArgumentType]
+    **{name: TrainConfig(**given, max_grad_norm=1e9) for name, given in OTHERS.items()},
+}
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def started(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Policy, Path]:
+    """A random model of the architecture and a checkpoint of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(ARCHITECTURES[request.param]).save_pretrained(folder / "base")
+    policy = Policy(str(folder / "base"), torch.float32)
+    return policy, save_random_adapter(policy, folder / "adapter")
+
+
+EXAMPLES = {
+    "deadline": None,
+    # Shrinking would take minutes, and a seed shrinks to nothing telling.
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate],
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+
+FORESTS = {
+    "seed": st.integers(0, 100_000),
+    "budget": st.integers(20, 600),
+    "noise": st.sampled_from([1e-4, 0.05, 0.5]),
+}
+
+
+def assert_tree_equals_rows(
+    started: tuple[Policy, Path],
+    folder: Path,
+    config: TrainConfig,
+    seed: int,
+    budget: int,
+    noise: float,
+) -> None:
+    policy, adapter_dir = started
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    policy.tree_gap = None
+    batch = random_forest(policy, seed, noise)
+    alone = train_rows_alone(policy, batch, config)
+    task = TrainTask(
+        lora=LoRAConfig(),
+        in_dir=str(adapter_dir),
+        out_dir=str(folder / "out"),
+        config=config,
+        batch=batch,
+    )
+    done = train(policy, task, budget, lambda _: None)
+    assert done.metrics.get("data/step_is_shared", 1.0) == 1.0
+    if not alone.scale:
+        return
+    assert abs(done.metrics["loss/train"] - alone.loss) <= 1e-5 * max(alone.scale, abs(alone.loss))
+    for name, parameter in policy.parameters.items():
+        assert parameter.grad is not None
+        difference = float((parameter.grad - alone.gradients[name]).norm())
+        assert difference <= 1e-5 * alone.row_norms[name], name
+
+
+@settings(max_examples=25, **EXAMPLES)
+@given(name=st.sampled_from(sorted(CONFIGS)), **FORESTS)
+def test_tree_equals_rows(
+    started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float
+) -> None:
+    assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+@settings(max_examples=40, **EXAMPLES)
+@given(**FORESTS)
+def test_tree_equals_rows_for_each_loss(
+    started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float
+) -> None:
+    assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise)
