@@ -1,10 +1,12 @@
 """How vLLM is started: its flags and its environment."""
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_server.base_models import BaseModel, max_positions, model_type
+from art_server.base_models import BaseModel, max_positions
+from art_server.engine.families import choose_parsers
 from art_server.errors import InvalidInput
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
 
@@ -16,9 +18,6 @@ CPU_MAX_SEQ_LENGTH = 8192
 
 MIN_CPU_LORAS = 16
 """Adapters kept in main memory, so that going back to a recent step reads no file."""
-
-TOOL_PARSERS = {"qwen2": "hermes", "qwen3": "hermes", "llama": "llama3_json", "mistral": "mistral"}
-"""The tool-call parser of a model family; others take `hermes`, the commonest form."""
 
 
 def seq_length(config: ServerConfig, base: BaseModel) -> int:
@@ -44,6 +43,7 @@ def engine_command(
     config: ServerConfig, base: BaseModel, device: Device, run_dir: Path
 ) -> list[str]:
     """The command line of the engine's process; its sockets lie in `run_dir`."""
+    parsers = choose_parsers(base.path)
     arguments: dict[str, str] = {
         "model": str(base.path),
         "served-model-name": base.name,
@@ -54,8 +54,12 @@ def engine_command(
         "max-cpu-loras": str(max(MIN_CPU_LORAS, config.max_loras)),
         "dtype": config.dtype if config.dtype != "auto" else "bfloat16",
         "generation-config": "vllm",
-        "tool-call-parser": TOOL_PARSERS.get(model_type(base.path), "hermes"),
+        "tool-call-parser": parsers.tool,
     }
+    if parsers.reasoning is not None:
+        arguments["reasoning-parser"] = parsers.reasoning
+    if parsers.template_kwargs:
+        arguments["default-chat-template-kwargs"] = json.dumps(parsers.template_kwargs)
     switches = ["enable-lora", "enable-auto-tool-choice", "disable-uvicorn-access-log"]
     if device == "cpu":
         switches.append("enforce-eager")

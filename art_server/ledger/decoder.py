@@ -9,6 +9,9 @@ from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_OPENING_TOKENS = 8
+"""A template that opens the thinking, or an empty one, writes fewer tokens than this behind the assistant's header."""
+
 
 class Decoder:
     """Decodes token ids, special tokens included. Without a tokenizer.json it cannot, and splicing is off."""
@@ -18,6 +21,7 @@ class Decoder:
         self._tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
         if self._tokenizer is None:
             logger.warning("%s has no tokenizer.json: prompts are not spliced", folder)
+        self._think_id = self._tokenizer.token_to_id("<think>") if self._tokenizer else None
         self.end_id = self._find_end_token(folder)
         """The tokenizer's end-of-sequence token: what a chat template writes at the end of a turn."""
         self.end_ids = self._find_end_ids(folder)
@@ -29,6 +33,17 @@ class Decoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None, "can_decode tells"
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def is_space(self, token_id: int) -> bool:
+        return not self.decode([token_id]).strip()
+
+    def thinking_start(self, prompt: Sequence[int]) -> int | None:
+        """Where a prompt opens the thinking of the answer to come, as its last tokens; None when it does not."""
+        first = max(0, len(prompt) - MAX_OPENING_TOKENS)
+        for position in range(len(prompt) - 1, first - 1, -1):
+            if prompt[position] == self._think_id:
+                return position
+        return None
 
     def _find_end_token(self, folder: Path) -> int | None:
         file = folder / "tokenizer_config.json"

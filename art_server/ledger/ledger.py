@@ -12,6 +12,8 @@ Records are dropped by age and by the file's size.
 import array
 import asyncio
 import contextlib
+import heapq
+import itertools
 import json
 import logging
 import sqlite3
@@ -74,6 +76,9 @@ CREATE TABLE IF NOT EXISTS turns (
 
 RECORD_WAIT_SECONDS = 10.0
 """A record travels over a local socket beside the answer; longer than this, the engine's process is gone."""
+
+MAX_BEGINNINGS = 8
+"""Beginnings of a prompt that are looked at, longest first: its last turn, or one that an equal prompt hides."""
 
 CACHED_PROMPTS = 512
 """Prompts kept in memory, the most recently used: a conversation's next turn needs its last one."""
@@ -174,6 +179,8 @@ class Ledger:
         self._open: dict[str, OpenRequest] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._index = PromptIndex()
+        self._without_thinking = PromptIndex()
+        """Prompts that open the thinking themselves, up to where they do: later renderings leave it out."""
         self._since_pruning = 0
         self._fill_index()
 
@@ -247,29 +254,62 @@ class Ledger:
         hashes = prefix_hashes(rendered)
         signed = hashes[-1] - (1 << 64) if hashes[-1] >> 63 else hashes[-1]
         made = Prompt(number=0, token_ids=rendered, rendered=signed)
-        known = self._index.longest(request.scope, hashes) if self._decoder is not None else None
-        if known is not None:
-            self._continue(made, request, *known)
+        if self._decoder is not None:
+            self._continue(made, request, hashes, self._decoder)
         made.number = self._store_prompt(made)
-        self._index.add(request.scope, hashes[-1], made.number)
+        self._add_to_index(self._index, request.scope, rendered, len(rendered), hashes, made.number)
+        start = self._decoder.thinking_start(rendered) if self._decoder is not None else None
+        if start is not None:
+            index = self._without_thinking
+            self._add_to_index(index, request.scope, rendered, start, hashes, made.number)
         return made
 
-    def _continue(
-        self, made: Prompt, request: Request, length: int, numbers: tuple[int, ...]
+    def _add_to_index(
+        self,
+        index: PromptIndex,
+        scope: str,
+        rendered: list[int],
+        length: int,
+        hashes: list[int],
+        number: int,
     ) -> None:
-        assert self._decoder is not None
-        found = continue_answer(
-            made.token_ids,
-            length,
-            lambda said: self._answers(request, numbers, said),
-            request.session,
-            self._decoder.end_ids,
-            self._decoder.decode,
-            self._is_splicing,
+        """Make the first `length` tokens of a rendered prompt known. White space at their end may melt into the answer's
+        first token when it is rendered again, so they are known without it, too."""
+        index.add(scope, hashes[length], number)
+        if (
+            self._decoder is not None
+            and length > 1
+            and self._decoder.is_space(rendered[length - 1])
+        ):
+            index.add(scope, hashes[length - 1], number)
+
+    def _continue(
+        self, made: Prompt, request: Request, hashes: list[int], decoder: Decoder
+    ) -> None:
+        """Find the answer that a rendered prompt goes on from, and take over its tokens."""
+        plain = ((*found, False) for found in self._index.beginnings(request.scope, hashes))
+        opened = (
+            (*found, True) for found in self._without_thinking.beginnings(request.scope, hashes)
         )
-        if found is not None:
-            made.continues, made.link = found.choice_id, found.link
-            made.token_ids = found.token_ids or made.token_ids
+        longest_first = heapq.merge(plain, opened, key=lambda found: -found[0])
+        for length, numbers, is_thinking_dropped in itertools.islice(longest_first, MAX_BEGINNINGS):
+            found = continue_answer(
+                made.token_ids,
+                length,
+                lambda said, numbers=numbers: self._answers(request, numbers, said),
+                request.session,
+                decoder.end_ids,
+                decoder.decode,
+                self._is_splicing,
+            )
+            if found is None:
+                continue
+            made.continues = found.choice_id
+            made.link = "dropped" if is_thinking_dropped else found.link
+            if made.link == "spliced":
+                assert found.token_ids is not None
+                made.token_ids = found.token_ids
+            return
 
     def _answers(self, request: Request, numbers: tuple[int, ...], said: bytes) -> list[Answer]:
         marks = ",".join("?" * len(numbers))

@@ -12,7 +12,7 @@ answer's thinking, the rendering is kept as it is: that is what the template mea
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,14 +82,15 @@ class PromptIndex:
         while len(self._known) > MAX_PROMPTS:
             self._known.popitem(last=False)
 
-    def longest(self, scope: str, hashes: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-        """The longest known beginning of a rendered prompt, shorter than the whole: its length, its prompts."""
+    def beginnings(
+        self, scope: str, hashes: Sequence[int]
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """The known beginnings of a rendered prompt, shorter than the whole, longest first: length and prompts."""
         for length in range(len(hashes) - 2, 0, -1):
             numbers = self._known.get((scope, hashes[length]))
             if numbers is not None:
                 self._known.move_to_end((scope, hashes[length]))
-                return length, numbers
-        return None
+                yield length, numbers
 
 
 def continue_answer(
@@ -103,17 +104,17 @@ def continue_answer(
 ) -> Continuation | None:
     """How `rendered` goes on after its first `length` tokens, an earlier request's prompt.
 
-    `find` gives the answers sampled from that prompt that say the same, newest first; one of the same session is
-    preferred. `end_ids` are the tokens that end a turn. None when no answer is continued.
+    `find` gives the answers sampled from that prompt that say the same, newest first. A request of a session continues
+    answers of that session only. `end_ids` are the tokens that end a turn. None when no answer is continued.
     """
     end = next((i for i in range(length, len(rendered)) if rendered[i] in end_ids), None)
     if end is None:
         return None
     shown = decode(rendered[length:end])
     same = find(conversation.said(shown))
-    if not same:
+    answer = next((answer for answer in same if session in (None, answer.session)), None)
+    if answer is None:
         return None
-    answer = next((answer for answer in same if answer.session == session), same[0])
     if conversation.THINK_END in decode(answer.token_ids) and conversation.THINK_END not in shown:
         return Continuation(answer.choice_id, "dropped", None)
     has_ended = bool(answer.token_ids) and answer.token_ids[-1] in end_ids

@@ -24,6 +24,7 @@ from art_server.training.attention import (
 )
 from art_server.training.batches import MicroBatch
 from art_server.training.head import score_targets
+from art_server.training.lora import fuse_lora
 from art_server.training.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -270,6 +271,7 @@ class Policy:
         torch.manual_seed(seed)  # nothing else in the trainer draws random numbers
         model = get_peft_model(self._base, config)
         assert isinstance(model, PeftModel)
+        fuse_lora(model)
         return model.eval()
 
     def _drop_adapter(self) -> None:

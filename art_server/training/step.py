@@ -1,6 +1,6 @@
 """One optimizer step of a member of the GRPO family, from a task to a checkpoint.
 
-The whole algorithm is `_update`. It leaves out where rows come from (the server resolves them) and when a step becomes
+The whole algorithm is `compute_gradient`. It leaves out where rows come from (the server resolves them) and when a step becomes
 visible (the server renames the folder).
 """
 
@@ -53,7 +53,7 @@ MIN_TOKENS_PER_MICRO_BATCH = 64
 
 @dataclass(slots=True)
 class _Step:
-    """A step under way: what `_update` adds to for the report."""
+    """A step under way: what `compute_gradient` adds to for the report."""
 
     rows: TrainRows
     uses: Uses
@@ -103,7 +103,7 @@ def train(
     while rows.rows:
         optimizer.zero_grad(set_to_none=True)
         try:
-            metrics |= _update(policy, task, rows, budget, report, notes)
+            metrics |= compute_gradient(policy, task, rows, budget, report, notes)
             break
         except torch.OutOfMemoryError:
             if budget // 2 < MIN_TOKENS_PER_MICRO_BATCH:
@@ -135,7 +135,7 @@ def train(
     return Done(metrics=metrics, unchanged=not rows.rows, notes=notes)
 
 
-def _update(
+def compute_gradient(
     policy: Policy,
     task: TrainTask,
     rows: TrainRows,

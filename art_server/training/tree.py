@@ -67,22 +67,12 @@ def sort_rows(rows: Sequence[list[int]], min_shared: int = MIN_SHARED_TOKENS) ->
     """
     order = sorted(range(len(rows)), key=lambda index: rows[index])
     arrays = [np.asarray(rows[index], dtype=np.int64) for index in order]
-    shared: list[int] = []
-    branches: list[int] = []
-    """Depths at which the path of the row before has nodes begin, ascending."""
-    for index, array in enumerate(arrays):
-        length = _common_length(arrays[index - 1], array) if index else 0
-        while branches and branches[-1] > length:
-            branches.pop()
-        goes_on = index > 0 and length == len(arrays[index - 1])
-        if not goes_on:
-            nearest = branches[-1] if branches else 0
-            if length - nearest < min_shared:
-                length = nearest
-            elif length > nearest:
-                branches.append(length)
-        shared.append(length)
-    return Order(order, shared)
+    shared = [_common_length(one, other) for one, other in pairwise(arrays)]
+    # A row that goes on where the one before it ends makes no branch.
+    is_free = [length == len(array) for length, array in zip(shared, arrays, strict=False)]
+    shared = _drop_short_branches(shared, is_free, min_shared)
+    shared = _drop_short_branches(shared[::-1], is_free[::-1], min_shared)[::-1]
+    return Order(order, [0, *shared] if order else [])
 
 
 def unshared(rows: Sequence[list[int]]) -> Order:
@@ -187,6 +177,26 @@ def _suborder(order: Order, places: list[int]) -> Order:
     """Two rows share what all rows between them share."""
     shared = [min(order.shared[before + 1 : place + 1]) for before, place in pairwise(places)]
     return Order([order.rows[place] for place in places], [0, *shared] if places else [])
+
+
+def _drop_short_branches(shared: list[int], is_free: list[bool], min_shared: int) -> list[int]:
+    """Lengths lowered to the nearest branch above on the path, where that is nearer than `min_shared`.
+
+    It sees the branches that earlier entries made; called once in each direction it sees all.
+    """
+    kept: list[int] = []
+    branches: list[int] = []
+    """Depths at which the path of the row before branches, ascending."""
+    for length, free in zip(shared, is_free, strict=True):
+        while branches and branches[-1] > length:
+            branches.pop()
+        nearest = branches[-1] if branches else 0
+        if not free and nearest < length < nearest + min_shared:
+            length = nearest
+        elif not free and length > nearest:
+            branches.append(length)
+        kept.append(length)
+    return kept
 
 
 def _common_length(one: np.ndarray, other: np.ndarray) -> int:

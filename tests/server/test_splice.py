@@ -18,11 +18,14 @@ from art_server.engine.records import Sample
 from art_server.ledger.ledger import Ledger, Record, Request
 from art_server.ledger.splice import PromptIndex, prefix_hashes
 
-CORPUS = ["the answer is maybe", "yes no maybe", '{"name": "add", "arguments": {"a": 1}}', "hello there"]
+CORPUS = [
+    "the answer is maybe",
+    "yes no maybe",
+    '{"name": "add", "arguments": {"a": 1}}',
+    "hello there",
+]
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 LLAMA = (
     "<|begin|>{% for m in messages %}<|header|>{{ m.role }}<|end_header|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
     "<|header|>assistant<|end_header|>\n\n"
@@ -44,7 +47,16 @@ class Family:
 
     @functools.cached_property
     def folder(self) -> Path:
-        specials = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>"]
+        specials = [
+            "<think>",
+            "</think>",
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|begin|>",
+            "<|header|>",
+            "<|end_header|>",
+            "<|eot|>",
+        ]
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -65,7 +77,7 @@ class Family:
 
     @property
     def end_id(self) -> int:
-        return self.tokenizer.token_to_id(self.end)
+        return token_id(self.tokenizer, self.end)
 
     def render(self, messages: list[dict[str, Any]]) -> list[int]:
         last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
@@ -83,6 +95,12 @@ FAMILIES = {
 }
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
+
+
 def spell(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
     """Tokens of a text as a policy may sample them: cut anywhere, also inside characters, and encoded piece by piece."""
     data = text.encode()
@@ -93,7 +111,7 @@ def spell(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
         try:
             ids += tokenizer.encode(piece.decode(), add_special_tokens=False).ids
         except UnicodeDecodeError:  # half a character: byte by byte
-            ids += [tokenizer.token_to_id(byte_letters()[byte]) for byte in piece]
+            ids += [token_id(tokenizer, byte_letters()[byte]) for byte in piece]
     return ids
 
 
@@ -125,7 +143,7 @@ class Conversation:
         rendered = self.family.render(self.messages)
         tokens = sampled if is_cut else [*sampled, self.family.end_id]
         said = self.family.tokenizer.decode(sampled, skip_special_tokens=False)
-        with self.ledger.open_request(request) as opened:
+        with self.ledger.open_request(request):
             self.ledger.take_prompt(request_id, 0, rendered)
             finish = "length" if is_cut else "stop"
             sample = Sample("x", 0, said, tokens, [-0.5] * len(tokens), finish, None, {"n": 1})
@@ -141,7 +159,9 @@ class Conversation:
         return record
 
 
-texts = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>{}|"), max_size=20)
+texts = st.text(
+    alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>{}|"), max_size=20
+)
 turns = st.tuples(texts, texts, st.lists(st.integers(0, 100), max_size=5), st.booleans())
 
 
@@ -173,6 +193,31 @@ def test_later_prompts_begin_with_the_exact_earlier_tokens(
 def ambiguous_answer() -> list[int]:
     """A spelling of "maybe" that no tokenizer would choose."""
     return spell(FAMILIES["chatml"].tokenizer, "maybe", [1, 2, 3, 4])
+
+
+def test_thinking_that_the_prompt_opens_is_known_to_be_dropped() -> None:
+    """As Qwen3 with thinking, or without it by an empty block: both stand in the prompt and in no later rendering."""
+    for opening in ("<think>\n", "<think>\n\n</think>\n\n"):
+        family = Family(CHATML + opening, "<|im_end|>")
+        talk = Conversation(family)
+        spelled = spell(
+            family.tokenizer, "hm\n</think>\n\nmaybe" if opening == "<think>\n" else "maybe", [3]
+        )
+        first = talk.ask("q", spelled)
+        talk.messages[-1] = {"role": "assistant", "content": "maybe"}
+        second = talk.ask("and now?", spelled)
+        assert (second.link, second.continues) == ("dropped", first.choice_id)
+        assert second.prompt_token_ids == family.render(talk.messages[:-1])
+
+
+def test_white_space_that_melts_into_the_answer_does_not_hide_it() -> None:
+    """The header's line break and an answer that begins with one are a single token when rendered again."""
+    family = Family(CHATML, "<|im_end|>")
+    talk = Conversation(family)
+    talk.ask("q", spell(family.tokenizer, "\n\nmaybe", [1, 2, 3]))
+    tokens = family.render([*talk.messages])
+    record = talk.ask("and now?", spell(family.tokenizer, "yes", []))
+    assert record.link == "spliced" and tokens[:4] == record.prompt_token_ids[:4]
 
 
 def test_without_splicing_the_difference_is_marked_and_nothing_is_replaced() -> None:
@@ -212,8 +257,8 @@ def test_other_keys_and_models_are_never_spliced_in() -> None:
     hashes = prefix_hashes(family.render([{"role": "user", "content": "q"}]))
     index.add("me", hashes[-1], 1)
     longer = prefix_hashes([*family.render([{"role": "user", "content": "q"}]), 9])
-    assert index.longest("me", longer) == (len(longer) - 2, (1,))
-    assert index.longest("you", longer) is None
+    assert list(index.beginnings("me", longer)) == [(len(longer) - 2, (1,))]
+    assert list(index.beginnings("you", longer)) == []
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.integers(0, 2**31 - 1)))

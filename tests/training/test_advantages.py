@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_server.training.advantages import STD_FLOOR, group_advantages
+from art.wire import TrainConfig
+from art_server.training.advantages import (
+    STD_FLOOR,
+    group_advantages,
+    overlong_penalty,
+    scale_over_batch,
+    turn_advantages,
+)
 
 
 def test_advantages_are_deviations_in_population_standard_deviations() -> None:
@@ -42,3 +49,41 @@ def test_advantages_sum_to_zero_and_ignore_an_offset(rewards: list[int], offset:
         return
     assert sum(advantages) == pytest.approx(0, abs=1e-9)
     assert advantages == pytest.approx(shifted, abs=1e-9)
+
+
+def test_leave_one_out_compares_with_the_others() -> None:
+    config = TrainConfig(baseline="leave_one_out", scaling="none")
+    # 1 - (1 + 4) / 2, 4 - 1
+    assert group_advantages([1.0, 1.0, 4.0], config) == pytest.approx([-1.5, -1.5, 3.0])
+    assert group_advantages([2.0], config) is None
+
+
+def test_without_baseline_equal_rewards_carry_signal_but_zeros_do_not() -> None:
+    config = TrainConfig(baseline="none", scaling="none")
+    assert group_advantages([2.0, 2.0], config) == [2.0, 2.0]
+    assert group_advantages([0.0, 0.0], config) is None
+
+
+def test_batch_scaling_is_over_groups_with_signal() -> None:
+    config = TrainConfig(scaling="batch_std")
+    first, second = group_advantages([0.0, 2.0], config), group_advantages([0.0, 6.0], config)
+    scaled = scale_over_batch([first, None, second], config)
+    # Deviations -1, 1, -3, 3: variance 5.
+    std = math.sqrt(5) + STD_FLOOR
+    assert scaled[1] is None
+    assert scaled[0] == pytest.approx([-1 / std, 1 / std])
+    assert scaled[2] == pytest.approx([-3 / std, 3 / std])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(80, 0.0), (85, -0.25), (100, -1.0), (150, -1.0)]
+)
+def test_soft_overlong_penalty_by_hand(num_tokens: int, penalty: float) -> None:
+    config = TrainConfig(overlong="soft_penalty", overlong_length=100, overlong_buffer=20)
+    assert overlong_penalty(num_tokens, config) == pytest.approx(penalty)
+
+
+def test_turn_rewards_are_compared_over_the_group() -> None:
+    config = TrainConfig(scaling="none")
+    assert turn_advantages([[1.0, 0.0], [2.0]], config) == [[0.0, -1.0], [1.0]]
+    assert turn_advantages([[], []], config) == [[], []]

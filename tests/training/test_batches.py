@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from art.wire import TrainConfig
 from art_server.training.batches import make_micro_batches, make_train_rows, make_uses
 from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
 
@@ -61,6 +62,74 @@ def test_row_with_more_tokens_than_logprobs_is_refused() -> None:
     row = Row(token_ids=[3, 4], logprobs=[None])
     with pytest.raises(ValueError, match="2 tokens and 1 log-probabilities"):
         make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
+
+
+def test_tokens_to_recompute_are_trained_without_a_sampled_log_probability() -> None:
+    row = Row(token_ids=[5, 6, 7, 8], logprobs=[None, None, -0.5, None], recompute=[3])
+    train_rows = make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
+    assert train_rows.rows[0].targets == [7, 8]
+    assert train_rows.rows[0].sampled_logprobs == [-0.5, None]
+    assert make_uses(train_rows.rows).is_unknown_U.tolist() == [False, True, False, True]
+
+
+def test_position_that_is_both_known_and_to_recompute_is_refused() -> None:
+    row = Row(token_ids=[5, 6], logprobs=[None, -0.5], recompute=[1])
+    with pytest.raises(ValueError, match=r"positions \[1\] are to be recomputed"):
+        make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
+
+
+def test_given_advantages_hold_at_their_positions_and_make_a_group_live() -> None:
+    row = Row(token_ids=[5, 6, 7], logprobs=[None, -0.5, -0.5], advantages={2: 3.0})
+    train_rows = make_train_rows(Batch(groups=[group((1.0, [row]), (1.0, [ROW]))]))
+    assert [each.advantages for each in train_rows.rows] == [[0.0, 3.0], [0.0, 0.0]]
+    assert train_rows.num_groups_trainable == 1
+
+
+def test_turn_rewards_reach_the_tokens_up_to_their_turn() -> None:
+    # Turns end at 2 and 4 of the first row and at 2 of the second: their rewards 4, 0 and 2 have mean 2.
+    first = Row(
+        token_ids=[5, 6, 7, 8, 9], logprobs=[None, -1, -1, -1, -1], rewards={2: 4.0, 4: 0.0}
+    )
+    second = Row(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 2.0})
+    config = TrainConfig(scaling="none")
+    other = (1.0, [Row(token_ids=[5, 6], logprobs=[None, -1])])
+    batch = Batch(groups=[group((1.0, [first, second]), other)])
+    rows = make_train_rows(batch, config).rows
+    # Normalised 2, -2, 0: all three are ahead of the first turn, two of the second, one of the last.
+    assert [row.advantages for row in rows] == [[0, 0, -2, -2], [0, 0], [0]]
+
+
+def test_truncated_trajectories_can_be_left_out_of_loss_and_denominators() -> None:
+    cut = TrainableTrajectory(reward=0.0, rows=[ROW], truncated=True)
+    whole = TrainableTrajectory(reward=1.0, rows=[ROW])
+    batch = Batch(groups=[TrainableGroup(trajectories=[cut, whole])])
+    masked = make_train_rows(batch, TrainConfig(overlong="mask"))
+    assert [row.trajectory for row in masked.rows] == [1]
+    assert (masked.num_tokens, masked.num_trajectories_masked) == (2, 1)
+    assert len(make_train_rows(batch, TrainConfig()).rows) == 2
+
+
+def test_weights_of_each_normalisation_by_hand() -> None:
+    # One trajectory with a token, one with two rows of two.
+    short = Row(token_ids=[5, 6], logprobs=[None, -1.0])
+    rows = make_train_rows(Batch(groups=[group((1.0, [short]), (0.0, [ROW, ROW]))])).rows
+    weights = {
+        normalisation: make_uses(rows, TrainConfig(normalisation=normalisation, constant_length=10))
+        for normalisation in ("tokens", "trajectory", "constant")
+    }
+    assert weights["tokens"].weights_U.tolist() == pytest.approx([1 / 5] * 5)
+    assert weights["trajectory"].weights_U.tolist() == pytest.approx([1 / 2, *[1 / 8] * 4])
+    assert weights["constant"].weights_U.tolist() == pytest.approx([1 / 20] * 5)
+    assert weights["tokens"].trajectories_U.tolist() == [0, 1, 1, 1, 1]
+
+
+def test_equal_tokens_of_several_trajectories_are_predicted_once() -> None:
+    rows = make_train_rows(Batch(groups=[group((1.0, [ROW]), (0.0, [ROW]))])).rows
+    (batch,) = make_micro_batches(rows, 100)
+    assert batch.num_tokens == 3
+    assert batch.num_row_tokens == 6
+    assert batch.num_predictions == 2
+    assert batch.predictions_U.tolist() == [0, 1, 0, 1]
 
 
 @settings(deadline=None)

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -5,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art.wire import TrainConfig
+from art.wire import PRESETS, TrainConfig
 from art_server.training.batches import Uses
-from art_server.training.loss import MAX_LOG_RATIO, TokenLoss, policy_loss
+from art_server.training.loss import MAX_LOG_RATIO, TokenLoss, policy_loss, shape_advantages
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -177,3 +178,148 @@ def test_shares_of_a_split_add_up(
     torch.testing.assert_close(
         whole.coefficients_U, torch.cat([part.coefficients_U for part in parts])
     )
+
+
+def by_hand(config: TrainConfig, *tokens: tuple[float, float, float], **given) -> TokenLoss:
+    """Tokens of (ratio, advantage, logprob)."""
+    ratios, advantages, logprobs = (tensor(*column) for column in zip(*tokens, strict=True))
+    return policy_loss(logprobs, uses(logprobs - ratios.log(), advantages, **given), None, config)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "coefficient"),
+    [
+        # ART's default, -clip(r, 0, 5) A log pi, at log pi = -2; the weight has no gradient.
+        (1.0, 1.0, 2.0, -1.0),
+        (3.0, 1.0, 6.0, -3.0),
+        (7.0, 1.0, 10.0, -5.0),
+        (7.0, -1.0, -10.0, 5.0),
+        (0.01, -1.0, -0.02, 0.01),
+    ],
+)
+def test_cispo_by_hand(ratio: float, advantage: float, value: float, coefficient: float) -> None:
+    loss = by_hand(TrainConfig(preset="cispo"), (ratio, advantage, -2.0))
+    assert float(loss.value) == pytest.approx(value)
+    assert loss.coefficients_U.tolist() == pytest.approx([coefficient])
+    assert loss.is_clipped_U.tolist() == [ratio > 5]
+
+
+def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
+    loss = by_hand(TrainConfig(clip="dual", dual_clip=3.0), (2.9, -1.0, -1.0), (3.1, -1.0, -1.0))
+    assert float(loss.value) == pytest.approx(2.9 + 3.0)
+    assert loss.coefficients_U.tolist() == pytest.approx([2.9, 0.0])
+    assert loss.is_clipped_U.tolist() == [False, True]
+
+
+def test_sequence_ratio_is_the_geometric_mean_and_its_slope_is_shared() -> None:
+    # Log-ratios ln 2 and 0: s = sqrt 2; the second trajectory is on its own.
+    config = TrainConfig(ratio="sequence", clip="none")
+    loss = by_hand(
+        config, (2.0, 1.0, -1.0), (1.0, 1.0, -1.0), (4.0, -1.0, -1.0), trajectories=[0, 0, 1]
+    )
+    root = math.sqrt(2)
+    assert loss.ratios_U.tolist() == pytest.approx([root, root, 4.0])
+    assert float(loss.value) == pytest.approx(-2 * root + 4)
+    # d(-2 s)/dlogp = -2 s / 2 for each of the two tokens.
+    assert loss.coefficients_U.tolist() == pytest.approx([-root, -root, 4.0])
+
+
+def test_geometric_ratio_is_the_root_of_token_and_sequence() -> None:
+    config = TrainConfig(ratio="geometric", clip="none")
+    loss = by_hand(config, (4.0, 1.0, -1.0), (1.0, 1.0, -1.0))
+    # s = 2: sqrt(4 * 2), sqrt(1 * 2).
+    first, second = math.sqrt(8), math.sqrt(2)
+    assert loss.ratios_U.tolist() == pytest.approx([first, second])
+    mean = (first + second) / 2
+    assert loss.coefficients_U.tolist() == pytest.approx(
+        [-(first + mean) / 2, -(second + mean) / 2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("correction", "corrections"),
+    [
+        ("off", [1.0, 1.0, 1.0]),
+        ("truncate", [0.5, 1.0, 1.0]),
+        ("mask", [0.0, 1.0, 0.0]),
+        ("sequence_mask", [1.0, 1.0, 0.0]),
+    ],
+)
+def test_corrections_by_hand(correction: str, corrections: list[float]) -> None:
+    config = TrainConfig(
+        clip="none",
+        correction=correction,  # pyright: ignore[reportArgumentType]
+        correction_high=2.0,
+        correction_low=0.5,
+    )
+    loss = by_hand(
+        config, (4.0, 1.0, -1.0), (1.0, 1.0, -1.0), (0.25, 1.0, -1.0), trajectories=[0, 0, 1]
+    )
+    assert loss.corrections_U.tolist() == pytest.approx(corrections)
+    ratios = [4.0, 1.0, 0.25]
+    expected = [-each * ratio for each, ratio in zip(corrections, ratios, strict=True)]
+    assert loss.coefficients_U.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [("k1", -math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, -math.log(2))],
+)
+def test_kl_estimators_by_hand(estimator: str, value: float, slope: float) -> None:
+    # ref - new = ln 2; k3 stands above.
+    config = TrainConfig(beta=0.5, kl_estimator=estimator)  # pyright: ignore[reportArgumentType]
+    logprobs = tensor(-2.0)
+    loss = policy_loss(logprobs, uses(logprobs, tensor(0.0)), logprobs + math.log(2), config)
+    assert float(loss.value) == pytest.approx(0.5 * value)
+    assert float(loss.coefficients_U[0]) == pytest.approx(0.5 * slope)
+
+
+def test_kl_in_the_advantage_is_centred_and_leaves_the_loss_alone() -> None:
+    shaped = shape_advantages(
+        tensor(1.0, -1.0, 2.0), tensor(0.2, 0.6, 0.0), 0.5, torch.tensor([False, False, True])
+    )
+    assert shaped.tolist() == pytest.approx([1.1, -1.1, 2.0])
+    logprobs = tensor(-2.0)
+    config = TrainConfig(beta=0.5, kl_in="advantage")
+    loss = policy_loss(logprobs, uses(logprobs, tensor(0.0)), logprobs + 1, config)
+    assert loss.coefficients_U.tolist() == [0.0]
+    assert loss.kl_U is not None
+
+
+def test_unknown_log_probability_stands_at_the_policys_own() -> None:
+    unknown = dataclasses.replace(
+        uses(tensor(0.0, -1.0), tensor(1.0, 1.0)), is_unknown_U=torch.tensor([True, False])
+    )
+    loss = policy_loss(tensor(-5.0, -1.0), unknown, None, TrainConfig())
+    assert loss.ratios_U.tolist() == [1.0, 1.0]
+    assert loss.coefficients_U.tolist() == [-1.0, -1.0]
+
+
+def test_presets_are_the_published_values() -> None:
+    values = {
+        name: TrainConfig(preset=name)  # pyright: ignore[reportArgumentType]
+        for name in PRESETS
+    }
+    assert TrainConfig() == values["grpo"]
+    grpo = values["grpo"]
+    assert (grpo.epsilon, grpo.epsilon_high, grpo.beta, grpo.normalisation) == (
+        0.2,
+        None,
+        0,
+        "tokens",
+    )
+    assert (values["dr_grpo"].scaling, values["dr_grpo"].normalisation) == ("none", "constant")
+    assert (values["dapo"].epsilon, values["dapo"].epsilon_high) == (0.2, 0.28)
+    gspo = values["gspo"]
+    assert (gspo.ratio, gspo.epsilon, gspo.epsilon_high) == ("sequence", 3e-4, 4e-4)
+    assert gspo.normalisation == "trajectory"
+    assert (values["cispo"].epsilon, values["cispo"].epsilon_high) == (1.0, 4.0)
+    assert (values["rloo"].baseline, values["rloo"].clip) == ("leave_one_out", "none")
+    assert values["reinforce_pp"].scaling == "batch_std"
+    assert values["ppo"].clip == "dual"
+
+
+def test_given_fields_override_a_preset_and_survive_the_wire() -> None:
+    config = TrainConfig(preset="gspo", epsilon=0.1)
+    assert (config.ratio, config.epsilon, config.epsilon_high) == ("sequence", 0.1, 4e-4)
+    assert TrainConfig.model_validate_json(config.model_dump_json()) == config

@@ -8,12 +8,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.training.advantages import group_advantages
+from art_server.training.batches import MicroBatch, make_train_rows
 from art_server.training.policy import ADAPTER_FILE, Policy
-from art_server.training.step import init, train
+from art_server.training.step import compute_gradient, init, train
 from art_server.training.task import (
     Batch,
     Done,
@@ -134,7 +135,7 @@ def test_gradient_is_that_of_the_plain_loss_for_any_token_budget(
     assert done.metrics["loss/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def near_policy(policy: Policy, adapter_dir: Path, batch: Batch) -> Batch:
+def near_policy(policy: Policy, adapter_dir: Path, batch: Batch, noise: float = 0.5) -> Batch:
     """The batch with sampled log-probabilities near the policy's own, on either side of each clip."""
     policy.load_adapter(LoRAConfig(), adapter_dir)
     rng = random.Random(0)
@@ -146,7 +147,7 @@ def near_policy(policy: Policy, adapter_dir: Path, batch: Batch) -> Batch:
         return Row(
             token_ids=row.token_ids,
             logprobs=[
-                None if value is None else logprobs[index] + rng.uniform(-0.5, 0.5)
+                None if value is None else logprobs[index] + rng.uniform(-noise, noise)
                 for index, value in enumerate(row.logprobs)
             ],
         )
@@ -422,3 +423,214 @@ def test_rewarded_token_becomes_likelier(policy: Policy, tmp_path: Path) -> None
     last = float(next_logprobs()[rewarded].exp())
     assert first < 0.2
     assert last > 0.6
+
+
+def test_unknown_log_probabilities_change_nothing_where_the_policy_is_the_sampler(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    known = near_policy(policy, adapter_dir, make_batch(21), noise=0.0)
+    unknown = Batch(
+        groups=[
+            TrainableGroup(
+                trajectories=[
+                    TrainableTrajectory(
+                        reward=each.reward, rows=[to_recompute(row) for row in each.rows]
+                    )
+                    for each in group.trajectories
+                ]
+            )
+            for group in known.groups
+        ]
+    )
+    config = TrainConfig(beta=0.1)
+    first = step(policy, adapter_dir, tmp_path / "known", known, config)
+    expected = gradients(policy)
+    second = step(policy, adapter_dir, tmp_path / "unknown", unknown, config)
+    assert second.metrics["loss/train"] == pytest.approx(first.metrics["loss/train"], abs=1e-5)
+    for name, gradient in gradients(policy).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+    assert "loss/logprob_gap_mean" not in second.metrics
+    assert second.metrics["loss/importance_ratio_mean"] == 1.0
+
+
+def to_recompute(row: Row) -> Row:
+    places = [index for index, value in enumerate(row.logprobs) if value is not None and index > 0]
+    return Row(token_ids=row.token_ids, logprobs=[None] * len(row.token_ids), recompute=places)
+
+
+class TightPolicy(Policy):
+    """Runs out of memory above so many tokens at a time."""
+
+    limit = 0
+    num_failures = 0
+
+    def logprobs(self, batch: MicroBatch, *, with_entropy_gradient: bool = False):
+        if batch.num_tokens > self.limit:
+            self.num_failures += 1
+            raise torch.OutOfMemoryError("out of memory")
+        return super().logprobs(batch, with_entropy_gradient=with_entropy_gradient)
+
+
+def test_step_out_of_memory_is_tried_again_with_half_the_tokens_and_is_the_same_step(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    batch, config = make_batch(22, num_openings=2), TrainConfig(learning_rate=1e-2)
+    step(policy, adapter_dir, tmp_path / "wide", batch, config)
+    expected = load_file(tmp_path / "wide" / ADAPTER_FILE)
+    tight = TightPolicy(str(base_dir), torch.float32)
+    tight.limit = 100
+    done = step(tight, adapter_dir, tmp_path / "tight", batch, config, budget=400)
+    assert done.metrics["data/step_num_out_of_memory_retries"] == 2 == tight.num_failures
+    assert done.notes == [
+        "out of memory: tried again with 200 tokens at a time",
+        "out of memory: tried again with 100 tokens at a time",
+    ]
+    for name, tensor in load_file(tmp_path / "tight" / ADAPTER_FILE).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+
+    tight.limit = 10
+    with pytest.raises(torch.OutOfMemoryError):
+        step(tight, adapter_dir, tmp_path / "hopeless", batch, config, budget=400)
+    assert not (tmp_path / "hopeless").exists()
+
+
+def test_checkpointing_changes_no_gradient(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    batch, config = make_batch(23, num_openings=2), TrainConfig()
+    step(policy, adapter_dir, tmp_path / "kept", batch, config)
+    expected = gradients(policy)
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    rows = make_train_rows(batch, config)
+    task = train_task(adapter_dir, tmp_path, batch, config)
+    for parameter in policy.parameters.values():
+        parameter.grad = None
+    policy.use_checkpointing(True)
+    compute_gradient(policy, task, rows, BUDGET, lambda _: None, [])
+    policy.use_checkpointing(False)
+    for name, gradient in gradients(policy).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def train_task(
+    in_dir: Path, out_dir: Path, batch: Batch, config: TrainConfig, **given
+) -> TrainTask:
+    return TrainTask(
+        lora=LoRAConfig(),
+        in_dir=str(in_dir),
+        out_dir=str(out_dir),
+        config=config,
+        batch=batch,
+        **given,
+    )
+
+
+def test_reference_may_be_a_step(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    batch, config = make_batch(24), TrainConfig(beta=0.5, learning_rate=1e-2)
+    first = train(
+        policy,
+        train_task(adapter_dir, tmp_path / "1", batch, config, reference_dir=str(adapter_dir)),
+        BUDGET,
+        lambda _: None,
+    )
+    assert first.metrics["loss/kl_policy_ref"] == pytest.approx(0.0, abs=1e-6)
+    second = train(
+        policy,
+        train_task(tmp_path / "1", tmp_path / "2", batch, config, reference_dir=str(adapter_dir)),
+        BUDGET,
+        lambda _: None,
+    )
+    assert second.metrics["loss/kl_policy_ref"] > 1e-4
+
+
+def test_kl_in_the_reward_lowers_it_by_the_samplers_kl(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """Two trajectories of one token each, where the arithmetic fits a line."""
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    rows = [Row(token_ids=[3, 4, each], logprobs=[None, None, -1.0]) for each in (7, 8)]
+    batch = Batch(
+        groups=[
+            TrainableGroup(
+                trajectories=[
+                    TrainableTrajectory(reward=reward, rows=[row])
+                    for reward, row in zip((1.0, 0.0), rows, strict=True)
+                ]
+            )
+        ]
+    )
+    base = []
+    with policy.model.disable_adapter():
+        base = [float(policy.row_logprobs(row.token_ids)[-1]) for row in rows]
+    # k1 at the sampler: -1 - base. A = (r - mean) with the lowered rewards, clip none.
+    rewards = [1.0 - 0.5 * (-1 - base[0]), 0.0 - 0.5 * (-1 - base[1])]
+    own = [float(policy.row_logprobs(row.token_ids)[-1]) for row in rows]
+    mean = sum(rewards) / 2
+    expected = -sum(
+        math.exp(logprob + 1) * (reward - mean)
+        for logprob, reward in zip(own, rewards, strict=True)
+    )
+    config = TrainConfig(beta=0.5, kl_in="reward", kl_estimator="k1", clip="none", scaling="none")
+    done = step(policy, adapter_dir, tmp_path / "out", batch, config)
+    assert done.metrics["loss/train"] == pytest.approx(expected / 2, rel=1e-4)
+
+
+def test_picture_of_the_packed_trees_is_written_on_demand(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    config = TrainConfig(plot_tensors=True)
+    step(policy, adapter_dir, tmp_path / "out", make_batch(25, num_openings=2), config, budget=60)
+    assert (tmp_path / "out" / "tensors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_model_that_trees_do_not_fit_is_trained_by_rows_and_says_so(
+    tmp_path: Path, make_batch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gemma 2 soft-caps its attention scores."""
+    config = Gemma2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=128,
+        sliding_window=4,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    policy = Policy(str(tmp_path / "base"), torch.float32)
+    folder = start(policy, tmp_path / "0")
+    done = step(policy, folder, tmp_path / "1", make_batch(26), TrainConfig())
+    assert "prefixes are not shared" in done.notes[0] and "softcap" in done.notes[0]
+    assert done.metrics["data/step_is_shared"] == 0.0
+    assert "rows are trained one by one" in caplog.text
+    again = step(policy, tmp_path / "1", tmp_path / "2", make_batch(27), TrainConfig())
+    assert again.notes == []
+
+
+class DistortedPolicy(Policy):
+    """Its trees are not its rows."""
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        hidden_ND = super()._hidden(batch)
+        return hidden_ND * 1.5 if batch.is_shared else hidden_ND
+
+
+def test_trees_that_differ_from_rows_are_noticed_before_they_train(
+    base_dir: Path, policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    distorted = DistortedPolicy(str(base_dir), torch.float32)
+    batch, config = make_batch(28, num_openings=2), TrainConfig()
+    done = step(distorted, adapter_dir, tmp_path / "distorted", batch, config)
+    assert "log-probabilities differ by" in done.notes[0]
+    assert done.metrics["data/step_tree_gap"] > 1e-3
+    expected = step(policy, adapter_dir, tmp_path / "trees", batch, config)
+    assert done.metrics["loss/grad_norm"] == pytest.approx(
+        expected.metrics["loss/grad_norm"], rel=1e-4
+    )
+    assert expected.metrics["data/step_tree_gap"] < 1e-4
+    assert expected.metrics["data/step_shared_token_saving"] > 0

@@ -1,0 +1,84 @@
+"""Which parsers of vLLM read a model's tool calls and thinking: from its architecture and its chat template.
+
+`--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from art_server.base_models import model_type
+
+BY_ARCHITECTURE: dict[str, tuple[str, str | None]] = {
+    "deepseek_v3": ("deepseek_v3", "deepseek_r1"),
+    "gemma4": ("gemma4", "gemma4"),
+    "glm4_moe": ("glm45", "glm45"),
+    "gpt_oss": ("openai", "openai_gptoss"),
+    "kimi_k2": ("kimi_k2", "kimi_k2"),
+    "llama4": ("llama4_pythonic", None),
+    "minimax_m2": ("minimax_m2", "minimax_m2"),
+    "seed_oss": ("seed_oss", "seed_oss"),
+}
+"""Tool and reasoning parser of families that cannot be told by their template."""
+
+BY_MARKUP = (
+    ("<function=", "qwen3_xml"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ("[TOOL_CALLS]", "mistral"),
+)
+"""Tool parsers by what stands in the template; the first that is found."""
+
+DEFAULT_TOOL_PARSER = "hermes"
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """What vLLM is started with."""
+
+    tool: str
+    reasoning: str | None
+    template_kwargs: dict[str, bool]
+    """Defaults of the template that vLLM's parsers would guess otherwise."""
+
+
+def choose_parsers(folder: Path) -> Parsers:
+    """The parsers for the model in `folder`."""
+    known = BY_ARCHITECTURE.get(model_type(folder))
+    if known is not None:
+        return Parsers(known[0], known[1], {})
+    template = read_template(folder)
+    tool = next((name for mark, name in BY_MARKUP if mark in template), DEFAULT_TOOL_PARSER)
+    if "<think>" not in template:
+        return Parsers(tool, None, {})
+    is_off = "enable_thinking" in template and not thinks_by_default(template)
+    return Parsers(tool, "qwen3", {"enable_thinking": False} if is_off else {})
+
+
+def read_template(folder: Path) -> str:
+    """The model's chat template, empty when it has none."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text()
+    config = folder / "tokenizer_config.json"
+    template = json.loads(config.read_text()).get("chat_template") if config.exists() else None
+    return template if isinstance(template, str) else ""
+
+
+def thinks_by_default(template: str) -> bool:
+    """Whether a template that knows `enable_thinking` renders as with true when it is not given."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    messages = [{"role": "user", "content": "hello"}]
+
+    def render(**options: bool) -> str:
+        return environment.from_string(template).render(
+            messages=messages, add_generation_prompt=True, **options
+        )
+
+    try:
+        return render() != render(enable_thinking=False)
+    except jinja2.TemplateError:  # it needs more than we give it: as vLLM assumes
+        return True

@@ -1,0 +1,82 @@
+"""PEFT's LoRA layers computed in fewer passes.
+
+A patch of peft 0.21 (peft/tuners/lora/layer.py, `Linear.forward`), for speed alone: there base(x) + B(A(x)) * scale is
+three products and two more passes over the output, and again in backward; here the small product is added inside the
+matrix product. It applies to float32 layers with one adapter, without dropout or other variants, and elsewhere PEFT's
+own forward stays. It can go when PEFT has a fused forward (https://github.com/huggingface/peft/issues/2204).
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear
+
+ADAPTER = "default"
+
+
+def fuse_lora(model: torch.nn.Module) -> int:
+    """Give the layers that qualify the fused forward; how many did. Safe to repeat."""
+    layers = [each for each in model.modules() if isinstance(each, Linear) and _qualifies(each)]
+    for layer in layers:
+        layer.forward = MethodType(_forward, layer)
+    return len(layers)
+
+
+def _qualifies(layer: Linear) -> bool:
+    weights = [layer.get_base_layer().weight, layer.lora_A[ADAPTER].weight]
+    return (
+        type(layer.get_base_layer()) is torch.nn.Linear
+        and layer.active_adapters == [ADAPTER]
+        and isinstance(layer.lora_dropout[ADAPTER], torch.nn.Identity)
+        and not layer.lora_variant
+        and layer.lora_B[ADAPTER].bias is None
+        and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in weights)
+    )
+
+
+def _forward(layer: Linear, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    # Any: arguments of adapter variants, which `_qualifies` has excluded.
+    base = layer.get_base_layer()
+    if layer.disable_adapters:
+        return base(x)
+    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    return _LoRALinear.apply(x, base.weight, base.bias, down, up, layer.scaling[ADAPTER])  # pyright: ignore[reportReturnType]  # apply is untyped
+
+
+class _LoRALinear(torch.autograd.Function):
+    """y = x W' + bias + scale * (x A') B', for a frozen W.
+
+    Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        y_TE = x_TD @ weight.T if bias is None else torch.addmm(bias, x_TD, weight.T)
+        small_TR = x_TD @ down.T
+        y_TE.addmm_(small_TR, up.T, alpha=scale)
+        ctx.save_for_backward(x_TD, small_TR, weight, down, up)
+        ctx.scale, ctx.shape = scale, x.shape
+        return y_TE.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TD, small_TR, weight, down, up = ctx.saved_tensors
+        grad_TE = gradients[0].reshape(-1, weight.shape[0])
+        grad_small_TR = (grad_TE @ up).mul_(ctx.scale)
+        grad_down = grad_small_TR.T @ x_TD
+        # This way round, because a product with 8 columns runs at a sixth of the speed of one with 8 rows.
+        grad_up = (small_TR.T @ grad_TE).mul_(ctx.scale).T
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_TE @ weight).addmm_(grad_small_TR, down).view(ctx.shape)
+        return grad_x, None, None, grad_down, grad_up, None

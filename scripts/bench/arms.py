@@ -1,0 +1,246 @@
+"""One competitor of scripts/bench/trainer, in a process of its own: a line in, a step, its figures as a JSON line out.
+
+arms.py ours|rows|trl_best|trl_shipped FOLDER
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+LEARNING_RATE = 1e-4
+NUM_EQUAL_STEPS = 3
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+
+def main() -> None:
+    name, root = sys.argv[1], Path(sys.argv[2])
+    cell = json.loads((root / "cell.json").read_text())
+    torch.set_num_threads(cell["settings"]["threads"])
+    if name.startswith("trl"):
+        run_trl(name, root, cell["settings"], cell["groups"])
+    else:
+        run_ours(name, root, cell["settings"], cell["groups"])
+
+
+start_mb = 0
+
+
+def await_command() -> None:
+    """Until it is this arm's turn; the end of the stream ends it."""
+    global start_mb
+    if not start_mb:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        start_mb = pages * resource.getpagesize() // 2**20
+    if not sys.stdin.readline():
+        sys.exit()
+
+
+def answer(name: str, root: Path, index: int, figures: dict, weights: dict) -> None:
+    if index == NUM_EQUAL_STEPS - 1:
+        save_file(
+            {key: value.detach().cpu().contiguous() for key, value in weights.items()},
+            root / f"{name}.safetensors",
+        )
+    figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    figures["start_mb"] = start_mb
+    answers.write(json.dumps(figures) + "\n")
+    answers.flush()
+
+
+def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> None:
+    """Our trainer; "rows" without sharing."""
+    from art.wire import LoRAConfig, TrainConfig
+    from art_server.training.batches import make_train_rows
+    from art_server.training.optimizer import make_optimizer
+    from art_server.training.policy import Policy
+    from art_server.training.step import compute_gradient
+    from art_server.training.task import (
+        Batch,
+        Row,
+        TrainableGroup,
+        TrainableTrajectory,
+        TrainTask,
+    )
+    from art_server.training.worker import MAX_TOKENS_PER_MICRO_BATCH
+
+    lora = LoRAConfig()
+    policy = Policy(str(root / "base"), torch.float32)
+    policy.load_adapter(lora, root / "adapter")
+    if name == "rows":
+        policy.use_trees(False)
+    budget = settings["budget"] or MAX_TOKENS_PER_MICRO_BATCH[policy.device.type]
+    optimizer = make_optimizer(policy.parameters, LEARNING_RATE)
+    task = TrainTask(
+        lora=lora,
+        in_dir="",
+        out_dir="",
+        config=TrainConfig(scaling="none", max_grad_norm=1e9),
+        batch=Batch(
+            groups=[
+                TrainableGroup(
+                    trajectories=[
+                        TrainableTrajectory(
+                            reward=row["reward"],
+                            rows=[
+                                Row(
+                                    token_ids=row["tokens"],
+                                    logprobs=[None] * len(row["tokens"]),
+                                    recompute=list(range(row["num_context"], len(row["tokens"]))),
+                                )
+                            ],
+                        )
+                        for row in rows
+                    ]
+                )
+                for rows in groups
+            ]
+        ),
+    )
+
+    def take_step() -> dict[str, float]:
+        optimizer.zero_grad(set_to_none=True)
+        rows = make_train_rows(task.batch, task.config)
+        metrics = compute_gradient(policy, task, rows, budget, lambda _: None, [])
+        optimizer.step()
+        return metrics
+
+    for index in range(settings["steps"]):
+        await_command()
+        cpu, wall = time.process_time(), time.perf_counter()
+        metrics = take_step()
+        figures = {
+            "cpu_seconds": time.process_time() - cpu,
+            "wall_seconds": time.perf_counter() - wall,
+            "grad_norm": metrics["loss/grad_norm"],
+            "computed_tokens": metrics["data/step_computed_tokens"],
+        }
+        weights = {key.replace(".default", ""): each for key, each in policy.parameters.items()}
+        if index == settings["steps"] - 1:
+            figures["gemm_share"] = measure_gemm_share(take_step)
+        answer(name, root, index, figures, weights)
+
+
+def measure_gemm_share(take_step: Any) -> float:
+    """The share of a step's CPU time inside matrix products and attention: what is left is overhead."""
+    products = ("aten::mm", "aten::addmm", "aten::bmm", "flash_attention_for_cpu")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        take_step()
+    events = profile.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    inside = sum(
+        event.self_cpu_time_total for event in events if any(name in event.key for name in products)
+    )
+    return round(inside / total, 3)
+
+
+def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> None:
+    """TRL 1.16's GRPOTrainer. "trl_best": only completion positions go through its output head, which it otherwise does
+    with Triton alone."""
+    import trl.trainer.utils
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    if name == "trl_best":
+        trl.trainer.utils._use_triton = lambda device: True
+    size = len(groups[0])
+    num_rows = sum(len(rows) for rows in groups)
+    batch = settings["trl_batch"] or size
+    all_rows = [row for rows in groups for row in rows]
+    completions = [row["tokens"][row["num_context"] :] for row in all_rows]
+    rewards = {tuple(ids): row["reward"] for ids, row in zip(completions, all_rows, strict=True)}
+
+    def rollout(prompts: list[str], trainer: Any) -> dict:
+        return {
+            "prompt_ids": [row["tokens"][: row["num_context"]] for row in all_rows],
+            "completion_ids": completions,
+            "logprobs": [[0.0] * len(ids) for ids in completions],
+        }
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [rewards[tuple(ids)] for ids in completion_ids]
+
+    class Timed(GRPOTrainer):
+        """Measures what is not the step."""
+
+        outside = 0.0
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            started = time.process_time()
+            prepared = super()._prepare_inputs(inputs)
+            Timed.outside += time.process_time() - started
+            return prepared
+
+    class Turn(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            await_command()
+            Timed.outside = 0.0
+            self.cpu, self.wall = time.process_time(), time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.figures = {
+                "cpu_seconds": time.process_time() - self.cpu - Timed.outside,
+                "wall_seconds": time.perf_counter() - self.wall,
+            }
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **__: Any) -> None:
+            if "grad_norm" in logs:
+                self.figures["grad_norm"] = float(logs["grad_norm"])
+                weights = {
+                    key.replace(".default", ""): each
+                    for key, each in model.named_parameters()
+                    if each.requires_grad
+                }
+                answer(name, root, state.global_step - 1, self.figures, weights)
+
+    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(root / "adapter"), is_trainable=True)
+    accumulation = num_rows // batch
+    trainer = Timed(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(root / name),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            num_generations=size,
+            num_iterations=1,
+            max_steps=settings["steps"],
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            beta=0.0,
+            loss_type="dapo",
+            scale_rewards="none",
+            max_grad_norm=1e9,
+            max_completion_length=max(map(len, completions)),
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            shuffle_dataset=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": f"t{10 + i}"} for i in range(len(groups))]),
+        processing_class=AutoTokenizer.from_pretrained(root / "base"),
+        rollout_func=rollout,
+        callbacks=[Turn()],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

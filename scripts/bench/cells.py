@@ -1,0 +1,99 @@
+"""What is benchmarked: a random Qwen3-shaped model, and groups of rows that share prompts and turns."""
+
+import random
+from pathlib import Path
+
+GRID = [
+    {"name": "P=512 R=64", "prompt": 512, "completion": 64},
+    {"name": "P=1024 R=64", "prompt": 1024, "completion": 64},
+    {"name": "P=64 R=256", "prompt": 64, "completion": 256},
+    {"name": "4 turns, 24 of 48 stripped", "num_groups": 1, "prompt": 256, "completion": 48}
+    | {"turns": 4, "strip": 24},
+    {"name": "G=16 P=2048 R=64", "group": 16, "num_groups": 1, "prompt": 2048, "completion": 64},
+    {"name": "G=1", "group": 1, "num_groups": 8, "prompt": 512, "completion": 64},
+    {"name": "skewed lengths", "group": 1, "num_groups": 16, "prompt": 64, "completion": 256}
+    | {"skew": True},
+]
+"""Cells of the published table; what is not said is the command line's default."""
+
+
+def make_model(root: Path, settings: dict) -> None:
+    """ROOT/base, and ROOT/adapter whose B is not zero, so that every matrix has a gradient."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from art.wire import LoRAConfig
+    from art_server.training.policy import Policy
+
+    hidden = settings["hidden"]
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=settings["vocab"],
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=settings["layers"],
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,
+        tie_word_embeddings=True,
+        pad_token_id=1,
+        eos_token_id=2,
+        bos_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(root / "base")
+    policy = Policy(str(root / "base"), torch.float32)
+    policy.init_adapter(LoRAConfig(), seed=1)
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    (root / "adapter").mkdir()
+    policy.save_adapter(root / "adapter")
+    _make_tokenizer(root / "base", settings["vocab"])
+
+
+def make_groups(rng: random.Random, settings: dict) -> list[list[dict]]:
+    """Groups of rows {tokens, num_context, reward}: everything after the context is trained.
+
+    With several turns a trajectory's later rows hold its earlier turns without their first `strip` tokens, so each turn
+    is a row: what every framework that merges by prefix would train.
+    """
+
+    def draw(count: int) -> list[int]:
+        return [rng.randrange(10, settings["vocab"]) for _ in range(count)]
+
+    groups = []
+    for _ in range(settings["num_groups"]):
+        prompt = draw(settings["prompt"])
+        rows = []
+        for _ in range(settings["group"]):
+            reward, context = rng.random(), list(prompt)
+            for _ in range(settings["turns"]):
+                length = settings["completion"]
+                if settings["skew"]:
+                    # Most are short, a few run to the end.
+                    length = max(8, round(length * rng.random() ** 3))
+                said = draw(length)
+                rows.append(
+                    {"tokens": context + said, "num_context": len(context), "reward": reward}
+                )
+                context = context + said[settings["strip"] :] + draw(settings["tool"])
+        groups.append(rows)
+    if settings["group"] * settings["turns"] == 1:
+        # Alone, a row carries no signal: all make one group, whose prompts differ.
+        groups = [[row for rows in groups for row in rows]]
+    return groups
+
+
+def _make_tokenizer(folder: Path, vocab: int) -> None:
+    """TRL wants one; nothing is tokenised."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="t0", pad_token="t1", eos_token="t2"
+    ).save_pretrained(folder)

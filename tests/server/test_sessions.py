@@ -1,0 +1,101 @@
+"""From records to conversations, on a ledger without an engine."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from art.wire import SessionReply
+from art_server.engine.records import Sample
+from art_server.ledger import conversation
+from art_server.ledger.ledger import Ledger, Request
+from art_server.ledger.sessions import session_trajectory
+
+USER = {"role": "user", "content": "q"}
+
+
+class Agent:
+    """Asks, and is told what the test says."""
+
+    def __init__(self, path: Path, owner: str = "me"):
+        self.ledger = Ledger(path / "l.sqlite")
+        self.owner = owner
+        self._numbers = itertools.count(1 if owner == "me" else 1000)
+
+    def ask(self, messages: list[dict[str, Any]], said: str, delivered: bool = True) -> None:
+        request_id = f"{next(self._numbers):032x}"
+        before = conversation.prefix_digests(messages)[-1]
+        request = Request(request_id, "chat", "p", "a", 0, self.owner, "s", before)
+        with self.ledger.open_request(request):
+            self.ledger.take_prompt(request_id, 0, [1, 2])
+            self.ledger.take_sample(
+                request_id, 0, 0, Sample("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
+            )
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": said},
+            "art": {"id": f"{request_id}-0"},
+        }
+        turn = {"messages": messages, "tools": None, "choices": {"0": choice}}
+        self.ledger.keep_turn(request_id, turn)
+        if delivered:
+            self.ledger.mark_delivered(request_id)
+
+    def reply(self) -> SessionReply:
+        return session_trajectory(self.ledger.find_session(self.owner, "p", "a", "s"))
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def shape(reply: SessionReply) -> list[str]:
+    """Each conversation as its roles, choices written in capitals."""
+    return [
+        "".join("C" if "finish_reason" in e else e["role"][0] for e in h.messages_and_choices)
+        for h in reply.histories
+    ]
+
+
+def test_a_conversation_that_goes_on_is_one_history(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "one")
+    agent.ask([USER, said("one"), USER], "two")
+    agent.ask([USER, said("one"), USER, said(" two\n"), USER], "three")
+    reply = agent.reply()
+    assert shape(reply) == ["uCuCuC"] and reply.num_choices == 3 and reply.unused == {}
+
+
+def test_sub_agents_and_branches_are_histories_of_their_own(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "plan")
+    agent.ask([{"role": "system", "content": "sub"}, USER], "sub answer")
+    agent.ask([USER, said("plan"), {"role": "user", "content": "left"}], "l")
+    agent.ask([USER, said("plan"), {"role": "user", "content": "right"}], "r")
+    reply = agent.reply()
+    assert shape(reply) == ["suC", "uCuC", "uCuC"] and reply.num_choices == 4
+
+
+def test_few_shot_examples_are_not_taken_for_choices(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER, said("an example"), USER], "answer")
+    assert shape(agent.reply()) == ["uauC"]
+
+
+def test_a_retry_after_a_lost_answer_leaves_one(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "lost", delivered=False)
+    agent.ask([USER], "found")
+    agent.ask([USER, said("found"), USER], "end")
+    reply = agent.reply()
+    assert shape(reply) == ["uCuC"] and sum(reply.unused.values()) == 1
+
+
+def test_keys_do_not_see_each_other_s_sessions(tmp_path: Path) -> None:
+    """The same text, the same session name, another key."""
+    mine, theirs = Agent(tmp_path), Agent(tmp_path, owner="you")
+    mine.ask([USER], "same")
+    theirs.ask([USER], "same")
+    theirs.ask([USER, said("same"), USER], "more")
+    assert mine.reply().num_choices == 1
+    assert theirs.reply().num_choices == 2

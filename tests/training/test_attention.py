@@ -1,0 +1,143 @@
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from art_server.training.attention import (
+    ForestAttention,
+    Way,
+    make_block_mask,
+    make_dense_mask,
+    make_segments,
+    mask_function,
+    tree_attention,
+)
+from art_server.training.tree import Forest, lay_out, sort_rows
+
+CPU = torch.device("cpu")
+
+
+def random_forest(seed: int, max_length: int = 30) -> Forest:
+    rng = random.Random(seed)
+    rows: list[list[int]] = []
+    for _ in range(rng.randint(1, 10)):
+        opening = rng.choice(rows)[: rng.randint(0, max_length)] if rows else []
+        rows.append(opening + [rng.randrange(3) for _ in range(rng.randint(1, max_length // 2))])
+    return lay_out(rows, sort_rows(rows, min_shared=rng.choice([1, 4])))
+
+
+def brute_force_mask(forest: Forest, window: int | None) -> torch.Tensor:
+    """From the rows: a token sees those before it on its own path, nearer than the window."""
+    mask = torch.zeros(forest.num_tokens, forest.num_tokens, dtype=torch.bool)
+    for path in forest.paths:
+        for depth, query in enumerate(path.tolist()):
+            first = 0 if window is None else max(0, depth - window + 1)
+            mask[query, path[first : depth + 1].tolist()] = True
+    return mask
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10_000), window=st.sampled_from([None, 1, 2, 5, 11]))
+def test_mask_is_that_of_the_rows(seed: int, window: int | None) -> None:
+    forest = random_forest(seed)
+    attention = ForestAttention.of(forest, "dense", CPU)
+    assert torch.equal(make_dense_mask(attention, window), brute_force_mask(forest, window))
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10_000), window=st.sampled_from([None, 1, 2, 5, 11]))
+def test_segments_cover_every_visible_pair_once(seed: int, window: int | None) -> None:
+    forest = random_forest(seed)
+    covered = torch.zeros(forest.num_tokens, forest.num_tokens, dtype=torch.int64)
+    for each in make_segments(ForestAttention.of(forest, "segments", CPU), window):
+        height, width = each.query_stop - each.query, each.key_stop - each.key
+        sees = torch.ones(height, width, dtype=torch.bool)
+        if each.is_causal:
+            sees = sees.tril()
+        if each.mask is not None:
+            sees &= each.mask == 0
+        covered[each.query : each.query_stop, each.key : each.key_stop] += sees
+    assert torch.equal(covered, brute_force_mask(forest, window).long())
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10_000),
+    window=st.sampled_from([None, 1, 3, 8]),
+    num_key_heads=st.sampled_from([1, 2, 4]),
+)
+def test_segments_equal_dense_attention_forward_and_backward(
+    seed: int, window: int | None, num_key_heads: int
+) -> None:
+    forest = random_forest(seed)
+    length = forest.num_tokens
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(1, heads, length, 8, generator=generator, requires_grad=True)
+        for heads in (4, num_key_heads, num_key_heads)
+    )
+    slopes = torch.randn(1, length, 4, 8, generator=generator)
+    results = []
+    for way in ("segments", "dense"):
+        attention = ForestAttention.of(forest, way, CPU)
+        out, _ = tree_attention(
+            torch.nn.Module(),
+            query,
+            key,
+            value,
+            None,
+            scaling=0.3,
+            sliding_window=window,
+            forest=attention,
+        )
+        results.append([out, *torch.autograd.grad(out, (query, key, value), slopes)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_forward_equals_dense_attention(window: int | None) -> None:
+    """Uncompiled, which is all that a CPU has; its backward needs CUDA."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    forest = random_forest(3)
+    attention = ForestAttention.of(forest, "flex", CPU)
+    length = forest.num_tokens
+    mask = create_mask(mask_function(attention, window), None, None, length, length, "cpu")
+    assert torch.equal(mask[0, 0], brute_force_mask(forest, window))
+    block_mask = make_block_mask(attention, window)
+    assert block_mask.shape[-2:] == (length, length)
+
+
+def test_long_node_under_a_short_window_needs_no_large_mask() -> None:
+    row = [[token % 7 for token in range(4000)]]
+    attention = ForestAttention.of(lay_out(row, sort_rows(row)), "segments", CPU)
+    segments = make_segments(attention, 100)
+    assert max(each.mask.numel() for each in segments if each.mask is not None) <= 100 * 100
+    pairs = sum((each.query_stop - each.query) * (each.key_stop - each.key) for each in segments)
+    assert pairs <= 4000 * 200
+
+
+@pytest.mark.parametrize(
+    "given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"forest": None}]
+)
+def test_attention_that_trees_do_not_have_is_refused(given: dict) -> None:
+    forest = ForestAttention.of(random_forest(0), "segments", CPU)
+    states = torch.randn(1, 4, len(forest.ends_T), 8)
+    with pytest.raises(NotImplementedError, match="Module needs attention that trees do not have"):
+        tree_attention(
+            torch.nn.Module(), states, states, states, None, **{"forest": forest, **given}
+        )
+
+
+@pytest.mark.parametrize("way", ["segments", "dense"])
+def test_single_row_is_plain_causal_attention(way: Way) -> None:
+    row = [[1, 2, 3, 4, 5]]
+    forest = ForestAttention.of(lay_out(row, sort_rows(row)), way, CPU)
+    states = torch.randn(1, 2, 5, 8)
+    out, _ = tree_attention(torch.nn.Module(), states, states, states, None, forest=forest)
+    expected = scaled_dot_product_attention(states, states, states, is_causal=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-6, rtol=1e-5)
