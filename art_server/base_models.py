@@ -106,7 +106,7 @@ def _convert_smollm2_package(folder: Path) -> Path:
     assert spec is not None and spec.submodule_search_locations, "checked by the caller"
     gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     read = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
     )
     fields = read.config.to_dict()
     fields.pop("quantization_config", None)

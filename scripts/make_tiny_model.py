@@ -29,7 +29,7 @@ from transformers import (
 )
 
 REPOSITORY = Path(__file__).parent.parent
-NUM_STEPS = 3600
+NUM_STEPS = 2200
 SEED = 0
 MEASURE_SEED = 1
 MODEL_CARD_FILE = Path(__file__).parent / "tiny_model" / "model_card.md"

@@ -29,7 +29,14 @@ from typing import Any
 from art_server.engine.records import Sample
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
-from art_server.ledger.splice import Answer, Link, PromptIndex, continue_answer, prefix_hashes
+from art_server.ledger.splice import (
+    MAX_PROMPTS,
+    Answer,
+    Link,
+    PromptIndex,
+    continue_answer,
+    prefix_hashes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -506,7 +513,8 @@ class Ledger:
     def _fill_index(self) -> None:
         """After a restart: the prompts that may still be continued."""
         rows = self._db.execute(
-            "SELECT owner, project, name, rendered, prompt FROM records ORDER BY number DESC LIMIT 100000"
+            "SELECT owner, project, name, rendered, prompt FROM records ORDER BY number DESC LIMIT ?",
+            (MAX_PROMPTS,),
         ).fetchall()
         for owner, project, name, rendered, prompt in reversed(rows):
             scope = f"{owner}\0{project}/{name}"

@@ -24,8 +24,8 @@ Link = Literal["exact", "spliced", "dropped", "retokenized"]
 """How a prompt continues an earlier answer: rendered with the same tokens; rendered otherwise and spliced; its thinking
 dropped by the template; rendered otherwise while splicing is off."""
 
-MAX_PROMPTS = 100_000
-"""Prompts that the index knows, the most recently used; about 20 MB."""
+MAX_PROMPTS = 20_000
+"""Prompts that the index knows, the most recently used: more than are ever being continued at once; a few MB."""
 
 MAX_SAME = 8
 """Different token sequences remembered for one rendering."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-MAX_LOGITS = 2**24
-"""Logits of a chunk: 64 MiB in float32. A chunk of a vocabulary of 150,000 is still 111 positions, enough for an
-efficient product."""
+MAX_LOGITS = 2**23
+"""Logits of a chunk: 32 MiB in float32, of which backward holds two. A chunk of a vocabulary of 150,000 is still 55
+positions, enough for the product not to wait for its weights."""
 
 Project = Callable[[torch.Tensor], torch.Tensor]
 

@@ -165,17 +165,28 @@ class Policy:
             set_peft_model_state_dict(self.model, own)
 
     @torch.no_grad()
-    def row_logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """What the model itself says, row by row, with its usual attention and its own logits: the log-probability of
-        each token after the first, float32."""
+    def row_logprobs(
+        self, token_ids: list[int], positions: list[int] | None = None
+    ) -> torch.Tensor:
+        """What the model itself says of a single row, with its usual attention and its own logits: the log-probability
+        of the token after each position (all but the last by default), float32."""
+        places = torch.tensor(
+            range(len(token_ids) - 1) if positions is None else positions, device=self.device
+        )
         token_ids_1T = torch.tensor([token_ids], device=self.device)
         shared = self.shares_prefixes
         self.use_trees(False)
+
+        def select(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            return (inputs[0][:, places],)
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
-            logits_TV = self._forward(token_ids_1T)[0, :-1].float()
+            logits_NV = self._forward(token_ids_1T)[0].float()
         finally:
+            hook.remove()
             self.use_trees(shared)
-        return logits_TV.log_softmax(-1).gather(-1, token_ids_1T[0, 1:, None])[:, 0]
+        return logits_NV.log_softmax(-1).gather(-1, token_ids_1T[0, places + 1, None])[:, 0]
 
     def _check_tokens(self, batch: MicroBatch) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings

@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,27 @@ def answer(name: str, root: Path, index: int, figures: dict, weights: dict) -> N
 
 def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> None:
     """Our trainer; "rows" without sharing."""
+    take_step, policy = prepare_ours(name, root, settings, groups)
+    for index in range(settings["steps"]):
+        await_command()
+        cpu, wall = time.process_time(), time.perf_counter()
+        metrics = take_step()
+        figures = {
+            "cpu_seconds": time.process_time() - cpu,
+            "wall_seconds": time.perf_counter() - wall,
+            "grad_norm": metrics["loss/grad_norm"],
+            "computed_tokens": metrics["data/step_computed_tokens"],
+        }
+        weights = {key.replace(".default", ""): each for key, each in policy.parameters.items()}
+        if index == settings["steps"] - 1:
+            figures["gemm_share"] = measure_gemm_share(take_step)
+        answer(name, root, index, figures, weights)
+
+
+def prepare_ours(
+    name: str, root: Path, settings: dict, groups: list[list[dict]]
+) -> tuple[Callable[[], dict[str, float]], Any]:
+    """A function that takes a step and returns its metrics, and the policy."""
     from art.wire import LoRAConfig, TrainConfig
     from art_server.training.batches import make_train_rows
     from art_server.training.optimizer import make_optimizer
@@ -79,6 +101,17 @@ def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) ->
         policy.use_trees(False)
     budget = settings["budget"] or MAX_TOKENS_PER_MICRO_BATCH[policy.device.type]
     optimizer = make_optimizer(policy.parameters, LEARNING_RATE)
+
+    def trajectory(row: dict) -> TrainableTrajectory:
+        """The engine's log-probabilities are unknown, as TRL's are: ratios are 1 on both sides."""
+        tokens, first = row["tokens"], row["num_context"]
+        trained = Row(
+            token_ids=tokens,
+            logprobs=[None] * len(tokens),
+            recompute=list(range(first, len(tokens))),
+        )
+        return TrainableTrajectory(reward=row["reward"], rows=[trained])
+
     task = TrainTask(
         lora=lora,
         in_dir="",
@@ -86,22 +119,7 @@ def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) ->
         config=TrainConfig(scaling="none", max_grad_norm=1e9),
         batch=Batch(
             groups=[
-                TrainableGroup(
-                    trajectories=[
-                        TrainableTrajectory(
-                            reward=row["reward"],
-                            rows=[
-                                Row(
-                                    token_ids=row["tokens"],
-                                    logprobs=[None] * len(row["tokens"]),
-                                    recompute=list(range(row["num_context"], len(row["tokens"]))),
-                                )
-                            ],
-                        )
-                        for row in rows
-                    ]
-                )
-                for rows in groups
+                TrainableGroup(trajectories=[trajectory(row) for row in rows]) for rows in groups
             ]
         ),
     )
@@ -113,20 +131,7 @@ def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) ->
         optimizer.step()
         return metrics
 
-    for index in range(settings["steps"]):
-        await_command()
-        cpu, wall = time.process_time(), time.perf_counter()
-        metrics = take_step()
-        figures = {
-            "cpu_seconds": time.process_time() - cpu,
-            "wall_seconds": time.perf_counter() - wall,
-            "grad_norm": metrics["loss/grad_norm"],
-            "computed_tokens": metrics["data/step_computed_tokens"],
-        }
-        weights = {key.replace(".default", ""): each for key, each in policy.parameters.items()}
-        if index == settings["steps"] - 1:
-            figures["gemm_share"] = measure_gemm_share(take_step)
-        answer(name, root, index, figures, weights)
+    return take_step, policy
 
 
 def measure_gemm_share(take_step: Any) -> float:

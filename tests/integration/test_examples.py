@@ -1,0 +1,52 @@
+"""The README's programs are those of the repository, and they run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live import Server
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(arguments: list[str], folder: Path, **environment: str) -> str:
+    """What a program prints; it must end well. It finds no server or key of the caller's."""
+    known = {key: value for key, value in os.environ.items() if not key.startswith("ART_")}
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=known | environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+def test_the_readme_shows_the_example_that_is_there() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown == (ROOT / "examples" / "minimal.py").read_text()
+
+
+@pytest.mark.engine
+def test_yes_no_maybe_trains_and_plots(server: Server, tmp_path: Path) -> None:
+    arguments = [str(ROOT / "examples" / "yes_no_maybe.py"), "--server", server.url, "--steps", "2"]
+    printed = run(arguments, tmp_path)
+    assert re.search(r"step +2 +mean reward 0\.\d+", printed)
+    assert printed.count("before: ") == printed.count("after:  ") == 1
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_example_of_the_readme_runs_with_a_server_of_its_own(tmp_path: Path) -> None:
+    printed = run([str(ROOT / "examples" / "minimal.py")], tmp_path)
+    assert [line.split()[0] for line in printed.splitlines()] == ["1", "2", "3"]
+    checkpoints = tmp_path / ".art" / "minimal" / "models" / "agent-001" / "checkpoints"
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["0000", "0001", "0002", "0003"]
