@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -377,7 +377,7 @@ class StreamRefused(Exception):
         )
 
 
-async def stream_events(service: Service, ask: Ask) -> AsyncIterator[bytes]:
+async def stream_events(service: Service, ask: Ask) -> AsyncGenerator[bytes, None]:
     """The SSE blocks of an answer, with names and marks put in; sampled again while nothing is out.
 
     Raises:
@@ -414,7 +414,7 @@ def refused_by(error: ServerError) -> StreamRefused:
 
 
 async def with_comments(
-    events: AsyncIterator[bytes], head: bytes | asyncio.Future[bytes]
+    events: AsyncGenerator[bytes, None], head: bytes | asyncio.Future[bytes]
 ) -> AsyncIterator[bytes]:
     """The events, and a comment line whenever none came for a while."""
     pending = head if isinstance(head, asyncio.Future) else None
@@ -441,6 +441,7 @@ async def with_comments(
             pending.cancel()
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, StreamRefused):
                 await pending
+        await events.aclose()
 
 
 async def errors_as_events(events: AsyncIterator[bytes], ask: Ask) -> AsyncIterator[bytes]:

@@ -77,7 +77,11 @@ def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) ->
 
 
 def prepare_ours(
-    name: str, root: Path, settings: dict, groups: list[list[dict]]
+    name: str,
+    root: Path,
+    settings: dict,
+    groups: list[list[dict]],
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Callable[[], dict[str, float]], Any]:
     """A function that takes a step and returns its metrics, and the policy."""
     from art.wire import LoRAConfig, TrainConfig
@@ -95,7 +99,7 @@ def prepare_ours(
     from art_server.training.worker import MAX_TOKENS_PER_MICRO_BATCH
 
     lora = LoRAConfig()
-    policy = Policy(str(root / "base"), torch.float32)
+    policy = Policy(str(root / "base"), dtype)
     policy.load_adapter(lora, root / "adapter")
     if name == "rows":
         policy.use_trees(False)
