@@ -80,6 +80,8 @@ class Service:
         )
         self._base_lock = asyncio.Lock()
         self._base_known = asyncio.Event()
+        self.is_base_wanted = False
+        """Whether anybody asked for the base model that is loaded; one that merely served last may give way."""
         self._register_lock = asyncio.Lock()
         self._runner_task: asyncio.Task[None] | None = None
 
@@ -93,6 +95,7 @@ class Service:
         """
         remembered = self._base_file
         if self.config.base_model is not None:
+            self.is_base_wanted = True
             await self._load_base(self.config.base_model)
         elif remembered.exists():
             name = json.loads(remembered.read_text())["base_model"]
@@ -134,21 +137,33 @@ class Service:
                 return loaded
             cache = Path.home() / ".cache" / "art"
             base = await asyncio.to_thread(find_base_model, name, cache)
-            if loaded is not None:
-                if not same_weights(loaded, base):
-                    raise Conflict(
-                        f"base_model '{name}' is not the one that this server has loaded ('{loaded.name}'): register "
-                        f"with base_model='{loaded.name}', or start another art-server for '{name}'",
-                        code="base_model_differs",
-                        param="base_model",
-                    )
+            if loaded is not None and same_weights(loaded, base):
                 return loaded
+            if loaded is not None:
+                await self._unload_base(loaded, name)
             self.ledger.use_tokenizer(base.path)
             self.trainer.set_base(base.path)
             self.engine.start(base)
             self._base_known.set()
             await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
+
+    async def _unload_base(self, loaded: BaseModel, wanted: str) -> None:
+        """Give up a base model that was only loaded because it served last, and that nobody has asked for since.
+
+        Raises:
+            Conflict: it is in use, or was asked for on the command line.
+        """
+        if self.is_base_wanted or await asyncio.to_thread(self.queue.next) is not None:
+            raise Conflict(
+                f"base_model '{wanted}' is not the one that this server has loaded ('{loaded.name}'): register with "
+                f"base_model='{loaded.name}', or start another art-server, with another --path, for '{wanted}'",
+                code="base_model_differs",
+                param="base_model",
+            )
+        logger.info("base model %s, which served last, gives way to %s", loaded.name, wanted)
+        await self.trainer.stop()
+        await self.engine.stop()
 
     def _on_prompt(self, engine_request_id: str, rendered: list[int]) -> list[int] | None:
         found = ENGINE_REQUEST_ID.search(engine_request_id)
@@ -187,6 +202,7 @@ class Service:
             if self.engine.base is None and model.record.base_model != request.base_model:
                 raise self._other_base(model)
         base = await self._load_base(request.base_model)
+        self.is_base_wanted = True
         if model is not None and not self.is_on_base(model):
             raise self._other_base(model)
         async with self._register_lock:

@@ -3,7 +3,7 @@
 The agent is asked to answer with yes, no or maybe; "maybe" is worth 1, "no" .75, "yes" .5, all else nothing. It starts
 where the base model stands and should end saying "maybe". Without --server an art-server is started for the run.
 
-    python examples/yes_no_maybe.py [--model art/tiny] [--steps 25] [--server http://127.0.0.1:7623]
+    python examples/yes_no_maybe.py [--model art/tiny] [--steps 30] [--server http://127.0.0.1:7623]
 """
 
 import argparse
@@ -99,7 +99,7 @@ async def main() -> None:
     parser.add_argument(
         "--name", default=None, help="name of the trained model (default: made from --model)"
     )
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=4, help="prompts, and so groups, per step")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts per prompt")
     parser.add_argument("--server", default=None, help="URL of a running art-server")

@@ -155,6 +155,7 @@ def resolve_policy(service: Service, ask: Ask) -> None:
     base_name = base.name if base is not None else None
     policy = service.registry.resolve(ask.asked_model, base_name, ask.caller.projects)
     ask.model, ask.step = policy.model, policy.step
+    service.is_base_wanted = True
     if policy.model is None:
         assert base_name is not None, "only a loaded base resolves to no model"
         ask.adapter = base_name

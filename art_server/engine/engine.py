@@ -94,6 +94,7 @@ class Engine:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     async def stop(self) -> None:
+        """End vLLM; the engine may be started again, with another base model."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -107,6 +108,9 @@ class Engine:
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
             self._run_dir = None
+        self.base = None
+        self._adapters.clear()
+        await self._set_state("none")
 
     @property
     def http(self) -> aiohttp.ClientSession:

@@ -22,7 +22,7 @@ from typing import Any
 from art.wire import ErrorDetail, JobEvent, TrainRequest
 from art_server.engine.engine import Engine
 from art_server.engine.gate import Gate
-from art_server.errors import ServerError
+from art_server.errors import Conflict, ServerError
 from art_server.jobs.metrics import trajectory_metrics
 from art_server.jobs.queue import Job, JobQueue, Payload
 from art_server.ledger.ledger import Ledger
@@ -199,6 +199,13 @@ class JobRunner:
 
     async def _run(self, job: Job) -> None:
         model = self._registry.get(job.project, job.name)
+        base = self._engine.base
+        if base is None or base.name != model.record.base_model:
+            raise Conflict(
+                f"model '{model.id}' adapts base model '{model.record.base_model}', which is not loaded: start the "
+                "server with it and send the trajectories again",
+                code="base_model_differs",
+            )
         step = job.target_step
         if step is None or not self._has_committed(model, step, job):
             step = (model.folder.newest_step() or 0) + 1

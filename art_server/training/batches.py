@@ -22,6 +22,7 @@ from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajec
 from art_server.training.tree import (
     MIN_SHARED_TOKENS,
     Forest,
+    largest_tree,
     lay_out,
     pack,
     pack_padded,
@@ -195,23 +196,31 @@ def make_uses(rows: Sequence[TrainRow], config: LossConfig | None = None) -> Use
     )
 
 
+def largest_unit(rows: Sequence[TrainRow], *, shared: bool = True) -> int:
+    """Tokens that one micro-batch must hold for nothing to be computed twice: the largest tree, or row."""
+    token_ids = [row.token_ids for row in rows]
+    return largest_tree(token_ids, sort_rows(token_ids) if shared else unshared(token_ids))
+
+
 def make_micro_batches(
     rows: Sequence[TrainRow],
     max_tokens: int,
     *,
     shared: bool = True,
     min_shared: int = MIN_SHARED_TOKENS,
+    fill_tokens: int | None = None,
 ) -> list[MicroBatch]:
     """The rows in forests of at most `max_tokens` tokens (with padding, where nothing is shared), largest first.
 
-    A row above the budget goes alone. The largest come first so that a batch that does not fit fails at once.
+    Trees and rows are joined only up to `fill_tokens`. A row above the budget goes alone. The largest come first so that a batch that does not fit fails at once.
     """
     token_ids = [row.token_ids for row in rows]
     firsts = np.cumsum([0, *(len(row.targets) for row in rows)])
     if shared:
-        orders = pack(token_ids, sort_rows(token_ids, min_shared), max_tokens)
+        orders = pack(token_ids, sort_rows(token_ids, min_shared), max_tokens, fill_tokens)
     else:
-        orders = pack_padded(token_ids, unshared(token_ids), max_tokens)
+        fill = min(max_tokens, fill_tokens or max_tokens)
+        orders = pack_padded(token_ids, unshared(token_ids), fill)
     micro_batches: list[MicroBatch] = []
     for order in orders:
         forest = lay_out(token_ids, order)

@@ -25,6 +25,7 @@ from art_server.training.attention import (
 from art_server.training.batches import MicroBatch
 from art_server.training.head import score_targets
 from art_server.training.lora import fuse_lora
+from art_server.training.memory import default_tokens
 from art_server.training.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -60,6 +61,17 @@ class Policy:
     @property
     def hidden_size(self) -> int:
         return int(self._base.config.get_text_config().hidden_size)
+
+    @property
+    def default_tokens(self) -> int:
+        """How many tokens at a time fit the device, without gradient checkpointing."""
+        config: Any = (
+            self._base.config.get_text_config()
+        )  # Any: the fields that language models share
+        intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        return default_tokens(
+            self.device, self.dtype, config.num_hidden_layers, config.hidden_size, intermediate
+        )
 
     @property
     def model(self) -> PeftModel:

@@ -19,6 +19,7 @@ from art_server.training.batches import (
     MicroBatch,
     TrainRows,
     Uses,
+    largest_unit,
     make_micro_batches,
     make_train_rows,
     make_uses,
@@ -32,6 +33,7 @@ from art_server.training.loss import (
     policy_loss,
     shape_advantages,
 )
+from art_server.training.memory import CHECKPOINTING_FACTOR, fill_tokens
 from art_server.training.metrics import (
     batch_metrics,
     check_finite,
@@ -211,13 +213,25 @@ def compute_gradient(
 def _plan(
     policy: Policy, rows: TrainRows, config: TrainConfig, max_tokens: int, notes: list[str]
 ) -> _Step:
-    """Micro-batches; of trees, once they have been seen to equal rows."""
-    micro_batches = make_micro_batches(rows.rows, max_tokens, shared=policy.shares_prefixes)
+    """Micro-batches; of trees, once they have been seen to equal rows.
+
+    A tree above the budget is not cut at once: that would compute its trunk again and again. With gradient
+    checkpointing more tokens fit, and only what is larger still is cut.
+    """
+    if largest_unit(rows.rows, shared=policy.shares_prefixes) > max_tokens:
+        policy.use_checkpointing(True)
+        max_tokens *= CHECKPOINTING_FACTOR
+    fill = fill_tokens(policy.device)
+    micro_batches = make_micro_batches(
+        rows.rows, max_tokens, shared=policy.shares_prefixes, fill_tokens=fill
+    )
     if policy.shares_prefixes and policy.tree_gap is None:
         different = check_trees(policy, micro_batches[0], rows.rows)
         if different is not None:
             notes.append(different)
-            micro_batches = make_micro_batches(rows.rows, max_tokens, shared=False)
+            micro_batches = make_micro_batches(
+                rows.rows, max_tokens, shared=False, fill_tokens=fill
+            )
     return _Step(rows, make_uses(rows.rows, config), micro_batches)
 
 

@@ -109,10 +109,12 @@ def lay_out(rows: Sequence[list[int]], order: Order) -> Forest:
     )
 
 
-def pack(rows: Sequence[list[int]], order: Order, max_tokens: int) -> list[Order]:
+def pack(
+    rows: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None
+) -> list[Order]:
     """The order cut into forests of at most `max_tokens` tokens each, largest first.
 
-    Whole trees go first-fit into forests. A tree above the budget is cut between rows, and each part repeats the
+    Whole trees go first-fit into forests of at most `fill_tokens` (by default as many as may be). A tree above the budget is cut between rows, and each part repeats the
     trunk; a row above the budget goes alone.
     """
     parts: list[tuple[int, list[int]]] = []
@@ -126,12 +128,21 @@ def pack(rows: Sequence[list[int]], order: Order, max_tokens: int) -> list[Order
     forests: list[tuple[int, list[int]]] = []
     for size, places in sorted(parts, key=lambda part: part[0], reverse=True):
         for slot, (used, held) in enumerate(forests):
-            if used + size <= max_tokens:
+            if used + size <= min(max_tokens, fill_tokens or max_tokens):
                 forests[slot] = (used + size, held + places)
                 break
         else:
             forests.append((size, places))
     return [_suborder(order, sorted(places)) for _, places in forests]
+
+
+def largest_tree(rows: Sequence[list[int]], order: Order) -> int:
+    """Tokens of the largest tree: what a forest must hold for nothing to be computed twice."""
+    largest = size = 0
+    for index, shared in zip(order.rows, order.shared, strict=True):
+        size = size + len(rows[index]) - shared if shared else len(rows[index])
+        largest = max(largest, size)
+    return largest
 
 
 def pack_padded(rows: Sequence[list[int]], order: Order, max_tokens: int) -> list[Order]:

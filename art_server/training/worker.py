@@ -29,11 +29,6 @@ TASK = TypeAdapter[Task](Task)
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
-MAX_TOKENS_PER_MICRO_BATCH = {"cpu": 1024, "cuda": 4096}
-"""By device. Two CPU cores are no faster with more, and longer batches pad more: 32 rows of 60-160 tokens took 1.3 s at
-1024, 2.5 s at 4096. On CUDA the activations of an 8B model without gradient checkpointing take about 8 MB a token in
-bfloat16: 32 GB (estimated, not measured)."""
-
 
 def main() -> None:
     """Load the base model, say Ready, and work until stdin ends."""
@@ -122,12 +117,10 @@ class Worker:
         try:
             if task.kind == "init":
                 return init(policy, task)
-            return train(policy, task, self._max_tokens(policy.device), self._answer)
+            max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
+            return train(policy, task, max_tokens, self._answer)
         finally:
             _empty_cache()
-
-    def _max_tokens(self, device: torch.device) -> int:
-        return self._max_tokens_per_micro_batch or MAX_TOKENS_PER_MICRO_BATCH[device.type]
 
     def _load_policy(self) -> Policy:
         if self._policy is None:
@@ -194,7 +187,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the base model")
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
     parser.add_argument(
-        "--max-tokens-per-micro-batch", type=int, help="with padding; the default fits the device"
+        "--max-tokens-per-micro-batch", type=int, help="the default fits the device"
     )
     return parser.parse_args()
 

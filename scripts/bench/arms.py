@@ -96,14 +96,13 @@ def prepare_ours(
         TrainableTrajectory,
         TrainTask,
     )
-    from art_server.training.worker import MAX_TOKENS_PER_MICRO_BATCH
 
     lora = LoRAConfig()
     policy = Policy(str(root / "base"), dtype)
     policy.load_adapter(lora, root / "adapter")
     if name == "rows":
         policy.use_trees(False)
-    budget = settings["budget"] or MAX_TOKENS_PER_MICRO_BATCH[policy.device.type]
+    budget = settings["budget"] or policy.default_tokens
     optimizer = make_optimizer(policy.parameters, LEARNING_RATE)
 
     def trajectory(row: dict) -> TrainableTrajectory:

@@ -41,8 +41,8 @@ def test_example_trains_two_steps_on_exact_tokens(
     assert [step["step"] for step in steps] == [1, 2], run.stdout
     for report in (step["report"] for step in steps):
         assert report["turns"].keys() <= {"ids", "ledger"}, report
-        # a turn each if no tool was called at all
-        assert sum(report["turns"].values()) > report["num_trajectories"], report
+        # a tool call and an answer, of nearly every rollout
+        assert sum(report["turns"].values()) >= 1.5 * report["num_trajectories"], report
         assert report["num_trained_tokens"] > 0, report
         reasons = {dropped["reason"] for dropped in report["dropped"]}
         equal = "all rewards in the group are equal: no signal"

@@ -87,7 +87,7 @@ EXAMPLES = {
 
 FORESTS = {
     "seed": st.integers(0, 100_000),
-    "budget": st.integers(20, 600),
+    "budget": st.integers(3, 600),
     "noise": st.sampled_from([1e-4, 0.05, 0.5]),
 }
 

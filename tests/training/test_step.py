@@ -474,7 +474,7 @@ class TightPolicy(Policy):
 def test_step_out_of_memory_is_tried_again_with_half_the_tokens_and_is_the_same_step(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
 ) -> None:
-    batch, config = make_batch(22, num_openings=2), TrainConfig(learning_rate=1e-2)
+    batch, config = make_batch(22), TrainConfig(learning_rate=1e-2)
     step(policy, adapter_dir, tmp_path / "wide", batch, config)
     expected = load_file(tmp_path / "wide" / ADAPTER_FILE)
     tight = TightPolicy(str(base_dir), torch.float32)

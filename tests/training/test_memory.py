@@ -1,0 +1,31 @@
+import torch
+
+from art_server.training.batches import TrainRow, make_micro_batches
+from art_server.training.memory import MAX_TOKENS, MIN_TOKENS, default_tokens
+
+
+def tree(first: int, num_leaves: int) -> list[TrainRow]:
+    """Leaves of ten tokens on a trunk of twenty."""
+    return [
+        TrainRow([first] * 20 + [leaf] * 10, [28], [1], [-1.0], [1.0], leaf)
+        for leaf in range(num_leaves)
+    ]
+
+
+def test_small_trees_are_joined_up_to_the_filling_and_a_large_one_stays_whole() -> None:
+    rows = [*tree(50, 1), *tree(60, 1), *tree(70, 1), *tree(80, 9)]
+    batches = make_micro_batches(rows, 200, fill_tokens=70)
+    assert sorted(batch.num_tokens for batch in batches) == [30, 60, 110]
+    (whole,) = make_micro_batches(rows, 200)
+    assert whole.num_tokens == 200
+
+
+def test_default_tokens_fall_with_the_model_and_stay_within_bounds() -> None:
+    cpu = torch.device("cpu")
+    tiny = default_tokens(cpu, torch.float32, 4, 256, 768)
+    large = default_tokens(cpu, torch.float32, 64, 8192, 30_000)
+    assert tiny <= MAX_TOKENS["cpu"]
+    assert large == MIN_TOKENS
+    assert default_tokens(cpu, torch.bfloat16, 30, 1024, 3072) >= default_tokens(
+        cpu, torch.float32, 30, 1024, 3072
+    )
