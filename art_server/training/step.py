@@ -1,7 +1,7 @@
 """One optimizer step of a member of the GRPO family, from a task to a checkpoint.
 
-The whole algorithm is `compute_gradient`. It leaves out where rows come from (the server resolves them) and when a step becomes
-visible (the server renames the folder).
+The whole algorithm is `compute_gradient`. It leaves out where rows come from (the server resolves them) and when a step
+becomes visible (the server renames the folder).
 """
 
 import gc
@@ -100,6 +100,8 @@ def train(
     metrics = data_metrics(rows)
     notes = [rule] if rule else []
     reset_peak_memory(policy.device)
+    # An earlier step may have needed it.
+    policy.use_checkpointing(False)
 
     budget, num_retries = max_tokens_per_micro_batch, 0
     while rows.rows:
@@ -118,7 +120,6 @@ def train(
             torch.cuda.empty_cache()
         notes.append(f"out of memory: tried again with {budget} tokens at a time")
         logger.warning(notes[-1])
-    policy.use_checkpointing(False)
 
     if rows.rows:
         started = time.perf_counter()
