@@ -14,7 +14,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Coroutine, Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from art import patches
 from art.model import TrainableModel
@@ -22,6 +22,9 @@ from art.rollouts import Rollouts, current_rollouts
 from art.sessions import Scope, add_captured, current_scope
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.wire import FailureBody
+
+if TYPE_CHECKING:
+    from art.backend import Backend
 
 
 async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
@@ -40,8 +43,7 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
         await coroutine
     replies = [
         await backend._fetch_session(model, scope.session)
-        for backend in scope.backends
-        for model in _distinct(backend._models)
+        for backend, model in _models_of(scope.backends)
     ]
     add_captured(captured, replies)
     return captured.finish()
@@ -122,7 +124,12 @@ def _entered(scope: Scope | None) -> Generator[None, None, None]:
         current_scope.reset(token)
 
 
-def _distinct(models: Iterable[object]) -> Iterable[TrainableModel]:
+def _models_of(backends: Iterable["Backend"]) -> "Iterable[tuple[Backend, TrainableModel]]":
     """The trainable ones, each once however often it was registered."""
-    trainable = (model for model in models if isinstance(model, TrainableModel))
-    return {(model.project, model.name): model for model in trainable}.values()
+    by_name = {
+        (model.project, model.name): (backend, model)
+        for backend in backends
+        for model in backend._models
+        if isinstance(model, TrainableModel)
+    }
+    return by_name.values()

@@ -114,6 +114,11 @@ class Connection:
                     raise
                 await outage.wait(error)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a request was made since the last close."""
+        return self._client is not None
+
     async def close(self) -> None:
         """Closes the connections. The next request opens new ones."""
         if self._client is not None and self._loop is asyncio.get_running_loop():

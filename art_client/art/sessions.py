@@ -139,12 +139,19 @@ def headers_for(url: str) -> dict[str, str]:
     scope = current_scope.get()
     if scope is None:
         return {}
-    address = _to_address(url)
-    for backend in list(_backends):
-        if address.startswith(_to_address(backend._connection.base_url) + "/v1/"):
-            scope.backends[backend] = None
-            return {SESSION_HEADER: scope.session}
-    return {}
+    asked = _backends_at(_to_address(url))
+    scope.backends.update(dict.fromkeys(asked))
+    return {SESSION_HEADER: scope.session} if asked else {}
+
+
+def _backends_at(address: str) -> "list[Backend]":
+    """Those whose server has the address; closed ones only where no other speaks for the server."""
+    backends = [
+        backend
+        for backend in list(_backends)
+        if address.startswith(_to_address(backend._connection.base_url) + "/v1/")
+    ]
+    return [backend for backend in backends if backend._connection.is_open] or backends
 
 
 def _to_address(url: str) -> str:

@@ -55,9 +55,11 @@ def answer(error: errors.ServerError) -> JSONResponse:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """("groups", 0, "reward") -> "groups[0].reward"."""
+    """("groups", 0, "reward") -> "groups[0].reward". Pydantic's names for the members of a union are left out."""
     path = ""
     for part in location:
+        if isinstance(part, str) and not part.isidentifier():
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     return path
 

@@ -238,6 +238,8 @@ class JobRunner:
                 batch=payload.batch,
             )
             done = await self._run_trainer(job, task)
+            for note in done.notes:
+                logger.warning("job %s: %s", job.job_id, note)
             metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}
             record = CheckpointRecord(
                 step=step,

@@ -3,7 +3,7 @@
 A patch of peft 0.21 (peft/tuners/lora/layer.py, `Linear.forward`), for speed alone: there base(x) + B(A(x)) * scale is
 three products and two more passes over the output, and again in backward; here the small product is added inside the
 matrix product. It applies to float32 layers with one adapter, without dropout or other variants, and elsewhere PEFT's
-own forward stays. It can go when PEFT has a fused forward (https://github.com/huggingface/peft/issues/2204).
+own forward stays. It can go when PEFT itself adds the small product inside the matrix product.
 """
 
 from types import MethodType

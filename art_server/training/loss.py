@@ -155,8 +155,8 @@ def _corrections(
 ) -> torch.Tensor:
     """The off-policy weight of each use.
 
-    Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (truncate); Liu et al. 2025,
-    https://richardli.xyz/rl-collapse (mask, at token and sequence level).
+    Source: verl's docs/algo/rollout_corr.md (token and sequence level, truncate and mask); TRL 1.16,
+    `vllm_importance_sampling_mode`.
     """
     if config.correction == "off":
         return torch.ones_like(differences_U)

@@ -74,6 +74,8 @@ def train(
     Side effects: replaces `work_dir/checkpoint.pt` every `CHECKPOINT_STEPS` steps.
     """
     torch.manual_seed(seed)
+    # Compiled kernels otherwise add gradients of the embeddings in an order that varies.
+    torch.use_deterministic_algorithms(True)
     model = Qwen3ForCausalLM(build_config(tokenizer))
     model.model.compile(dynamic=True)
     optimizers = build_optimizers(model)

@@ -149,6 +149,23 @@ async def test_a_header_that_the_request_has_stays(server, sessions, model: art.
     assert sessions == {"own": 1}
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_another_backend_of_the_same_server_does_not_hide_the_model(
+    server, sessions, model: art.TrainableModel, is_closed: bool
+):
+    others = [art.Backend(server.url) for _ in range(4)]
+    for backend in others:
+        other = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+        await other.register(backend)
+        if is_closed:
+            await backend.close()
+    trajectory = await art.trajectory(ask(model))
+    assert len(trajectory.messages_and_choices) == 2 and not trajectory.additional_histories
+    assert [backend._connection.is_open for backend in others] == [not is_closed] * 4
+    for backend in others:
+        await backend.close()
+
+
 async def test_no_capture_hides_a_judge(sessions, model: art.TrainableModel):
     async def run() -> None:
         await ask(model)

@@ -123,7 +123,7 @@ def assert_tree_equals_rows(
         assert difference <= 1e-5 * alone.row_norms[name], name
 
 
-@settings(max_examples=25, **EXAMPLES)
+@settings(max_examples=15, **EXAMPLES)
 @given(name=st.sampled_from(sorted(CONFIGS)), **FORESTS)
 def test_tree_equals_rows(
     started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float
