@@ -393,9 +393,11 @@ async def stream_events(service: Service, ask: Ask) -> AsyncGenerator[bytes, Non
                     raise StreamRefused(response.status, await response.read(), {})
                 async for block in sse_blocks(response.content.iter_any()):
                     finished = await finish_block(block, ask, opened)
+                    if is_last(block):
+                        # Everything but this mark is out; a client may hang up as soon as it has read it.
+                        service.ledger.mark_delivered(request_id)
                     is_begun = True
                     yield finished
-                service.ledger.mark_delivered(request_id)
                 return
         except EngineLost as error:
             logger.warning("the engine died under stream %s (attempt %d)", request_id, attempt + 1)
@@ -487,6 +489,12 @@ async def finish_block(block: bytes, ask: Ask, opened: OpenRequest) -> bytes:
         await opened.wait(0)
         keep_turn(ask, opened, {})
     return block
+
+
+def is_last(block: bytes) -> bool:
+    """Whether an event ends an answer that was sampled in full."""
+    ends = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
+    return block.lstrip().startswith(ends)
 
 
 def error_event(error: ServerError, ask: Ask) -> bytes:

@@ -33,8 +33,9 @@ def session_trajectory(found: Sequence[tuple[Record, dict[str, Any]]]) -> Sessio
     """The conversations of a session, in the order in which they began."""
     turns = [make_turn(record, kept) for record, kept in found]
     by_end: dict[bytes, Turn] = {turn.record.after: turn for turn in turns}
-    parents = {id(turn): find_parent(turn, by_end) for turn in turns}
-    continued = {id(parent) for parent in parents.values() if parent is not None}
+    delivered = [turn for turn in turns if turn.record.is_delivered]
+    parents = [find_parent(turn, by_end) for turn in delivered]
+    continued = {id(parent) for parent in parents if parent is not None}
     taken_up = {turn.record.request.before for turn in turns if id(turn) in continued}
     unused: dict[str, int] = {}
     histories: list[HistoryBody] = []

@@ -156,6 +156,7 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
                 {"role": "user", "content": "What is the weather in Paris?"}
             ]
             body = {"model": model, "messages": messages, "tools": tools, "max_tokens": 64}
+            body["temperature"] = 0.3
             for _ in range(8):  # the tiny model does not always call
                 response = client.post("/v1/chat/completions", json=body | {"stream": stream})
                 message = (
@@ -163,7 +164,7 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
                     if stream
                     else response.json()["choices"][0]["message"]
                 )
-                if message.get("tool_calls"):
+                if has_one_whole_call(message):
                     break
             (call,) = message["tool_calls"]
             answer = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
@@ -184,6 +185,15 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
             False,
             True,
         ]
+
+
+def has_one_whole_call(message: dict[str, Any]) -> bool:
+    """The tiny model's calls are not always JSON, or are cut by the token limit; such a text is no call."""
+    calls = message.get("tool_calls") or []
+    try:
+        return len(calls) == 1 and isinstance(json.loads(calls[0]["function"]["arguments"]), dict)
+    except ValueError:
+        return False
 
 
 def streamed_message(response: httpx.Response) -> dict[str, Any]:

@@ -91,6 +91,14 @@ def test_a_retry_after_a_lost_answer_leaves_one(tmp_path: Path) -> None:
     assert shape(reply) == ["uCuC"] and sum(reply.unused.values()) == 1
 
 
+def test_an_answer_that_was_lost_ends_the_conversation_before_it(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "one")
+    agent.ask([USER, said("one"), USER], "lost", delivered=False)
+    reply = agent.reply()
+    assert shape(reply) == ["uC"] and reply.num_choices == 1 and sum(reply.unused.values()) == 1
+
+
 def test_keys_do_not_see_each_other_s_sessions(tmp_path: Path) -> None:
     """The same text, the same session name, another key."""
     mine, theirs = Agent(tmp_path), Agent(tmp_path, owner="you")
