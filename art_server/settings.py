@@ -24,7 +24,6 @@ ENGINE_ARGS = frozenset(
         "quantization",
         "reasoning_parser",
         "seed",
-        "swap_space",
         "tensor_parallel_size",
         "tool_call_parser",
     }

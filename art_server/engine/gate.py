@@ -20,10 +20,6 @@ class Gate:
         self._inside: Counter[str] = Counter()
 
     @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
-    @property
     def is_busy(self) -> bool:
         """Whether any request is with the engine."""
         return self._inside.total() > 0
