@@ -78,6 +78,17 @@ class ServerConfig(BaseModel):
     ledger_max_gb: float = Field(default=4.0, gt=0)
     ledger_max_age_days: float = Field(default=7.0, gt=0)
     exit_with_parent: bool = False
+    legacy_without_key: bool = False
+    """Open the routes of the ART wire, and only them, to callers without a key."""
+
+    def with_wishes(self, wishes: Mapping[str, str], max_positions: int) -> "ServerConfig":
+        """These settings, filled up by a client's `max_seq_length` and engine arguments where they say nothing."""
+        engine_args = {**wishes, **self.engine_args}
+        wished = engine_args.pop("max_seq_length", None)
+        length = self.max_seq_length
+        if length is None and wished is not None:
+            length = min(int(wished), max_positions)
+        return self.model_copy(update={"max_seq_length": length, "engine_args": engine_args})
 
     @property
     def server_dir(self) -> Path:

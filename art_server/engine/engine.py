@@ -13,13 +13,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import aiohttp
 
-from art_server.base_models import BaseModel
+from art_server.base_models import BaseModel, max_positions
 from art_server.children import Children
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.records import PromptHandler, RecordReceiver, Sample
@@ -34,13 +34,19 @@ State = Literal["none", "starting", "ready", "failed"]
 START_TIMEOUT_SECONDS = 1200.0
 """vLLM's start with a large model on a slow disk takes minutes."""
 MAX_FAILED_STARTS = 3
-"""After so many starts in a row that came to nothing, the engine is given up until the server is restarted."""
+"""After so many starts in a row that came to nothing, the engine is given up until a model is registered again."""
 HEALTH_SECONDS = 2.0
 """Between two looks at a running engine."""
 HANG_SECONDS = 60.0
 """An engine that answers no look, or samples nothing while requests wait for it, for this long is hung."""
 CONNECT_SECONDS = 10.0
 LOG_TAIL_LINES = 12
+ENGINE_DEFAULTS = {
+    "max_logprobs": "20",
+    "pipeline_parallel_size": "1",
+    "tensor_parallel_size": "1",
+}
+"""vLLM's own, where a client may well name them."""
 
 
 class EngineDied(Unavailable):
@@ -66,7 +72,9 @@ class Engine:
         self.detail: str | None = None
         self.base: BaseModel | None = None
         self.log_path = config.log_dir / "engine.log"
+        self._given = config
         self._config = config
+        """With the wishes of the client whose model started the engine."""
         self._device: Device = device
         self._children = children
         self._receiver = RecordReceiver(on_prompt, self._received)
@@ -85,9 +93,11 @@ class Engine:
 
     # --- life ---
 
-    def start(self, base: BaseModel) -> None:
-        """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves."""
+    def start(self, base: BaseModel, wishes: Mapping[str, str]) -> None:
+        """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves. `wishes` are a client's,
+        as in `ServerConfig.with_wishes`."""
         assert self._supervisor is None, "an engine serves one base model"
+        self._config = self._given.with_wishes(wishes, max_positions(base.path))
         seq_length(self._config, base)
         self.base = base
         self.state = "starting"
@@ -121,6 +131,17 @@ class Engine:
     @property
     def max_seq_length(self) -> int | None:
         return seq_length(self._config, self.base) if self.base is not None else None
+
+    def unmet(self, wishes: Mapping[str, str]) -> list[str]:
+        """A sentence for each wish that the engine was not started with."""
+        running = ENGINE_DEFAULTS | dict(self._config.engine_args)
+        running["max_seq_length"] = str(self.max_seq_length)
+        return [
+            f"{name}={value} is not applied: the engine was started with {running.get(name, 'its default')}. Such "
+            "settings count from the command line (art-server --help), or from the first model that is registered"
+            for name, value in wishes.items()
+            if running.get(name) != value
+        ]
 
     @property
     def pid(self) -> int | None:
