@@ -1,0 +1,63 @@
+"""What the example programs share: their flags, the server that they talk to, and the plot of their rewards."""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+import art
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+LEARNING_RATES = {"art/tiny": 1e-3, "smollm2": 2e-4}
+"""What worked on these models with the default LoRA; other models begin at 1e-4."""
+
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+"""For models that think at length unless told otherwise, such as Qwen3; templates without the switch ignore it."""
+
+
+def flag_parser(description: str, groups: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--model", default="art/tiny", help="base model: art/tiny, smollm2, a folder or a hub id"
+    )
+    parser.add_argument("--name", help="name of the trained model (default: made from --model)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--groups", type=int, default=groups, help="groups per step")
+    parser.add_argument("--group-size", type=int, default=8, help="games per group")
+    parser.add_argument("--learning-rate", type=float, help="default: by --model")
+    parser.add_argument("--server", help="URL of a running art-server; none: one is started")
+    parser.add_argument(
+        "--path", default=".art", help="where a server of its own keeps checkpoints and history"
+    )
+    parser.add_argument("--plot", type=Path, default=Path("reward.png"))
+    return parser
+
+
+def make_backend(flags: argparse.Namespace) -> art.Backend:
+    return art.Backend(flags.server) if flags.server else art.LocalBackend(path=flags.path)
+
+
+def make_model(flags: argparse.Namespace, project: str, side: str = "") -> art.TrainableModel:
+    """The model of the flags' name; a program that is started again goes on with it."""
+    name = flags.name or flags.model.replace("/", "-").lower().strip(".-")
+    return art.TrainableModel(name=name + side, project=project, base_model=flags.model)
+
+
+def train_config(flags: argparse.Namespace) -> art.TrainConfig:
+    rate = flags.learning_rate or LEARNING_RATES.get(flags.model, 1e-4)
+    return art.TrainConfig(learning_rate=rate)
+
+
+def plot(curves: dict[str, list[float]], file: Path, title: str, first_step: int = 0) -> None:
+    """Draw a curve of mean rewards, one for each step, for each name."""
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    for name, rewards in curves.items():
+        axes.plot(range(first_step, first_step + len(rewards)), rewards, marker="o", label=name)
+    axes.set(xlabel="step", ylabel="mean reward", title=title, ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    if len(curves) > 1:
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)

@@ -1,0 +1,215 @@
+"""Tic-tac-toe: a game of several turns, against a player that moves at random or between two models that both learn.
+
+A group is one opening board, from which each of its games starts. Half of a game's reward is its result, the other half
+is what its moves kept of their positions' value, so that a good move counts even where the game was lost by chance.
+
+    python examples/tic_tac_toe.py [--self-play] [--model art/tiny] [--steps 30] [--server http://127.0.0.1:7623]
+"""
+
+import argparse
+import asyncio
+import random
+import re
+import statistics
+from functools import cache
+
+from program import NO_THINKING, flag_parser, make_backend, make_model, plot, train_config
+
+import art
+
+SYSTEM = (
+    "You play tic-tac-toe. Rows are A to C, columns are 1 to 3. "
+    "Answer with a free cell, like <move>B2</move>"
+)
+CELLS = tuple(row + column for row in "ABC" for column in "123")
+LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
+EMPTY = "_" * 9
+"""A board is the symbols of its nine cells, row by row. x begins."""
+
+
+# --- the game -------------------------------------------------------------------------------------------------------
+
+
+def to_move(board: str) -> str:
+    """The symbol whose turn it is."""
+    return "x" if board.count("x") == board.count("o") else "o"
+
+
+def free_cells(board: str) -> list[str]:
+    return [cell for cell, symbol in zip(CELLS, board, strict=True) if symbol == "_"]
+
+
+def place(board: str, cell: str) -> str:
+    """The board after a move of the symbol whose turn it is."""
+    index = CELLS.index(cell)
+    return board[:index] + to_move(board) + board[index + 1 :]
+
+
+def result(board: str, symbol: str) -> float | None:
+    """What the game brought to a side: 1 won, 0.5 drawn, 0 lost; None while it goes on."""
+    for line in LINES:
+        held = {board[int(index)] for index in line}
+        if held in ({"x"}, {"o"}):
+            return float(held == {symbol})
+    return None if "_" in board else 0.5
+
+
+@cache
+def value(board: str, symbol: str) -> float:
+    """The result that a side can expect when it plays its best against a random player."""
+    end = result(board, symbol)
+    if end is not None:
+        return end
+    values = [value(place(board, cell), symbol) for cell in free_cells(board)]
+    return max(values) if to_move(board) == symbol else statistics.fmean(values)
+
+
+def random_opening(rng: random.Random, num_moves: int) -> str:
+    """The board of an unfinished game after some random moves, at most 8."""
+    board = EMPTY
+    while board.count("_") > 9 - num_moves:
+        board = place(board, rng.choice(free_cells(board)))
+        if result(board, "x") is not None:
+            board = EMPTY
+    return board
+
+
+def board_text(board: str) -> str:
+    """Three lines such as "A1 _ A2 x A3 o"."""
+    cells = [f"{cell} {symbol}" for cell, symbol in zip(CELLS, board, strict=True)]
+    return "\n".join(" ".join(cells[first : first + 3]) for first in (0, 3, 6))
+
+
+# --- rollouts -------------------------------------------------------------------------------------------------------
+
+
+async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str, art.Trajectory]:
+    """A game from an opening board; symbols without a player move at random. Returns the trajectories of the others.
+
+    An illegal move loses the game at once and is worth nothing. A network error is not a move: it is raised.
+    """
+    sides = {symbol: art.Trajectory(metadata={"symbol": symbol}) for symbol in players}
+    given_away = dict.fromkeys(players, 0.0)
+    board, offender = opening, None
+    while result(board, "x") is None:
+        symbol, free = to_move(board), free_cells(board)
+        if symbol not in players:
+            board = place(board, random.choice(free))
+            continue
+        cell = await ask(players[symbol], sides[symbol], board)
+        if cell not in free:
+            offender = symbol
+            break
+        given_away[symbol] += value(board, symbol)
+        board = place(board, cell)
+        given_away[symbol] -= value(board, symbol)
+    for symbol, side in sides.items():
+        end = float(symbol != offender) if offender else result(board, symbol) or 0.0
+        is_illegal = symbol == offender
+        side.reward = 0.0 if is_illegal else (end + max(0.0, 1 - given_away[symbol])) / 2
+        side.metrics = {"won": end == 1, "drawn": end == 0.5, "illegal": is_illegal}
+    return {symbol: side for symbol, side in sides.items() if side.messages_and_choices}
+
+
+async def ask(model: art.TrainableModel, side: art.Trajectory, board: str) -> str:
+    """The cell that a model answers with, empty for an answer in no known form; its side gets the turn."""
+    question = f"{board_text(board)}\nYou are {to_move(board)}."
+    if not side.messages_and_choices:
+        side.messages_and_choices.append({"role": "system", "content": SYSTEM})
+    side.messages_and_choices.append({"role": "user", "content": question})
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(),
+        messages=side.messages(),
+        max_tokens=32,
+        extra_body=NO_THINKING,
+    )
+    choice = completion.choices[0]
+    side.messages_and_choices.append(choice)
+    move = re.search(r"<move>([ABC][123])</move>", choice.message.content or "")
+    return move[1] if move else ""
+
+
+async def rollout(model: art.TrainableModel, opening: str) -> art.Trajectory:
+    """A game against a random player; the model is the side whose turn it is on the opening board."""
+    symbol = to_move(opening)
+    return (await play(opening, {symbol: model}))[symbol]
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def draw_openings(rng: random.Random, num_openings: int) -> list[str]:
+    """Boards with x and o to move in turn; half are the start of a game, half are some moves later."""
+    return [random_opening(rng, i % 2 + rng.choice((0, 0, 2, 4))) for i in range(num_openings)]
+
+
+async def play_a_random_player(
+    model: art.TrainableModel, openings: list[str], group_size: int
+) -> list[art.TrajectoryGroup]:
+    return await art.gather_trajectory_groups(
+        (
+            art.TrajectoryGroup(rollout(model, board) for _ in range(group_size))
+            for board in openings
+        ),
+        pbar_desc="games",
+    )
+
+
+async def play_each_other(
+    models: dict[str, art.TrainableModel], openings: list[str], group_size: int
+) -> dict[str, list[art.TrajectoryGroup]]:
+    """The groups of each side. Whoever moves second meets different first boards within a group."""
+    rounds = await asyncio.gather(
+        *(asyncio.gather(*(play(board, models) for _ in range(group_size))) for board in openings)
+    )
+    return {
+        side: [
+            art.TrajectoryGroup(game[side] for game in games if side in game) for games in rounds
+        ]
+        for side in models
+    }
+
+
+async def train(
+    models: dict[str, art.TrainableModel], first_step: int, flags: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Train "x" and "o", or "both sides" of one model; returns the mean rewards before each step."""
+    rewards: dict[str, list[float]] = {side: [] for side in models}
+    for step in range(first_step, flags.steps):
+        openings = draw_openings(random.Random(step), flags.groups)
+        if flags.self_play:
+            played = await play_each_other(models, openings, flags.group_size)
+        else:
+            played = {
+                side: await play_a_random_player(model, openings, flags.group_size)
+                for side, model in models.items()
+            }
+        for side, groups in played.items():
+            result = await models[side].train(groups, config=train_config(flags))
+            metrics = {
+                name: result.metrics[f"train/{name}"] for name in ("reward", "won", "illegal")
+            }
+            rewards[side].append(metrics["reward"])
+            print(
+                f"step {result.step:3d}  {side}: mean reward {metrics['reward']:.3f}"
+                f"  won {metrics['won']:.0%}  illegal {metrics['illegal']:.0%}"
+            )
+    return rewards
+
+
+async def main() -> None:
+    parser = flag_parser("Tic-tac-toe against a random player, or self-play.", groups=8)
+    parser.add_argument("--self-play", action="store_true", help="train two models by their games")
+    flags = parser.parse_args()
+    sides = {"x": "-x", "o": "-o"} if flags.self_play else {"both sides": ""}
+    models = {side: make_model(flags, "tic-tac-toe", end) for side, end in sides.items()}
+    async with make_backend(flags) as backend:
+        for model in models.values():
+            await model.register(backend)
+        first_step = min([await model.get_step() for model in models.values()])
+        rewards = await train(models, first_step, flags)
+    plot(rewards, flags.plot, "tic-tac-toe", first_step)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
