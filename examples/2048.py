@@ -12,7 +12,7 @@ import asyncio
 import random
 import re
 
-from program import NO_THINKING, flag_parser, make_backend, make_model, plot, train_config
+from program import NO_THINKING, flag_parser, make_backend, make_model, plot, report, train_config
 
 import art
 
@@ -24,9 +24,6 @@ FULL_SCORE = 80
 
 Board = list[list[int]]
 """Four rows of four tiles, 0 for none."""
-
-
-# --- the game -------------------------------------------------------------------------------------------------------
 
 
 def merge_row(row: list[int]) -> tuple[list[int], int]:
@@ -66,9 +63,6 @@ def add_tile(board: Board, rng: random.Random) -> None:
 def board_text(board: Board) -> str:
     """Four lines such as "2|4|_|_"."""
     return "\n".join("|".join(str(tile or "_") for tile in row) for row in board)
-
-
-# --- the rollout ----------------------------------------------------------------------------------------------------
 
 
 async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
@@ -116,9 +110,6 @@ async def ask(model: art.TrainableModel, game: art.Trajectory, board: Board) -> 
     return move[1] if move else ""
 
 
-# --- training -------------------------------------------------------------------------------------------------------
-
-
 async def train(
     model: art.TrainableModel, first_step: int, flags: argparse.Namespace
 ) -> list[float]:
@@ -134,13 +125,7 @@ async def train(
             pbar_desc="games",
         )
         result = await model.train(groups, config=train_config(flags))
-        names = ("reward", "highest_tile", "lost_moves", "malformed")
-        reward, highest_tile, lost_moves, malformed = (result.metrics[f"train/{n}"] for n in names)
-        rewards.append(reward)
-        print(
-            f"step {result.step:3d}  mean reward {reward:.3f}  highest tile {highest_tile:.1f}"
-            f"  lost moves {lost_moves:.1f}  malformed {malformed:.0%}"
-        )
+        rewards.append(report(result, "2048", ("highest_tile", "lost_moves", "malformed")))
     return rewards
 
 
@@ -151,7 +136,8 @@ async def main() -> None:
         await model.register(backend)
         first_step = await model.get_step()
         rewards = await train(model, first_step, flags)
-    plot({"reward": rewards}, flags.plot, "2048", first_step)
+    if rewards:
+        plot({"reward": rewards}, flags.plot, "2048", first_step)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the example programs share: their flags, the server that they talk to, and the plot of their rewards."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -48,6 +49,13 @@ def make_model(flags: argparse.Namespace, project: str, side: str = "") -> art.T
 def train_config(flags: argparse.Namespace) -> art.TrainConfig:
     rate = flags.learning_rate or LEARNING_RATES.get(flags.model, 1e-4)
     return art.TrainConfig(learning_rate=rate)
+
+
+def report(result: art.TrainResult, title: str, names: Sequence[str]) -> float:
+    """Print a step's means of the reward and of metrics of its trajectories; returns that of the reward."""
+    means = (f"{name} {result.metrics[f'train/{name}']:.3f}" for name in ("reward", *names))
+    print(f"step {result.step:3d}  {title}:  {'  '.join(means)}")
+    return result.metrics["train/reward"]
 
 
 def plot(curves: dict[str, list[float]], file: Path, title: str, first_step: int = 0) -> None:

@@ -10,10 +10,9 @@ import argparse
 import asyncio
 import random
 import re
-import statistics
-from functools import cache
 
-from program import NO_THINKING, flag_parser, make_backend, make_model, plot, train_config
+from program import NO_THINKING, flag_parser, make_backend, make_model, plot, report, train_config
+from tic_tac_toe_rules import board_text, free_cells, place, random_opening, result, to_move, value
 
 import art
 
@@ -21,66 +20,6 @@ SYSTEM = (
     "You play tic-tac-toe. Rows are A to C, columns are 1 to 3. "
     "Answer with a free cell, like <move>B2</move>"
 )
-CELLS = tuple(row + column for row in "ABC" for column in "123")
-LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
-EMPTY = "_" * 9
-"""A board is the symbols of its nine cells, row by row. x begins."""
-
-
-# --- the game -------------------------------------------------------------------------------------------------------
-
-
-def to_move(board: str) -> str:
-    """The symbol whose turn it is."""
-    return "x" if board.count("x") == board.count("o") else "o"
-
-
-def free_cells(board: str) -> list[str]:
-    return [cell for cell, symbol in zip(CELLS, board, strict=True) if symbol == "_"]
-
-
-def place(board: str, cell: str) -> str:
-    """The board after a move of the symbol whose turn it is."""
-    index = CELLS.index(cell)
-    return board[:index] + to_move(board) + board[index + 1 :]
-
-
-def result(board: str, symbol: str) -> float | None:
-    """What the game brought to a side: 1 won, 0.5 drawn, 0 lost; None while it goes on."""
-    for line in LINES:
-        held = {board[int(index)] for index in line}
-        if held in ({"x"}, {"o"}):
-            return float(held == {symbol})
-    return None if "_" in board else 0.5
-
-
-@cache
-def value(board: str, symbol: str) -> float:
-    """The result that a side can expect when it plays its best against a random player."""
-    end = result(board, symbol)
-    if end is not None:
-        return end
-    values = [value(place(board, cell), symbol) for cell in free_cells(board)]
-    return max(values) if to_move(board) == symbol else statistics.fmean(values)
-
-
-def random_opening(rng: random.Random, num_moves: int) -> str:
-    """The board of an unfinished game after some random moves, at most 8."""
-    board = EMPTY
-    while board.count("_") > 9 - num_moves:
-        board = place(board, rng.choice(free_cells(board)))
-        if result(board, "x") is not None:
-            board = EMPTY
-    return board
-
-
-def board_text(board: str) -> str:
-    """Three lines such as "A1 _ A2 x A3 o"."""
-    cells = [f"{cell} {symbol}" for cell, symbol in zip(CELLS, board, strict=True)]
-    return "\n".join(" ".join(cells[first : first + 3]) for first in (0, 3, 6))
-
-
-# --- rollouts -------------------------------------------------------------------------------------------------------
 
 
 async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str, art.Trajectory]:
@@ -135,9 +74,6 @@ async def rollout(model: art.TrainableModel, opening: str) -> art.Trajectory:
     return (await play(opening, {symbol: model}))[symbol]
 
 
-# --- training -------------------------------------------------------------------------------------------------------
-
-
 def draw_openings(rng: random.Random, num_openings: int) -> list[str]:
     """Boards with x and o to move in turn; half are the start of a game, half are some moves later."""
     return [random_opening(rng, i % 2 + rng.choice((0, 0, 2, 4))) for i in range(num_openings)]
@@ -180,20 +116,11 @@ async def train(
         if flags.self_play:
             played = await play_each_other(models, openings, flags.group_size)
         else:
-            played = {
-                side: await play_a_random_player(model, openings, flags.group_size)
-                for side, model in models.items()
-            }
+            games = await play_a_random_player(models["both sides"], openings, flags.group_size)
+            played = {"both sides": games}
         for side, groups in played.items():
-            result = await models[side].train(groups, config=train_config(flags))
-            metrics = {
-                name: result.metrics[f"train/{name}"] for name in ("reward", "won", "illegal")
-            }
-            rewards[side].append(metrics["reward"])
-            print(
-                f"step {result.step:3d}  {side}: mean reward {metrics['reward']:.3f}"
-                f"  won {metrics['won']:.0%}  illegal {metrics['illegal']:.0%}"
-            )
+            trained = await models[side].train(groups, config=train_config(flags))
+            rewards[side].append(report(trained, side, ("won", "illegal")))
     return rewards
 
 
@@ -208,7 +135,8 @@ async def main() -> None:
             await model.register(backend)
         first_step = min([await model.get_step() for model in models.values()])
         rewards = await train(models, first_step, flags)
-    plot(rewards, flags.plot, "tic-tac-toe", first_step)
+    if any(rewards.values()):
+        plot(rewards, flags.plot, "tic-tac-toe", first_step)
 
 
 if __name__ == "__main__":

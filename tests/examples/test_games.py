@@ -1,5 +1,6 @@
 """The rules, the position values and the rewards of the examples' games, and that art/tiny was taught their prompts."""
 
+import functools
 import importlib
 import random
 import sys
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import art
@@ -16,13 +17,14 @@ import art
 sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("examples", "scripts")]
 taught: Any = importlib.import_module("tiny_model.games")
 tic_tac_toe: Any = importlib.import_module("tic_tac_toe")
+rules: Any = importlib.import_module("tic_tac_toe_rules")
 game_2048: Any = importlib.import_module("2048")
 place, result, to_move, value = (
-    getattr(tic_tac_toe, name) for name in ("place", "result", "to_move", "value")
+    getattr(rules, name) for name in ("place", "result", "to_move", "value")
 )
 
 boards = st.builds(
-    lambda seed, moves: tic_tac_toe.random_opening(random.Random(seed), moves),
+    lambda seed, moves: rules.random_opening(random.Random(seed), moves),
     st.integers(0, 10_000),
     st.integers(0, 7),
 )
@@ -84,12 +86,12 @@ def test_a_game_ends_with_a_line_or_a_full_board(board: str, expected: float | N
 
 @given(boards)
 def test_sides_alternate_and_a_move_takes_a_free_cell(board: str) -> None:
-    free = tic_tac_toe.free_cells(board)
+    free = rules.free_cells(board)
     assert result(board, "x") is None and len(free) == board.count("_") > 0
     for cell in free:
         after = place(board, cell)
         assert {to_move(board), to_move(after)} == {"x", "o"}
-        assert tic_tac_toe.free_cells(after) == [other for other in free if other != cell]
+        assert rules.free_cells(after) == [other for other in free if other != cell]
 
 
 def test_position_values_worked_by_hand() -> None:
@@ -101,14 +103,16 @@ def test_position_values_worked_by_hand() -> None:
     assert value(place(board, "C2"), "x") == (1.0 + 0.5) / 2
 
 
+@functools.cache
 def minimax(board: str, symbol: str) -> float:
     end = result(board, symbol)
     if end is not None:
         return end
-    values = [minimax(place(board, cell), symbol) for cell in tic_tac_toe.free_cells(board)]
+    values = [minimax(place(board, cell), symbol) for cell in rules.free_cells(board)]
     return max(values) if to_move(board) == symbol else min(values)
 
 
+@settings(deadline=None)
 @given(boards.filter(lambda board: board.count("_") <= 7), st.sampled_from("xo"))
 def test_a_random_player_leaves_no_less_than_the_best_one(board: str, symbol: str) -> None:
     assert minimax(board, symbol) <= value(board, symbol) <= 1.0
