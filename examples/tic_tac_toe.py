@@ -75,8 +75,8 @@ async def rollout(model: art.TrainableModel, opening: str) -> art.Trajectory:
 
 
 def draw_openings(rng: random.Random, num_openings: int) -> list[str]:
-    """Boards with x and o to move in turn; half are the start of a game, half are some moves later."""
-    return [random_opening(rng, i % 2 + rng.choice((0, 0, 2, 4))) for i in range(num_openings)]
+    """Boards with x and o to move in turn; a third are the start of a game, the others some moves later."""
+    return [random_opening(rng, i % 2 + rng.choice((0, 2, 4))) for i in range(num_openings)]
 
 
 async def play_a_random_player(
