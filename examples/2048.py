@@ -10,13 +10,13 @@ down, left and up in turn about 58, the best merge of each board about 61.
 import argparse
 import asyncio
 import random
-import re
 
-from program import NO_THINKING, flag_parser, make_backend, make_model, plot, report, train_config
+from program import ask, flag_parser, make_backend, make_model, plot, report, train_config
 
 import art
 
 SYSTEM = "You play 2048. Answer with left, right, up or down, like <move>left</move>"
+MOVE = r"<move>(left|right|up|down)</move>"
 NUM_MOVES = 10
 NUM_FIRST_TILES = 6
 FULL_SCORE = 80
@@ -74,7 +74,7 @@ async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
     game = art.Trajectory(messages_and_choices=[{"role": "system", "content": SYSTEM}])
     score, num_lost_moves, is_malformed = 0, 0, False
     for _ in range(NUM_MOVES):
-        direction = await ask(model, game, board)
+        direction = await ask(model, game, board_text(board), MOVE)
         if not direction:
             is_malformed = True
             break
@@ -86,28 +86,12 @@ async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
         add_tile(moved, rng)
         board = moved
     game.reward = 0.0 if is_malformed else min(1.0, score / FULL_SCORE)
-    highest_tile = max(max(row) for row in board)
     game.metrics = {
-        "highest_tile": highest_tile,
+        "highest_tile": max(map(max, board)),
         "lost_moves": num_lost_moves,
         "malformed": is_malformed,
     }
     return game
-
-
-async def ask(model: art.TrainableModel, game: art.Trajectory, board: Board) -> str:
-    """The direction that the model answers with, empty for an answer in no known form; the game gets the turn."""
-    game.messages_and_choices.append({"role": "user", "content": board_text(board)})
-    completion = await model.openai_client().chat.completions.create(
-        model=model.get_inference_name(),
-        messages=game.messages(),
-        max_tokens=32,
-        extra_body=NO_THINKING,
-    )
-    choice = completion.choices[0]
-    game.messages_and_choices.append(choice)
-    move = re.search(r"<move>(left|right|up|down)</move>", choice.message.content or "")
-    return move[1] if move else ""
 
 
 async def train(

@@ -1,6 +1,7 @@
-"""What the example programs share: their flags, the server that they talk to, and the plot of their rewards."""
+"""What the example programs share: their flags and server, one turn of a game, and the plot of rewards."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +14,6 @@ import matplotlib.pyplot as plt
 
 LEARNING_RATES = {"art/tiny": 4e-3, "smollm2": 2e-4}
 """art/tiny: of tic-tac-toe, where 1e-3 learned little in ten steps; other models begin at 1e-4."""
-
-NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
-"""For models that think at length unless told otherwise, such as Qwen3; templates without the switch ignore it."""
 
 
 def flag_parser(description: str, groups: int) -> argparse.ArgumentParser:
@@ -49,6 +47,24 @@ def make_model(flags: argparse.Namespace, project: str, side: str = "") -> art.T
 def train_config(flags: argparse.Namespace) -> art.TrainConfig:
     rate = flags.learning_rate or LEARNING_RATES.get(flags.model, 1e-4)
     return art.TrainConfig(learning_rate=rate)
+
+
+async def ask(
+    model: art.TrainableModel, trajectory: art.Trajectory, question: str, form: str
+) -> str:
+    """What the group of a regular expression finds in the model's answer, empty if nothing; the trajectory gets the turn."""
+    trajectory.messages_and_choices.append({"role": "user", "content": question})
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(),
+        messages=trajectory.messages(),
+        max_tokens=32,
+        # Qwen3 thinks at length unless told otherwise; templates without the switch ignore it.
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    choice = completion.choices[0]
+    trajectory.messages_and_choices.append(choice)
+    found = re.search(form, choice.message.content or "")
+    return found[1] if found else ""
 
 
 def report(result: art.TrainResult, title: str, names: Sequence[str]) -> float:

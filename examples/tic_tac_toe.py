@@ -9,9 +9,8 @@ is what its moves kept of their positions' value, so that a good move counts eve
 import argparse
 import asyncio
 import random
-import re
 
-from program import NO_THINKING, flag_parser, make_backend, make_model, plot, report, train_config
+from program import ask, flag_parser, make_backend, make_model, plot, report, train_config
 from tic_tac_toe_rules import board_text, free_cells, place, random_opening, result, to_move, value
 
 import art
@@ -20,6 +19,7 @@ SYSTEM = (
     "You play tic-tac-toe. Rows are A to C, columns are 1 to 3. "
     "Answer with a free cell, like <move>B2</move>"
 )
+MOVE = r"<move>([ABC][123])</move>"
 
 
 async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str, art.Trajectory]:
@@ -27,7 +27,10 @@ async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str
 
     An illegal move loses the game at once and is worth nothing. A network error is not a move: it is raised.
     """
-    sides = {symbol: art.Trajectory(metadata={"symbol": symbol}) for symbol in players}
+    sides = {
+        symbol: art.Trajectory(messages_and_choices=[{"role": "system", "content": SYSTEM}])
+        for symbol in players
+    }
     given_away = dict.fromkeys(players, 0.0)
     board, offender = opening, None
     while result(board, "x") is None:
@@ -35,7 +38,8 @@ async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str
         if symbol not in players:
             board = place(board, random.choice(free))
             continue
-        cell = await ask(players[symbol], sides[symbol], board)
+        question = f"{board_text(board)}\nYou are {symbol}."
+        cell = await ask(players[symbol], sides[symbol], question, MOVE)
         if cell not in free:
             offender = symbol
             break
@@ -47,25 +51,7 @@ async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str
         is_illegal = symbol == offender
         side.reward = 0.0 if is_illegal else (end + max(0.0, 1 - given_away[symbol])) / 2
         side.metrics = {"won": end == 1, "drawn": end == 0.5, "illegal": is_illegal}
-    return {symbol: side for symbol, side in sides.items() if side.messages_and_choices}
-
-
-async def ask(model: art.TrainableModel, side: art.Trajectory, board: str) -> str:
-    """The cell that a model answers with, empty for an answer in no known form; its side gets the turn."""
-    question = f"{board_text(board)}\nYou are {to_move(board)}."
-    if not side.messages_and_choices:
-        side.messages_and_choices.append({"role": "system", "content": SYSTEM})
-    side.messages_and_choices.append({"role": "user", "content": question})
-    completion = await model.openai_client().chat.completions.create(
-        model=model.get_inference_name(),
-        messages=side.messages(),
-        max_tokens=32,
-        extra_body=NO_THINKING,
-    )
-    choice = completion.choices[0]
-    side.messages_and_choices.append(choice)
-    move = re.search(r"<move>([ABC][123])</move>", choice.message.content or "")
-    return move[1] if move else ""
+    return {symbol: side for symbol, side in sides.items() if len(side.messages_and_choices) > 1}
 
 
 async def rollout(model: art.TrainableModel, opening: str) -> art.Trajectory:
