@@ -19,8 +19,11 @@ import art
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 
-LEARNING_RATES = {"art/tiny": 1e-3, "smollm2": 2e-4}
+LEARNING_RATES = {"art/tiny": 1e-3, "smollm2": 5e-4}
 """What worked on these models with the default LoRA; other models begin at 1e-4."""
+
+GROUP_SIZES = {"smollm2": 16}
+"""Rollouts per prompt: more for a model that seldom answers in one word, so that a group holds one that does."""
 
 PROMPTS = [
     f"{verb} with {form}"
@@ -58,7 +61,10 @@ async def train(
 ) -> list[float]:
     """Train for some steps; returns the mean reward before each of them."""
     client = model.openai_client()
-    rate = LEARNING_RATES.get(model.base_model, 1e-4)
+    # Each answer weighs the same: by tokens, the long wrong ones would outweigh the short right ones.
+    config = art.TrainConfig(
+        learning_rate=LEARNING_RATES.get(model.base_model, 1e-4), normalisation="trajectory"
+    )
     rewards: list[float] = []
     print("before:", ", ".join(await sample_answers(client, model)))
     for step in range(await model.get_step(), steps):
@@ -72,7 +78,7 @@ async def train(
             pbar_desc=f"step {step}",
         )
         rewards.append(statistics.fmean(t.reward for group in groups for t in group))
-        result = await model.train(groups, config=art.TrainConfig(learning_rate=rate))
+        result = await model.train(groups, config=config)
         gap = result.metrics.get("loss/logprob_gap_mean", 0.0)
         print(f"step {result.step:3d}  mean reward {rewards[-1]:.3f}  engine-trainer gap {gap:.4f}")
     print("after: ", ", ".join(await sample_answers(client, model)))
@@ -88,8 +94,8 @@ async def main() -> None:
         "--name", default=None, help="name of the trained model (default: made from --model)"
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--prompts", type=int, default=4, help="prompts, and so groups, per step")
-    parser.add_argument("--group-size", type=int, default=8, help="rollouts per prompt")
+    parser.add_argument("--prompts", type=int, default=6, help="prompts, and so groups, per step")
+    parser.add_argument("--group-size", type=int, help="rollouts per prompt (default: by --model)")
     parser.add_argument("--server", default=None, help="URL of a running art-server")
     parser.add_argument(
         "--path", default=".art", help="where a server of its own keeps checkpoints and history"
@@ -102,7 +108,8 @@ async def main() -> None:
     backend = art.Backend(flags.server) if flags.server else art.LocalBackend(path=flags.path)
     async with backend:
         await model.register(backend)
-        rewards = await train(model, flags.steps, flags.prompts, flags.group_size)
+        group_size = flags.group_size or GROUP_SIZES.get(flags.model, 8)
+        rewards = await train(model, flags.steps, flags.prompts, group_size)
     if rewards:
         plot({"reward": rewards}, flags.plot, "yes, no, maybe")
         last = statistics.fmean(rewards[-3:])
