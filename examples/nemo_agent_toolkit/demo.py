@@ -92,7 +92,7 @@ async def finetune(base_url: str, num_epochs: int) -> list[dict[str, Any]]:
     metrics.unlink(missing_ok=True)  # the toolkit appends to what an earlier run left
     LOG.parent.mkdir(parents=True, exist_ok=True)
     epochs: list[dict[str, Any]] = []
-    with LOG.open("w") as log:
+    with await asyncio.to_thread(LOG.open, "w") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
         try:
             while process.returncode is None:
