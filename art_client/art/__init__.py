@@ -13,7 +13,7 @@ Importing this loads neither `openai` nor an HTTP client; they come with the fir
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from art import types
+from art import dev, types
 from art.capturing import (
     auto_trajectory,
     capture_auto_trajectory,
@@ -56,6 +56,7 @@ __all__ = [
     "auto_trajectory",
     "capture_auto_trajectory",
     "current_trajectory",
+    "dev",
     "gather_trajectories",
     "gather_trajectory_groups",
     "no_capture",
@@ -68,9 +69,12 @@ __all__ = [
 
 _MODULE_BY_LAZY_NAME = {"Backend": "art.backend", "LocalBackend": "art.local"}
 """They import httpx, which takes as long as everything else together."""
+_LAZY_MODULES = ("backend", "local")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_BY_LAZY_NAME:
         return getattr(importlib.import_module(_MODULE_BY_LAZY_NAME[name]), name)
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"art.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,7 @@
 """`Backend`: an art-server by its address. A `Model` calls it; a program makes it, hands it to `register`, closes it."""
 
+# pyright: reportPrivateUsage=false
+
 import asyncio
 import logging
 import os
@@ -15,6 +17,7 @@ from art.bodies import build_log_request, build_train_request
 from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
 from art.errors import ArtError, ArtJobError
 from art.model import Model, TrainableModel
+from art.options import ART_DEFAULTS, apply_options
 from art.rollouts import format_numbers
 from art.sessions import add_backend
 from art.trajectories import Trajectory, TrajectoryGroup
@@ -83,7 +86,7 @@ class Backend:
         if isinstance(model, TrainableModel):
             await self._connection.request("GET", "/health", reconnect_seconds=0)
             request = RegisterRequest(
-                name=model.name,
+                name=model._storage_name,
                 project=model.project,
                 base_model=model.base_model,
                 lora=model.lora,
@@ -99,12 +102,19 @@ class Backend:
         self,
         model: TrainableModel,
         groups: Iterable[TrajectoryGroup],
-        config: TrainConfig,
+        config: TrainConfig | None = None,
         *,
         verbose: bool = False,
         idempotency_key: str | None = None,
+        **options: Any,
     ) -> TrainResult:
-        """Makes one step; see `TrainableModel.train`."""
+        """Makes one step; see `TrainableModel.train`.
+
+        Without a `config` the call is ART's: `options` by ART's names (`learning_rate`, `loss_fn`, `epsilon`,
+        `kl_penalty_coef`...), and what is not given by ART's defaults: CISPO, each trajectory with the same weight.
+        Raises ValueError for an option that would change the update and is not there.
+        """
+        config = _to_config(config, options)
         body = await asyncio.to_thread(build_train_request, groups, config)
         key = idempotency_key or uuid.uuid4().hex
         report = JobReport()
@@ -127,7 +137,7 @@ class Backend:
         return TrainResult(event.step, event.metrics, report)
 
     def _model_inference_name(self, model: Model, step: int | None = None) -> str:
-        name = f"{model.project}/{model.name}"
+        name = f"{model.project}/{model._storage_name}"
         return name if step is None else f"{name}@{step}"
 
     async def _prepare_backend_for_training(
@@ -231,7 +241,24 @@ def _normalize_url(base_url: str) -> str:
 
 
 def _model_path(model: Model) -> str:
-    return f"/api/models/{model.project}/{model.name}"
+    return f"/api/models/{model.project}/{model._storage_name}"
+
+
+def _to_config(config: TrainConfig | None, options: dict[str, Any]) -> TrainConfig:
+    """The configuration of ART's `backend.train`, unless one was given as a whole."""
+    if config is not None and options:
+        raise ValueError(f"backend.train takes config or options, not both: {', '.join(options)}")
+    if config is not None:
+        return config
+    config, idle, missing = apply_options(TrainConfig(**ART_DEFAULTS), options)
+    if missing:
+        raise ValueError(
+            f"backend.train: no such option here: {', '.join(missing)}; pass config=art.TrainConfig(...), whose "
+            "fields docs/training.md explains"
+        )
+    if idle:
+        logger.warning("backend.train: without effect on an art-server: %s", ", ".join(idle))
+    return config
 
 
 def _to_job_error(event: JobEvent) -> ArtJobError:

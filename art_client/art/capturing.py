@@ -127,7 +127,7 @@ def _entered(scope: Scope | None) -> Generator[None, None, None]:
 def _models_of(backends: Iterable["Backend"]) -> "Iterable[tuple[Backend, TrainableModel]]":
     """The trainable ones, each once however often it was registered."""
     by_name = {
-        (model.project, model.name): (backend, model)
+        (model.project, model._storage_name): (backend, model)
         for backend in backends
         for model in backend._models
         if isinstance(model, TrainableModel)

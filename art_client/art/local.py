@@ -30,19 +30,20 @@ class LocalBackend(Backend):
     """An art-server on this machine, for this program.
 
     It starts with the first `register`, or with `async with`, and stops with `close`, or at the latest when the program
-    ends. Models and checkpoints stay under `path`, where the next run takes them up. `server_args` are further flags
-    of `art-server`.
+    ends. Models and checkpoints stay under `path` (".art"), where the next run takes them up. `server_args` are further
+    flags of `art-server`. `in_process` is ART's: this server always is a process of its own.
     """
 
     def __init__(
         self,
         *,
-        path: str | os.PathLike[str] = ".art",
+        path: str | os.PathLike[str] | None = None,
+        in_process: bool = False,
         server_args: Sequence[str] = (),
         start_timeout_seconds: float = 600,
     ) -> None:
         super().__init__("http://127.0.0.1:0")
-        self._path = Path(path).absolute()
+        self._path = Path(path or ".art").absolute()
         self._server_args = list(server_args)
         self._start_timeout_seconds = start_timeout_seconds
         self._server: subprocess.Popen[bytes] | None = None

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from pydantic import (
     BaseModel,
@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from art import foreign
+from art.options import apply_options
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, TrainConfig, TrainResult
 from art.wire import NAME_PATTERN
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
     from art.backend import Backend
 
+    AnyBackend: TypeAlias = Backend | foreign.ForeignBackend
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,7 +45,7 @@ logger = logging.getLogger(__name__)
 class _Links:
     """What a model is connected to. Copies of the model, deep ones too, stay connected to the same."""
 
-    backend: "Backend | None" = None
+    backend: "AnyBackend | None" = None
     client: "AsyncOpenAI | None" = None
     client_key: tuple[object, ...] = ()
     """What the client was made for: an event loop, to which its connections belong, an address and a key."""
@@ -82,7 +86,12 @@ class Model(BaseModel):
             )
         return name
 
-    async def register(self, backend: "Backend") -> None:
+    @property
+    def _storage_name(self) -> str:
+        """What a server calls the model."""
+        return self.name
+
+    async def register(self, backend: "AnyBackend") -> None:
         """Binds the model to a backend."""
         await backend.register(self)
         self._links = replace(self._links, backend=backend)
@@ -93,7 +102,7 @@ class Model(BaseModel):
             raise ValueError(
                 f"model '{self.name}' is not registered: call `await model.register(backend)` first"
             )
-        return self._links.backend
+        return cast("Backend", self._links.backend)
 
     def openai_client(self) -> "AsyncOpenAI":
         """An OpenAI client for the model's inference address; the same one as long as the event loop is the same."""
@@ -151,28 +160,44 @@ class TrainableModel(Model):
 
     base_model: str
     """A Hugging Face id, a folder on the server, "art/tiny" or "smollm2"."""
+    run_name: str | None = None
+    """Where ART's newer releases let several runs share a name: what the server calls the model; None: `name`."""
     trainable: bool = True
     lora: LoRAConfig | None = None
     """The adapter, fixed when the model is first registered; None: what it has, or the defaults."""
 
     _internal_config: Any = PrivateAttr(default=None)
-    """ART's settings for its own engine and trainer; kept and dumped, without effect on an art-server."""
+    """`art.dev.InternalModelConfig`: ART's settings for engine and trainer, which travel with the model on the ART wire."""
 
-    async def register(self, backend: "Backend", _openai_client_config: Any = None) -> None:
+    @field_validator("run_name")
+    @classmethod
+    def _check_run_name(cls, name: str | None) -> str | None:
+        return None if name is None else cls._check_name(name)
+
+    @property
+    def _storage_name(self) -> str:
+        return self.run_name or self.name
+
+    async def register(self, backend: "AnyBackend", _openai_client_config: Any = None) -> None:
         """Makes the model on the backend, or takes it up where it is, and learns its inference address.
+
+        The backend is ours or any that bears the methods of ART's (`art.foreign`).
 
         The first model of a base model loads it, which takes minutes.
         """
         await super().register(backend)
         address = await backend._prepare_backend_for_training(self, _openai_client_config)
         self.inference_base_url, self.inference_api_key = address
-        self.inference_model_name = backend._model_inference_name(self)
+        self.inference_model_name = self.get_inference_name()
 
     def get_inference_name(self, step: int | None = None) -> str:
         """ "PROJECT/NAME" for the newest step, or "PROJECT/NAME@step": what to send as `model` in a request."""
-        if self._links.backend is not None:
-            return self._links.backend._model_inference_name(self, step)
-        name = f"{self.project}/{self.name}"
+        backend = self._links.backend
+        name = f"{self.project}/{self._storage_name}"
+        if isinstance(backend, foreign.ForeignBackend):
+            name = self._storage_name  # ART's servers know no projects
+        elif backend is not None:
+            return backend._model_inference_name(self, step)
         return name if step is None else f"{name}@{step}"
 
     async def get_step(self) -> int:
@@ -195,25 +220,34 @@ class TrainableModel(Model):
         same groups, passes an `idempotency_key`: under the same key it gets the same job instead of a second step.
 
         `verbose` shows the progress bar where there is no terminal, too. `trajectory_groups` is ART's name for
-        `groups`.
+        `groups`; `_config` holds options by ART's names, which win over `config`.
 
         Raises ValueError for what cannot be trained on, ArtStatusError when the server refuses, ArtJobError when the
         job fails, ArtConnectionError when the server stays away.
         """
-        if _config:
-            logger.warning(
-                "train: _config is ignored, its settings belong in art.TrainConfig: %s", _config
-            )
+        groups, config = [*groups, *trajectory_groups], config or TrainConfig()
+        backend = self._links.backend
+        if isinstance(backend, foreign.ForeignBackend):
+            return await foreign.train(backend, self, groups, config, _config or {}, verbose)
+        config, idle, missing = apply_options(config, _config or {})
+        if idle or missing:
+            logger.warning("train: _config is ignored where it says %s", ", ".join(idle + missing))
         return await self.backend().train(
             self,
-            [*groups, *trajectory_groups],
-            config or TrainConfig(),
+            groups,
+            config,
             verbose=verbose,
             idempotency_key=idempotency_key,
         )
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
-        """Deletes all checkpoints but the newest and the one whose mean of the metric in the history is best."""
+        """Deletes all checkpoints but the newest and the one whose mean of the metric in the history is best.
+
+        A backend that is not ours keeps the newest.
+        """
+        backend = self._links.backend
+        if isinstance(backend, foreign.ForeignBackend):
+            return await foreign.delete_checkpoints(backend, self)
         await self.backend()._delete_checkpoints(self, best_metric=best_checkpoint_metric)
 
     def _no_address(self) -> str:

@@ -5,7 +5,9 @@ containers, and `Choice` imports `openai` when it is first asked for, so `import
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from pydantic import BaseModel
 
 from art.wire import JobReport, LoRAConfig, TrainConfig
 
@@ -34,6 +36,7 @@ __all__ = [
     "Tools",
     "TrainConfig",
     "TrainResult",
+    "TrainSFTConfig",
 ]
 
 
@@ -46,6 +49,14 @@ class TrainResult:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     report: JobReport = field(default_factory=JobReport)
     """What was trained, and what was not and why."""
+
+
+class TrainSFTConfig(BaseModel):
+    """ART's settings of supervised training, for programs that name the class; an art-server has no such call."""
+
+    learning_rate: float | list[float] = 5e-5
+    batch_size: int | Literal["auto"] = "auto"
+    assistant_turns: Literal["all", "last"] = "all"
 
 
 def __getattr__(name: str) -> Any:

@@ -59,7 +59,7 @@ def test_dump_carries_the_internal_config_and_reads_it_again():
     assert set(dumped) == {
         *("name", "project", "entity", "id", "run_id", "config", "trainable", "base_model", "lora"),
         *("inference_api_key", "inference_base_url", "inference_model_name"),
-        *("base_path", "report_metrics", "_internal_config"),
+        *("base_path", "report_metrics", "run_name", "_internal_config"),
     }
 
 

@@ -1,0 +1,67 @@
+"""Backends that are not ours: whatever bears the methods of ART's backends, NVIDIA's `RemoteBackend` for one.
+
+A `TrainableModel` registers with such a backend, trains and deletes checkpoints through it. Logs and sessions are an
+art-server's own.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from art.errors import ArtJobError
+from art.trajectories import TrajectoryGroup
+from art.types import TrainConfig, TrainResult
+
+
+@runtime_checkable
+class ForeignBackend(Protocol):
+    """The protocol, by the names that ART gave it. `Any` stands for the model: theirs may be any class of that shape."""
+
+    async def register(self, model: Any) -> None: ...
+
+    async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]: ...
+
+    async def _get_step(self, model: Any) -> int: ...
+
+    async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None: ...
+
+    def _train_model(
+        self,
+        model: Any,
+        trajectory_groups: list[TrajectoryGroup],
+        config: TrainConfig,
+        dev_config: Any,
+        verbose: bool,
+    ) -> AsyncIterator[dict[str, Any]]: ...
+
+
+async def train(
+    backend: ForeignBackend,
+    model: Any,
+    groups: Sequence[TrajectoryGroup],
+    config: TrainConfig,
+    dev_config: Any,
+    verbose: bool,
+) -> TrainResult:
+    """Makes one step. The metrics are means over the gradient steps that the backend tells of.
+
+    Raises ArtJobError where the backend's stream holds an `error`.
+    """
+    rows: list[dict[str, float]] = []
+    async for row in backend._train_model(model, list(groups), config, dev_config, verbose):
+        if "error" in row:
+            raise ArtJobError(f"the backend could not train '{model.name}': {row['error']}")
+        rows.append({key: float(value) for key, value in row.items()})
+    return TrainResult(await backend._get_step(model), _means(rows))
+
+
+async def delete_checkpoints(backend: ForeignBackend, model: Any) -> None:
+    """Deletes all checkpoints but the newest: such a backend keeps no history by which one is best."""
+    await backend._delete_checkpoint_files(model, [await backend._get_step(model)])
+
+
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    keys = sorted({key for row in rows for key in row})
+    values = {key: [row[key] for row in rows if key in row] for key in keys}
+    return {key: sum(each) / len(each) for key, each in values.items()}

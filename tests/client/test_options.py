@@ -1,0 +1,127 @@
+"""ART's settings and options, and what becomes of them."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import art
+from art.options import apply_options, translate
+
+pytestmark = pytest.mark.anyio
+
+
+class Adapter(BaseModel):
+    """As the plugin's configuration holds them."""
+
+    training: art.dev.TrainerArgs | None = None
+    engine: art.dev.EngineArgs | None = None
+
+
+def test_settings_are_dictionaries_attributes_and_fields():
+    given = {"training": {"learning_rate": "1e-6", "obsolete": [1]}, "engine": {"seed": 3}}
+    adapter = Adapter.model_validate(given)  # a YAML reader takes 1e-6 for a text
+    assert adapter.training is not None and adapter.engine is not None
+    assert adapter.training.learning_rate == 1e-6 and adapter.training["obsolete"] == [1]
+    assert getattr(adapter.training, "beta", 0.5) == 0.5 and adapter.training.get("beta") is None
+    assert dict(adapter.engine) == {"seed": 3} and adapter.engine.seed == 3
+    dumped = {"training": {"learning_rate": 1e-6, "obsolete": [1]}, "engine": {"seed": 3}}
+    assert json.loads(adapter.model_dump_json()) == adapter.model_dump() == dumped
+    assert Adapter.model_validate(adapter.model_dump()) == adapter
+    assert Adapter(training=art.dev.TrainerArgs(beta=0.1)).training == {"beta": 0.1}
+    copied = adapter.training.copy()
+    copied.beta = 0.2
+    assert copied["beta"] == 0.2 and "beta" not in adapter.training
+    with pytest.raises(AttributeError, match="TrainerArgs has no 'nothing'"):
+        _ = copied.nothing
+
+
+def test_a_settings_value_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match=r"training.learning_rate"):
+        Adapter.model_validate({"training": {"learning_rate": "high"}})
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"learning_rate": 1e-4, "epsilon": None, "verbose": False}, {"learning_rate": 1e-4}),
+        (
+            {"ppo": True, "epsilon": 0.1},
+            {"clip": "two_sided", "epsilon": 0.1, "epsilon_high": None},
+        ),
+        ({"loss_fn": "cispo"}, {"clip": "cispo", "epsilon": 1.0, "epsilon_high": 4.0}),
+        ({"normalize_advantages": True, "scale_rewards": False}, {"scaling": "none"}),
+        ({"importance_sampling_level": "geometric_average"}, {"ratio": "geometric"}),
+        (
+            {"kl_penalty_coef": 0.1, "beta": 0.0, "kl_penalty_source": "sample"},
+            {"beta": 0.1, "kl_in": "advantage", "kl_estimator": "k1"},
+        ),
+        ({"kl_penalty_coef": 0.0, "beta": 0.2}, {"beta": 0.2}),
+        (
+            {"truncated_importance_sampling": 2.0},
+            {"correction": "truncate", "correction_high": 2.0},
+        ),
+    ],
+)
+def test_options_of_the_same_meaning_are_translated(options: dict[str, Any], fields: dict):
+    assert translate(options) == (fields, [], [])
+    art.TrainConfig(**fields)
+
+
+def test_options_without_their_like_are_told_apart():
+    options = {"packed_sequence_length": 2048, "kimi_k2_tau": 0.1, "mask_prob_ratio": False}
+    assert translate(options) == ({}, ["packed_sequence_length"], ["kimi_k2_tau"])
+    assert translate({"importance_sampling_level": ["token"]})[2] == ["importance_sampling_level"]
+
+
+def test_options_win_over_what_a_preset_filled_in():
+    config, _, _ = apply_options(art.TrainConfig(preset="dapo", learning_rate=1e-3), {"ppo": False})
+    assert (config.clip, config.epsilon_high, config.learning_rate) == ("cispo", 4.0, 1e-3)
+
+
+TRAIN = "/api/models/demo/agent/train"
+
+
+async def sent_config(server: Any) -> dict[str, Any]:
+    return server.sent("POST", TRAIN)[-1].json()["config"]
+
+
+async def test_backend_train_is_arts(server, answer, backend, model, groups, caplog):
+    server.on("POST", TRAIN, lambda _: answer(lines=[{"event": "done", "job_id": "j", "step": 1}]))
+    result = await backend.train(model, groups, learning_rate=1e-4, loss_fn="cispo", beta=0.1)
+    assert result.step == 1
+    config = await sent_config(server)
+    assert (config["clip"], config["normalisation"], config["beta"]) == ("cispo", "trajectory", 0.1)
+    await backend.train(model, groups, loss_fn="ppo", packed_sequence_length=2048)
+    assert "without effect on an art-server: packed_sequence_length" in caplog.text
+    config = await sent_config(server)
+    clip = (config["clip"], config["epsilon"], config["epsilon_high"])
+    assert clip == ("two_sided", 0.2, None)
+    await backend.train(model, groups, art.TrainConfig(max_grad_norm=0.5))
+    assert (await sent_config(server))["max_grad_norm"] == 0.5
+    with pytest.raises(ValueError, match="no such option here: kimi_k2_tau"):
+        await backend.train(model, groups, kimi_k2_tau=0.1)
+    with pytest.raises(ValueError, match="not both"):
+        await backend.train(model, groups, art.TrainConfig(), learning_rate=1e-4)
+
+
+async def test_dev_config_of_a_train_call_is_honoured(server, answer, model, groups, caplog):
+    server.on("POST", TRAIN, answer(lines=[{"event": "done", "job_id": "j", "step": 1}]))
+    with caplog.at_level(logging.WARNING):
+        await model.train(groups, _config=art.dev.TrainConfig(scale_rewards=False, invented=1))
+    assert (await sent_config(server))["scaling"] == "none"
+    assert "_config is ignored where it says invented" in caplog.text
+
+
+async def test_a_run_name_is_what_the_server_calls_the_model(server, answer, backend):
+    server.on("GET", "/api/models/demo/run-2", answer(body={"name": "run-2", "project": "demo"}))
+    model = art.TrainableModel(
+        name="agent", run_name="run-2", project="demo", base_model="art/tiny"
+    )
+    await model.register(backend)
+    assert server.sent("POST", "/api/models")[0].json()["name"] == "run-2"
+    assert model.get_inference_name() == "demo/run-2"
+    with pytest.raises(ValueError, match="run_name"):
+        art.TrainableModel(name="a", run_name="a/b", project="p", base_model="b")
