@@ -115,7 +115,8 @@ def _print_new(metrics: Path, epochs: list[dict[str, Any]]) -> None:
         return
     if not epochs:
         print("epoch  mean reward    min    max  games", flush=True)
-    for line in metrics.read_text().splitlines()[len(epochs) :]:
+    whole_lines = metrics.read_text().rpartition("\n")[0].splitlines()
+    for line in whole_lines[len(epochs) :]:
         epochs.append(json.loads(line))
         e = epochs[-1]
         print(
@@ -126,4 +127,9 @@ def _print_new(metrics: Path, epochs: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except art.ArtError as error:
+        sys.exit(f"nat-demo: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

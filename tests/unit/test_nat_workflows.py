@@ -15,7 +15,7 @@ game = importlib.import_module("nat_workflows.game")
 
 
 def test_prompts_are_those_that_the_model_was_made_of():
-    assert game.SYSTEM == games.tictactoe_system()
+    assert games.tictactoe_system() == game.SYSTEM
     rng = random.Random(0)
     for length in range(9):
         moves = tuple(rng.sample(game.CELLS, length))
