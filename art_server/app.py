@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import control, errors, inference
+from art_server.api import art_wire, control, errors, inference
 from art_server.api.door import Door
+from art_server.api.model_keys import ModelKeys, read_secret
 from art_server.service import Service
 
 
@@ -24,7 +25,9 @@ def make_app(service: Service, inference_port: int | None) -> FastAPI:
 
     app = FastAPI(title="art-server", version=__version__, lifespan=lifespan)
     errors.install(app)
+    keys = ModelKeys(read_secret(service.config.server_dir / "model_keys_secret"))
     control.install(app, service)
+    art_wire.install(app, service, keys, inference_port)
     inference.install(app, service)
-    app.add_middleware(Door, config=service.config, inference_port=inference_port)
+    app.add_middleware(Door, config=service.config, inference_port=inference_port, model_keys=keys)
     return app

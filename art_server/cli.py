@@ -41,6 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
+def art(arguments: Sequence[str] | None = None) -> None:
+    """The command `art`, as ART's users know it."""
+    parser = argparse.ArgumentParser(
+        prog="art", description="Train LLM agents with reinforcement learning."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("run", help="run a server: the same as art-server", add_help=False)
+    _, flags = parser.parse_known_args(arguments)
+    main(flags)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="art-server",
@@ -170,6 +181,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="stop when the process that started the server ends",
     )
+    add(
+        "--legacy-without-key",
+        action="store_true",
+        help="with API keys configured, let callers without one use the routes of ART's older clients and of NVIDIA's "
+        "plugin, which send none (/register, /_train_model...), and only those: for a private network",
+    )
     return parser
 
 
@@ -208,6 +225,7 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         "ledger_max_gb": flags.ledger_max_gb,
         "ledger_max_age_days": flags.ledger_max_age_days,
         "exit_with_parent": flags.exit_with_parent,
+        "legacy_without_key": flags.legacy_without_key,
     }
     try:
         return ServerConfig.model_validate(settings)
@@ -336,6 +354,10 @@ def run(config: ServerConfig) -> None:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logger.info("art-server %s: %s", __version__, config)
+    if config.legacy_without_key and config.api_keys:
+        logger.warning(
+            "--legacy-without-key: whoever reaches this address can train, and see every model"
+        )
     control, inference = open_ports(config)
     url = address(config.host, control)
     inference_url = address(config.host, inference) if inference is not None else url

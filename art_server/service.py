@@ -34,7 +34,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.resolve import Limits
 from art_server.ledger.sessions import session_trajectory
-from art_server.settings import ServerConfig, detect_device
+from art_server.settings import NO_WISHES, Device, EngineWishes, ServerConfig, detect_device
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry, merge_lora
@@ -54,7 +54,7 @@ class Service:
     def __init__(self, config: ServerConfig):
         self.config = config
         self._lock_file = lock_path(config)
-        self.device = detect_device()
+        self.device: Device = detect_device()
         children = Children(config.server_dir)
         left = children.reap()
         if left:
@@ -125,7 +125,7 @@ class Service:
     def _base_file(self) -> Path:
         return self.config.server_dir / "base.json"
 
-    async def _load_base(self, name: str) -> BaseModel:
+    async def _load_base(self, name: str, wishes: EngineWishes = NO_WISHES) -> BaseModel:
         """Start engine and trainer with a base model, or see that it is the one that runs. Returns what is loaded.
 
         Raises:
@@ -143,7 +143,7 @@ class Service:
                 await self._unload_base(loaded, name)
             self.ledger.use_tokenizer(base.path)
             self.trainer.set_base(base.path)
-            self.engine.start(base)
+            self.engine.start(base, wishes)
             self._base_known.set()
             await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
@@ -180,8 +180,16 @@ class Service:
 
     # --- models ---
 
-    async def register(self, request: RegisterRequest) -> ModelInfo:
+    async def register(
+        self,
+        request: RegisterRequest,
+        wishes: EngineWishes = NO_WISHES,
+        *,
+        always_logprobs: bool = False,
+    ) -> ModelInfo:
         """Make a model known, with its step 0 on disk; one that is known goes on where it is.
+
+        `wishes` count if this starts the engine. `always_logprobs` is as in `ModelRecord`, and stays once it is set.
 
         Raises:
             InvalidInput: unknown base model, rank above the engine's.
@@ -201,7 +209,7 @@ class Service:
             merge_lora(model.record.lora, request.lora, model.id)
             if self.engine.base is None and model.record.base_model != request.base_model:
                 raise self._other_base(model)
-        base = await self._load_base(request.base_model)
+        base = await self._load_base(request.base_model, wishes)
         self.is_base_wanted = True
         if model is not None and not self.is_on_base(model):
             raise self._other_base(model)
@@ -219,6 +227,9 @@ class Service:
                     await asyncio.to_thread(folder.create, record, self.engine.log_path)
                 model = self.registry.add(folder, record)
                 logger.info("registered %s on %s", model.id, record.base_model)
+            if always_logprobs and not model.record.always_logprobs:
+                model.record = model.record.model_copy(update={"always_logprobs": True})
+                await asyncio.to_thread(folder.create, model.record, self.engine.log_path)
         return self.info(model)
 
     def _other_base(self, model: Model) -> Conflict:

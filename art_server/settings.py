@@ -46,6 +46,18 @@ class ApiKey(BaseModel):
     """None: every project."""
 
 
+class EngineWishes(BaseModel):
+    """What a client asks of an engine that has not started; the command line wins."""
+
+    model_config = ConfigDict(frozen=True)
+
+    max_seq_length: int | None = None
+    engine_args: Mapping[str, str] = {}
+
+
+NO_WISHES = EngineWishes()
+
+
 class ServerConfig(BaseModel):
     """Everything that the command line decides."""
 
@@ -78,6 +90,16 @@ class ServerConfig(BaseModel):
     ledger_max_gb: float = Field(default=4.0, gt=0)
     ledger_max_age_days: float = Field(default=7.0, gt=0)
     exit_with_parent: bool = False
+    legacy_without_key: bool = False
+    """Open the routes of the ART wire, and only them, to callers without a key."""
+
+    def with_wishes(self, wishes: EngineWishes, max_positions: int) -> "ServerConfig":
+        """These settings, filled up by a client's where the command line says nothing."""
+        length = self.max_seq_length
+        if length is None and wishes.max_seq_length is not None:
+            length = min(wishes.max_seq_length, max_positions)
+        engine_args = {**wishes.engine_args, **self.engine_args}
+        return self.model_copy(update={"max_seq_length": length, "engine_args": engine_args})
 
     @property
     def server_dir(self) -> Path:

@@ -308,6 +308,8 @@ class JobReport(Reply):
     dropped: list[Dropped] = []
     config: dict[str, Any] = {}
     """The values in force."""
+    notes: list[str] = []
+    """What was asked for and has no effect."""
 
 
 JobState = Literal["queued", "running", "done", "failed"]

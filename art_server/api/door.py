@@ -1,9 +1,11 @@
 """The one door: every request passes here, and leaves with an error or with a known caller.
 
 Keys come as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, all else the
-scope `train`; only health is open. A session may be named by the URL (`/s/SESSION/v1`), the header `x-art-session` or
-the key (`KEY::SESSION`); the door takes the name off and passes it on. Without configured keys the server is bound to loopback and trusts its machine, but
-not web pages that a browser on it shows: requests of a foreign origin, or for a foreign host name, are refused.
+scope `train`; only health is open. A key that the ART wire handed out opens inference on its one model. With
+`--legacy-without-key` the routes of that wire, and no others, are open to callers without any key. A session may be named by the URL (`/s/SESSION/v1`), the header `x-art-session` or
+the key (`KEY::SESSION`); the door takes the name off and passes it on. Without configured keys the server is bound to
+loopback and trusts its machine, but not web pages that a browser on it shows: requests of a foreign origin, or for a
+foreign host name, are refused.
 """
 
 import hashlib
@@ -16,13 +18,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art.wire import SESSION_HEADER
 from art_server.api.errors import answer
+from art_server.api.model_keys import ModelKeys
 from art_server.errors import Forbidden, NotFound, ServerError, Unauthorized
 from art_server.settings import ApiKey, ServerConfig
 from art_server.settings import Scope as KeyScope
 from art_server.store.registry import check_name
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+ART_PATHS = frozenset(
+    {
+        *("/register", "/_get_step", "/_prepare_backend_for_training", "/_train_model", "/_log"),
+        *("/_delete_checkpoint_files", "/_delete_checkpoints", "/close", "/healthcheck"),
+    }
+)
+"""The routes of `art_wire`."""
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+"""0.0.0.0 is what guides of ART's clients write for this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,8 @@ class Caller:
     """None: every project."""
     session: str | None = None
     """The rollout that the request says it belongs to."""
+    model_id: str | None = None
+    """The one model ("PROJECT/NAME") that the key is for; None: any."""
 
     def check_project(self, project: str) -> None:
         """
@@ -56,8 +69,16 @@ SESSION_MARK = "::"
 class Door:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, inference_port: int | None):
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        inference_port: int | None,
+        model_keys: ModelKeys,
+    ):
         self._app = app
+        self._is_legacy_open = config.legacy_without_key
+        self._model_keys = model_keys
         self._inference_port = inference_port
         self._keys = config.api_keys
         self._hosts = LOOPBACK_HOSTS | {config.host}
@@ -92,11 +113,28 @@ class Door:
         if not self._keys:
             self._refuse_web_pages(headers)
             return replace(ANYONE, session=session)
+        if path in ART_PATHS and not presented and self._is_legacy_open:
+            if "origin" in headers:
+                raise Forbidden("web pages need an API key here", code="foreign_origin")
+            return replace(ANYONE, session=session)
         needed: KeyScope = "infer" if path.startswith("/v1/") else "train"
+        caller = self._find_model(presented) if needed == "infer" else None
+        if caller is not None:
+            return replace(caller, session=session)
         key = self._find(presented or None)
         if needed not in key.scopes:
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
-        return Caller(hashlib.sha256(key.key.encode()).hexdigest()[:16], key.projects, session)
+        return Caller(owner_of(key), key.projects, session)
+
+    def _find_model(self, presented: str) -> Caller | None:
+        """Whom a key for one model was made for, as long as that caller is still let in."""
+        model_id, owner = self._model_keys.read(presented) or (None, None)
+        known = {owner_of(key): key.projects for key in self._keys}
+        if self._is_legacy_open:
+            known[ANYONE.owner] = ANYONE.projects
+        if model_id is None or owner not in known:
+            return None
+        return Caller(owner, known[owner], model_id=model_id)
 
     def _find(self, presented: str | None) -> ApiKey:
         if presented is None:
@@ -125,6 +163,10 @@ class Door:
                 "requests from other web origins are refused: configure --api-key",
                 code="foreign_origin",
             )
+
+
+def owner_of(key: ApiKey) -> str:
+    return hashlib.sha256(key.key.encode()).hexdigest()[:16]
 
 
 def presented_key(headers: Headers) -> str | None:

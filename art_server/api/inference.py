@@ -137,9 +137,10 @@ def model_cards(service: Service, caller: Caller) -> list[dict[str, Any]]:
     base = service.engine.base
     if base is None:
         return []
-    models = [m for m in service.registry.all(caller.projects) if service.is_on_base(m)]
+    visible = service.registry.all(caller.projects, caller.model_id)
+    models = [m for m in visible if service.is_on_base(m)]
     names = [model.record.name for model in models]
-    ids = [base.name]
+    ids = [base.name] if caller.model_id is None else []
     ids += [model.id for model in models]
     ids += [name for name in names if names.count(name) == 1]
     length = service.engine.max_seq_length
@@ -153,7 +154,8 @@ def resolve_policy(service: Service, ask: Ask) -> None:
     """Set which model and step answer, as things stand now."""
     base = service.engine.base
     base_name = base.name if base is not None else None
-    policy = service.registry.resolve(ask.asked_model, base_name, ask.caller.projects)
+    caller = ask.caller
+    policy = service.registry.resolve(ask.asked_model, base_name, caller.projects, caller.model_id)
     ask.model, ask.step = policy.model, policy.step
     service.is_base_wanted = True
     if policy.model is None:
@@ -205,6 +207,9 @@ async def engine_answer(
             )
         )
         body = ask.body | {"model": ask.adapter}
+        is_bare = ask.api == "chat" and body.get("logprobs") is None
+        if is_bare and record is not None and record.always_logprobs:
+            body["logprobs"] = True
         if ask.api == "responses":
             body["request_id"] = f"resp_{request_id}"
         try:

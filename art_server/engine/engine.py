@@ -19,12 +19,12 @@ from typing import Any, BinaryIO, Literal
 
 import aiohttp
 
-from art_server.base_models import BaseModel
+from art_server.base_models import BaseModel, max_positions
 from art_server.children import Children
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.records import PromptHandler, RecordReceiver, Sample
 from art_server.errors import InvalidInput, Unavailable
-from art_server.settings import Device, ServerConfig
+from art_server.settings import NO_WISHES, Device, EngineWishes, ServerConfig
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,12 @@ HANG_SECONDS = 60.0
 """An engine that answers no look, or samples nothing while requests wait for it, for this long is hung."""
 CONNECT_SECONDS = 10.0
 LOG_TAIL_LINES = 12
+ENGINE_DEFAULTS = {
+    "max_logprobs": "20",
+    "pipeline_parallel_size": "1",
+    "tensor_parallel_size": "1",
+}
+"""vLLM's own, where a client may well name them."""
 
 
 class EngineDied(Unavailable):
@@ -66,7 +72,9 @@ class Engine:
         self.detail: str | None = None
         self.base: BaseModel | None = None
         self.log_path = config.log_dir / "engine.log"
+        self._given = config
         self._config = config
+        """With the wishes of the client whose model started the engine."""
         self._device: Device = device
         self._children = children
         self._receiver = RecordReceiver(on_prompt, self._received)
@@ -85,9 +93,10 @@ class Engine:
 
     # --- life ---
 
-    def start(self, base: BaseModel) -> None:
+    def start(self, base: BaseModel, wishes: EngineWishes = NO_WISHES) -> None:
         """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves."""
         assert self._supervisor is None, "an engine serves one base model"
+        self._config = self._given.with_wishes(wishes, max_positions(base.path))
         seq_length(self._config, base)
         self.base = base
         self.state = "starting"
@@ -121,6 +130,27 @@ class Engine:
     @property
     def max_seq_length(self) -> int | None:
         return seq_length(self._config, self.base) if self.base is not None else None
+
+    def unmet(self, wishes: EngineWishes) -> list[str]:
+        """A sentence for each wish that the engine was not started with."""
+        running = ENGINE_DEFAULTS | dict(self._config.engine_args)
+        missed = [
+            (
+                f"engine_args.{name}={value}",
+                running.get(name, "its default"),
+                f"--engine-arg {name}={value}",
+            )
+            for name, value in wishes.engine_args.items()
+            if running.get(name) != value
+        ]
+        length = wishes.max_seq_length
+        if length not in (None, self.max_seq_length):
+            flag = f"--max-seq-length {length}"
+            missed.append((f"init_args.max_seq_length={length}", str(self.max_seq_length), flag))
+        return [
+            f"{asked} is not applied, the engine runs with {value}: start art-server with {flag}"
+            for asked, value, flag in missed
+        ]
 
     @property
     def pid(self) -> int | None:

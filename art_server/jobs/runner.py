@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,9 @@ class JobRunner:
         key: str | None,
         body_digest: str,
         limits: Limits,
+        notes: Sequence[str] = (),
     ) -> Job:
-        """Make a request a job: when this returns, it is on disk with resolved tokens.
+        """Make a request a job: when this returns, it is on disk with resolved tokens. `notes` go into its report.
 
         Raises:
             InvalidInput: nothing in it can be trained.
@@ -107,7 +108,7 @@ class JobRunner:
             body_digest,
             request.config,
             Payload(batch, request.groups),
-            report,
+            report.model_copy(update={"notes": list(notes)}),
         )
         logger.info(
             "job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id

@@ -46,6 +46,10 @@ def said(text: str) -> bytes:
     return _name(_without_thinking(text))
 
 
+SILENCE = digest(b"")
+"""What an empty text says."""
+
+
 def said_by(message: Message) -> bytes:
     """Names what an assistant message says; equal to `said` of the text that it was parsed from."""
     calls = [call_text(call) for call in as_list(message.get("tool_calls"))]

@@ -75,6 +75,7 @@ CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
 CREATE INDEX IF NOT EXISTS records_by_request ON records (request_id);
 CREATE INDEX IF NOT EXISTS records_by_session ON records (session) WHERE session IS NOT NULL;
 CREATE INDEX IF NOT EXISTS records_by_said ON records (said);
+CREATE INDEX IF NOT EXISTS records_by_fingerprint ON records (fingerprint);
 CREATE TABLE IF NOT EXISTS turns (
     request_id TEXT PRIMARY KEY,
     body BLOB NOT NULL
@@ -462,11 +463,15 @@ class Ledger:
         return [(r, turns[r.request.request_id]) for r in records if r.request.request_id in turns]
 
     def find_text(
-        self, project: str, name: str, said: bytes, logprobs: Sequence[float] | None
+        self, project: str, name: str, said: bytes | None, logprobs: Sequence[float] | None
     ) -> list[Record]:
-        """What a model said in these words, newest first; with log-probabilities, only what was sampled with them."""
-        where = "said = ? AND project = ? AND name = ?"
-        values: tuple[Any, ...] = (said, project, name)
+        """What a model said in these words (None: in any), newest first; with log-probabilities, only what was sampled
+        with them."""
+        where = "project = ? AND name = ?"
+        values: tuple[Any, ...] = (project, name)
+        if said is not None:
+            where += " AND said = ?"
+            values = (*values, said)
         if logprobs is not None:
             where += " AND fingerprint = ?"
             values = (*values, conversation.fingerprint(logprobs))

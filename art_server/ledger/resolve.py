@@ -55,8 +55,9 @@ class Sources:
     """Where tokens are looked for. The last two ask the engine, and block."""
 
     find_record: Callable[[str], Record | None]
-    find_text: Callable[[bytes, Sequence[float] | None], Sequence[Record]]
-    """From what was said, and its log-probabilities if known, to the records of the job's model, newest first."""
+    find_text: Callable[[bytes | None, Sequence[float] | None], Sequence[Record]]
+    """From what was said (None: anything), and its log-probabilities if known, to the records of the job's model, newest
+    first."""
     render: Callable[[list[Message], list[dict[str, Any]] | None], list[int]]
     """A conversation with tools to the prompt of the next answer."""
     tokenize: Callable[[str], list[int]]
@@ -234,11 +235,20 @@ class _Resolver:
         said = conversation.said_by(choice["message"])
         logprobs = logprob_values(choice)
         found = self._sources.find_text(said, logprobs)
+        if not found and logprobs is not None and said == conversation.SILENCE:
+            found = self._said_elsewise(logprobs, before)
         in_place = [record for record in found if record.request.before == before]
         if logprobs is None or in_place:
             found = in_place
         fresh = [record for record in found if record.choice_id not in self._taken]
         return from_record((fresh or found)[0]) if found else None
+
+    def _said_elsewise(self, logprobs: list[float], before: bytes) -> Sequence[Record]:
+        """For a choice that says nothing, because its client dropped the tool calls: by the log-probabilities alone,
+        unless they stand for different tokens."""
+        found = self._sources.find_text(None, logprobs)
+        found = [record for record in found if record.request.before == before] or found
+        return found if len({tuple(record.token_ids) for record in found}) == 1 else ()
 
     def _rendered(
         self, choice: dict[str, Any], messages: list[Message], tools: list[dict[str, Any]] | None

@@ -33,6 +33,8 @@ class ModelRecord(BaseModel):
     project: str
     base_model: str
     lora: LoRAConfig
+    always_logprobs: bool = False
+    """Registered by the ART wire, whose clients read a choice's log-probabilities without having asked for them."""
 
 
 class CheckpointRecord(BaseModel):

@@ -67,12 +67,12 @@ class Registry:
             if newest is not None:
                 self._models[folder.project, folder.name] = Model(folder, folder.read(), newest)
 
-    def all(self, projects: frozenset[str] | None = None) -> list[Model]:
-        """The models that a caller with access to `projects` (None: all) may see."""
+    def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[Model]:
+        """The models that a caller with access to `projects` (None: all), or to the model `only`, may see."""
         return [
             model
             for (project, _), model in self._models.items()
-            if projects is None or project in projects
+            if (projects is None or project in projects) and only in (None, model.id)
         ]
 
     def find(self, project: str, name: str) -> Model | None:
@@ -106,8 +106,14 @@ class Registry:
         self._models[record.project, record.name] = model
         return model
 
-    def resolve(self, text: str, base_name: str | None, projects: frozenset[str] | None) -> Policy:
-        """What `text`, a request's `model`, means to a caller with access to `projects`.
+    def resolve(
+        self,
+        text: str,
+        base_name: str | None,
+        projects: frozenset[str] | None,
+        only: str | None = None,
+    ) -> Policy:
+        """What `text`, a request's `model`, means to a caller with access to `projects`, or to the model `only`.
 
         "PROJECT/NAME[@k]", "NAME[@k]" where it is unique among what the caller sees, or the base model's own name.
 
@@ -115,11 +121,11 @@ class Registry:
             NotFound: no such model or step.
             Conflict: a bare name that stands in several projects.
         """
-        if text == base_name:
+        if text == base_name and only is None:
             return Policy(None, None)
         path, _, step_text = text.partition("@")
         project, slash, name = path.rpartition("/")
-        visible = self.all(projects)
+        visible = self.all(projects, only)
         found = [
             model
             for model in visible

@@ -1,0 +1,45 @@
+"""Keys for inference on one model, as the ART wire hands them out.
+
+A key names its model and the key that it was made for, and proves both with a MAC: none is stored. It ends with the key
+that it was made for, and all of them with the secret (`PATH/.server/model_keys_secret`; delete it and start again).
+"""
+
+import hashlib
+import hmac
+import os
+from pathlib import Path
+
+SECRET_BYTES = 32
+
+
+class ModelKeys:
+    """Makes and reads the keys of one server."""
+
+    def __init__(self, secret: bytes):
+        self._secret = secret
+
+    def make(self, model_id: str, owner: str) -> str:
+        """The key for `model_id` ("PROJECT/NAME") of the caller whom `owner` names."""
+        claim = f"{model_id}:{owner}"
+        return f"{claim}:{hmac.new(self._secret, claim.encode(), hashlib.sha256).hexdigest()}"
+
+    def read(self, key: str) -> tuple[str, str] | None:
+        """Model and owner that a key was made for, None for what is no such key."""
+        model_id, _, rest = key.partition(":")
+        owner, _, _ = rest.partition(":")
+        is_ours = hmac.compare_digest(self.make(model_id, owner).encode(), key.encode())
+        return (model_id, owner) if is_ours else None
+
+
+def read_secret(file: Path) -> bytes:
+    """The server's secret, made at the first start; readable by its user only."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "r+b") as opened:
+        secret = opened.read()
+        if len(secret) != SECRET_BYTES:  # empty, or cut short by a crash
+            secret = os.urandom(SECRET_BYTES)
+            opened.seek(0)
+            opened.truncate()
+            opened.write(secret)
+    return secret

@@ -1,0 +1,323 @@
+"""The ART wire without an engine: bodies as NVIDIA's plugin sends them, answers, keys, and what is told."""
+
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from art.wire import ErrorDetail, JobEvent, LoRAConfig, TrainRequest
+from art_server.api.art_wire import _tell_once
+from art_server.api.door import ART_PATHS
+from art_server.app import make_app
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.service import Service
+from art_server.settings import ApiKey, EngineWishes, ServerConfig
+from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+
+pytestmark = pytest.mark.anyio
+
+MODEL: dict[str, Any] = {
+    "name": "run",
+    "project": "p",
+    "entity": None,
+    "id": None,
+    "run_id": None,
+    "config": None,
+    "trainable": True,
+    "inference_api_key": None,
+    "inference_base_url": None,
+    "inference_model_name": "run@0",
+    "base_path": ".art",
+    "report_metrics": None,
+    "base_model": "art/tiny",
+    "_internal_config": {"init_args": None, "engine_args": None, "trainer_args": None},
+}
+KEYS = (ApiKey(key="all"), ApiKey(key="other", projects=frozenset({"q"})))
+
+
+def choice(number: int = 5, **more: Any) -> dict[str, Any]:
+    entry = {"token": "ok", "bytes": [111, 107], "logprob": -0.25, "top_logprobs": []}
+    message = {"content": "ok", "refusal": None, "role": "assistant", "annotations": None}
+    message |= {"audio": None, "function_call": None, "tool_calls": None}
+    made = {"finish_reason": "stop", "index": 0, "message": message}
+    made |= {"logprobs": {"content": [entry], "refusal": None}}
+    return made | {"token_ids": [number], "prompt_token_ids": [1, 2]} | more
+
+
+def train_body(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
+    trajectories = [
+        {
+            "messages_and_choices": [{"role": "user", "content": "hi"}, each],
+            "tools": None,
+            "additional_histories": [],
+            "reward": float(reward),
+            "initial_policy_version": None,
+            "final_policy_version": None,
+            "metrics": {},
+            "metadata": {},
+            "logs": [],
+        }
+        for reward, each in enumerate(choices)
+    ]
+    group = {"trajectories": trajectories, "exceptions": [], "metadata": {}, "metrics": {}}
+    body = {"model": MODEL, "trajectory_groups": [group | {"logs": []}]}
+    body |= {"config": {"learning_rate": 5e-05, "kl_penalty_coef": 0.0}, "dev_config": {}}
+    return body | {"verbose": False} | more
+
+
+def make(path: Path, **settings: Any) -> tuple[FastAPI, Service]:
+    """A server that knows model p/run at step 0, on a base model whose engine does not run."""
+    folder = ModelFolder(path, "p", "run")
+    folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
+    record = ModelRecord(name="run", project="p", base_model="art/tiny", lora=LoRAConfig())
+    folder.create(record, path / "engine.log")
+    service = Service(ServerConfig(path=path, **settings))
+    service.engine.base, service.engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
+    _tell_once.cache_clear()
+    return make_app(service, inference_port=8000), service
+
+
+def client(app: FastAPI, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}:7623", **options)
+
+
+class Runner:
+    """Takes every job and tells the events that a test gives it."""
+
+    def __init__(self, *events: JobEvent) -> None:
+        self.events = events
+        self.accepted: list[tuple[TrainRequest, str | None, list[str]]] = []
+
+    async def accept(
+        self, model: Any, request: Any, owner: str, key: Any, digest: str, limits: Any, notes: Any
+    ) -> JobEvent:
+        self.accepted.append((request, key, notes))
+        return JobEvent(event="accepted", job_id="j")
+
+    async def follow(self, job_id: str) -> AsyncIterator[JobEvent]:
+        for event in self.events:
+            yield event
+
+
+PROGRESS = JobEvent(event="progress", job_id="j", phase="train")
+DONE = JobEvent(
+    event="done",
+    job_id="j",
+    step=1,
+    metrics={"loss/train": 0.5, "data/step_num_gradient_steps": 1.0},
+)
+
+
+async def train(app: FastAPI, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with client(app) as http:
+        response = await http.post("/_train_model", json=body)
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+async def test_a_train_call_streams_one_line_of_numbers(tmp_path: Path) -> None:
+    app, service = make(tmp_path)
+    service.runner = runner = Runner(PROGRESS, PROGRESS, DONE)  # type: ignore[assignment]
+    (row,) = await train(app, train_body(choice(5), choice(6)))
+    counts = {"num_gradient_steps": 1.0, "data/step_num_gradient_steps": 1.0}
+    assert row == {"loss/train": 0.5, **counts}
+    ((request, key, notes),) = runner.accepted
+    assert (key, notes, request.config.learning_rate) == (None, [], 5e-05)
+    assert [t.reward for t in request.groups[0].trajectories] == [0.0, 1.0]
+
+
+async def test_trainer_args_win_and_unknown_keys_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, service = make(tmp_path)
+    service.runner = runner = Runner(DONE)  # type: ignore[assignment]
+    trainer_args = {"learning_rate": "1e-6", "beta": 0.1, "output_dir": "/tmp/x", "seed": None}
+    model = MODEL | {"_internal_config": {"trainer_args": trainer_args, "peft_args": {"r": 8}}}
+    body = train_body(choice(5), model=model, dev_config={"ppo": True, "kimi_k2_tau": 0.1})
+    body["trajectory_groups"][0]["trajectories"][0]["exchanges"] = [1]
+    for _ in range(2):
+        await train(app, body)
+    for request, _, notes in runner.accepted:
+        config = request.config
+        assert (config.learning_rate, config.beta, config.clip) == (1e-6, 0.1, "two_sided")
+        told = [note.removesuffix(" has no effect here") for note in notes]
+        assert told == [
+            *("_internal_config.peft_args", "dev_config.kimi_k2_tau", "trainer_args.output_dir"),
+            "trajectories[].exchanges",
+        ]
+    assert caplog.text.count("trainer_args.output_dir has no effect here") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "texts"),
+    [
+        (
+            ErrorDetail(message="CUDA out of memory.", code="out_of_memory"),
+            ("CUDA out of memory. Lower init_args.max_seq_length", "gpu_memory_utilization"),
+        ),
+        (ErrorDetail(message="the loss is NaN", code="non_finite"), ("the loss is NaN",)),
+    ],
+)
+async def test_a_failed_job_ends_the_stream_with_cause_and_remedy(
+    tmp_path: Path, error: ErrorDetail, texts: tuple[str, ...]
+) -> None:
+    app, service = make(tmp_path)
+    service.runner = Runner(PROGRESS, JobEvent(event="error", job_id="j", error=error))  # type: ignore[assignment]
+    (row,) = await train(app, train_body(choice()))
+    assert set(row) == {"error"} and all(text in row["error"] for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (train_body(trajectory_groups=[]), "no trajectories were collected"),
+        (
+            train_body(choice(token_ids=None, logprobs=None, finish_reason="stop")),
+            "carries no log-probabilities and is not in the ledger.*Sample from this server",
+        ),
+        (train_body(choice(), config={"learning_rate": -1}), "learning_rate"),
+        (train_body(choice(), trajectory_groups=[{"trajectories": 1}]), "trajectories"),
+        (train_body(choice(), trajectory_groups=[1]), r"groups\[0\]"),
+    ],
+)
+async def test_what_cannot_be_trained_is_told_in_the_stream(
+    tmp_path: Path, body: dict[str, Any], text: str
+) -> None:
+    app, service = make(tmp_path)
+    (row,) = await train(app, body)
+    assert set(row) == {"error"}
+    assert re.search(text, row["error"], re.DOTALL), row
+    assert service.queue.next() is None
+
+
+async def test_a_call_without_a_key_is_always_a_new_job(tmp_path: Path) -> None:
+    app, service = make(tmp_path)
+    real = service.runner
+    fake = Runner(DONE)
+    fake.accept = real.accept  # type: ignore[method-assign]
+    service.runner = fake  # type: ignore[assignment]
+    for _ in range(2):
+        await train(app, train_body(choice(5), choice(6)))
+    first = service.queue.next()
+    assert first is not None and first.report.turns == {"ids": 2}
+    service.queue.set_done(first.job_id, {})
+    second = service.queue.next()
+    assert second is not None and second.job_id != first.job_id
+
+
+async def test_registering_again_notes_what_comes_too_late(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, service = make(tmp_path)
+    engine_args = {"tensor_parallel_size": 2, "max_logprobs": 20, "gpu_memory_utilization": 0.9}
+    config = {"init_args": {"max_seq_length": 64}, "engine_args": engine_args | {"headless": True}}
+    async with client(app) as http:
+        assert (await http.post("/register", json=MODEL)).json() == {"notes": []}
+        asked = MODEL | {"_internal_config": config}
+        notes = (await http.post("/register", json=asked)).json()["notes"]
+        injected = {"engine_args": {"quantization": "--trust-remote-code"}}
+        refused = await http.post("/register", json=MODEL | {"_internal_config": injected})
+    assert "--kv-cache-gb decides" in notes[0] or service.device == "cuda"
+    assert any("engine_args.headless has no effect" in note for note in notes)
+    assert any("start art-server with --engine-arg tensor_parallel_size=2" in n for n in notes)
+    assert any("runs with 4096: start art-server with --max-seq-length 64" in n for n in notes)
+    assert not any("max_logprobs" in note for note in notes)
+    assert notes[1] in caplog.text
+    assert refused.status_code == 422 and "quantization" in refused.json()["error"]["param"]
+    model = service.registry.get("p", "run")
+    assert model.record.always_logprobs and model.folder.read().always_logprobs
+
+
+def test_wishes_fill_up_what_the_command_line_left_open() -> None:
+    wishes = EngineWishes(max_seq_length=4096, engine_args={"seed": "1", "max_logprobs": "5"})
+    config = ServerConfig(engine_args={"seed": "2"}).with_wishes(wishes, 2048)
+    assert config.max_seq_length == 2048
+    assert config.engine_args == {"seed": "2", "max_logprobs": "5"}
+    assert ServerConfig(max_seq_length=512).with_wishes(wishes, 2048).max_seq_length == 512
+
+
+async def test_the_small_routes_answer_as_arts_do(tmp_path: Path) -> None:
+    app, _ = make(tmp_path)
+    async with client(app) as http:
+        assert (await http.get("/healthcheck")).json() == {"status": "ok"}
+        assert (await http.post("/close")).json() is None
+        assert (await http.post("/_get_step", json=MODEL)).json() == 0
+        body = {"model": MODEL, "steps_to_keep": [0]}
+        assert (await http.post("/_delete_checkpoint_files", json=body)).status_code == 200
+        path = "/_delete_checkpoints?benchmark=val/reward&benchmark_smoothing=0.5"
+        assert (await http.post(path, json=MODEL)).status_code == 200
+        log = {"model": MODEL, "trajectory_groups": train_body(choice())["trajectory_groups"]}
+        assert (await http.post("/_log", json=log | {"split": "val"})).status_code == 200
+        unknown = await http.post("/_get_step", json=MODEL | {"name": "nobody"})
+    assert unknown.status_code == 404 and "register it first" in unknown.text
+    rows = ModelFolder(tmp_path, "p", "run").history()
+    assert [row["val/reward"] for row in rows] == [0.0]
+
+
+async def test_the_base_url_is_the_host_that_was_asked(tmp_path: Path) -> None:
+    app, _ = make(tmp_path)
+    body = {"model": MODEL, "config": None}
+    for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+        async with client(app, host) as http:
+            reply = await http.post("/_prepare_backend_for_training", json=body)
+        assert reply.json() == [f"http://{host}:8000/v1", "default"]
+
+
+async def test_the_key_that_is_handed_out_opens_its_model_only(tmp_path: Path) -> None:
+    app, service = make(tmp_path, api_keys=KEYS)
+    body = {"model": MODEL, "config": {"log_file": "/etc/passwd"}}
+    everything = {"authorization": "Bearer all"}
+    async with client(app, "box", headers=everything) as http:
+        _, key = (await http.post("/_prepare_backend_for_training", json=body)).json()
+    async with client(app, "box", headers={"authorization": f"Bearer {key}::session"}) as http:
+        cards = (await http.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in cards] == ["p/run", "run"]
+        for asked in ("art/tiny", "q/run"):
+            chat = {"model": asked, "messages": []}
+            assert (await http.post("/v1/chat/completions", json=chat)).status_code == 404
+        for path in ("/_get_step", "/_train_model", "/api/models"):
+            assert (await http.post(path, json=MODEL)).status_code == 401
+    spoilt = [key[:-1], key.replace("run", "ran"), key.replace(":", ":x:", 1), ""]
+    async with client(app, "box") as http:
+        for each in spoilt:
+            headers = {"authorization": f"Bearer {each}"}
+            assert (await http.get("/v1/models", headers=headers)).status_code == 401
+    service.config = service.config.model_copy(update={"api_keys": KEYS[1:]})
+    again = make_app(service, inference_port=None)
+    async with client(again, "box", headers={"authorization": f"Bearer {key}"}) as http:
+        assert (await http.get("/v1/models")).status_code == 401
+
+
+async def test_another_projects_key_is_refused(tmp_path: Path) -> None:
+    app, _ = make(tmp_path, api_keys=KEYS)
+    async with client(app, headers={"x-api-key": "other"}) as http:
+        for path in ("/register", "/_get_step"):
+            assert (await http.post(path, json=MODEL)).status_code == 403
+        assert (await http.post("/_train_model", json=train_body(choice()))).status_code == 403
+
+
+async def test_the_legacy_flag_opens_these_routes_only(tmp_path: Path) -> None:
+    app, _ = make(tmp_path, api_keys=KEYS, legacy_without_key=True)
+    async with client(app, "box") as http:
+        for path, item in app.openapi()["paths"].items():
+            for method in item:
+                response = await http.request(method.upper(), path)
+                is_open = path in ART_PATHS or path in ("/health", "/ready")
+                assert (response.status_code != 401) == is_open, path
+        page = {"origin": "http://evil.example"}
+        assert (await http.post("/_get_step", json=MODEL, headers=page)).status_code == 403
+        wrong = {"authorization": "Bearer wrong"}
+        assert (await http.post("/_get_step", json=MODEL, headers=wrong)).status_code == 401
+        assert (await http.post("/_get_step", json=MODEL)).json() == 0
+        body = {"model": MODEL, "config": None}
+        url, key = (await http.post("/_prepare_backend_for_training", json=body)).json()
+        assert url == "http://box:8000/v1"
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+    assert set(app.openapi()["paths"]) >= ART_PATHS
