@@ -68,4 +68,4 @@ async def right_answer(
 def score_row(item: EvalInputItem) -> float:
     """1 for an answer that holds the tool's result, a little less the more words it takes."""
     words = str(item.output_obj).split()
-    return float(str(item.expected_output_obj) in str(item.output_obj)) - 0.01 * len(words)
+    return float(str(item.expected_output_obj) in str(item.output_obj)) - 0.05 * len(words)
