@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from art.wire import (
@@ -34,7 +35,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.resolve import Limits
 from art_server.ledger.sessions import session_trajectory
-from art_server.settings import NO_WISHES, Device, EngineWishes, ServerConfig, detect_device
+from art_server.settings import Device, ServerConfig, detect_device
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry, merge_lora
@@ -125,7 +126,7 @@ class Service:
     def _base_file(self) -> Path:
         return self.config.server_dir / "base.json"
 
-    async def _load_base(self, name: str, wishes: EngineWishes = NO_WISHES) -> BaseModel:
+    async def _load_base(self, name: str, wishes: Mapping[str, str] | None = None) -> BaseModel:
         """Start engine and trainer with a base model, or see that it is the one that runs. Returns what is loaded.
 
         Raises:
@@ -143,7 +144,7 @@ class Service:
                 await self._unload_base(loaded, name)
             self.ledger.use_tokenizer(base.path)
             self.trainer.set_base(base.path)
-            self.engine.start(base, wishes)
+            self.engine.start(base, wishes or {})
             self._base_known.set()
             await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
@@ -183,13 +184,13 @@ class Service:
     async def register(
         self,
         request: RegisterRequest,
-        wishes: EngineWishes = NO_WISHES,
+        wishes: Mapping[str, str] | None = None,
         *,
         always_logprobs: bool = False,
     ) -> ModelInfo:
         """Make a model known, with its step 0 on disk; one that is known goes on where it is.
 
-        `wishes` count if this starts the engine. `always_logprobs` is as in `ModelRecord`, and stays once it is set.
+        `wishes` for the engine count if this starts it. `always_logprobs` is as in `ModelRecord`, and stays once set.
 
         Raises:
             InvalidInput: unknown base model, rank above the engine's.

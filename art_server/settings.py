@@ -46,18 +46,6 @@ class ApiKey(BaseModel):
     """None: every project."""
 
 
-class EngineWishes(BaseModel):
-    """What a client asks of an engine that has not started; the command line wins."""
-
-    model_config = ConfigDict(frozen=True)
-
-    max_seq_length: int | None = None
-    engine_args: Mapping[str, str] = {}
-
-
-NO_WISHES = EngineWishes()
-
-
 class ServerConfig(BaseModel):
     """Everything that the command line decides."""
 
@@ -93,12 +81,13 @@ class ServerConfig(BaseModel):
     legacy_without_key: bool = False
     """Open the routes of the ART wire, and only them, to callers without a key."""
 
-    def with_wishes(self, wishes: EngineWishes, max_positions: int) -> "ServerConfig":
-        """These settings, filled up by a client's where the command line says nothing."""
+    def with_wishes(self, wishes: Mapping[str, str], max_positions: int) -> "ServerConfig":
+        """These settings, filled up by a client's `max_seq_length` and engine arguments where they say nothing."""
+        engine_args = {**wishes, **self.engine_args}
+        wished = engine_args.pop("max_seq_length", None)
         length = self.max_seq_length
-        if length is None and wishes.max_seq_length is not None:
-            length = min(wishes.max_seq_length, max_positions)
-        engine_args = {**wishes.engine_args, **self.engine_args}
+        if length is None and wished is not None:
+            length = min(int(wished), max_positions)
         return self.model_copy(update={"max_seq_length": length, "engine_args": engine_args})
 
     @property

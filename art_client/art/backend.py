@@ -112,7 +112,6 @@ class Backend:
 
         Without a `config` the call is ART's: `options` by ART's names (`learning_rate`, `loss_fn`, `epsilon`,
         `kl_penalty_coef`...), and what is not given by ART's defaults: CISPO, each trajectory with the same weight.
-        Raises ValueError for an option that would change the update and is not there.
         """
         config = _to_config(config, options)
         body = await asyncio.to_thread(build_train_request, groups, config)
@@ -250,14 +249,9 @@ def _to_config(config: TrainConfig | None, options: dict[str, Any]) -> TrainConf
         raise ValueError(f"backend.train takes config or options, not both: {', '.join(options)}")
     if config is not None:
         return config
-    config, idle, missing = apply_options(TrainConfig(**ART_DEFAULTS), options)
-    if missing:
-        raise ValueError(
-            f"backend.train: no such option here: {', '.join(missing)}; pass config=art.TrainConfig(...), whose "
-            "fields docs/training.md explains"
-        )
-    if idle:
-        logger.warning("backend.train: without effect on an art-server: %s", ", ".join(idle))
+    config, ignored = apply_options(TrainConfig(**ART_DEFAULTS), options)
+    if ignored:
+        logger.warning("backend.train: an art-server has nothing like %s", ", ".join(ignored))
     return config
 
 

@@ -27,12 +27,7 @@ class ForeignBackend(Protocol):
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None: ...
 
     def _train_model(
-        self,
-        model: Any,
-        trajectory_groups: list[TrajectoryGroup],
-        config: TrainConfig,
-        dev_config: Any,
-        verbose: bool,
+        self, model: Any, groups: Any, config: Any, dev_config: Any, verbose: bool
     ) -> AsyncIterator[dict[str, Any]]: ...
 
 
@@ -54,11 +49,6 @@ async def train(
             raise ArtJobError(f"the backend could not train '{model.name}': {row['error']}")
         rows.append({key: float(value) for key, value in row.items()})
     return TrainResult(await backend._get_step(model), _means(rows))
-
-
-async def delete_checkpoints(backend: ForeignBackend, model: Any) -> None:
-    """Deletes all checkpoints but the newest: such a backend keeps no history by which one is best."""
-    await backend._delete_checkpoint_files(model, [await backend._get_step(model)])
 
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -229,9 +229,9 @@ class TrainableModel(Model):
         backend = self._links.backend
         if isinstance(backend, foreign.ForeignBackend):
             return await foreign.train(backend, self, groups, config, _config or {}, verbose)
-        config, idle, missing = apply_options(config, _config or {})
-        if idle or missing:
-            logger.warning("train: _config is ignored where it says %s", ", ".join(idle + missing))
+        config, ignored = apply_options(config, _config or {})
+        if ignored:
+            logger.warning("train: _config is ignored where it says %s", ", ".join(ignored))
         return await self.backend().train(
             self,
             groups,
@@ -247,7 +247,7 @@ class TrainableModel(Model):
         """
         backend = self._links.backend
         if isinstance(backend, foreign.ForeignBackend):
-            return await foreign.delete_checkpoints(backend, self)
+            return await backend._delete_checkpoint_files(self, [await backend._get_step(self)])
         await self.backend()._delete_checkpoints(self, best_metric=best_checkpoint_metric)
 
     def _no_address(self) -> str:

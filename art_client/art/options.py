@@ -1,7 +1,7 @@
 """ART's options of a train call in terms of our `TrainConfig`.
 
 For `backend.train(**options)`, for `model.train(_config=...)`, and for the server's ART wire. An option is honoured where
-it means the same here; the others are told apart by whether they would change what is learned.
+it means the same here.
 """
 
 from collections.abc import Mapping
@@ -31,57 +31,31 @@ _MEANING: dict[tuple[str, str | bool], dict[str, Any]] = {
     ("kl_penalty_source", "sample"): {},
 }
 
-_NO_EFFECT = frozenset(
-    {
-        "final_training_step",
-        "grad_accumulation_sequences",
-        "logprob_calculation_chunk_size",
-        "optimizer_save_interval",
-        "packed_sequence_length",
-        "precalculate_logprobs",
-        "save_checkpoint",
-        "scale_learning_rate_by_reward_std_dev",
-    }
-)
-"""They steer memory and storage of ART's own trainer, or nothing there either."""
 
+def apply_options(config: TrainConfig, options: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
+    """`config` with the options in force, and the names of those that are not.
 
-def translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Fields of `TrainConfig`; the options without effect here; those that would change the update and are not there.
-
-    None, False, 0 and an option's absence are the same, except where False means something.
+    An option that is None counts as not given; so does one that we lack and that is off (False, 0).
     """
-    fields: dict[str, Any] = {}
-    direct: dict[str, Any] = {}
-    idle: list[str] = []
-    missing: list[str] = []
+    meant: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    ignored: list[str] = []
     for name, value in options.items():
         if value is None:
             continue
         if name in TrainConfig.model_fields:
-            direct[name] = value
+            given[name] = value
         elif isinstance(value, str | bool) and (name, value) in _MEANING:
-            fields |= _MEANING[name, value]
-        elif name in _NO_EFFECT:
-            idle.append(name)
-        elif not value:
-            continue
-        elif name == "kl_penalty_coef":
-            fields |= {"beta": value, "kl_in": "advantage", "kl_estimator": "k1"}
-        elif name == "truncated_importance_sampling":
-            fields |= {"correction": "truncate", "correction_high": value}
-        else:
-            missing.append(name)
-    if not direct.get("beta") and "beta" in fields:
-        direct.pop("beta", None)
-    return fields | direct, idle, missing
-
-
-def apply_options(
-    config: TrainConfig, options: Mapping[str, Any]
-) -> tuple[TrainConfig, list[str], list[str]]:
-    """`config` with the options in force, and those that are not, as in `translate`."""
-    fields, idle, missing = translate(options)
-    if fields:
-        config = TrainConfig.model_validate(config.model_dump(exclude_unset=True) | fields)
-    return config, idle, missing
+            meant |= _MEANING[name, value]
+        elif value and name == "kl_penalty_coef":
+            meant |= {"beta": value, "kl_in": "advantage", "kl_estimator": "k1"}
+        elif value and name == "truncated_importance_sampling":
+            meant |= {"correction": "truncate", "correction_high": value}
+        elif value:
+            ignored.append(name)
+    if "beta" in meant and not given.get("beta"):
+        given.pop("beta", None)  # ART's records hold both, one of them 0
+    if meant or given:
+        fields = config.model_dump(exclude_unset=True) | meant | given
+        config = TrainConfig.model_validate(fields)
+    return config, ignored

@@ -11,8 +11,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -39,14 +38,15 @@ from art_server.api.model_keys import ModelKeys
 from art_server.errors import InvalidInput, ServerError
 from art_server.jobs.queue import digest
 from art_server.service import Service
-from art_server.settings import ENGINE_ARGS, Device, EngineWishes
+from art_server.settings import ENGINE_ARGS, Device
 from art_server.store.registry import Model
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T", bound=BaseModel)
+
 NO_KEY = "default"
 """What stands for a key where none is configured."""
-NO_EFFECT = "{} has no effect here"
 MAX_NOTES = 50
 CLIENT_SIDE = frozenset(
     {
@@ -57,6 +57,17 @@ CLIENT_SIDE = frozenset(
 """Fields of ART's models that are the client's own."""
 ENGINE_VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 """Never begins with a dash: it becomes an argument of vLLM's command line."""
+ENGINE_VALUES = {"max_seq_length": re.compile(r"[1-9][0-9]{2,7}")}
+NESTED: Mapping[str, type[BaseModel]] = {
+    "trajectory_groups": TrajectoryGroupBody,
+    "trajectories": TrajectoryBody,
+    "additional_histories": HistoryBody,
+}
+NO_TRAJECTORIES = (
+    "no trajectories were collected, so there is nothing to train (trajectory_groups is empty). Look whether the workflow "
+    "ran (its log), whether target_functions names its functions, whether the evaluator gave rewards, and whether the "
+    "model was asked for log-probabilities"
+)
 
 REMEDIES: Mapping[str, str] = {
     "no_trainable_turn": "Sample from this server, under the training run's name, with log-probabilities, and keep "
@@ -72,18 +83,13 @@ class ArtBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    def unknown(self, prefix: str = "") -> list[str]:
-        """Notes on what was given and is no field."""
-        extra = self.model_extra or {}
-        return [NO_EFFECT.format(prefix + key) for key, value in extra.items() if value is not None]
-
-
-class InitArgs(ArtBody):
-    max_seq_length: int | None = Field(default=None, ge=16, le=2**24)
+    def unknown(self) -> list[str]:
+        """What was given and is no field."""
+        return list(given(self.model_extra))
 
 
 class InternalConfig(ArtBody):
-    init_args: InitArgs | None = None
+    init_args: dict[str, Any] | None = None
     engine_args: dict[str, Any] | None = None
     trainer_args: dict[str, Any] | None = None
 
@@ -97,33 +103,20 @@ class ModelBody(ArtBody):
     internal_config: InternalConfig | None = Field(default=None, alias="_internal_config")
 
 
-class PrepareBody(ArtBody):
+class CallBody(ArtBody):
+    """What is asked of a model; each route has its own fields."""
+
     model: ModelBody
     config: dict[str, Any] | None = None
+    dev_config: dict[str, Any] | None = None
+    trajectory_groups: list[dict[str, Any]] = []
+    split: str = "val"
+    verbose: bool | int = False
 
 
 class DeleteFilesBody(ArtBody):
     model: ModelBody
     steps_to_keep: list[int]
-
-
-class GroupsBody(ArtBody):
-    model: ModelBody
-    trajectory_groups: list[Any]
-    split: str = "val"
-    config: dict[str, Any] | None = None
-    dev_config: dict[str, Any] | None = None
-    verbose: bool | int = False
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """What a model's `_internal_config` asks for."""
-
-    wishes: EngineWishes
-    trainer_args: dict[str, Any]
-    notes: list[str]
-    """On what has no effect."""
 
 
 def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int | None) -> None:
@@ -136,9 +129,9 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
         caller.check_project(body.project)
         return service.registry.get(body.project, body.run_name or body.name)
 
-    async def read_model(request: Request) -> tuple[Model, ModelBody]:
+    async def read_model(request: Request) -> Model:
         body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), ModelBody)
-        return model_of(request, body), body
+        return model_of(request, body)
 
     @router.get("/healthcheck")
     async def healthcheck() -> dict[str, str]:
@@ -153,31 +146,28 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
         body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), ModelBody)
         caller: Caller = request.state.caller
         caller.check_project(body.project)
-        try:
-            asked = RegisterRequest(
-                name=body.run_name or body.name,
-                project=body.project,
-                base_model=body.base_model,
-                lora=body.lora,
-            )
-        except ValidationError as error:
-            raise invalid_body(error) from error
-        settings = read_settings(body, service.device)
-        info = await service.register(asked, settings.wishes, always_logprobs=True)
-        notes = settings.notes + service.engine.unmet(settings.wishes)
+        asked = checked(
+            RegisterRequest,
+            name=body.run_name or body.name,
+            project=body.project,
+            base_model=body.base_model,
+            lora=body.lora,
+        )
+        wishes, notes = read_settings(body, service.device)
+        info = await service.register(asked, wishes, always_logprobs=True)
+        notes += service.engine.unmet(wishes)
         tell(info.inference_name, notes)
         return {"notes": notes}
 
     @router.post("/_get_step")
     async def get_step(request: Request) -> int:
-        model, _ = await read_model(request)
-        return model.step
+        return (await read_model(request)).step
 
     @router.post("/_prepare_backend_for_training")
     async def prepare(request: Request) -> list[str]:
-        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), PrepareBody)
+        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), CallBody)
         model = model_of(request, body.model)
-        tell(model.id, [NO_EFFECT.format(f"config.{key}") for key in given(body.config)])
+        tell(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
         await service.engine.wait_ready(service.config.wait_limit_seconds)
         port = request.url.port if inference_port is None else inference_port
         caller: Caller = request.state.caller
@@ -188,7 +178,7 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
     async def train_model(request: Request) -> Response:
         """The job is accepted before the answer begins, so that it outlives a client that goes away."""
         raw = await read_body(request, max_mb)
-        body = await parse_body(raw, GroupsBody)
+        body = await parse_body(raw, CallBody)
         model = model_of(request, body.model)
         owner = request.state.caller.owner
         try:
@@ -204,16 +194,10 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
 
     @router.post("/_log")
     async def log(request: Request) -> None:
-        body = await parse_body(await read_body(request, max_mb), GroupsBody)
+        body = await parse_body(await read_body(request, max_mb), CallBody)
         model = model_of(request, body.model)
-        notes = body.unknown()
-        groups = known_groups(body, notes)
-        tell(model.id, notes)
-        try:
-            row = LogRequest.model_validate({"groups": groups, "split": body.split})
-        except ValidationError as error:
-            raise invalid_body(error) from error
-        await service.log(model, row)
+        groups, _ = known_fields(body.trajectory_groups, "trajectory_groups")
+        await service.log(model, checked(LogRequest, groups=groups, split=body.split))
 
     @router.post("/_delete_checkpoint_files")
     async def delete_checkpoint_files(request: Request) -> None:
@@ -225,9 +209,9 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
     async def delete_checkpoints(
         request: Request, benchmark: str = "val/reward", benchmark_smoothing: float = 1.0
     ) -> None:
-        model, _ = await read_model(request)
+        model = await read_model(request)
         if benchmark_smoothing != 1.0:
-            tell(model.id, [NO_EFFECT.format("benchmark_smoothing")])
+            tell(model.id, no_effect(["benchmark_smoothing"]))
         await service.delete_checkpoints(model, DeleteCheckpointsRequest(best_metric=benchmark))
 
     app.include_router(router)
@@ -236,36 +220,33 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
 # --- what was asked for -------------------------------------------------------------------------------------------
 
 
-def read_settings(body: ModelBody, device: Device) -> ModelSettings:
-    """What a model asks of engine and trainer.
+def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list[str]]:
+    """What a model asks of the engine, with notes on what of its settings has no effect.
 
     Raises:
         InvalidInput: a value that cannot become an engine's argument.
     """
     config = body.internal_config or InternalConfig()
-    init_args = config.init_args or InitArgs()
-    notes = [note for note in body.unknown() if note.split()[0] not in CLIENT_SIDE]
-    notes += config.unknown("_internal_config.") + init_args.unknown("init_args.")
-    engine_args: dict[str, str] = {}
-    for key, value in given(config.engine_args).items():
+    init_args, engine_args = given(config.init_args), given(config.engine_args)
+    wishes: dict[str, str] = {}
+    unknown = [key for key in body.unknown() if key not in CLIENT_SIDE]
+    unknown += [f"_internal_config.{key}" for key in config.unknown()]
+    unknown += [f"init_args.{key}" for key in init_args if key != "max_seq_length"]
+    for key, value in (engine_args | {"max_seq_length": init_args.get("max_seq_length")}).items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        if key not in ENGINE_ARGS:
-            notes.append(NO_EFFECT.format(f"engine_args.{key}"))
-        elif device == "cpu" and key == "gpu_memory_utilization":
-            notes.append(f"engine_args.{key}: on a CPU --kv-cache-gb decides")
-        elif ENGINE_VALUE.fullmatch(text):
-            engine_args[key] = text
-        else:
+        is_known = key in ENGINE_ARGS or key == "max_seq_length"
+        if not is_known or (device == "cpu" and key == "gpu_memory_utilization"):
+            unknown.append(f"engine_args.{key}")
+        elif value is not None and not ENGINE_VALUES.get(key, ENGINE_VALUE).fullmatch(text):
             raise InvalidInput(
-                f"engine_args.{key} must be a number, a truth value or a name",
-                code="invalid_body",
-                param=f"_internal_config.engine_args.{key}",
+                f"_internal_config: {key} cannot be {text[:80]!r}", code="invalid_body", param=key
             )
-    wishes = EngineWishes(max_seq_length=init_args.max_seq_length, engine_args=engine_args)
-    return ModelSettings(wishes, given(config.trainer_args), notes)
+        elif value is not None:
+            wishes[key] = text
+    return wishes, no_effect(unknown)
 
 
-def read_train_request(body: GroupsBody, device: Device) -> tuple[TrainRequest, list[str]]:
+def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, list[str]]:
     """What to train and how, with notes on what has no effect. The model's `trainer_args` win over the configuration,
     for NVIDIA's plugin loses them on its own way there.
 
@@ -273,58 +254,38 @@ def read_train_request(body: GroupsBody, device: Device) -> tuple[TrainRequest, 
         InvalidInput: no trajectories, or values that do not fit.
     """
     if not body.trajectory_groups:
-        raise InvalidInput(
-            "trajectory_groups is empty: no trajectories were collected, so there is nothing to train. Look whether "
-            "the workflow ran (its log), whether target_functions names its functions, whether the evaluator gave "
-            "rewards, and whether the model was asked for log-probabilities",
-            code="no_trajectories",
-            param="trajectory_groups",
-        )
-    settings = read_settings(body.model, device)
-    notes = body.unknown() + settings.notes
-    sources = {
-        "config": body.config,
-        "dev_config": body.dev_config,
-        "trainer_args": settings.trainer_args,
-    }
+        raise InvalidInput(NO_TRAJECTORIES, code="no_trajectories", param="trajectory_groups")
+    unknown = body.unknown()
     config = TrainConfig()
-    try:
-        for source, options in sources.items():
-            config, idle, missing = apply_options(config, given(options))
-            notes += [NO_EFFECT.format(f"{source}.{key}") for key in idle + missing]
-        groups = known_groups(body, notes)
-        return TrainRequest.model_validate({"groups": groups, "config": config}), notes
-    except ValidationError as error:
-        raise invalid_body(error) from error
+    settings = {"config": body.config, "dev_config": body.dev_config}
+    if body.model.internal_config is not None:
+        settings["trainer_args"] = body.model.internal_config.trainer_args
+    for name, options in settings.items():
+        try:
+            config, ignored = apply_options(config, options or {})
+        except ValidationError as error:
+            raise invalid_body(error) from error
+        unknown += [f"{name}.{key}" for key in ignored]
+    groups, more = known_fields(body.trajectory_groups, "trajectory_groups")
+    notes = read_settings(body.model, device)[1] + no_effect([*unknown, *more])
+    return checked(TrainRequest, groups=groups, config=config), notes
 
 
-NESTED: Mapping[str, type[BaseModel]] = {
-    "trajectory_groups": TrajectoryGroupBody,
-    "trajectories": TrajectoryBody,
-    "additional_histories": HistoryBody,
-}
-
-
-def known_fields(values: Any, field: str, unknown: set[str]) -> Any:
-    """The records under a field without what we do not know of them, which goes into `unknown`; whether they fit is
+def known_fields(values: Any, field: str) -> tuple[Any, list[str]]:
+    """The records under a field without what we do not know of them, and the names of that; whether the rest fits is
     checked elsewhere."""
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        return values
+        return values, []
     fields = NESTED[field].model_fields
-    for value in values:
-        unknown.update(f"{field}[].{key}" for key in value.keys() - fields if value[key])
+    unknown = {
+        f"{field}[].{key}" for value in values for key in value.keys() - fields if value[key]
+    }
     made = [{key: value[key] for key in fields if key in value} for value in values]
     for value in made:
         for key in value.keys() & NESTED.keys():
-            value[key] = known_fields(value[key], key, unknown)
-    return made
-
-
-def known_groups(body: GroupsBody, notes: list[str]) -> Any:
-    unknown: set[str] = set()
-    groups = known_fields(body.trajectory_groups, "trajectory_groups", unknown)
-    notes += [NO_EFFECT.format(name) for name in sorted(unknown)]
-    return groups
+            value[key], more = known_fields(value[key], key)
+            unknown |= set(more)
+    return made, sorted(unknown)
 
 
 def given(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -332,15 +293,30 @@ def given(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (options or {}).items() if value is not None}
 
 
+def no_effect(names: Sequence[str]) -> list[str]:
+    return [f"{name[:200]} has no effect here" for name in names[:MAX_NOTES]]
+
+
+def checked(kind: type[T], **fields: Any) -> T:
+    """
+    Raises:
+        InvalidInput: naming the fields that do not fit.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_body(error) from error
+
+
 def tell(model_id: str, notes: Sequence[str]) -> None:
     """Write each note into the log, once a model."""
-    for note in notes[:MAX_NOTES]:
-        _tell_once(model_id, note[:300])
+    for note in notes:
+        _tell_once(model_id, note)
 
 
 @functools.lru_cache(maxsize=4096)
 def _tell_once(model_id: str, note: str) -> None:
-    logger.warning("%s: %s", model_id, note)
+    logger.warning("%s: %r", model_id, note)  # a client's text: no line breaks of its own
 
 
 # --- what is answered ---------------------------------------------------------------------------------------------
@@ -352,8 +328,8 @@ async def metric_lines(service: Service, job_id: str) -> AsyncIterator[bytes]:
     async for event in service.runner.follow(job_id):
         if event.event == "done":
             steps = event.metrics.get("data/step_num_gradient_steps", 1.0)
-            counts = {"num_gradient_steps": steps, "data/step_num_gradient_steps": steps}
-            yield json.dumps(event.metrics | counts).encode() + b"\n"
+            row = {"num_gradient_steps": steps, **event.metrics}
+            yield json.dumps(row).encode() + b"\n"
         elif event.event == "error":
             yield error_line(event.error or ErrorDetail(message=f"job {job_id} failed"))
         else:

@@ -9,6 +9,8 @@ import hmac
 import os
 from pathlib import Path
 
+from art_server.store import files
+
 SECRET_BYTES = 32
 
 
@@ -32,14 +34,8 @@ class ModelKeys:
 
 
 def read_secret(file: Path) -> bytes:
-    """The server's secret, made at the first start; readable by its user only."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "r+b") as opened:
-        secret = opened.read()
-        if len(secret) != SECRET_BYTES:  # empty, or cut short by a crash
-            secret = os.urandom(SECRET_BYTES)
-            opened.seek(0)
-            opened.truncate()
-            opened.write(secret)
-    return secret
+    """The server's secret, made at its first start in a folder that only its user can read."""
+    file.parent.chmod(0o700)
+    if not file.exists():
+        files.write_file(file, os.urandom(SECRET_BYTES))
+    return file.read_bytes()

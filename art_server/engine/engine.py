@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -24,7 +24,7 @@ from art_server.children import Children
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.records import PromptHandler, RecordReceiver, Sample
 from art_server.errors import InvalidInput, Unavailable
-from art_server.settings import NO_WISHES, Device, EngineWishes, ServerConfig
+from art_server.settings import Device, ServerConfig
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,9 @@ class Engine:
 
     # --- life ---
 
-    def start(self, base: BaseModel, wishes: EngineWishes = NO_WISHES) -> None:
-        """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves."""
+    def start(self, base: BaseModel, wishes: Mapping[str, str]) -> None:
+        """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves. `wishes` are a client's,
+        as in `ServerConfig.with_wishes`."""
         assert self._supervisor is None, "an engine serves one base model"
         self._config = self._given.with_wishes(wishes, max_positions(base.path))
         seq_length(self._config, base)
@@ -131,25 +132,15 @@ class Engine:
     def max_seq_length(self) -> int | None:
         return seq_length(self._config, self.base) if self.base is not None else None
 
-    def unmet(self, wishes: EngineWishes) -> list[str]:
+    def unmet(self, wishes: Mapping[str, str]) -> list[str]:
         """A sentence for each wish that the engine was not started with."""
         running = ENGINE_DEFAULTS | dict(self._config.engine_args)
-        missed = [
-            (
-                f"engine_args.{name}={value}",
-                running.get(name, "its default"),
-                f"--engine-arg {name}={value}",
-            )
-            for name, value in wishes.engine_args.items()
-            if running.get(name) != value
-        ]
-        length = wishes.max_seq_length
-        if length not in (None, self.max_seq_length):
-            flag = f"--max-seq-length {length}"
-            missed.append((f"init_args.max_seq_length={length}", str(self.max_seq_length), flag))
+        running["max_seq_length"] = str(self.max_seq_length)
         return [
-            f"{asked} is not applied, the engine runs with {value}: start art-server with {flag}"
-            for asked, value, flag in missed
+            f"{name}={value} is not applied: the engine was started with {running.get(name, 'its default')}. Such "
+            "settings count from the command line (art-server --help), or from the first model that is registered"
+            for name, value in wishes.items()
+            if running.get(name) != value
         ]
 
     @property

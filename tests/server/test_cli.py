@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from art_server.cli import UsageError, make_parser, open_port, parse
+from art_server.cli import UsageError, art, make_parser, open_port, parse
 from art_server.errors import Conflict
 from art_server.service import lock_path
 
@@ -56,6 +56,19 @@ def test_values_out_of_range_name_their_flag() -> None:
         parse(["--max-loras", "1"])
     with pytest.raises(UsageError, match="--wait-limit"):
         parse(["--wait-limit", "-1"])
+
+
+def test_art_run_is_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        art(["run", "--host", "0.0.0.0", "--port", "7999"])
+    assert end.value.code == 2 and "--host 0.0.0.0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        art(["run", "--help"])
+    assert "--legacy-without-key" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        art(["--help"])
+    assert "run a server" in capsys.readouterr().out
+    assert parse(["--legacy-without-key"]).legacy_without_key
 
 
 def test_every_flag_is_explained() -> None:

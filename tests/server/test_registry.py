@@ -33,6 +33,10 @@ def test_a_name_resolves_to_the_step_that_serves(tmp_path: Path) -> None:
         assert policy.model is not None and policy.model.id == "p/a" and policy.step == 2
     assert registry.resolve("p/a@1", "base", None).step == 1
     assert registry.resolve("base", "base", None).model is None
+    assert registry.resolve("a", "base", None, only="p/a").model is not None
+    for text in ("base", "b"):
+        with pytest.raises(NotFound):
+            registry.resolve(text, "base", None, only="p/a")
 
 
 def test_a_bare_name_in_two_projects_asks_for_the_project(tmp_path: Path) -> None:

@@ -213,6 +213,39 @@ def test_words_without_log_probabilities_count_only_in_their_conversation() -> N
     assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 6]
 
 
+def test_a_choice_whose_tool_call_was_dropped_is_found_by_its_log_probabilities() -> None:
+    """As NVIDIA's plugin sends a tool episode: no content, no calls, the tool's result as an assistant's message."""
+    call = record("c-0", [5], [6, 7], before=BEFORE)
+    answer = record("c-1", [5, 6, 7, 8], [9])
+    entries = [
+        QUESTION,
+        said_choice("", [-0.5, -0.5]),
+        {"role": "assistant", "content": "42"},
+        said_choice("it is 42", [-0.5]),
+    ]
+
+    def find_text(said: bytes | None, logprobs: Any) -> list[Record]:
+        if said is None:
+            return [call] if len(logprobs) == 2 else []
+        return [answer] if said == conversation.said("it is 42") else []
+
+    batch, report = run([entries], given={"find_text": find_text})
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert row.token_ids == [5, 6, 7, 8, 9]
+    assert [value is not None for value in row.logprobs] == [False, True, True, False, True]
+    assert report.turns == {"ledger": 2}
+
+
+def test_log_probabilities_that_stand_for_several_texts_name_none_of_them() -> None:
+    elsewhere = [record("c-0", [5], [6]), record("c-1", [5], [7])]
+    given = {"find_text": lambda said, _: elsewhere if said is None else []}
+    with pytest.raises(InvalidInput, match="not in the ledger"):
+        run([[QUESTION, said_choice("", [-0.0] * 3)]], given=given)
+    elsewhere.append(record("c-2", [5], [8], before=BEFORE))
+    batch, _ = run([[QUESTION, said_choice("", [-0.0] * 3)]], given=given)
+    assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 8]
+
+
 def test_ids_in_log_probability_entries_are_used_behind_a_rendered_prompt() -> None:
     batch, report = run([[QUESTION, said_choice("yes", [-0.1, -0.2], tokens=True)]])
     (row,) = batch.groups[0].trajectories[0].rows
