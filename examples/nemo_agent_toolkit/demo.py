@@ -64,15 +64,13 @@ async def _backend(server: str | None) -> AsyncIterator[art.Backend]:
 
 
 def _check_health_port() -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", HEALTH_PORT))
-        except OSError:
-            sys.exit(
-                f"port {HEALTH_PORT} is taken, and NVIDIA's plugin looks for the server on no other: stop what "
-                "listens there, or if it is an art-server, pass its control port's address as --server"
-            )
+    try:
+        socket.create_server(("127.0.0.1", HEALTH_PORT)).close()
+    except OSError:
+        sys.exit(
+            f"port {HEALTH_PORT} is taken, and NVIDIA's plugin looks for the server on no other: stop what listens "
+            "there, or if it is an art-server, pass the address of its control port as --server"
+        )
 
 
 async def finetune(base_url: str, num_epochs: int) -> list[dict[str, Any]]:
@@ -80,7 +78,6 @@ async def finetune(base_url: str, num_epochs: int) -> list[dict[str, Any]]:
     address = urlsplit(base_url)
     overrides = {
         "llms.training_llm.base_url": base_url,
-        "llms.training_llm.api_key": os.environ.get("ART_API_KEY", "default"),
         "trainer_adapters.art_adapter.backend.ip": address.hostname,
         "trainer_adapters.art_adapter.backend.port": address.port,
         "finetuning.num_epochs": num_epochs,
