@@ -35,7 +35,7 @@ class _AnyAnswer(BaseHTTPRequestHandler):
         """Nothing: pytest shows the rest."""
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def health_port() -> Iterator[None]:
     """Something that answers on port 8000, where the plugin looks for any answer; our server is on a free port."""
     with ThreadingHTTPServer(("127.0.0.1", 8000), _AnyAnswer) as listener:
