@@ -355,9 +355,7 @@ def run(config: ServerConfig) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logger.info("art-server %s: %s", __version__, config)
     if config.legacy_without_key and config.api_keys:
-        logger.warning(
-            "--legacy-without-key: whoever reaches this address can train, and see every model"
-        )
+        logger.warning("--legacy-without-key: whoever reaches this address can train every model")
     control, inference = open_ports(config)
     url = address(config.host, control)
     inference_url = address(config.host, inference) if inference is not None else url

@@ -133,6 +133,10 @@ class Service:
             Conflict: another base model is loaded.
         """
         async with self._base_lock:
+            if self.engine.state == "failed":
+                await (
+                    self.engine.stop()
+                )  # to register again is another try, perhaps with better wishes
             loaded = self.engine.base
             if loaded is not None and loaded.name == name:
                 return loaded

@@ -143,10 +143,14 @@ class Backend:
         self, model: TrainableModel, config: Any = None
     ) -> tuple[str, str]:
         """The base URL and key for inference on the model."""
-        if config:
-            logger.warning(
-                "register: _openai_client_config is ignored, an art-server's engine is set by its flags"
-            )
+        for name, given in (
+            ("_openai_client_config", config),
+            ("_internal_config", model._internal_config),
+        ):
+            if given:
+                logger.warning(
+                    "register: %s is ignored, an art-server's engine is set by its flags", name
+                )
         return f"{self._connection.base_url}/v1", self._connection.api_key or "default"
 
     async def _get_step(self, model: Model) -> int:

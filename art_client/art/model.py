@@ -167,7 +167,8 @@ class TrainableModel(Model):
     """The adapter, fixed when the model is first registered; None: what it has, or the defaults."""
 
     _internal_config: Any = PrivateAttr(default=None)
-    """`art.dev.InternalModelConfig`: ART's settings for engine and trainer, which travel with the model on the ART wire."""
+    """`art.dev.InternalModelConfig`: ART's settings for engine and trainer. They travel with the model on the ART wire;
+    `art.Backend` tells that it ignores them."""
 
     @field_validator("run_name")
     @classmethod

@@ -2,10 +2,10 @@
 
 Keys come as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, all else the
 scope `train`; only health is open. A key that the ART wire handed out opens inference on its one model. With
-`--legacy-without-key` the routes of that wire, and no others, are open to callers without any key. A session may be named by the URL (`/s/SESSION/v1`), the header `x-art-session` or
-the key (`KEY::SESSION`); the door takes the name off and passes it on. Without configured keys the server is bound to
-loopback and trusts its machine, but not web pages that a browser on it shows: requests of a foreign origin, or for a
-foreign host name, are refused.
+`--legacy-without-key` the routes of that wire, and no others, are open to callers without any key. A session may be
+named by the URL (`/s/SESSION/v1`), the header `x-art-session` or the key (`KEY::SESSION`); the door takes the name off
+and passes it on. Without configured keys the server is bound to loopback and trusts its machine, but not web pages that
+a browser on it shows: requests of a foreign origin, or for a foreign host name, are refused.
 """
 
 import hashlib

@@ -34,7 +34,7 @@ State = Literal["none", "starting", "ready", "failed"]
 START_TIMEOUT_SECONDS = 1200.0
 """vLLM's start with a large model on a slow disk takes minutes."""
 MAX_FAILED_STARTS = 3
-"""After so many starts in a row that came to nothing, the engine is given up until the server is restarted."""
+"""After so many starts in a row that came to nothing, the engine is given up until a model is registered again."""
 HEALTH_SECONDS = 2.0
 """Between two looks at a running engine."""
 HANG_SECONDS = 60.0

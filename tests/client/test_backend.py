@@ -193,5 +193,8 @@ def test_backend_works_in_one_event_loop_after_another(answer, make_server):
 
 async def test_ignored_client_config_is_told(backend, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        await make_model().register(backend, _openai_client_config={"server_args": {}})
+        model = make_model()
+        model._internal_config = art.dev.InternalModelConfig(engine_args={})
+        await model.register(backend, _openai_client_config={"server_args": {}})
     assert "_openai_client_config is ignored" in caplog.text
+    assert "_internal_config is ignored" in caplog.text

@@ -241,6 +241,36 @@ def test_wishes_fill_up_what_the_command_line_left_open() -> None:
     assert ServerConfig(max_seq_length=512).with_wishes(wishes, 2048).max_seq_length == 512
 
 
+class FailedEngine:
+    """Was given up; keeps the wishes with which it is started again."""
+
+    state, base, max_seq_length, log_path = "failed", None, 512, Path("engine.log")
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, str]] = []
+
+    async def stop(self) -> None:
+        self.state, self.base = "none", None
+
+    def start(self, base: Any, wishes: dict[str, str]) -> None:
+        self.state, self.base = "starting", base
+        self.started.append(wishes)
+
+    def unmet(self, wishes: dict[str, str]) -> list[str]:
+        return []
+
+
+async def test_registering_again_starts_a_failed_engine_with_the_new_wishes(tmp_path: Path) -> None:
+    app, service = make(tmp_path)
+    service.engine = engine = FailedEngine()  # type: ignore[assignment]
+    config = {"init_args": {"max_seq_length": 512}, "engine_args": {"tensor_parallel_size": 1}}
+    asked = MODEL | {"_internal_config": config}
+    async with client(app) as http:
+        for _ in range(2):
+            assert (await http.post("/register", json=asked)).status_code == 200
+    assert engine.started == [{"tensor_parallel_size": "1", "max_seq_length": "512"}]
+
+
 async def test_the_small_routes_answer_as_arts_do(tmp_path: Path) -> None:
     app, _ = make(tmp_path)
     async with client(app) as http:
