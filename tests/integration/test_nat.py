@@ -114,8 +114,9 @@ def test_finetune_trains_the_game_on_exact_tokens(
     trained = jobs(server, "nat", "nat-tic-tac-toe")
     assert [job["step"] for job in trained] == [1, 2]
     for job in trained:
-        assert job["report"]["config"]["learning_rate"] == 1e-3, "not the one of the YAML"
-        assert job["report"]["turns"].keys() <= {"ids", "ledger"}, job
+        assert job["report"]["config"]["learning_rate"] == 4e-3, "not the one of the YAML"
+        assert job["report"]["turns"].keys() == {"ledger"}, job
+        assert job["report"]["continuations"].keys() == {"joined"}, job
         assert {dropped["reason"] for dropped in job["report"]["dropped"]} <= {EQUAL}, job
 
 
