@@ -9,8 +9,6 @@ import hmac
 import os
 from pathlib import Path
 
-from art_server.store import files
-
 SECRET_BYTES = 32
 
 
@@ -34,8 +32,12 @@ class ModelKeys:
 
 
 def read_secret(file: Path) -> bytes:
-    """The server's secret, made at its first start in a folder that only its user can read."""
-    file.parent.chmod(0o700)
+    """The server's secret, made at its first start, readable by its user only."""
     if not file.exists():
-        files.write_file(file, os.urandom(SECRET_BYTES))
+        temporary = file.with_suffix(".tmp")
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as made:
+            made.write(os.urandom(SECRET_BYTES))
+            made.flush()
+            os.fsync(made.fileno())
+        os.replace(temporary, file)
     return file.read_bytes()

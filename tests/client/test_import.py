@@ -42,6 +42,15 @@ def test_import_is_quick_and_loads_nothing_heavy():
     assert min(seconds) < 0.5
 
 
+def test_names_of_arts_modules_are_there():
+    code = (
+        "import art; art.types.TrainConfig(beta=0); art.types.TrainSFTConfig(); art.types.TrainResult;"
+        "art.backend.AnyModel; art.backend.AnyTrainableModel; art.trajectories.TrajectoryGroup;"
+        "assert art.local.LocalBackend is art.LocalBackend; from art import dev; dev.TrainSFTConfig()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_types_choice_is_the_openai_class():
     from openai.types.chat.chat_completion import Choice
 

@@ -1,7 +1,9 @@
 """ART's settings and options, and what becomes of them."""
 
+import copy
 import json
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -34,6 +36,8 @@ def test_settings_are_dictionaries_attributes_and_fields():
     copied = adapter.training.copy()
     copied.beta = 0.2
     assert copied["beta"] == 0.2 and "beta" not in adapter.training
+    for again in (copy.deepcopy(copied), pickle.loads(pickle.dumps(copied))):
+        assert again == copied and type(again) is art.dev.TrainerArgs
     with pytest.raises(AttributeError, match="TrainerArgs has no 'nothing'"):
         _ = copied.nothing
 

@@ -317,6 +317,8 @@ async def test_the_key_that_is_handed_out_opens_its_model_only(tmp_path: Path) -
             assert (await http.post("/v1/chat/completions", json=chat)).status_code == 404
         for path in ("/_get_step", "/_train_model", "/api/models"):
             assert (await http.post(path, json=MODEL)).status_code == 401
+    secret = tmp_path / ".server" / "model_keys_secret"
+    assert secret.stat().st_mode & 0o077 == 0 and len(secret.read_bytes()) == 32
     spoilt = [key[:-1], key.replace("run", "ran"), key.replace(":", ":x:", 1), ""]
     async with client(app, "box") as http:
         for each in spoilt:
