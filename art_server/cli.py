@@ -140,8 +140,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--kv-cache-gb",
-        type=float,
-        default=1.0,
+        type=int,
+        default=1,
         help="engine's KV cache on a CPU, in GiB (%(default)s)",
     )
     add(

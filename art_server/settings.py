@@ -67,7 +67,7 @@ class ServerConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trainer: Literal["auto", "peft", "unsloth"] = "auto"
     trainer_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kv_cache_gb: float = Field(default=1.0, gt=0)
+    kv_cache_gb: int = Field(default=1, ge=1)
     """Memory for the engine's KV cache on a CPU, in GiB; on CUDA `gpu_memory_utilization` decides."""
     engine_args: Mapping[str, str] = {}
     wait_limit_seconds: float = Field(default=1800.0, gt=0)

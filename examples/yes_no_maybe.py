@@ -12,13 +12,10 @@ import itertools
 import statistics
 from pathlib import Path
 
-import matplotlib
 import openai
+from program import plot
 
 import art
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 
@@ -82,15 +79,6 @@ async def train(
     return rewards
 
 
-def plot(rewards: list[float], file: Path) -> None:
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    axes.plot(range(len(rewards)), rewards, marker="o")
-    axes.set(xlabel="step", ylabel="mean reward", title="yes, no, maybe", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-
-
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -116,7 +104,7 @@ async def main() -> None:
         await model.register(backend)
         rewards = await train(model, flags.steps, flags.prompts, flags.group_size)
     if rewards:
-        plot(rewards, flags.plot)
+        plot({"reward": rewards}, flags.plot, "yes, no, maybe")
         last = statistics.fmean(rewards[-3:])
         print(
             f"mean reward: first step {rewards[0]:.3f}, last three steps {last:.3f}; plot: {flags.plot}"

@@ -29,8 +29,11 @@ from transformers import (
 )
 
 REPOSITORY = Path(__file__).parent.parent
-NUM_STEPS = 2200
+NUM_STEPS = 3600
 SEED = 0
+SHARPNESS = 1.2
+"""The factor on every logit, folded into the last norm: at temperature 1 the model answers as it
+would at 1 / SHARPNESS, which spares the tail of words that a model this small cannot rule out."""
 MEASURE_SEED = 1
 MODEL_CARD_FILE = Path(__file__).parent / "tiny_model" / "model_card.md"
 
@@ -48,8 +51,10 @@ def save_model(
     staging_dir: Path,
     model_dir: Path,
 ) -> None:
-    """Write the model in bfloat16 next to the work files, then move each file into place whole."""
+    """Write the sharpened model in bfloat16 next to the work files, then move each file in place."""
     shutil.rmtree(staging_dir, ignore_errors=True)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(SHARPNESS)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

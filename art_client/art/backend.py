@@ -131,7 +131,7 @@ class Backend:
             raise _to_job_error(event)
         if event.step is None:
             raise ArtError(f"art-server ended job {event.job_id} without naming the step it made")
-        _warn_of_dropped(report)
+        _tell(report)
         logger.info("%s trained to step %d", model.get_inference_name(), event.step)
         return TrainResult(event.step, event.metrics, report)
 
@@ -270,7 +270,9 @@ def _to_job_error(event: JobEvent) -> ArtJobError:
     )
 
 
-def _warn_of_dropped(report: JobReport) -> None:
+def _tell(report: JobReport) -> None:
+    for note in report.notes:
+        logger.warning("train: %s", note)
     if report.dropped:
         reasons = "; ".join(
             f"{dropped.count} {dropped.reason} ({', '.join(dropped.examples[:3])})"

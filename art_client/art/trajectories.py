@@ -24,7 +24,7 @@ from pydantic import (
 from art import types
 from art.rollouts import Rollouts, close_unstarted, current_rollouts, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
-from art.wire import FailureBody
+from art.wire import FailureBody, is_none
 
 
 class History(BaseModel):
@@ -34,6 +34,12 @@ class History(BaseModel):
 
     messages_and_choices: MessagesAndChoices = []
     tools: Tools | None = None
+    turn_rewards: list[float | None] | None = Field(default=None, exclude_if=is_none)
+    """A reward for each choice, beside the trajectory's: it counts for the tokens up to the end of its turn."""
+    turn_advantages: list[float | list[float] | None] | None = Field(
+        default=None, exclude_if=is_none
+    )
+    """For each choice an advantage, or one for each sampled token, in place of what rewards would give."""
 
     def messages(self) -> Messages:
         """The conversation as plain messages, ready to be sent in the next request."""

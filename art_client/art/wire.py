@@ -49,6 +49,11 @@ def _finite(value: float) -> float:
     return value
 
 
+def is_none(value: object) -> bool:
+    """For fields that are left out where they say nothing, so that other programs read what they know."""
+    return value is None
+
+
 FiniteFloat = Annotated[float, AfterValidator(_finite)]
 Number = Annotated[float | int | bool, AfterValidator(_finite)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -119,17 +124,22 @@ class ModelList(Reply):
 
 
 class HistoryBody(Body):
-    """One more conversation of a trajectory: a sub-agent, or the part after a context reset."""
+    """One conversation of a trajectory: the first, a sub-agent's, or the part after a context reset."""
 
-    messages_and_choices: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-
-
-class TrajectoryBody(Body):
     messages_and_choices: list[dict[str, Any]]
     """OpenAI messages and, for what the policy sampled, OpenAI choices (known by `message` and `finish_reason`)."""
-    reward: FiniteFloat
     tools: list[dict[str, Any]] | None = None
+    turn_rewards: list[FiniteFloat | None] | None = Field(default=None, exclude_if=is_none)
+    """A reward for each choice, beside the trajectory's: it counts for the tokens up to its turn's end (process
+    supervision)."""
+    turn_advantages: list[FiniteFloat | list[FiniteFloat] | None] | None = Field(
+        default=None, exclude_if=is_none
+    )
+    """For each choice an advantage, or one for each of its tokens, that stands for what rewards would give."""
+
+
+class TrajectoryBody(HistoryBody):
+    reward: FiniteFloat
     additional_histories: list[HistoryBody] = []
     initial_policy_version: int | None = None
     final_policy_version: int | None = None
@@ -290,7 +300,7 @@ class Dropped(Reply):
 
 
 class JobReport(Reply):
-    """What a job was made of, fixed when the server accepted it."""
+    """What a job was made of, fixed when the server accepted it; the notes grow until it is done."""
 
     num_groups: int = 0
     num_groups_trained: int = 0
@@ -309,7 +319,7 @@ class JobReport(Reply):
     config: dict[str, Any] = {}
     """The values in force."""
     notes: list[str] = []
-    """What was asked for and has no effect."""
+    """What else the client should know: settings without effect, and what the trainer decided by itself."""
 
 
 JobState = Literal["queued", "running", "done", "failed"]

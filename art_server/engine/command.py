@@ -98,5 +98,5 @@ def engine_environment(
     if device == "cpu":
         # Without dynamo the first request with log-probabilities compiles nothing (8-15 s), at no cost on a CPU.
         environment["TORCHDYNAMO_DISABLE"] = "1"
-        environment["VLLM_CPU_KVCACHE_SPACE"] = f"{config.kv_cache_gb:g}"
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
     return environment

@@ -230,11 +230,12 @@ class JobQueue:
     def set_running(self, job_id: str, target_step: int) -> None:
         self._update(job_id, "state = 'running', target_step = ?", target_step)
 
-    def set_done(self, job_id: str, metrics: dict[str, float]) -> None:
+    def set_done(self, job_id: str, metrics: dict[str, float], report: JobReport) -> None:
         self._update(
             job_id,
-            "state = 'done', metrics = ?, payload = NULL, finished_at = ?",
+            "state = 'done', metrics = ?, report = ?, payload = NULL, finished_at = ?",
             json.dumps(metrics),
+            report.model_dump_json(),
             time.time(),
         )
 

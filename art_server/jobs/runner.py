@@ -108,7 +108,7 @@ class JobRunner:
             body_digest,
             request.config,
             Payload(batch, request.groups),
-            report.model_copy(update={"notes": list(notes)}),
+            report.model_copy(update={"notes": [*report.notes, *notes]}),
         )
         logger.info(
             "job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id
@@ -239,14 +239,13 @@ class JobRunner:
                 batch=payload.batch,
             )
             done = await self._run_trainer(job, task)
-            for note in done.notes:
-                logger.warning("job %s: %s", job.job_id, note)
             metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}
             record = CheckpointRecord(
                 step=step,
                 job_id=job.job_id,
                 metrics=metrics,
                 unchanged=done.unchanged,
+                notes=done.notes,
                 created_at=time.time(),
             )
             self._move(job, "save")
@@ -288,11 +287,12 @@ class JobRunner:
 
     async def _finish(self, model: Model, job: Job, step: int) -> None:
         payload = await asyncio.to_thread(self._queue.payload, job.job_id)
-        metrics = model.folder.read_checkpoint(step).metrics
-        metrics |= trajectory_metrics(payload.groups, "train")
+        record = model.folder.read_checkpoint(step)
+        metrics = record.metrics | trajectory_metrics(payload.groups, "train")
+        report = job.report.model_copy(update={"notes": [*job.report.notes, *record.notes]})
         await asyncio.to_thread(model.folder.write_trajectories, "train", step, payload.groups)
         await asyncio.to_thread(model.folder.append_history, step, metrics, job.job_id)
-        await asyncio.to_thread(self._queue.set_done, job.job_id, metrics)
+        await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
 
     async def _after_error(self, job_id: str, error: Exception) -> None:
         """End a job that cannot be trained. One whose step exists is tried again: it has happened already."""

@@ -4,7 +4,6 @@ Two assistant turns are the same when they say the same: text without white spac
 Thinking is left out, for templates and clients drop it. Only digests leave this module.
 """
 
-import contextlib
 import hashlib
 import json
 import re
@@ -69,22 +68,42 @@ def call_text(call: Any) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments", {})
+    name = json.dumps(function.get("name"))
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
+        try:
             arguments = json.loads(arguments)
-    return json.dumps({"name": function.get("name"), "arguments": arguments})
+        except ValueError:  # cut off, or not JSON: a stream hands on what was written
+            return f'{{"name": {name}, "arguments": {arguments}'
+    return f'{{"name": {name}, "arguments": {json.dumps(arguments)}}}'
 
 
 def _squeeze(text: str) -> str:
-    """Text without white space, each JSON object in it written in one way."""
+    """Text without white space, each JSON object in it written in one way.
+
+    After the first tool call only calls count, for parsers drop the rest; the braces that end a call that is not JSON
+    do not count, for parsers take one off.
+    """
     parts: list[str] = []
     position = 0
+    has_calls = False
     for start, end, value in _json_objects(text):
-        parts.append(text[position:start])
-        parts.append(json.dumps(_as_call(value), sort_keys=True))
+        is_call = _is_call(value := _as_call(value))
+        if not has_calls:
+            parts.append(text[position:start])
+        if is_call:
+            arguments = json.dumps(value["arguments"], sort_keys=True)
+            parts.append(f'{{"name": {json.dumps(value["name"])}, "arguments": {arguments}}}')
+        elif not has_calls:
+            parts.append(json.dumps(value, sort_keys=True))
+        has_calls = has_calls or is_call
         position = end
-    parts.append(text[position:])
-    return _SPACE.sub("", "".join(parts))
+    if not has_calls:
+        parts.append(text[position:])
+    return _SPACE.sub("", "".join(parts)).rstrip("}")
+
+
+def _is_call(value: dict[str, Any]) -> bool:
+    return set(value) == {"name", "arguments"}
 
 
 def _json_objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -128,7 +147,7 @@ def message_from(text: str) -> Message:
     position = 0
     for start, end, value in _json_objects(visible):
         value = _as_call(value)
-        if set(value) == {"name", "arguments"}:
+        if _is_call(value):
             content += visible[position:start]
             function = {"name": value["name"], "arguments": json.dumps(value["arguments"])}
             calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})

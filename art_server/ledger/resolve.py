@@ -11,18 +11,38 @@ it was sampled; elsewhere it is context.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from art.wire import Dropped, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
+from art.wire import (
+    Dropped,
+    HistoryBody,
+    JobReport,
+    TrainConfig,
+    TrajectoryBody,
+    TrajectoryGroupBody,
+)
 from art_server.errors import InvalidInput
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Record
+from art_server.training.advantages import group_advantages
 from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
 
 MAX_EXAMPLES = 5
 """Places named for each reason in a report; the count is always whole."""
+
+RAW_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "structured": False,
+}
+"""With which a token's raw log-probability is the one that it was sampled with."""
 
 POSITIVE_LOGPROB_TOLERANCE = 1e-3
 """Engines round: a log-probability may come out a hair above zero."""
@@ -44,6 +64,9 @@ class Turn:
     origin: str
     """How the tokens were found, as in `JobReport.turns`."""
     choice_id: str | None = None
+    reward: float | None = None
+    advantages: list[float] | None = None
+    """One for each token, given by the client."""
 
 
 class UnusableTurn(Exception):
@@ -80,12 +103,28 @@ class Report:
     turns: dict[str, int] = field(default_factory=dict)
     continuations: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    sampling: dict[str, set[str]] = field(default_factory=dict)
+    """Sampling parameters that change probabilities, with the values seen."""
 
     def trained(self, origin: str) -> None:
         self.turns[origin] = self.turns.get(origin, 0) + 1
 
     def continued(self, how: str) -> None:
         self.continuations[how] = self.continuations.get(how, 0) + 1
+
+    def sampled_with(self, sampling: dict[str, Any]) -> None:
+        for name, raw in RAW_SAMPLING.items():
+            if sampling.get(name, raw) != raw:
+                self.sampling.setdefault(name, set()).add(str(sampling[name]))
+
+    def notes(self) -> list[str]:
+        if not self.sampling:
+            return []
+        seen = ", ".join(f"{name} {'/'.join(sorted(v))}" for name, v in self.sampling.items())
+        return [
+            f"sampled with {seen}: the loss compares raw log-probabilities (temperature 1, nothing cut off), so its "
+            "ratios are those of the policy, not of what was drawn from it"
+        ]
 
     def drop(self, reason: str, where: str) -> None:
         count, examples = self.dropped.get(reason, (0, []))
@@ -128,9 +167,21 @@ def resolve(
     return batch, _summary(groups, batch, report, num_failed, config)
 
 
-def has_signal(group: TrainableGroup) -> bool:
-    """Whether a group's rewards differ: only then does a comparison within the group say anything."""
-    return len({trajectory.reward for trajectory in group.trajectories}) > 1
+def has_signal(group: TrainableGroup, config: TrainConfig) -> bool:
+    """Whether anything in a group says what is better: its rewards, or those of its turns and tokens.
+
+    Raises:
+        InvalidInput: the rewards are beyond arithmetic.
+    """
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    rows = [row for trajectory in group.trajectories for row in trajectory.rows]
+    try:
+        advantages = group_advantages(rewards, config)
+    except FloatingPointError as error:
+        raise InvalidInput(str(error), code="bad_reward", param="groups") from error
+    return advantages is not None or any(
+        any(row.rewards.values()) or any(row.advantages.values()) for row in rows
+    )
 
 
 class _Resolver:
@@ -152,14 +203,15 @@ class _Resolver:
         self._taken: set[str] = set()
 
     def trajectory(self, trajectory: TrajectoryBody, where: str) -> TrainableTrajectory | None:
-        histories = [("", trajectory.messages_and_choices, trajectory.tools)] + [
-            (f"additional_histories[{i}].", history.messages_and_choices, history.tools)
-            for i, history in enumerate(trajectory.additional_histories)
-        ]
+        histories: list[tuple[str, HistoryBody]] = [("", trajectory)]
+        for index, history in enumerate(trajectory.additional_histories):
+            histories.append((f"additional_histories[{index}].", history))
         seen: set[str] = set()
         rows: list[Row] = []
         is_truncated = False
-        for prefix, entries, tools in histories:
+        for prefix, history in histories:
+            entries, tools = history.messages_and_choices, history.tools
+            given = self._given(history, f"{where}.{prefix}")
             messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
             prefixes = conversation.prefix_digests(messages)
             turns: list[Turn] = []
@@ -167,13 +219,17 @@ class _Resolver:
                 if not (is_choice(entry) or self._is_trained_message(entry)):
                     continue
                 place = f"{where}.{prefix}messages_and_choices[{position}]"
+                reward, advantages = next(given)
                 before = (messages[:position], prefixes[position], tools)
                 try:
-                    turn = self._turn(entry, before, seen)
+                    turn = with_signal(self._turn(entry, before, seen), reward, advantages)
                 except UnusableTurn as reason:
                     self._report.drop(str(reason), place)
                     continue
                 self._report.trained(turn.origin)
+                if not turns and turn.choice_id is not None:
+                    record = self._sources.find_record(turn.choice_id)
+                    self._report.sampled_with(record.sampling if record is not None else {})
                 is_truncated = entry.get("finish_reason") == "length"
                 turns.append(turn)
             rows += join_turns(turns, self._count_continuation)
@@ -181,6 +237,27 @@ class _Resolver:
             self._report.drop("the trajectory holds no trainable turn", where)
             return None
         return TrainableTrajectory(reward=trajectory.reward, rows=rows, truncated=is_truncated)
+
+    def _given(
+        self, history: HistoryBody, where: str
+    ) -> Iterator[tuple[float | None, float | list[float] | None]]:
+        """The reward and the advantages that the client gives each turn.
+
+        Raises:
+            InvalidInput: it gives more or fewer than there are turns.
+        """
+        entries = history.messages_and_choices
+        num = sum(is_choice(entry) or self._is_trained_message(entry) for entry in entries)
+        rewards = history.turn_rewards or [None] * num
+        advantages = history.turn_advantages or [None] * num
+        for name, values in (("turn_rewards", rewards), ("turn_advantages", advantages)):
+            if len(values) != num:
+                raise InvalidInput(
+                    f"{name} has {len(values)} entries for {num} choices: give one for each, or null",
+                    code="bad_turns",
+                    param=where + name,
+                )
+        return iter(list(zip(rewards, advantages, strict=True)))
 
     def _is_trained_message(self, entry: dict[str, Any]) -> bool:
         return self._trains_without_logprobs and entry.get("role") == "assistant"
@@ -307,6 +384,17 @@ def from_record(record: Record) -> Turn:
     )
 
 
+def with_signal(turn: Turn, reward: float | None, advantages: float | list[float] | None) -> Turn:
+    """The turn with what the client gives for it alone."""
+    if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
+        raise UnusableTurn(
+            f"{len(advantages)} advantages were given for {len(turn.token_ids)} sampled tokens"
+        )
+    if isinstance(advantages, float):
+        advantages = [advantages] * len(turn.token_ids)
+    return replace(turn, reward=reward, advantages=advantages)
+
+
 def carried_tokens(choice: dict[str, Any], identity: str | None) -> Turn | None:
     """The tokens that a choice carries itself, None unless prompt, ids and log-probabilities are all there."""
     prompt, tokens = id_list(choice.get("prompt_token_ids")), id_list(choice.get("token_ids"))
@@ -361,26 +449,32 @@ def join_turns(
     turns: Sequence[Turn], on_continuation: Callable[[Turn, bool], None] = lambda *_: None
 ) -> list[Row]:
     """The rows of one conversation: a turn whose prompt begins with all of the row so far extends it."""
-    rows: list[tuple[list[int], list[float | None], list[int]]] = []
+    rows: list[Row] = []
     for turn in turns:
-        tokens, logprobs, recompute = rows[-1] if rows else ([], [], [])
-        is_joined = bool(tokens) and turn.prompt_token_ids[: len(tokens)] == tokens
+        is_joined = bool(rows) and starts_with(turn.prompt_token_ids, rows[-1].token_ids)
         if rows:
             on_continuation(turn, is_joined)
         if not is_joined:
-            tokens, logprobs, recompute = [], [], []
-            rows.append((tokens, logprobs, recompute))
+            rows.append(Row(token_ids=[], logprobs=[], recompute=[], advantages={}, rewards={}))
+        row = rows[-1]
+        tokens = row.token_ids
         new_context = turn.prompt_token_ids[len(tokens) :]
-        tokens += new_context
-        logprobs += [None] * len(new_context)
+        tokens.extend(new_context)
+        row.logprobs.extend([None] * len(new_context))
+        sampled = range(len(tokens), len(tokens) + len(turn.token_ids))
         if turn.logprobs is None:
-            recompute += range(len(tokens), len(tokens) + len(turn.token_ids))
-        tokens += turn.token_ids
-        logprobs += turn.logprobs or [None] * len(turn.token_ids)
-    return [
-        Row(token_ids=tokens, logprobs=logprobs, recompute=recompute)
-        for tokens, logprobs, recompute in rows
-    ]
+            row.recompute.extend(sampled)
+        if turn.advantages is not None:
+            row.advantages.update(zip(sampled, turn.advantages, strict=True))
+        if turn.reward is not None:
+            row.rewards[sampled[-1]] = turn.reward
+        tokens.extend(turn.token_ids)
+        row.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
+    return rows
+
+
+def starts_with(token_ids: list[int], beginning: list[int]) -> bool:
+    return token_ids[: len(beginning)] == beginning
 
 
 def _nothing_trainable(
@@ -404,7 +498,7 @@ def _summary(
     num_failed: int,
     config: TrainConfig,
 ) -> JobReport:
-    trained = [group for group in batch.groups if has_signal(group)]
+    trained = [group for group in batch.groups if has_signal(group, config)]
     equal = len(batch.groups) - len(trained)
     dropped = [
         Dropped(reason=reason, count=count, examples=examples)
@@ -430,4 +524,5 @@ def _summary(
         continuations=report.continuations,
         dropped=dropped,
         config=config.model_dump(),
+        notes=report.notes(),
     )

@@ -32,10 +32,11 @@ class Turn:
 def session_trajectory(found: Sequence[tuple[Record, dict[str, Any]]]) -> SessionReply:
     """The conversations of a session, in the order in which they began."""
     turns = [make_turn(record, kept) for record, kept in found]
-    by_end: dict[bytes, Turn] = {turn.record.after: turn for turn in turns}
-    delivered = [turn for turn in turns if turn.record.is_delivered]
-    parents = [find_parent(turn, by_end) for turn in delivered]
-    continued = {id(parent) for parent in parents if parent is not None}
+    by_end: dict[bytes, list[Turn]] = {}
+    for turn in turns:
+        by_end.setdefault(turn.record.after, []).append(turn)
+    parents = {id(turn): find_parent(turn, by_end) for turn in turns}
+    continued = {id(parents[id(turn)]) for turn in turns if turn.record.is_delivered}
     taken_up = {turn.record.request.before for turn in turns if id(turn) in continued}
     unused: dict[str, int] = {}
     histories: list[HistoryBody] = []
@@ -48,7 +49,7 @@ def session_trajectory(found: Sequence[tuple[Record, dict[str, Any]]]) -> Sessio
         elif turn.record.request.before in taken_up:
             unused[NOT_TAKEN_UP] = unused.get(NOT_TAKEN_UP, 0) + 1
         else:
-            histories.append(make_history(turn, by_end, used))
+            histories.append(make_history(turn, parents, used))
     return SessionReply(histories=histories, num_choices=len(used), unused=unused)
 
 
@@ -64,23 +65,27 @@ def make_turn(record: Record, kept: dict[str, Any]) -> Turn:
     )
 
 
-def find_parent(turn: Turn, by_end: dict[bytes, Turn]) -> Turn | None:
-    """The turn that this one continues."""
+def find_parent(turn: Turn, by_end: dict[bytes, list[Turn]]) -> Turn | None:
+    """The turn that this one continues; among equal answers the one whose tokens the engine was given."""
     for prefix in reversed(turn.prefixes):
-        parent = by_end.get(prefix)
-        if parent is not None and parent is not turn:
-            return parent
+        if equal := by_end.get(prefix):
+            continued = turn.record.continues
+            return next((one for one in equal if one.record.choice_id == continued), equal[-1])
     return None
 
 
-def make_history(turn: Turn, by_end: dict[bytes, Turn], used: set[str]) -> HistoryBody:
+def make_history(turn: Turn, parents: dict[int, Turn | None], used: set[str]) -> HistoryBody:
     """A conversation up to its last choice, with the recorded choices in place of the messages that repeat them."""
+    earlier: dict[bytes, Turn] = {}
+    parent = parents[id(turn)]
+    while parent is not None:
+        earlier[parent.record.after] = parent
+        parent = parents[id(parent)]
     entries: list[dict[str, Any]] = []
     for message, prefix in zip(turn.messages, turn.prefixes[1:], strict=True):
-        earlier = by_end.get(prefix)
-        if earlier is not None and message.get("role") == "assistant":
-            used.add(earlier.record.choice_id)
-            entries.append(earlier.choice)
+        if prefix in earlier:
+            used.add(earlier[prefix].record.choice_id)
+            entries.append(earlier[prefix].choice)
         else:
             entries.append(message)
     used.add(turn.record.choice_id)

@@ -47,6 +47,8 @@ class CheckpointRecord(BaseModel):
     """The job that made it; a restarted server knows by it that the job is done."""
     metrics: dict[str, float] = {}
     unchanged: bool = False
+    notes: list[str] = []
+    """What the trainer decided by itself."""
     created_at: float = 0.0
 
 

@@ -44,6 +44,29 @@ def test_yes_no_maybe_trains_and_plots(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("program", "sides"),
+    [
+        (["tic_tac_toe.py"], ["both sides"]),
+        (["tic_tac_toe.py", "--self-play"], ["x", "o"]),
+        (["2048.py"], ["2048"]),
+    ],
+    ids=["tic_tac_toe", "self_play", "2048"],
+)
+def test_a_game_trains_plots_and_goes_on_where_it_stood(
+    server: Server, tmp_path: Path, program: list[str], sides: list[str]
+) -> None:
+    arguments = [str(ROOT / "examples" / program[0]), *program[1:], "--server", server.url]
+    arguments += ["--groups", "4", "--group-size", "4"]
+    for step in (1, 2):
+        printed = run([*arguments, "--steps", str(step)], tmp_path)
+        told = re.findall(r"step +(\d+) +(.+): +reward (0\.\d+)", printed)
+        assert [(line[0], line[1]) for line in told] == [(str(step), side) for side in sides]
+        assert all(float(line[2]) > 0 for line in told)
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.engine
 @pytest.mark.slow
 def test_the_example_of_the_readme_runs_with_a_server_of_its_own(tmp_path: Path) -> None:
     printed = run([str(ROOT / "examples" / "minimal.py")], tmp_path)

@@ -205,7 +205,7 @@ async def test_a_call_without_a_key_is_always_a_new_job(tmp_path: Path) -> None:
         await train(app, train_body(choice(5), choice(6)))
     first = service.queue.next()
     assert first is not None and first.report.turns == {"ids": 2}
-    service.queue.set_done(first.job_id, {})
+    service.queue.set_done(first.job_id, {}, first.report)
     second = service.queue.next()
     assert second is not None and second.job_id != first.job_id
 

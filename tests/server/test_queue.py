@@ -35,7 +35,7 @@ def test_an_interrupted_job_runs_before_those_that_wait(tmp_path: Path) -> None:
     queue.set_running(second.job_id, 1)
     running = queue.next()
     assert running is not None and running.job_id == second.job_id and running.target_step == 1
-    queue.set_done(second.job_id, {"loss/train": 0.5})
+    queue.set_done(second.job_id, {"loss/train": 0.5}, JobReport(notes=["tried again"]))
     queue.set_failed(first.job_id, ErrorDetail(message="no"))
     assert queue.next() is None
     done = queue.get(second.job_id).info()

@@ -304,3 +304,41 @@ def test_every_sampled_token_is_trained_once_after_its_own_prompt(
         assert any(text[: len(whole)] == whole for text in texts)
     for row in rows:
         assert len(row.token_ids) == len(row.logprobs) and row.logprobs[0] is None
+
+
+def test_turns_may_have_rewards_and_advantages_of_their_own() -> None:
+    first, second = choice([1, 2], [3, 4]), choice([1, 2, 3, 4, 5], [6])
+    body = {"messages_and_choices": [first, second], "reward": 1.0}
+    signal = {"turn_rewards": [0.5, None], "turn_advantages": [[0.1, 0.2], 3]}
+    history = {"messages_and_choices": [choice([7], [8])], "turn_rewards": [2.0]}
+
+    def rows_of(**given: Any) -> Any:
+        trajectory = body | given | {"additional_histories": [history]}
+        group = TrajectoryGroupBody.model_validate({"trajectories": [trajectory]})
+        return resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
+
+    batch, report = rows_of(**signal)
+    row, other = batch.groups[0].trajectories[0].rows
+    assert row.rewards == {3: 0.5} and row.advantages == {2: 0.1, 3: 0.2, 5: 3.0}
+    assert other.rewards == {1: 2.0}
+    assert report.num_groups_trained == 1, "one trajectory, but its turns say what is better"
+    with pytest.raises(InvalidInput, match="2 choices") as refused:
+        rows_of(turn_rewards=[1.0])
+    assert refused.value.param == "groups[0].trajectories[0].turn_rewards"
+    batch, report = rows_of(turn_advantages=[[1.0], None])
+    assert report.dropped[0].reason == "1 advantages were given for 2 sampled tokens"
+
+
+def test_sampling_that_changes_probabilities_is_noted_once() -> None:
+    def find(key: str) -> Record:
+        found = record(key, [5], [6])
+        return dataclasses.replace(found, sampling={"temperature": 0.4, "top_p": 1.0, "n": 8})
+
+    _, report = run([[bare("c-0")], [bare("c-1")]], find=find)
+    (note,) = report.notes
+    assert "temperature 0.4" in note and "top_p" not in note
+
+
+def test_rewards_beyond_arithmetic_are_refused_before_there_is_a_job() -> None:
+    with pytest.raises(InvalidInput, match="scale the rewards down"):
+        run([[choice([1], [2])], [choice([1], [3])]], rewards=[1e200, -1e200])

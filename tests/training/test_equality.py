@@ -133,7 +133,7 @@ def test_tree_equals_rows(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-@settings(max_examples=40, **EXAMPLES)
+@settings(max_examples=12, **EXAMPLES)
 @given(**FORESTS)
 def test_tree_equals_rows_for_each_loss(
     started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float

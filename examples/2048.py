@@ -1,0 +1,128 @@
+"""2048: ten moves from a board of six tiles; the reward is the score, the sum of the tiles that merging made.
+
+The games of a group begin on the same board and draw new tiles by the same dice. A move that changes nothing is a move
+lost; an answer that is no move ends the game and is worth nothing. Random moves make about 47 points, going right,
+down, left and up in turn about 58, the best merge of each board about 61.
+
+    python examples/2048.py [--model art/tiny] [--steps 30] [--server http://127.0.0.1:7623]
+"""
+
+import argparse
+import asyncio
+import random
+
+from program import ask, flag_parser, make_backend, make_model, plot, report, train_config
+
+import art
+
+SYSTEM = "You play 2048. Answer with left, right, up or down, like <move>left</move>"
+MOVE = r"<move>(left|right|up|down)</move>"
+NUM_MOVES = 10
+NUM_FIRST_TILES = 6
+FULL_SCORE = 80
+"""The score whose reward is 1: hardly ever reached in ten moves."""
+
+Board = list[list[int]]
+"""Four rows of four tiles, 0 for none."""
+
+
+def merge_row(row: list[int]) -> tuple[list[int], int]:
+    """The row after its tiles slid to the left, and the points of its merges. A tile merges once."""
+    tiles = [tile for tile in row if tile]
+    merged: list[int] = []
+    points = 0
+    while tiles:
+        tile = tiles.pop(0)
+        if tiles and tiles[0] == tile:
+            tile += tiles.pop(0)
+            points += tile
+        merged.append(tile)
+    return merged + [0] * (len(row) - len(merged)), points
+
+
+def slide(board: Board, direction: str) -> tuple[Board, int]:
+    """The board after a move, without the new tile, and the points of its merges."""
+    is_vertical, is_backward = direction in ("up", "down"), direction in ("right", "down")
+    lines = transpose(board) if is_vertical else board
+    moved = [merge_row(line[::-1] if is_backward else line) for line in lines]
+    rows = [line[::-1] if is_backward else line for line, _ in moved]
+    return transpose(rows) if is_vertical else rows, sum(points for _, points in moved)
+
+
+def transpose(board: Board) -> Board:
+    return [list(column) for column in zip(*board, strict=True)]
+
+
+def add_tile(board: Board, rng: random.Random) -> None:
+    """Put a 2, or one time in ten a 4, on a free cell."""
+    free = [(row, column) for row in range(4) for column in range(4) if not board[row][column]]
+    row, column = rng.choice(free)
+    board[row][column] = 4 if rng.random() < 0.1 else 2
+
+
+def board_text(board: Board) -> str:
+    """Four lines such as "2|4|_|_"."""
+    return "\n".join("|".join(str(tile or "_") for tile in row) for row in board)
+
+
+async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
+    """A game of NUM_MOVES moves; the seed is that of its first board and of its new tiles."""
+    rng = random.Random(seed)
+    board: Board = [[0] * 4 for _ in range(4)]
+    for _ in range(NUM_FIRST_TILES):
+        add_tile(board, rng)
+    game = art.Trajectory(messages_and_choices=[{"role": "system", "content": SYSTEM}])
+    score, num_lost_moves, is_malformed = 0, 0, False
+    for _ in range(NUM_MOVES):
+        direction = await ask(model, game, board_text(board), MOVE)
+        if not direction:
+            is_malformed = True
+            break
+        moved, points = slide(board, direction)
+        score += points
+        if moved == board:
+            num_lost_moves += 1
+            continue
+        add_tile(moved, rng)
+        board = moved
+    game.reward = 0.0 if is_malformed else min(1.0, score / FULL_SCORE)
+    game.metrics = {
+        "highest_tile": max(map(max, board)),
+        "lost_moves": num_lost_moves,
+        "malformed": is_malformed,
+    }
+    return game
+
+
+async def train(
+    model: art.TrainableModel, first_step: int, flags: argparse.Namespace
+) -> list[float]:
+    """Train for some steps; returns the mean reward before each of them."""
+    rewards: list[float] = []
+    for step in range(first_step, flags.steps):
+        seeds = [f"{step} {number}" for number in range(flags.groups)]
+        groups = await art.gather_trajectory_groups(
+            (
+                art.TrajectoryGroup(rollout(model, seed) for _ in range(flags.group_size))
+                for seed in seeds
+            ),
+            pbar_desc="games",
+        )
+        result = await model.train(groups, config=train_config(flags))
+        rewards.append(report(result, "2048", ("highest_tile", "lost_moves", "malformed")))
+    return rewards
+
+
+async def main() -> None:
+    flags = flag_parser("2048, ten moves.", groups=4).parse_args()
+    model = make_model(flags, "2048")
+    async with make_backend(flags) as backend:
+        await model.register(backend)
+        first_step = await model.get_step()
+        rewards = await train(model, first_step, flags)
+    if rewards:
+        plot({"reward": rewards}, flags.plot, "2048", first_step)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

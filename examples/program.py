@@ -1,0 +1,87 @@
+"""What the example programs share: their flags and server, one turn of a game, and the plot of rewards."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+import art
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+LEARNING_RATES = {"art/tiny": 4e-3, "smollm2": 2e-4}
+"""art/tiny: of tic-tac-toe, where 1e-3 learned little in ten steps; other models begin at 1e-4."""
+
+
+def flag_parser(description: str, groups: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--model", default="art/tiny", help="base model: art/tiny, smollm2, a folder or a hub id"
+    )
+    parser.add_argument("--name", help="name of the trained model (default: made from --model)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--groups", type=int, default=groups, help="groups per step")
+    parser.add_argument("--group-size", type=int, default=8, help="games per group")
+    parser.add_argument("--learning-rate", type=float, help="default: by --model")
+    parser.add_argument("--server", help="URL of a running art-server; none: one is started")
+    parser.add_argument(
+        "--path", default=".art", help="where a server of its own keeps checkpoints and history"
+    )
+    parser.add_argument("--plot", type=Path, default=Path("reward.png"))
+    return parser
+
+
+def make_backend(flags: argparse.Namespace) -> art.Backend:
+    return art.Backend(flags.server) if flags.server else art.LocalBackend(path=flags.path)
+
+
+def make_model(flags: argparse.Namespace, project: str, side: str = "") -> art.TrainableModel:
+    """The model of the flags' name; a program that is started again goes on with it."""
+    name = flags.name or flags.model.replace("/", "-").lower().strip(".-")
+    return art.TrainableModel(name=name + side, project=project, base_model=flags.model)
+
+
+def train_config(flags: argparse.Namespace) -> art.TrainConfig:
+    rate = flags.learning_rate or LEARNING_RATES.get(flags.model, 1e-4)
+    return art.TrainConfig(learning_rate=rate)
+
+
+async def ask(
+    model: art.TrainableModel, trajectory: art.Trajectory, question: str, form: str
+) -> str:
+    """What the group of a regular expression finds in the model's answer, empty if nothing; the trajectory gets the turn."""
+    trajectory.messages_and_choices.append({"role": "user", "content": question})
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(),
+        messages=trajectory.messages(),
+        max_tokens=32,
+        # Qwen3 thinks at length unless told otherwise; templates without the switch ignore it.
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    choice = completion.choices[0]
+    trajectory.messages_and_choices.append(choice)
+    found = re.search(form, choice.message.content or "")
+    return found[1] if found else ""
+
+
+def report(result: art.TrainResult, title: str, names: Sequence[str]) -> float:
+    """Print a step's means of the reward and of metrics of its trajectories; returns that of the reward."""
+    means = (f"{name} {result.metrics[f'train/{name}']:.3f}" for name in ("reward", *names))
+    print(f"step {result.step:3d}  {title}:  {'  '.join(means)}")
+    return result.metrics["train/reward"]
+
+
+def plot(curves: dict[str, list[float]], file: Path, title: str, first_step: int = 0) -> None:
+    """Draw a curve of mean rewards, one for each step, for each name."""
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    for name, rewards in curves.items():
+        axes.plot(range(first_step, first_step + len(rewards)), rewards, marker="o", label=name)
+    axes.set(xlabel="step", ylabel="mean reward", title=title, ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    if len(curves) > 1:
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
