@@ -1,78 +1,49 @@
-"""Tic-tac-toe: the prompts that art/tiny knows, and what a position is worth.
+"""What the tic-tac-toe workflow asks its model, and what a game is worth. The rules are those of the other examples.
 
-The prompts are, text by text, those of `scripts/tiny_model/games.py`, of which the model was made.
+A game is written down as the model's symbol and the boards that it moved to, "x ____x____ o_x_x____", with "illegal"
+behind them when its answer ended the game.
 """
 
-import functools
 import re
-from collections.abc import Sequence
+import statistics
+from functools import cache
 
-CELLS = tuple(row + column for row in "ABC" for column in "123")
-LINES = (
-    *(tuple(row + column for column in "123") for row in "ABC"),
-    *(tuple(row + column for row in "ABC") for column in "123"),
-    ("A1", "B2", "C3"),
-    ("A3", "B2", "C1"),
-)
+from tic_tac_toe_rules import EMPTY, board_text, free_cells, place, result, to_move
+
 SYSTEM = "You play tic-tac-toe. Rows are A to C, columns are 1 to 3. Answer with a free cell, like <move>B2</move>"
-
-Game = tuple[str, ...]
-"""The cells in the order in which they were taken; x begins."""
+ILLEGAL = "illegal"
 
 
-def show(game: Game) -> str:
-    """The user turn: the board, and whose move it is."""
-    held = {cell: "xo"[index % 2] for index, cell in enumerate(game)}
-    rows = (" ".join(f"{row}{c} {held.get(row + c, '_')}" for c in "123") for row in "ABC")
-    return "\n".join(rows) + f"\nYou are {'xo'[len(game) % 2]}."
+def start(row: str) -> tuple[str, str]:
+    """The model's symbol and the board of a row of the data set: "x", or "o B2" with the moves made before."""
+    symbol, *moves = row.split()
+    board = EMPTY
+    for cell in moves:
+        board = place(board, cell)
+    return symbol, board
 
 
-def parse_move(answer: str, game: Game) -> str | None:
+def question(board: str) -> str:
+    """The user turn, in the words that art/tiny knows."""
+    return f"{board_text(board)}\nYou are {to_move(board)}."
+
+
+def parse_move(answer: str, board: str) -> str | None:
     """The free cell that an answer names; None for any other answer."""
     match = re.fullmatch(r"<move>([ABC][123])</move>", answer.strip())
-    return match[1] if match and match[1] in free_cells(game) else None
+    return match[1] if match and match[1] in free_cells(board) else None
 
 
-def free_cells(game: Game) -> list[str]:
-    return [cell for cell in CELLS if cell not in game]
+def score(game: str) -> float:
+    """The reward, 0 to 1: the mean worth of the boards that the model moved to; an illegal answer is one worth nothing."""
+    symbol, *boards = game.split()
+    return statistics.fmean(0.0 if b == ILLEGAL else worth(b, symbol) for b in boards)
 
 
-def is_over(game: Game) -> bool:
-    return _has_line(game[0::2]) or _has_line(game[1::2]) or len(game) == len(CELLS)
-
-
-def score(game: Game, symbol: str, is_illegal: bool) -> float:
-    """The reward of a game, 0 to 1: the mean worth of the positions that `symbol` moved to.
-
-    An illegal answer ends the game and counts as a position worth nothing.
-    """
-    first = "xo".index(symbol)
-    worths = [
-        position_value(frozenset(game[0:end:2]), frozenset(game[1:end:2]), symbol)
-        for end in range(first + 1, len(game) + 1, 2)
-    ]
-    if is_illegal:
-        worths.append(0.0)
-    return sum(worths) / len(worths)
-
-
-@functools.cache
-def position_value(x: frozenset[str], o: frozenset[str], symbol: str) -> float:
-    """What `symbol` can expect if both sides go on at random: 1 a win, 0.5 a draw, 0 a loss."""
-    mine, theirs = (x, o) if symbol == "x" else (o, x)
-    if _has_line(mine):
-        return 1.0
-    if _has_line(theirs):
-        return 0.0
-    free = [cell for cell in CELLS if cell not in x | o]
-    if not free:
-        return 0.5
-    if len(x) == len(o):
-        values = [position_value(x | {cell}, o, symbol) for cell in free]
-    else:
-        values = [position_value(x, o | {cell}, symbol) for cell in free]
-    return sum(values) / len(values)
-
-
-def _has_line(cells: Sequence[str] | frozenset[str]) -> bool:
-    return any(set(line) <= set(cells) for line in LINES)
+@cache
+def worth(board: str, symbol: str) -> float:
+    """What a side can expect if both go on at random: 1 a win, 0.5 a draw, 0 a loss."""
+    end = result(board, symbol)
+    if end is not None:
+        return end
+    return statistics.fmean(worth(place(board, cell), symbol) for cell in free_cells(board))

@@ -1,8 +1,4 @@
-"""A workflow that plays tic-tac-toe against a random player, and the evaluator that rewards it.
-
-A row's question is the model's symbol, and the moves made before: "x", or "o B2". The workflow's output is
-the whole game, "x B2 A1 C3", with "illegal" behind it when the model's answer ended it.
-"""
+"""A workflow that plays tic-tac-toe against a random player, and the evaluator that rewards it by position value."""
 
 import random
 from collections.abc import AsyncIterator
@@ -17,6 +13,7 @@ from nat.cli.register_workflow import register_evaluator, register_function
 from nat.data_models.component_ref import LLMRef
 from nat.data_models.evaluator import EvalInputItem, EvaluatorBaseConfig
 from nat.data_models.function import FunctionBaseConfig
+from tic_tac_toe_rules import free_cells, place, result, to_move
 
 from nat_workflows import game
 from nat_workflows.evaluating import evaluator_info
@@ -34,27 +31,28 @@ class PositionValueConfig(EvaluatorBaseConfig, name="art_position_value"):
 async def tic_tac_toe(config: TicTacToeConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     llm = await builder.get_llm(config.llm, wrapper_type=LLMFrameworkEnum.LANGCHAIN)
 
-    async def play_row(question: str) -> str:
-        symbol, *moves = question.split()
-        return await play(llm, symbol, tuple(moves))
+    async def play_row(row: str) -> str:
+        return await play(llm, *game.start(row))
 
     yield FunctionInfo.from_fn(play_row, description="Play tic-tac-toe against a random player.")
 
 
-async def play(llm: BaseChatModel, symbol: str, moves: game.Game) -> str:
-    """One game, which is one conversation; an illegal answer ends it."""
+async def play(llm: BaseChatModel, symbol: str, board: str) -> str:
+    """One game, which is one conversation, as `game.score` reads it. An illegal answer ends it."""
     messages: list[BaseMessage] = [SystemMessage(game.SYSTEM)]
-    while not game.is_over(moves):
-        if "xo"[len(moves) % 2] != symbol:
-            moves += (random.choice(game.free_cells(moves)),)
+    played = [symbol]
+    while result(board, symbol) is None:
+        if to_move(board) != symbol:
+            board = place(board, random.choice(free_cells(board)))
             continue
-        messages.append(HumanMessage(game.show(moves)))
+        messages.append(HumanMessage(game.question(board)))
         messages.append(await llm.ainvoke(messages))
-        move = game.parse_move(str(messages[-1].content), moves)
+        move = game.parse_move(str(messages[-1].content), board)
         if move is None:
-            return " ".join([symbol, *moves, "illegal"])
-        moves += (move,)
-    return " ".join([symbol, *moves])
+            return " ".join([*played, game.ILLEGAL])
+        board = place(board, move)
+        played.append(board)
+    return " ".join(played)
 
 
 @register_evaluator(config_type=PositionValueConfig)
@@ -66,6 +64,4 @@ async def position_value(
 
 def score_row(item: EvalInputItem) -> float:
     """The mean worth of the positions that the model moved to."""
-    symbol, *moves = str(item.output_obj).split()
-    is_illegal = moves[-1:] == ["illegal"]
-    return game.score(tuple(moves[:-1] if is_illegal else moves), symbol, is_illegal)
+    return game.score(str(item.output_obj))
