@@ -127,7 +127,7 @@ def test_finetune_trains_an_agent_with_tools_under_curriculum_learning(
     epochs = finetune(server, environment, tmp_path, "tools", **every_group)
     assert len(epochs) == 2
     state = json.loads((tmp_path / "output" / "curriculum_state.json").read_text())
-    assert state["current_percentile"] == 0.75
+    assert state["current_percentile"] == 1.0
     turns: Counter[str] = Counter()
     for job in jobs(server, "nat", "nat-tools"):
         turns.update(job["report"]["turns"])
