@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS prompts (
-    number INTEGER PRIMARY KEY,
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given again: indexes in memory know prompts by it
     digest BLOB NOT NULL UNIQUE,
     parent TEXT,
     delta BLOB NOT NULL
@@ -219,7 +219,7 @@ class Ledger:
             return None
         with self._lock:
             prompt = self._make_prompt(opened.request, rendered)
-        opened.prompts[position] = prompt
+            opened.prompts[position] = prompt
         return prompt.token_ids if prompt.link == "spliced" else None
 
     def take_sample(self, request_id: str, index: int, position: int, sample: Sample) -> None:
@@ -546,12 +546,16 @@ class Ledger:
         return (pages - free) * page_size
 
     def _drop(self, where: str, value: float) -> int:
+        asked = [made.number for one in [*self._open.values()] for made in one.prompts.values()]
         with self._transaction():
             doomed = f"SELECT choice_id FROM records WHERE {where}"
-            kept_prompts = f"SELECT prompt FROM records WHERE choice_id NOT IN ({doomed})"
+            kept_prompts = (
+                f"SELECT prompt FROM records WHERE choice_id NOT IN ({doomed})"
+                " UNION ALL SELECT value FROM json_each(?)"  # with the engine, without a record
+            )
             orphans = self._db.execute(
                 f"SELECT number FROM prompts WHERE parent IN ({doomed}) AND number IN ({kept_prompts})",
-                (value, value),
+                (value, value, json.dumps(asked)),
             ).fetchall()
             for (number,) in orphans:  # their past goes: store them whole
                 whole = _pack(self._load_prompt(number))
@@ -559,7 +563,11 @@ class Ledger:
                     "UPDATE prompts SET parent = NULL, delta = ? WHERE number = ?", (whole, number)
                 )
             dropped = self._db.execute(f"DELETE FROM records WHERE {where}", (value,)).rowcount
-            self._db.execute("DELETE FROM prompts WHERE number NOT IN (SELECT prompt FROM records)")
+            self._db.execute(
+                "DELETE FROM prompts WHERE number NOT IN"
+                " (SELECT prompt FROM records UNION ALL SELECT value FROM json_each(?))",
+                (json.dumps(asked),),
+            )
             self._db.execute(
                 "DELETE FROM turns WHERE request_id NOT IN (SELECT request_id FROM records)"
             )

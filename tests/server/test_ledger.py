@@ -107,6 +107,27 @@ def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
     assert found is not None and found.prompt_token_ids == whole
 
 
+def test_a_prompt_that_is_with_the_engine_is_not_pruned(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    with ledger.open_request(REQUEST):
+        ledger.take_prompt(REQUEST.request_id, 0, [1, 2, 3])
+        ledger.prune()
+        add(ledger, 1, [7, 8])
+        ledger.take_sample(REQUEST.request_id, 0, 0, sample())
+    ledger._prompts.clear()
+    found = ledger.find(f"{REQUEST.request_id}-0")
+    assert found is not None and found.prompt_token_ids == [1, 2, 3]
+
+
+def test_the_number_of_a_pruned_prompt_is_not_given_again(tmp_path: Path) -> None:
+    """Prompts that may be continued are known by number."""
+    ledger = Ledger(tmp_path / "l.sqlite")
+    with ledger.open_request(REQUEST) as opened:
+        ledger.take_prompt(REQUEST.request_id, 0, [1, 2, 3])
+    ledger.prune()
+    assert ledger._make_prompt(REQUEST, [7, 8]).number > opened.prompts[0].number
+
+
 @pytest.mark.anyio
 async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
