@@ -56,6 +56,8 @@ def engine_command(
         "generation-config": "vllm",
         "tool-call-parser": parsers.tool,
     }
+    if device == "cpu":
+        arguments["worker-extension-cls"] = "art_server.engine.cpu_lora.Extension"
     if parsers.reasoning is not None:
         arguments["reasoning-parser"] = parsers.reasoning
     if parsers.template_kwargs:

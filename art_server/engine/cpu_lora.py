@@ -1,0 +1,103 @@
+"""LoRA on a CPU as matrix products, in place of vLLM's gather of a copy of the adapter for every token.
+
+vLLM's worker imports this as its extension class (`--worker-extension-cls`), on a CPU only; that puts the functions here
+where its CPU wrapper looks its own up. They give the same numbers: sums in the output's type, and a token without
+an adapter (index -1) is left as it is.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from vllm.lora.punica_wrapper import punica_cpu
+
+
+class Extension:
+    """Adds nothing to the worker: importing it is what counts."""
+
+
+def by_adapter(indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | slice]]:
+    """The adapters of a batch's tokens, each with its tokens."""
+    first = int(indices[0]) if len(indices) else -1
+    if bool((indices == first).all()):
+        if first >= 0:
+            yield first, slice(None)
+        return
+    for adapter in indices.unique().tolist():
+        if adapter >= 0:
+            yield adapter, (indices == adapter).nonzero().squeeze(1)
+
+
+def bgmv_shrink(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    indices: torch.Tensor,
+    scaling: float = 1.0,
+) -> None:
+    """output[token] = scaling * A[adapter of the token] @ inputs[token]"""
+    for adapter, tokens in by_adapter(indices):
+        matrix = weights[adapter].flatten(end_dim=-2).to(output.dtype)
+        product = inputs[tokens].to(output.dtype) @ matrix.T
+        output[tokens, : len(matrix)] = scaling * product
+
+
+def bgmv_expand(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    indices: torch.Tensor,
+    add_inputs: bool = True,
+) -> None:
+    """output[token] (+)= B[adapter of the token] @ inputs[token]"""
+    # Adapter and model may pad the output to different widths.
+    width = min(weights.shape[-2], output.shape[1])
+    bgmv_expand_slice(inputs, weights, output, indices, 0, width, add_inputs)
+
+
+def bgmv_expand_slice(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    indices: torch.Tensor,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = True,
+) -> None:
+    """The same into a slice of the output."""
+    columns = slice(slice_offset, slice_offset + slice_size)
+    for adapter, tokens in by_adapter(indices):
+        matrix = weights[adapter].flatten(end_dim=-2)[:slice_size].to(output.dtype)
+        product = inputs[tokens].to(output.dtype) @ matrix.T
+        if add_inputs:
+            output[tokens, columns] += product
+        else:
+            output[tokens, columns] = product
+
+
+def by_sequence(function: Callable[..., None]) -> Callable[..., None]:
+    """The same with an adapter for each sequence, as vLLM's wrapper calls it."""
+
+    def sgmv(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        indices: torch.Tensor,
+        batches: int,
+        max_length: int,
+        num_tokens: int,
+        *options: Any,
+    ) -> None:
+        function(inputs, weights, output, indices.repeat_interleave(lengths), *options)
+
+    return sgmv
+
+
+for function in (bgmv_shrink, bgmv_expand, bgmv_expand_slice):
+    replacements = {function.__name__: function, "s" + function.__name__[1:]: by_sequence(function)}
+    for name, replacement in replacements.items():
+        if not hasattr(punica_cpu, name):
+            raise ImportError(f"vLLM's CPU wrapper no longer uses {name}")
+        setattr(punica_cpu, name, replacement)
