@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from art_server.base_models import BaseModel, max_positions
+from art_server.engine import vllm_plugin
 from art_server.engine.families import choose_parsers
 from art_server.errors import InvalidInput
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
@@ -56,8 +57,6 @@ def engine_command(
         "generation-config": "vllm",
         "tool-call-parser": parsers.tool,
     }
-    if device == "cpu":
-        arguments["worker-extension-cls"] = "art_server.engine.cpu_lora.Extension"
     if parsers.reasoning is not None:
         arguments["reasoning-parser"] = parsers.reasoning
     if parsers.template_kwargs:
@@ -100,5 +99,6 @@ def engine_environment(
     if device == "cpu":
         # Without dynamo the first request with log-probabilities compiles nothing (8-15 s), at no cost on a CPU.
         environment["TORCHDYNAMO_DISABLE"] = "1"
+        environment[vllm_plugin.SWITCH] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
     return environment

@@ -1,8 +1,7 @@
 """LoRA on a CPU as matrix products, in place of vLLM's gather of a copy of the adapter for every token.
 
-vLLM's worker imports this as its extension class (`--worker-extension-cls`), on a CPU only; that puts the functions here
-where its CPU wrapper looks its own up. They give the same numbers: sums in the output's type, and a token without
-an adapter (index -1) is left as it is.
+`install` puts the functions here where vLLM's CPU wrapper looks its own up. They give the same numbers: sums in the output's
+type, and a token without an adapter (index -1) is left as it is.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,10 +9,6 @@ from typing import Any
 
 import torch
 from vllm.lora.punica_wrapper import punica_cpu
-
-
-class Extension:
-    """Adds nothing to the worker: importing it is what counts."""
 
 
 def by_adapter(indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | slice]]:
@@ -95,9 +90,14 @@ def by_sequence(function: Callable[..., None]) -> Callable[..., None]:
     return sgmv
 
 
-for function in (bgmv_shrink, bgmv_expand, bgmv_expand_slice):
-    replacements = {function.__name__: function, "s" + function.__name__[1:]: by_sequence(function)}
-    for name, replacement in replacements.items():
-        if not hasattr(punica_cpu, name):
-            raise ImportError(f"vLLM's CPU wrapper no longer uses {name}")
-        setattr(punica_cpu, name, replacement)
+def install() -> None:
+    """
+    Raises:
+        ImportError: vLLM's wrapper has changed.
+    """
+    for function in (bgmv_shrink, bgmv_expand, bgmv_expand_slice):
+        sgmv = by_sequence(function)
+        for name, ours in ((function.__name__, function), ("s" + function.__name__[1:], sgmv)):
+            if not hasattr(punica_cpu, name):
+                raise ImportError(f"vLLM's CPU wrapper no longer uses {name}")
+            setattr(punica_cpu, name, ours)

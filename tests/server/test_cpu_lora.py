@@ -19,6 +19,7 @@ def both() -> Any:
         theirs = importlib.import_module("vllm.lora.ops.torch_ops")
         ours = importlib.import_module("art_server.engine.cpu_lora")
         wrapper = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
+        ours.install()
     assert wrapper.bgmv_shrink is ours.bgmv_shrink, "the wrapper calls ours"
     return theirs, wrapper
 
