@@ -529,7 +529,11 @@ class Ledger:
         """Drop what is too old, and the oldest tenth while the file is too large. Returns how many records went."""
         with self._lock:
             oldest = time.time() - self._retention.max_age_seconds
-            dropped = self._drop("created_at < ?", oldest)
+            first = self._db.execute(
+                "SELECT created_at FROM records ORDER BY number LIMIT 1"
+            ).fetchone()
+            is_due = first is not None and first[0] < oldest
+            dropped = self._drop("created_at < ?", oldest) if is_due else 0
             while self._size() > self._retention.max_bytes:
                 (count,) = self._db.execute("SELECT COUNT(*) FROM records").fetchone()
                 if not count:
