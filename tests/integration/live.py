@@ -98,8 +98,11 @@ def chat(client: httpx.Client, model: str, **more: Any) -> dict[str, Any]:
 
 
 def sampled_group(client: httpx.Client, model: str, size: int = 4, **more: Any) -> dict[str, Any]:
-    """A group whose rewards differ, of fresh samples."""
-    body = chat(client, model, n=size, **more)
+    """A group whose rewards differ, of fresh samples that differ: equal ones would cancel out."""
+    for _ in range(20):
+        body = chat(client, model, n=size, **more)
+        if len({json.dumps(choice["message"]) for choice in body["choices"]}) > 1:
+            break
     message = {"role": "user", "content": "respond with yes, no, maybe"}
     return {
         "trajectories": [

@@ -149,18 +149,18 @@ def test_the_plugins_round_from_register_to_the_second_step(server: Server) -> N
 
 def test_a_tool_episode_without_its_calls_trains_on_exact_tokens(server: Server) -> None:
     """The plugin drops tool calls and sends the tool's result as an assistant's message."""
-    model = model_body("nat-tools")
+    model = model_body("wire-tools")
     base_url = prepared(server, model)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
     episodes: list[list[dict[str, Any]]] = []
     for _ in range(16):  # the tiny model does not always call
         more = {"tools": [WEATHER_TOOL], "max_tokens": 64, "temperature": 0.3}
-        call = ask(base_url, "nat-tools", messages, **more)
+        call = ask(base_url, "wire-tools", messages, **more)
         if not has_one_whole_call(call["message"]):
             continue
         said = {"role": "assistant", "tool_calls": call["message"]["tool_calls"], "content": None}
         result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
-        answer = ask(base_url, "nat-tools", [*messages, said, result], **more)
+        answer = ask(base_url, "wire-tools", [*messages, said, result], **more)
         told = {"role": "assistant", "content": "sunny"}
         episodes.append([*messages, recorded(call), told, recorded(answer)])
         if len(episodes) == 2:
@@ -168,7 +168,7 @@ def test_a_tool_episode_without_its_calls_trains_on_exact_tokens(server: Server)
     assert len(episodes) == 2 and episodes[0][1]["message"]["content"] == ""
     (row,) = train(server, train_body(model, *episodes))
     assert "error" not in row
-    report = newest_report(server, "nat-tools")
+    report = newest_report(server, "wire-tools")
     assert report["turns"] == {"ledger": 4} and report["continuations"] == {"joined": 2}
     assert report["dropped"] == []
     sampled = [len(e[k]["logprobs"]["content"]) for e in episodes for k in (1, 3)]
