@@ -6,6 +6,7 @@ The server writes its address to `{path}/.server/address.json`, and everything t
 
 import asyncio
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -73,11 +74,10 @@ class LocalBackend(Backend):
                 self._launch()
             )  # takes milliseconds; in a thread, a cancellation could lose it
             atexit.register(self._stop)
-            try:
+            async with contextlib.AsyncExitStack() as on_failure:
+                on_failure.push_async_callback(asyncio.to_thread, self._stop)
                 await self._wait_until_ready()
-            except BaseException:
-                await asyncio.to_thread(self._stop)
-                raise
+                on_failure.pop_all()
             logger.info("art-server runs at %s, log %s", self._connection.base_url, self._log_path)
 
     async def close(self) -> None:

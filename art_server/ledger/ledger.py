@@ -583,12 +583,8 @@ class Ledger:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._db:
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
 
 def _pack(values: "array.array[Any]") -> bytes:

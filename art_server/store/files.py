@@ -53,9 +53,8 @@ def write_file(path: Path, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        finally:
+            temporary.unlink(missing_ok=True)  # still there only when something failed
     sync_folder(path.parent)
 
 

@@ -116,7 +116,8 @@ class TrainerProcess:
             await self._ensure_started()
             process = self._process
             assert process is not None
-            try:
+            async with contextlib.AsyncExitStack() as on_failure:
+                on_failure.push_async_callback(self.stop)
                 line = await asyncio.to_thread(task.model_dump_json)
                 await _send(process, line.encode() + b"\n")
                 while True:
@@ -125,9 +126,7 @@ class TrainerProcess:
                         break
                     if isinstance(answer, Progress) and on_progress is not None:
                         on_progress(answer)
-            except BaseException:
-                await self.stop()
-                raise
+                on_failure.pop_all()
         if isinstance(answer, Failed):
             raise TrainerError(answer.code, answer.message)
         return answer
@@ -160,12 +159,11 @@ class TrainerProcess:
                 start_new_session=True,
             )
         self._process = process
-        try:
+        async with contextlib.AsyncExitStack() as on_failure:
+            on_failure.push_async_callback(self.stop)
             answer = await self._receive(process)
             assert isinstance(answer, Ready), f"the trainer's first line is {answer!r}"
-        except BaseException:
-            await self.stop()
-            raise
+            on_failure.pop_all()
         self._ready = answer
         logger.info("trainer %d ready: %s on %s", process.pid, answer.policy, answer.device)
         return answer
