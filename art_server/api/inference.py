@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
+from starlette.types import Message, Send
 
 from art.wire import STEP_HEADER, ErrorBody
 from art_server.api.bodies import read_body
@@ -113,7 +115,7 @@ def make_ask(request: Request, body: bytes) -> Ask:
         InvalidInput: not a JSON object with a model.
     """
     try:
-        data = json.loads(body)
+        data = msgspec.json.decode(body)
     except ValueError as error:
         raise InvalidInput(f"the body is not JSON: {error}", code="invalid_body") from error
     if not isinstance(data, dict) or not isinstance(data.get("model"), str):
@@ -215,7 +217,7 @@ async def engine_answer(
         try:
             async with service.engine.http.post(
                 ask.path,
-                data=json.dumps(body, separators=(",", ":")).encode(),
+                data=msgspec.json.encode(body),
                 headers=ask.headers
                 | {"x-request-id": request_id, "content-type": "application/json"},
             ) as response:
@@ -291,7 +293,7 @@ async def finish_body(content: bytes, ask: Ask, opened: OpenRequest) -> bytes:
         await opened.wait(0)
         keep_turn(ask, opened, {})
         return content
-    body = json.loads(content)
+    body = msgspec.json.decode(content)
     for choice in body["choices"]:
         record = await opened.wait(choice["index"])
         choice["art"] = ask.art_mark(opened.request.request_id, choice["index"])
@@ -303,7 +305,7 @@ async def finish_body(content: bytes, ask: Ask, opened: OpenRequest) -> bytes:
         keep_turn(ask, opened, {choice["index"]: choice for choice in body["choices"]})
     else:
         keep_turn(ask, opened, {})
-    return json.dumps(body, separators=(",", ":")).encode()
+    return msgspec.json.encode(body)
 
 
 def keep_turn(ask: Ask, opened: OpenRequest, choices: dict[int, dict[str, Any]]) -> None:
@@ -358,12 +360,8 @@ async def answer_stream(service: Service, ask: Ask) -> Response:
             head = first.result()
         except StreamRefused as refused:
             return refused.response(ask)
-        return StreamingResponse(
-            with_comments(events, head), media_type="text/event-stream", headers=step_header(ask)
-        )
-    return StreamingResponse(
-        errors_as_events(with_comments(events, first), ask), media_type="text/event-stream"
-    )
+        return EventStream(begun(events, head), headers=step_header(ask))
+    return EventStream(errors_as_events(begun(events, first), ask))
 
 
 class StreamRefused(Exception):
@@ -421,34 +419,52 @@ def refused_by(error: ServerError) -> StreamRefused:
     return StreamRefused(response.status_code, bytes(response.body), headers)
 
 
-async def with_comments(
+class EventStream(StreamingResponse):
+    """Server-sent events, and a comment line whenever none came for a while."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        last = clock()
+
+        async def pass_on(message: Message) -> None:
+            nonlocal last
+            last = clock()
+            await send(message)
+
+        async def comment() -> None:
+            while True:
+                await asyncio.sleep(last + COMMENT_SECONDS - clock())
+                if clock() - last >= COMMENT_SECONDS:
+                    await pass_on(
+                        {"type": "http.response.body", "body": COMMENT, "more_body": True}
+                    )
+
+        commenting = asyncio.create_task(comment())
+        try:
+            await super().stream_response(pass_on)
+        finally:
+            commenting.cancel()
+
+
+async def begun(
     events: AsyncGenerator[bytes, None], head: bytes | asyncio.Future[bytes]
 ) -> AsyncIterator[bytes]:
-    """The events, and a comment line whenever none came for a while."""
-    pending = head if isinstance(head, asyncio.Future) else None
-    if pending is None:
-        assert isinstance(head, bytes)
-        yield head
-    else:
-        yield COMMENT
+    """The events from their first on, which is there or still to come."""
     try:
-        while True:
-            pending = pending or asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait({pending}, timeout=COMMENT_SECONDS)
-            if not done:
-                yield COMMENT
-                continue
-            try:
-                block = pending.result()
-            except StopAsyncIteration:
-                return
-            pending = None
+        if isinstance(head, bytes):
+            yield head
+        else:
+            yield COMMENT
+            yield await head
+        async for block in events:
             yield block
     finally:
-        if pending is not None:
-            pending.cancel()
+        if isinstance(head, asyncio.Future) and not head.done():
+            head.cancel()
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, StreamRefused):
-                await pending
+                await head
         await events.aclose()
 
 
@@ -483,13 +499,13 @@ async def finish_block(block: bytes, ask: Ask, opened: OpenRequest) -> bytes:
     if ask.api in ("chat", "completions"):
         if b'"finish_reason":"' in block:
             prefix, _, data = block.partition(b"data: ")
-            chunk = json.loads(data)
+            chunk = msgspec.json.decode(data)
             for choice in chunk["choices"]:
                 if choice.get("finish_reason") is not None:
                     choice["art"] = ask.art_mark(request_id, choice["index"])
                     await opened.wait(choice["index"])
                     keep_turn(ask, opened, {})
-            return prefix + b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+            return prefix + b"data: " + msgspec.json.encode(chunk) + b"\n\n"
     elif b"event: response.completed" in block or b"event: message_stop" in block:
         await opened.wait(0)
         keep_turn(ask, opened, {})
