@@ -26,8 +26,8 @@ def make_app(service: Service, inference_port: int | None) -> FastAPI:
     app = FastAPI(title="art-server", version=__version__, lifespan=lifespan)
     errors.install(app)
     keys = ModelKeys(read_secret(service.config.server_dir / "model_keys_secret"))
+    inference.install(app, service)  # first, for routes are tried in order
     control.install(app, service)
     art_wire.install(app, service, keys, inference_port)
-    inference.install(app, service)
     app.add_middleware(Door, config=service.config, inference_port=inference_port, model_keys=keys)
     return app

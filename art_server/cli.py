@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from art_server import __version__
+from art_server.children import collect_seldom, wake_in_batches
 from art_server.errors import ServerError
 from art_server.settings import ENGINE_ARGS, LORA_RANKS, ApiKey, ServerConfig
 
@@ -367,6 +368,8 @@ def run(config: ServerConfig) -> None:
             uvicorn.Config(
                 app,
                 log_level="warning",
+                access_log=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=GRACE_SECONDS,
                 timeout_keep_alive=IDLE_CONNECTION_SECONDS,
             )
@@ -384,6 +387,8 @@ def run(config: ServerConfig) -> None:
                     server.should_exit = True
                 await asyncio.wait({serving}, timeout=1.0)
 
+    collect_seldom()
+    wake_in_batches()
     uvloop.run(serve())
 
 

@@ -6,9 +6,8 @@ import fcntl
 import json
 import logging
 import os
-import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from art.wire import (
@@ -27,7 +26,7 @@ from art_server.base_models import BaseModel, find_base_model
 from art_server.children import Children
 from art_server.engine.engine import Engine
 from art_server.engine.gate import Gate
-from art_server.engine.records import Sample
+from art_server.engine.records import REQUEST_ID, Sample
 from art_server.errors import Conflict, InvalidInput, Unavailable
 from art_server.jobs.metrics import trajectory_metrics
 from art_server.jobs.queue import JobQueue
@@ -44,9 +43,6 @@ from art_server.training.task import InitTask
 from art_server.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-ENGINE_REQUEST_ID = re.compile(r"([0-9a-f]{32})(?:[-_](\d+))?$")
-"""vLLM's request id holds the gate's and, for completions of several prompts, the prompt's number."""
 
 
 class Service:
@@ -72,7 +68,7 @@ class Service:
             self.device,
             children,
             self._on_prompt,
-            self._on_sample,
+            self._on_samples,
             lambda: self.gate.is_busy,
         )
         self.trainer = Trainer(config, children)
@@ -171,17 +167,20 @@ class Service:
         await self.engine.stop()
 
     def _on_prompt(self, engine_request_id: str, rendered: list[int]) -> list[int] | None:
-        found = ENGINE_REQUEST_ID.search(engine_request_id)
+        found = REQUEST_ID.search(engine_request_id)
         if found is None:
             return None
         return self.ledger.take_prompt(found[1], int(found[2] or 0), rendered)
 
-    def _on_sample(self, sample: Sample) -> None:
-        found = ENGINE_REQUEST_ID.search(sample.request_id)
-        if found is not None:
-            position = int(found[2] or 0)
-            index = position * sample.sampling["n"] + sample.index
-            self.ledger.take_sample(found[1], index, position, sample)
+    def _on_samples(self, samples: Sequence[Sample]) -> None:
+        taken: list[tuple[str, int, int, Sample]] = []
+        for sample in samples:
+            found = REQUEST_ID.search(sample.request_id)
+            if found is not None:
+                position = int(found[2] or 0)
+                index = position * sample.sampling["n"] + sample.index
+                taken.append((found[1], index, position, sample))
+        self.ledger.take_samples(taken)
 
     # --- models ---
 

@@ -1,37 +1,31 @@
 """vLLM's API server with one seam: its engine client samples from the exact tokens of a conversation's past, and reports
 what it sampled.
 
-Started by `process.py` as `python -m art_server.engine.child RECORDS_SOCKET [vLLM's flags]`. Every API that vLLM serves
-(chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`. The wrapper shows each
-rendered prompt to the server's ledger, which may answer with other tokens; asks the engine for the log-probabilities of
-the sampled tokens and hides them again when the client did not ask; and sends one JSON line for each finished choice.
-The HTTP answers stay vLLM's own.
+Started by `engine.py` as `python -m art_server.engine.child RECORDS_SOCKET [vLLM's flags]`. Every API that vLLM serves
+(chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`. The wrapper shows the
+rendered prompt of a continued conversation to the server's ledger, which may answer with other tokens; asks the engine
+for the log-probabilities of the sampled tokens and hides them again when the client did not ask; and sends one JSON line
+for each finished choice. The HTTP answers stay vLLM's own; its middleware (CORS, keys, HTTP statistics), which nobody needs
+behind the gate and every event of a stream passes through, is left out.
 
-This file is the only one that touches vLLM's internals (0.32.0); `tests/integration/test_engine.py` tells when they move.
+This file is the only one that touches vLLM's internals (0.32.0); `tests/integration/test_inference.py` tells when they move.
 """
 
 import asyncio
-import ctypes
-import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+import msgspec
 
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
+from art_server.children import be_child, collect_seldom
+from art_server.engine.records import is_first_turn
 
 if __name__ in ("__main__", "__mp_main__"):
     # vLLM's own worker processes are forked or spawned from here: both ways they take the signal over.
-    die_with_parent()
-    os.register_at_fork(after_in_child=die_with_parent)
+    be_child()
+    os.register_at_fork(after_in_child=be_child)
 
 
 class LedgerLine:
@@ -49,12 +43,12 @@ class LedgerLine:
 
     def tell(self, message: dict[str, Any]) -> None:
         assert self._writer is not None, "connect() comes first"
-        self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        self._writer.write(msgspec.json.encode(message) + b"\n")
 
     async def ask_prompt(self, request_id: str, token_ids: list[int]) -> list[int] | None:
         """The tokens to sample from instead of a rendered prompt; None leaves it as it is."""
         answer = self._asked[request_id] = asyncio.get_running_loop().create_future()
-        self.tell({"kind": "prompt", "request_id": request_id, "token_ids": token_ids})
+        self.tell({"request_id": request_id, "prompt": token_ids})
         try:
             return await answer
         finally:
@@ -62,7 +56,7 @@ class LedgerLine:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
-            message = json.loads(line)
+            message = msgspec.json.decode(line)
             answer = self._asked.get(message["request_id"])
             if answer is not None and not answer.done():
                 answer.set_result(message["token_ids"])
@@ -124,10 +118,14 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
         hide_logprobs = sampling_params.logprobs is None
         if hide_logprobs:
             sampling_params.logprobs = 0
+        rendered: list[int] | None = None
         if isinstance(prompt, dict) and prompt.get("type") == "token":
-            replaced = await line.ask_prompt(request_id, list(prompt["prompt_token_ids"]))
-            if replaced is not None:
-                prompt = with_prompt(prompt, replaced, sampling_params, max_model_len)
+            rendered = list(prompt["prompt_token_ids"])
+            if not is_first_turn(request_id):
+                replaced = await line.ask_prompt(request_id, rendered)
+                rendered = None
+                if replaced is not None:
+                    prompt = with_prompt(prompt, replaced, sampling_params, max_model_len)
         choices: dict[int, ChoiceRecorder] = {}
         async for result in generate(prompt, sampling_params, request_id, **options):
             for output in result.outputs:
@@ -138,8 +136,8 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
                 if output.finish_reason is not None:
                     line.tell(
                         {
-                            "kind": "sample",
                             "request_id": request_id,
+                            "rendered": rendered,
                             "index": output.index,
                             "text": recorder.text,
                             "token_ids": recorder.token_ids,
@@ -167,7 +165,16 @@ def main() -> None:
         engine_client.generate = record_generate(engine_client.generate, line, max_model_len)
         return await serve_with_vllm(engine_client, *args, **kwargs)
 
+    build_with_vllm = entry.build_app
+
+    def build_app(*args: Any, **kwargs: Any) -> Any:
+        app = build_with_vllm(*args, **kwargs)
+        app.user_middleware.clear()
+        return app
+
+    entry.build_app = build_app
     entry.build_and_serve = build_and_serve
+    collect_seldom()
     entry.main()
 
 

@@ -95,6 +95,8 @@ def engine_environment(
         VLLM_SERVER_DEV_MODE="1",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
+        # Longer than our side keeps an idle connection, so that no request finds its connection just closed.
+        VLLM_HTTP_TIMEOUT_KEEP_ALIVE="60",
     )
     if device == "cpu":
         # Without dynamo the first request with log-probabilities compiles nothing (8-15 s), at no cost on a CPU.

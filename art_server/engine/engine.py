@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -22,7 +22,7 @@ import aiohttp
 from art_server.base_models import BaseModel, max_positions
 from art_server.children import Children
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
-from art_server.engine.records import PromptHandler, RecordReceiver, Sample
+from art_server.engine.records import PromptHandler, RecordReceiver, Sample, SamplesHandler
 from art_server.errors import InvalidInput, Unavailable
 from art_server.settings import Device, ServerConfig
 from art_server.store import files
@@ -65,7 +65,7 @@ class Engine:
         device: Device,
         children: Children,
         on_prompt: PromptHandler,
-        on_sample: Callable[[Sample], None],
+        on_samples: SamplesHandler,
         is_busy: Callable[[], bool],
     ):
         self.state: State = "none"
@@ -78,7 +78,7 @@ class Engine:
         self._device: Device = device
         self._children = children
         self._receiver = RecordReceiver(on_prompt, self._received)
-        self._on_sample = on_sample
+        self._on_samples = on_samples
         self._is_busy = is_busy
         self._adapters: dict[str, Path] = {}
         self._adapter_lock = asyncio.Lock()
@@ -153,6 +153,8 @@ class Engine:
         Raises:
             Unavailable: no base model yet, given up, or not ready in time.
         """
+        if self.state == "ready":
+            return
         try:
             async with asyncio.timeout(timeout_seconds), self._changed:
                 await self._changed.wait_for(lambda: self.state in ("ready", "failed"))
@@ -314,9 +316,9 @@ class Engine:
         self._last_sign_of_life = time.monotonic()
         return False
 
-    def _received(self, sample: Sample) -> None:
+    def _received(self, samples: Sequence[Sample]) -> None:
         self._last_sign_of_life = time.monotonic()
-        self._on_sample(sample)
+        self._on_samples(samples)
 
     def log_tail(self) -> str:
         """The last lines that vLLM wrote since its last start."""

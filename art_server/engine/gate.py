@@ -35,6 +35,8 @@ class Gate:
         Raises:
             Unavailable: still closed after the limit; the request may be repeated.
         """
+        if self._open.is_set():
+            return
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._open.wait()

@@ -2,16 +2,26 @@
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import Callable
+import re
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 logger = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 1 << 28
+REQUEST_ID = re.compile(r"([0-9a-f]{32})(?:[-_](\d+))?$")
+"""vLLM's request id holds the gate's and, for completions of several prompts, the prompt's number."""
+
+FIRST_TURN = "f"
+"""The first digit of a request's id when it cannot continue an answer: its prompt comes with its samples, and the engine does
+not wait for other tokens."""
+
+READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +39,45 @@ class Sample:
     finish_reason: str
     stop_reason: int | str | None
     sampling: dict[str, Any]
+    rendered: list[int] | None = None
+    """The prompt of a first turn; another's was asked about before."""
+
+
+def new_request_id(is_first_turn: bool) -> str:
+    """32 hexadecimal digits."""
+    return (FIRST_TURN if is_first_turn else "0") + uuid.uuid4().hex[1:]
+
+
+def is_first_turn(engine_request_id: str) -> bool:
+    found = REQUEST_ID.search(engine_request_id)
+    return found is not None and found[1].startswith(FIRST_TURN)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What each line has; one with a prompt asks about it, any other is a sample."""
+
+    request_id: str
+    prompt: list[int] | None = None
 
 
 PromptHandler = Callable[[str, list[int]], list[int] | None]
 """From vLLM's request id and a rendered prompt to the tokens to sample from instead, if any."""
 
+SamplesHandler = Callable[[Sequence[Sample]], None]
+
 
 class RecordReceiver:
-    """Listens on a Unix socket; answers prompts and hands samples on, in the order in which they come."""
+    """Listens on a Unix socket; answers prompts and hands samples on, those that came together as one batch."""
 
-    def __init__(self, on_prompt: PromptHandler, on_sample: Callable[[Sample], None]):
+    def __init__(self, on_prompt: PromptHandler, on_samples: SamplesHandler):
         self._on_prompt = on_prompt
-        self._on_sample = on_sample
+        self._on_samples = on_samples
         self._server: asyncio.Server | None = None
 
     async def listen(self, socket_path: Path) -> None:
         self._server = await asyncio.start_unix_server(
-            self._read, path=socket_path, limit=MAX_LINE_BYTES
+            self._read, path=socket_path, limit=READ_BYTES
         )
 
     async def close(self) -> None:
@@ -54,15 +86,23 @@ class RecordReceiver:
             self._server = None
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rest = bytearray()
         with contextlib.closing(writer):
-            while line := await reader.readline():
-                if not line.endswith(b"\n"):
-                    logger.warning("the engine ended in the middle of a record")
-                    return
-                message = json.loads(line)
-                if message.pop("kind") == "sample":
-                    self._on_sample(Sample(**message))
+            while chunk := await reader.read(READ_BYTES):
+                rest += chunk
+                if b"\n" not in chunk:
                     continue
-                token_ids = self._on_prompt(message["request_id"], message["token_ids"])
-                answer = {"request_id": message["request_id"], "token_ids": token_ids}
-                writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+                *lines, rest = rest.split(b"\n")
+                samples: list[Sample] = []
+                for line in lines:
+                    asked = msgspec.json.decode(line, type=Line)
+                    if asked.prompt is None:
+                        samples.append(msgspec.json.decode(line, type=Sample))
+                        continue
+                    token_ids = self._on_prompt(asked.request_id, asked.prompt)
+                    answer = {"request_id": asked.request_id, "token_ids": token_ids}
+                    writer.write(msgspec.json.encode(answer) + b"\n")
+                if samples:
+                    self._on_samples(samples)
+            if rest:
+                logger.warning("the engine ended in the middle of a record")

@@ -9,7 +9,11 @@ SWITCH = "ART_ENGINE_ON_CPU"
 SPIN_SECONDS = 0.0005
 """A wait spins for this long, which serves answers that come at once best..."""
 POLL_SECONDS = 20e-6
-"""...and then sleeps between two looks."""
+"""...and then sleeps between two looks,"""
+POLL_SHARE = 0.02
+"""by this much of the time waited so far,"""
+MAX_POLL_SECONDS = 1e-3
+"""so that an idle engine costs next to nothing."""
 
 
 class Pause:
@@ -31,7 +35,8 @@ class Pause:
             os.sched_yield()
             self._last = now
         else:
-            time.sleep(POLL_SECONDS)
+            waited = now - self._began
+            time.sleep(min(max(POLL_SECONDS, POLL_SHARE * waited), MAX_POLL_SECONDS))
             self._last = time.monotonic()
 
 

@@ -50,7 +50,7 @@ CREATE TABLE IF NOT EXISTS prompts (
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,
     choice_id TEXT NOT NULL UNIQUE,
-    request_id TEXT NOT NULL,
+    request_id TEXT NOT NULL,  -- the choice ids begin with it, so that it needs no index of its own
     api TEXT NOT NULL,
     owner TEXT NOT NULL,
     project TEXT,
@@ -72,7 +72,7 @@ CREATE TABLE IF NOT EXISTS records (
     is_delivered INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
-CREATE INDEX IF NOT EXISTS records_by_request ON records (request_id);
+DROP INDEX IF EXISTS records_by_request;
 CREATE INDEX IF NOT EXISTS records_by_session ON records (session) WHERE session IS NOT NULL;
 CREATE INDEX IF NOT EXISTS records_by_said ON records (said);
 CREATE INDEX IF NOT EXISTS records_by_fingerprint ON records (fingerprint);
@@ -90,6 +90,12 @@ MAX_BEGINNINGS = 8
 
 CACHED_PROMPTS = 512
 """Prompts kept in memory, the most recently used: a conversation's next turn needs its last one."""
+
+SMALL_BYTES = 1024
+"""Up to this size, packing costs more than it saves."""
+
+CHECKPOINT_PAGES = 8000
+"""The log's length (32 MB) at which it goes into the file: each time waits for the disk."""
 
 PRUNE_EVERY = 1000
 """Records between two looks at age and size."""
@@ -169,6 +175,14 @@ def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
 
 
+OF_REQUEST = "choice_id > ? AND choice_id < ?"
+
+
+def of_request(request_id: str) -> tuple[str, str]:
+    """The bounds of a request's choice ids."""
+    return f"{request_id}-", f"{request_id}."
+
+
 class Ledger:
     """Writes are committed as they come (WAL); a record costs well under a millisecond. Safe to use from threads."""
 
@@ -183,12 +197,10 @@ class Ledger:
         self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
         self._db.executescript(SCHEMA)
         self._open: dict[str, OpenRequest] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
-        self._index = PromptIndex()
-        self._without_thinking = PromptIndex()
-        """Prompts that open the thinking themselves, up to where they do: later renderings leave it out."""
         self._since_pruning = 0
         self._fill_index()
 
@@ -222,19 +234,47 @@ class Ledger:
             opened.prompts[position] = prompt
         return prompt.token_ids if prompt.link == "spliced" else None
 
-    def take_sample(self, request_id: str, index: int, position: int, sample: Sample) -> None:
-        """Take choice `index` of a request, sampled from its prompt `position`. Unknown requests are passed over."""
-        opened = self._open.get(request_id)
-        if opened is None or position not in opened.prompts:
-            return
+    def take_samples(self, samples: Sequence[tuple[str, int, int, Sample]]) -> None:
+        """Take choices: (request id, the choice's index, the number of its prompt, the sample). They are committed
+        together. Unknown requests are passed over."""
+        made: list[tuple[OpenRequest, int, Record]] = []
+        with self._lock, self._forgetting_if_it_fails(), self._transaction():
+            for request_id, index, position, sample in samples:
+                opened = self._open.get(request_id)
+                if opened is None:
+                    continue
+                if position not in opened.prompts and sample.rendered is not None:
+                    opened.prompts[position] = self._make_prompt(
+                        opened.request, sample.rendered, is_first_turn=True
+                    )
+                if position in opened.prompts:
+                    prompt = opened.prompts[position]
+                    record = self._make_record(opened.request, index, prompt, sample)
+                    self._write(record, prompt)
+                    made.append((opened, index, record))
+        for opened, index, record in made:
+            opened.add(index, record)
+        self._since_pruning += len(made)
+        if self._since_pruning >= PRUNE_EVERY:
+            self._since_pruning = 0
+            self.prune()
+
+    @contextlib.contextmanager
+    def _forgetting_if_it_fails(self) -> Iterator[None]:
+        """Prompts whose writing came to nothing leave numbers in memory that others will be given."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._fill_index)
+            yield
+            undo.pop_all()
+
+    def _make_record(self, request: Request, index: int, prompt: Prompt, sample: Sample) -> Record:
         assert len(sample.token_ids) == len(sample.logprobs), (
             "one log-probability per sampled token"
         )
-        prompt = opened.prompts[position]
         text = self._text(sample)
-        record = Record(
-            choice_id=choice_id(request_id, index),
-            request=opened.request,
+        return Record(
+            choice_id=choice_id(request.request_id, index),
+            request=request,
             prompt_token_ids=prompt.token_ids,
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
@@ -246,9 +286,6 @@ class Ledger:
             said=conversation.said(text),
             text=text,
         )
-        with self._lock:
-            self._write(record, prompt)
-        opened.add(index, record)
 
     def _text(self, sample: Sample) -> str:
         """What a choice says. Where a stop string cut it, only vLLM knows the visible text."""
@@ -258,11 +295,13 @@ class Ledger:
         has_ended = bool(ids) and ids[-1] in self._decoder.end_ids
         return self._decoder.decode(ids[:-1] if has_ended else ids)
 
-    def _make_prompt(self, request: Request, rendered: list[int]) -> Prompt:
+    def _make_prompt(
+        self, request: Request, rendered: list[int], *, is_first_turn: bool = False
+    ) -> Prompt:
         hashes = prefix_hashes(rendered)
         signed = hashes[-1] - (1 << 64) if hashes[-1] >> 63 else hashes[-1]
         made = Prompt(number=0, token_ids=rendered, rendered=signed)
-        if self._decoder is not None:
+        if self._decoder is not None and not is_first_turn:
             self._continue(made, request, hashes, self._decoder)
         made.number = self._store_prompt(made)
         self._add_to_index(self._index, request.scope, rendered, len(rendered), hashes, made.number)
@@ -414,16 +453,12 @@ class Ledger:
                 json.dumps(record.sampling, separators=(",", ":")),
             ),
         )
-        self._since_pruning += 1
-        if self._since_pruning >= PRUNE_EVERY:
-            self._since_pruning = 0
-            self.prune()
 
     def mark_delivered(self, request_id: str) -> None:
         """The answer went out in full."""
         with self._lock:
             self._db.execute(
-                "UPDATE records SET is_delivered = 1 WHERE request_id = ?", (request_id,)
+                f"UPDATE records SET is_delivered = 1 WHERE {OF_REQUEST}", of_request(request_id)
             )
 
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
@@ -441,7 +476,7 @@ class Ledger:
 
     def find_request(self, request_id: str) -> list[Record]:
         """The records of one request, by choice index."""
-        found = self._select("request_id = ?", request_id)
+        found = self._select(OF_REQUEST, *of_request(request_id))
         return sorted(found, key=lambda record: int(record.choice_id.rpartition("-")[2]))
 
     def find_session(
@@ -516,7 +551,11 @@ class Ledger:
     # --- keeping within bounds ---
 
     def _fill_index(self) -> None:
-        """After a restart: the prompts that may still be continued."""
+        """Know the prompts that may still be continued, and nothing else."""
+        self._prompts.clear()
+        self._index = PromptIndex()
+        self._without_thinking = PromptIndex()
+        """Prompts that open the thinking themselves, up to where they do: later renderings leave it out."""
         rows = self._db.execute(
             "SELECT owner, project, name, rendered, prompt FROM records ORDER BY number DESC LIMIT ?",
             (MAX_PROMPTS,),
@@ -588,7 +627,8 @@ class Ledger:
 
 
 def _pack(values: "array.array[Any]") -> bytes:
-    return zlib.compress(values.tobytes(), 1)
+    content = values.tobytes()
+    return zlib.compress(content, 1 if len(content) > SMALL_BYTES else 0)
 
 
 def _unpack(blob: bytes, kind: str) -> "array.array[Any]":

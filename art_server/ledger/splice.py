@@ -86,6 +86,8 @@ class PromptIndex:
         self, scope: str, hashes: Sequence[int]
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """The known beginnings of a rendered prompt, shorter than the whole, longest first: length and prompts."""
+        if not self._known:
+            return
         for length in range(len(hashes) - 2, 0, -1):
             numbers = self._known.get((scope, hashes[length]))
             if numbers is not None:

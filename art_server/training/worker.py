@@ -6,12 +6,10 @@ Every task starts from the checkpoint that it names, so a failed one leaves noth
 """
 
 import argparse
-import ctypes
 import gc
 import importlib.util
 import logging
 import os
-import signal
 import sys
 import traceback
 from typing import BinaryIO
@@ -19,6 +17,7 @@ from typing import BinaryIO
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from art_server.children import be_child
 from art_server.training.policy import Policy
 from art_server.training.step import init, train
 from art_server.training.task import Done, Failed, Progress, Ready, Task
@@ -34,7 +33,7 @@ def main() -> None:
     """Load the base model, say Ready, and work until stdin ends."""
     arguments = _parse_arguments()
     answers = _claim_stdout()
-    _die_with_parent()
+    be_child()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -158,15 +157,6 @@ def _claim_stdout() -> BinaryIO:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
-
-
-def _die_with_parent() -> None:
-    """On Linux the kernel kills this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG = 1).
-
-    A parent that is gone already, and other systems, show at the next read: stdin has ended.
-    """
-    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _empty_cache() -> None:

@@ -41,7 +41,7 @@ def record(ledger: Ledger, number: int, rendered: list[int], answer: list[int]) 
         prompt = ledger.take_prompt(request.request_id, 0, rendered) or rendered
         logprobs = [-random.random() * 3 for _ in answer]
         sample = Sample("x", 0, "", answer, logprobs, "stop", None, {"n": 1, "temperature": 1.0})
-        ledger.take_sample(request.request_id, 0, 0, sample)
+        ledger.take_samples([(request.request_id, 0, 0, sample)])
     ledger.mark_delivered(request.request_id)
     return prompt + answer
 

@@ -1,10 +1,11 @@
 """Through our server against vLLM alone: throughput and added latency, on the same machine and the same requests.
 
-    python scripts/bench/serving.py [--repeats 3] [--requests 192] [--max-tokens 32]
+    python scripts/bench/serving.py [--pairs 8] [--max-tokens 128]
 
-Starts an art-server (capture and splicing on) and a plain vLLM with the same flags, and asks both in turn for the same
-completions with log-probabilities, concurrency 1, 16 and 64, whole and streamed. Prints one JSON line a cell: tokens per
-second of both (medians of the repeats), their ratio, and the median latencies. A last line tells what asking for
+Starts an art-server (capture and splicing on) and a plain vLLM with the same flags, and asks both in turn, for a few
+seconds each, for the same completions with log-probabilities, concurrency 1, 16 and 64, whole and streamed. Prints one
+JSON line a cell: tokens per second and median latency of both, and the ratio and the difference within a pair, all as
+medians over the pairs, for such machines change their speed by a half within minutes. A last line tells what asking for
 log-probabilities costs vLLM alone.
 """
 
@@ -12,18 +13,21 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tqdm import tqdm
 
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment
+from art_server.engine.command import engine_command, engine_environment
 from art_server.settings import ServerConfig
 
 MODEL = "art/tiny"
@@ -42,9 +46,13 @@ def start_ours(path: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """vLLM's own server with the flags that ours gives it, on a Unix socket as well."""
+    """vLLM's own server with the flags that ours gives it, on a TCP port as its users have it."""
     config = ServerConfig(path=path, base_model=MODEL)
     command = engine_command(config, BaseModel(MODEL, TINY_DIR), "cpu", path)
+    at = command.index("--uds")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command[at : at + 2] = ["--host", "127.0.0.1", "--port", str(port)]
     module = "vllm.entrypoints.launchers.api_server.entry"
     with open(path / "vllm.log", "wb") as log:
         process = subprocess.Popen(
@@ -53,7 +61,7 @@ def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
             stdout=log,
             stderr=log,
         )
-    return process, str(path / SOCKET_NAME)
+    return process, f"http://127.0.0.1:{port}"
 
 
 async def wait_ready(session: aiohttp.ClientSession, path: str) -> None:
@@ -68,19 +76,28 @@ async def wait_ready(session: aiohttp.ClientSession, path: str) -> None:
 
 
 async def load(
-    session: aiohttp.ClientSession, body: dict[str, Any], requests: int, concurrency: int
+    session: aiohttp.ClientSession,
+    body: dict[str, Any],
+    requests: int,
+    concurrency: int,
+    seed: int = 0,
 ) -> tuple[float, float]:
-    """Tokens per second and the median latency in ms. Every request samples exactly max_tokens."""
+    """Tokens per second and the median latency in ms. Requests sample between half of max_tokens and one and a half times
+    as many, so that they come and go at all times, as an agent's do."""
+    half = body["max_tokens"] // 2
+    lengths = [half + (number + seed) * 13 % (2 * half + 1) for number in range(requests)]
     numbers = iter(range(requests))
     latencies: list[float] = []
 
     async def one() -> None:
         for number in numbers:
-            message = {"role": "user", "content": f"Repeat: word {number} and some more of it"}
+            message = {
+                "role": "user",
+                "content": f"Repeat: word {number + seed} and some more of it",
+            }
             started = time.perf_counter()
-            async with session.post(
-                "/v1/chat/completions", json=body | {"messages": [message]}
-            ) as response:
+            asked = body | {"messages": [message], "max_tokens": lengths[number]}
+            async with session.post("/v1/chat/completions", json=asked) as response:
                 assert response.status == 200, await response.text()
                 await response.read()
             latencies.append((time.perf_counter() - started) * 1000)
@@ -88,25 +105,28 @@ async def load(
     started = time.perf_counter()
     await asyncio.gather(*(one() for _ in range(concurrency)))
     seconds = time.perf_counter() - started
-    return requests * body["max_tokens"] / seconds, statistics.median(latencies)
+    return sum(lengths) / seconds, statistics.median(latencies)
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=192)
-    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=128, help="mean of the lengths")
     flags = parser.parse_args()
+    short = (
+        flags.max_tokens // 16
+    )  # or the engine's time would drown what the gate adds to one request
+    flags.cells = [
+        (1, 8, 6 * flags.pairs, short),
+        (16, 64, flags.pairs, flags.max_tokens),
+        (64, 192, flags.pairs, flags.max_tokens),
+    ]
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         processes = [start_ours(Path(one)), start_vllm(Path(two))]
         timeout = aiohttp.ClientTimeout(total=600)
-        ours = aiohttp.ClientSession(
-            processes[0][1], timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-        )
-        vllm = aiohttp.ClientSession(
-            "http://vllm",
-            timeout=timeout,
-            connector=aiohttp.UnixConnector(processes[1][1], limit=0),
+        ours, vllm = (
+            aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            for _, url in processes
         )
         try:
             async with ours, vllm:
@@ -124,37 +144,49 @@ async def measure(
     ours: aiohttp.ClientSession, vllm: aiohttp.ClientSession, flags: argparse.Namespace
 ) -> None:
     body = {"model": MODEL, "max_tokens": flags.max_tokens, "ignore_eos": True, "logprobs": True}
-    sides = {"ours": ours, "vllm": vllm}
-    for session in sides.values():
-        await load(session, body, 32, 16)
+    for session in (ours, vllm):
+        await load(session, body, 64, 64)
     for stream in (False, True):
-        for concurrency in (1, 16, 64):
-            requests = max(24, flags.requests // 4) if concurrency == 1 else flags.requests
-            results: dict[str, list[tuple[float, float]]] = {"ours": [], "vllm": []}
-            for _ in range(flags.repeats):
-                for name, session in sides.items():
-                    asked = body | {"stream": stream}
-                    results[name].append(await load(session, asked, requests, concurrency))
-            rate = {name: statistics.median(r for r, _ in rows) for name, rows in results.items()}
-            late = {name: statistics.median(x for _, x in rows) for name, rows in results.items()}
-            cell = {
-                "stream": stream,
-                "concurrency": concurrency,
-                "tokens_per_second_ours": round(rate["ours"]),
-                "tokens_per_second_vllm": round(rate["vllm"]),
-                "ratio": round(rate["ours"] / rate["vllm"], 3),
-                "median_ms_ours": round(late["ours"], 2),
-                "median_ms_vllm": round(late["vllm"], 2),
-                "added_ms": round(late["ours"] - late["vllm"], 2),
-            }
-            print(json.dumps(cell), flush=True)
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(flags.repeats):
-        for logprobs in (True, False):
-            asked = body | {"logprobs": logprobs}
-            rates[logprobs].append((await load(vllm, asked, flags.requests, 64))[0])
-    cost = 1 - statistics.median(rates[True]) / statistics.median(rates[False])
+        for concurrency, requests, pairs, max_tokens in flags.cells:
+            asked = body | {"stream": stream, "max_tokens": max_tokens}
+            results: list[dict[str, tuple[float, float]]] = []
+            for pair in tqdm(range(pairs), desc=f"stream={stream} concurrency={concurrency}"):
+                sides = {"ours": ours, "vllm": vllm}
+                order = list(sides) if pair % 2 else list(sides)[::-1]
+                results.append(
+                    {
+                        name: await load(sides[name], asked, requests, concurrency, pair)
+                        for name in order
+                    }
+                )
+            print(json.dumps(cell(stream, concurrency, results)), flush=True)
+    ratios: list[float] = []
+    for _ in range(flags.pairs):
+        with_them = await load(vllm, body, 256, 64)
+        without = await load(vllm, body | {"logprobs": False}, 256, 64)
+        ratios.append(with_them[0] / without[0])
+    cost = 1 - statistics.median(ratios)
     print(json.dumps({"cost_of_logprobs_in_vllm_alone": round(cost, 3)}))
+
+
+def cell(
+    stream: bool, concurrency: int, results: list[dict[str, tuple[float, float]]]
+) -> dict[str, Any]:
+    """Medians, of both sides and of what the two of a pair differ by."""
+
+    def median(of: Callable[[dict[str, tuple[float, float]]], float]) -> float:
+        return statistics.median(of(pair) for pair in results)
+
+    return {
+        "stream": stream,
+        "concurrency": concurrency,
+        "tokens_per_second_ours": round(median(lambda pair: pair["ours"][0])),
+        "tokens_per_second_vllm": round(median(lambda pair: pair["vllm"][0])),
+        "ratio": round(median(lambda pair: pair["ours"][0] / pair["vllm"][0]), 3),
+        "median_ms_ours": round(median(lambda pair: pair["ours"][1]), 2),
+        "median_ms_vllm": round(median(lambda pair: pair["vllm"][1]), 2),
+        "added_ms": round(median(lambda pair: pair["ours"][1] - pair["vllm"][1]), 2),
+    }
 
 
 if __name__ == "__main__":

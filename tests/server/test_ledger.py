@@ -3,6 +3,7 @@ import dataclasses
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def add(
     made = dataclasses.replace(REQUEST, request_id=f"{number:032x}", **request)  # type: ignore[arg-type]
     with ledger.open_request(made) as opened:
         ledger.take_prompt(made.request_id, 0, prompt)
-        ledger.take_sample(made.request_id, 0, 0, sample(text=text))
+        ledger.take_samples([(made.request_id, 0, 0, sample(text=text))])
         return opened.records[0].choice_id
 
 
@@ -34,7 +35,7 @@ def test_a_sample_is_found_by_its_choice_id_also_after_a_restart(tmp_path: Path)
     ledger = Ledger(tmp_path / "l.sqlite")
     with ledger.open_request(REQUEST) as opened:
         assert ledger.take_prompt(REQUEST.request_id, 0, [1, 2]) is None
-        ledger.take_sample(REQUEST.request_id, 1, 0, sample())
+        ledger.take_samples([(REQUEST.request_id, 1, 0, sample())])
         record = opened.records[1]
     ledger.close()
     ledger = Ledger(tmp_path / "l.sqlite")
@@ -49,8 +50,39 @@ def test_a_sample_is_found_by_its_choice_id_also_after_a_restart(tmp_path: Path)
 def test_a_sample_that_nobody_asked_for_is_not_kept(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     assert ledger.take_prompt("0" * 32, 0, [1]) is None
-    ledger.take_sample("0" * 32, 0, 0, sample())
+    ledger.take_samples([("0" * 32, 0, 0, sample())])
     assert ledger.find(f"{'0' * 32}-0") is None
+
+
+def first_turn(tokens: list[int], prompt: list[int], sampling: Any = None) -> Sample:
+    return dataclasses.replace(sample(tokens), rendered=prompt, sampling=sampling or {"n": 1})
+
+
+def test_a_first_turn_brings_its_prompt_with_its_samples(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    with ledger.open_request(REQUEST):
+        told = [(REQUEST.request_id, i, 0, first_turn([7 + i], [1, 2])) for i in range(2)]
+        ledger.take_samples(told)
+    records = ledger.find_request(REQUEST.request_id)
+    assert [record.prompt_token_ids for record in records] == [[1, 2], [1, 2]]
+    assert [record.token_ids for record in records] == [[7], [8]]
+
+
+def test_samples_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    other = dataclasses.replace(REQUEST, request_id="e" * 32)
+    with ledger.open_request(REQUEST) as opened, ledger.open_request(other):
+        good = (REQUEST.request_id, 0, 0, first_turn([7], [1, 2]))
+        bad = (other.request_id, 0, 0, first_turn([8], [1, 3], sampling={"n": object()}))
+        with pytest.raises(TypeError):
+            ledger.take_samples([good, bad])
+        assert not opened.records
+    assert ledger.find_request(REQUEST.request_id) == []
+    # The next prompt gets the number of the one that came to nothing, and is itself.
+    number = 9
+    choice = add(ledger, number, [4, 5, 6])
+    found = ledger.find(choice)
+    assert found is not None and found.prompt_token_ids == [4, 5, 6]
 
 
 def test_words_are_found_within_their_model_and_by_their_log_probabilities(tmp_path: Path) -> None:
@@ -96,7 +128,7 @@ def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
         ledger._db.execute("DELETE FROM prompts WHERE number = ?", (prompt.number,))
         prompt.number = ledger._store_prompt(prompt)
         opened.prompts[0] = prompt
-        ledger.take_sample(REQUEST.request_id, 0, 0, sample())
+        ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
     (delta_parent,) = ledger._db.execute(
         "SELECT parent FROM prompts WHERE number = ?", (prompt.number,)
     ).fetchone()
@@ -113,7 +145,7 @@ def test_a_prompt_that_is_with_the_engine_is_not_pruned(tmp_path: Path) -> None:
         ledger.take_prompt(REQUEST.request_id, 0, [1, 2, 3])
         ledger.prune()
         add(ledger, 1, [7, 8])
-        ledger.take_sample(REQUEST.request_id, 0, 0, sample())
+        ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
     ledger._prompts.clear()
     found = ledger.find(f"{REQUEST.request_id}-0")
     assert found is not None and found.prompt_token_ids == [1, 2, 3]
@@ -135,9 +167,9 @@ async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
         ledger.take_prompt(REQUEST.request_id, 0, [1])
         waiting = asyncio.create_task(opened.wait(1))
         await asyncio.sleep(0.01)
-        ledger.take_sample(REQUEST.request_id, 0, 0, sample())
+        ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        ledger.take_sample(REQUEST.request_id, 1, 0, sample())
+        ledger.take_samples([(REQUEST.request_id, 1, 0, sample())])
         record = await waiting
     assert record is not None and record.choice_id.endswith("-1")

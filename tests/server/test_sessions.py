@@ -27,9 +27,8 @@ class Agent:
         request = Request(request_id, "chat", "p", "a", 0, self.owner, "s", before)
         with self.ledger.open_request(request):
             self.ledger.take_prompt(request_id, 0, [1, 2])
-            self.ledger.take_sample(
-                request_id, 0, 0, Sample("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
-            )
+            sample = Sample("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
+            self.ledger.take_samples([(request_id, 0, 0, sample)])
         choice = {
             "index": 0,
             "finish_reason": "stop",

@@ -147,7 +147,7 @@ class Conversation:
             self.ledger.take_prompt(request_id, 0, rendered)
             finish = "length" if is_cut else "stop"
             sample = Sample("x", 0, said, tokens, [-0.5] * len(tokens), finish, None, {"n": 1})
-            self.ledger.take_sample(request_id, 0, 0, sample)
+            self.ledger.take_samples([(request_id, 0, 0, sample)])
         thinking, mark, content = said.partition("</think>")
         message = {"role": "assistant", "content": content.strip() if mark else said}
         if mark:
