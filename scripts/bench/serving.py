@@ -113,9 +113,8 @@ async def main() -> None:
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128, help="mean of the lengths")
     flags = parser.parse_args()
-    short = (
-        flags.max_tokens // 16
-    )  # or the engine's time would drown what the gate adds to one request
+    # At concurrency 1 the engine's time would drown what the gate adds to a long request.
+    short = flags.max_tokens // 16
     flags.cells = [
         (1, 8, 6 * flags.pairs, short),
         (16, 64, flags.pairs, flags.max_tokens),

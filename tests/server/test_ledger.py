@@ -79,9 +79,7 @@ def test_samples_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
         assert not opened.records
     assert ledger.find_request(REQUEST.request_id) == []
     # The next prompt gets the number of the one that came to nothing, and is itself.
-    number = 9
-    choice = add(ledger, number, [4, 5, 6])
-    found = ledger.find(choice)
+    found = ledger.find(add(ledger, 9, [4, 5, 6]))
     assert found is not None and found.prompt_token_ids == [4, 5, 6]
 
 
