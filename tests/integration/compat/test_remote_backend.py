@@ -71,7 +71,7 @@ class AdapterConfig(BaseModel):
     training: art.dev.TrainerArgs | None = None
 
 
-async def rollout(model: art.TrainableModel) -> art.Trajectory:
+async def rollout(model: art.TrainableModel, reward: float) -> art.Trajectory:
     completion = await model.openai_client().chat.completions.create(
         model=model.name,
         messages=MESSAGES,  # type: ignore[arg-type]
@@ -88,11 +88,20 @@ async def rollout(model: art.TrainableModel) -> art.Trajectory:
     )
     trajectory = art.Trajectory(messages_and_choices=[*MESSAGES], reward=0.0)  # type: ignore[list-item]
     trajectory.messages_and_choices.append(choice)
-    trajectory.reward = len(sampled.message.content or "") / 10
+    trajectory.reward = reward
     return trajectory
 
 
-async def test_two_steps_over_a_remote_backend(server: Server) -> None:
+@pytest.fixture
+async def remote(server: Server) -> AsyncIterator[RemoteBackend]:
+    remote = RemoteBackend(server.url)
+    yield remote
+    await remote.close()
+
+
+@pytest.fixture
+async def model(remote: RemoteBackend) -> AsyncIterator[art.TrainableModel]:
+    """As the plugin makes it from its YAML."""
     yaml = {"init_args": {"max_seq_length": 1024}, "training": {"learning_rate": "1e-4"}}
     config = AdapterConfig.model_validate(yaml)
     model = art.TrainableModel(
@@ -105,16 +114,21 @@ async def test_two_steps_over_a_remote_backend(server: Server) -> None:
             trainer_args=config.training,
         ),
     )
-    remote = RemoteBackend(server.url)
     await model.register(remote, _openai_client_config=None)
+    yield model
+    await model.close()
+
+
+async def test_two_steps_over_a_remote_backend(server: Server, model: art.TrainableModel) -> None:
     assert model.inference_base_url == f"{server.inference_url}/v1"
     for step in (1, 2):
         await model.delete_checkpoints()
-        trajectories = [await rollout(model) for _ in range(4)]
+        trajectories = [await rollout(model, reward=float(number)) for number in range(4)]
         groups = [art.TrajectoryGroup(trajectories=trajectories)]
+        trainer_args = model._internal_config.trainer_args
         train_config = art.types.TrainConfig(
-            beta=getattr(config.training, "beta", 0),
-            learning_rate=getattr(config.training, "learning_rate", 5e-5),
+            beta=getattr(trainer_args, "beta", 0),
+            learning_rate=getattr(trainer_args, "learning_rate", 5e-5),
         )
         result = await model.train(trajectory_groups=groups, verbose=False, config=train_config)
         assert result.step == step
@@ -123,5 +137,3 @@ async def test_two_steps_over_a_remote_backend(server: Server) -> None:
     empty = art.TrajectoryGroup(trajectories=[art.Trajectory(messages_and_choices=[*MESSAGES])])  # type: ignore[list-item]
     with pytest.raises(art.ArtJobError, match=r"'remote-run': .*holds no trainable turn"):
         await model.train(trajectory_groups=[empty], config=train_config)
-    await model.close()
-    await remote.close()
