@@ -19,9 +19,9 @@ import aiohttp
 import anyio
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from starlette.background import BackgroundTask
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from art.wire import STEP_HEADER, ErrorBody
 from art_server.api.bodies import read_body
@@ -256,7 +256,7 @@ async def answer_whole(service: Service, ask: Ask, request: Request) -> Response
     """Forward a request whose answer is one body; sampled again when the engine dies under it. When the client hangs up,
     the engine is told so and stops."""
     with anyio.CancelScope() as sampling:
-        hanging_up = asyncio.create_task(cancel_at_disconnect(request, sampling))
+        hanging_up = asyncio.create_task(cancel_at_disconnect(request.receive, sampling))
         try:
             return await sample_whole(service, ask)
         finally:
@@ -264,11 +264,11 @@ async def answer_whole(service: Service, ask: Ask, request: Request) -> Response
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def cancel_at_disconnect(request: Request, sampling: anyio.CancelScope) -> None:
+async def cancel_at_disconnect(receive: Receive, answering: anyio.CancelScope) -> None:
     """Wait until the client has gone; its body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
-    sampling.cancel()
+    answering.cancel()
 
 
 async def sample_whole(service: Service, ask: Ask) -> Response:
@@ -439,46 +439,46 @@ def refused_by(error: ServerError) -> StreamRefused:
     return StreamRefused(response.status_code, bytes(response.body), headers)
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events, and a comment line whenever none came for a while."""
+class EventStream(Response):
+    """Server-sent events, and a comment line whenever none came for a while. Ends when the client hangs up."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None):
-        super().__init__(events, headers=headers)
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
         self._events = events
 
-    async def stream_response(self, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         clock = asyncio.get_running_loop().time
         last = clock()
 
         async def send_body(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-        async def comment() -> None:
+        async def attend(sending: anyio.CancelScope) -> None:
             nonlocal last
             while True:
-                await asyncio.sleep(last + COMMENT_SECONDS - clock())
-                if clock() - last >= COMMENT_SECONDS:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(last + COMMENT_SECONDS):
+                        await cancel_at_disconnect(receive, sending)
+                        return
+                if clock() >= last + COMMENT_SECONDS:
                     last = clock()
                     await send_body(COMMENT)
 
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-        commenting = asyncio.create_task(comment())
-        try:
-            async for events in self._events:
-                last = clock()
-                if events:
-                    await send_body(events)
-        finally:
-            commenting.cancel()
-        await send_body(b"", more=False)
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        with anyio.CancelScope() as sending:
+            attending = asyncio.create_task(attend(sending))
+            try:
+                async for events in self._events:
+                    last = clock()
+                    if events:
+                        await send_body(events)
+                await send_body(b"", more=False)
+            finally:
+                attending.cancel()
 
 
 async def begun(

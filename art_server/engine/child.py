@@ -12,10 +12,12 @@ This file is the only one that touches vLLM's internals (0.32.0); `tests/integra
 """
 
 import asyncio
+import functools
 import os
 import sys
-from collections.abc import AsyncIterator
-from typing import Any
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -63,22 +65,25 @@ class LedgerLine:
         os._exit(1)  # the server is gone
 
 
-class ChoiceRecorder:
-    """Collects one choice, whether the engine hands it out at once or as deltas."""
+class Sampled(NamedTuple):
+    """A choice or, of a stream, what one step of the engine added to it."""
 
-    def __init__(self) -> None:
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Any]] | None
 
-    def add(self, output: Any) -> None:
-        ids = [int(token) for token in output.token_ids]
-        self.text += output.text
-        self.token_ids += ids
-        self.logprobs += [
+
+def summary_of(parts: Sequence[Sampled]) -> dict[str, Any]:
+    """A whole choice: its text, its tokens, and the log-probability of each."""
+    return {
+        "text": "".join(part.text for part in parts),
+        "token_ids": [int(token) for part in parts for token in part.token_ids],
+        "logprobs": [
             float(entry[token].logprob)
-            for token, entry in zip(ids, output.logprobs or (), strict=True)
-        ]
+            for part in parts
+            for token, entry in zip(part.token_ids, part.logprobs or (), strict=True)
+        ],
+    }
 
 
 def sampling_summary(params: Any) -> dict[str, Any]:
@@ -126,11 +131,11 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
                 rendered = None
                 if replaced is not None:
                     prompt = with_prompt(prompt, replaced, sampling_params, max_model_len)
-        choices: dict[int, ChoiceRecorder] = {}
+        choices: defaultdict[int, list[Sampled]] = defaultdict(list)
         async for result in generate(prompt, sampling_params, request_id, **options):
             for output in result.outputs:
-                recorder = choices.setdefault(output.index, ChoiceRecorder())
-                recorder.add(output)
+                parts = choices[output.index]
+                parts.append(Sampled(output.text, output.token_ids, output.logprobs))
                 if hide_logprobs:
                     output.logprobs = None
                 if output.finish_reason is not None:
@@ -139,9 +144,7 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
                             "request_id": request_id,
                             "rendered": rendered,
                             "index": output.index,
-                            "text": recorder.text,
-                            "token_ids": recorder.token_ids,
-                            "logprobs": recorder.logprobs,
+                            **summary_of(parts),
                             "finish_reason": output.finish_reason,
                             "stop_reason": output.stop_reason,
                             "sampling": sampling_summary(sampling_params),
@@ -150,6 +153,22 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
             yield result
 
     return recorded
+
+
+def remember_token_texts() -> None:
+    """vLLM decodes the token of every log-probability anew, for an eighth of this process's time."""
+    from vllm.v1.engine import logprobs
+
+    decode = logprobs.convert_ids_list_to_tokens
+
+    @functools.cache
+    def decode_one(tokenizer: Any, token_id: int) -> str:
+        return decode(tokenizer, [token_id])[0]
+
+    def decode_each(tokenizer: Any, token_ids: list[int]) -> list[str]:
+        return [decode_one(tokenizer, token_id) for token_id in token_ids]
+
+    logprobs.convert_ids_list_to_tokens = decode_each
 
 
 def main() -> None:
@@ -170,10 +189,12 @@ def main() -> None:
     def build_app(*args: Any, **kwargs: Any) -> Any:
         app = build_with_vllm(*args, **kwargs)
         app.user_middleware.clear()
+        app.middleware_stack = None  # vLLM has built one already; the first request builds the next
         return app
 
     entry.build_app = build_app
     entry.build_and_serve = build_and_serve
+    remember_token_texts()
     collect_seldom()
     entry.main()
 

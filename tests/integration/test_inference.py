@@ -3,12 +3,14 @@
 import json
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from art_server.engine.command import SOCKET_NAME
 from art_server.ledger.ledger import Ledger, Record
 from tests.integration.live import PROJECT, Server, chat, register, train_one_step
 
@@ -56,6 +58,15 @@ def check_record(record: Record) -> None:
     assert len(record.token_ids) == len(record.logprobs) > 0
     assert len(record.prompt_token_ids) > 0
     assert all(value <= 1e-3 for value in record.logprobs)
+
+
+def test_events_pass_none_of_the_middleware_of_vllm(server: Server, model: str) -> None:
+    run_dir = Path((server.path / "art" / ".server" / "run_dir").read_text())
+    transport = httpx.HTTPTransport(uds=str(run_dir / SOCKET_NAME))
+    with httpx.Client(transport=transport, base_url="http://engine") as engine:
+        answer = engine.get("/health", headers={"origin": "http://elsewhere"})
+    assert answer.status_code == 200
+    assert "vary" not in answer.headers  # its CORS middleware puts it there
 
 
 def test_chat_choices_agree_with_the_ledger(server: Server, model: str) -> None:
