@@ -54,10 +54,12 @@ def wake_in_batches() -> None:
     """Have this process let the one that wakes it go on (Linux).
 
     An engine's step writes to each open stream. A reader that took the core at each write would cost two switches for each
-    token; so it finds all of a step's together. The engine itself is slower for it: children undo it (`be_child`).
+    token; so it finds all of a step's together. The engine itself is slower for it: children undo it (`be_child`). Where a
+    sandbox forbids it, all go on as they are.
     """
     if sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def be_child() -> None:
@@ -68,7 +70,8 @@ def be_child() -> None:
         OSError: the kernel refuses.
     """
     if sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
