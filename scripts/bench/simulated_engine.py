@@ -9,28 +9,24 @@ import json
 import socket
 import sys
 
+from art_server.engine.child import LedgerLine
+from art_server.engine.records import is_first_turn
+
 PROMPT = list(range(100, 164))
 TOKENS = list(range(200, 232))
 LOGPROBS = [-0.5] * len(TOKENS)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
 
 
-class Line:
-    """The line to the ledger: prompts asked, samples told."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader = reader
-        self._writer = writer
-        self._asked: dict[str, asyncio.Future[None]] = {}
-        self._task = asyncio.create_task(self._read())
-
-    async def record(self, request_id: str, prompt: list[int]) -> None:
-        asked = self._asked[request_id] = asyncio.get_running_loop().create_future()
-        self.tell({"kind": "prompt", "request_id": request_id, "token_ids": prompt})
-        await asked
-        sample = {
-            "kind": "sample",
+async def record(line: LedgerLine, request_id: str, prompt: list[int]) -> None:
+    """What `art_server.engine.child` does around a choice."""
+    rendered = prompt if is_first_turn(request_id) else None
+    if rendered is None:
+        await line.ask_prompt(request_id, prompt)
+    line.tell(
+        {
             "request_id": request_id,
+            "rendered": rendered,
             "index": 0,
             "text": "simulated",
             "token_ids": TOKENS,
@@ -39,19 +35,13 @@ class Line:
             "stop_reason": None,
             "sampling": {"n": 1, "temperature": 1.0},
         }
-        self.tell(sample)
-
-    def tell(self, message: dict[str, object]) -> None:
-        self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
-
-    async def _read(self) -> None:
-        while line := await self._reader.readline():
-            self._asked.pop(json.loads(line)["request_id"]).set_result(None)
+    )
 
 
 async def main() -> None:
     records, uds = sys.argv[1], sys.argv[sys.argv.index("--uds") + 1]
-    line = Line(*await asyncio.open_unix_connection(records, limit=1 << 24))
+    line = LedgerLine(records)
+    await line.connect()
     numbers = itertools.count()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,7 +53,7 @@ async def main() -> None:
             content = b"{}"
             if b"/v1/chat/completions" in head:
                 request_id = "chatcmpl-" + headers[b"x-request-id"].decode()
-                await line.record(request_id, [*PROMPT, next(numbers) % 1000])
+                await record(line, request_id, [*PROMPT, next(numbers) % 1000])
                 message = {"role": "assistant", "content": "simulated"}
                 choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
                 answer = {"id": request_id, "object": "chat.completion", "choices": [choice]}
