@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from forests import random_forest, save_random_adapter, train_rows_alone
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
@@ -117,10 +117,12 @@ def assert_tree_equals_rows(
     if not alone.scale:
         return
     assert abs(done.metrics["loss/train"] - alone.loss) <= 1e-5 * max(alone.scale, abs(alone.loss))
+    # Where every weighted token sees a single one, queries and keys have no gradient: both sides hold rounding there.
+    rounding = torch.finfo(torch.float32).eps * max(alone.row_norms.values())
     for name, parameter in policy.parameters.items():
         assert parameter.grad is not None
         difference = float((parameter.grad - alone.gradients[name]).norm())
-        assert difference <= 1e-5 * alone.row_norms[name], name
+        assert difference <= 1e-5 * alone.row_norms[name] + rounding, name
 
 
 @settings(max_examples=15, **EXAMPLES)
@@ -135,6 +137,7 @@ def test_tree_equals_rows(
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 @settings(max_examples=12, **EXAMPLES)
 @given(**FORESTS)
+@example(seed=206, budget=113, noise=0.05)  # with GSPO, queries and keys without a gradient
 def test_tree_equals_rows_for_each_loss(
     started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float
 ) -> None:
