@@ -42,6 +42,13 @@ def fill_tokens(device: torch.device) -> int | None:
     return FILL_TOKENS.get(device.type)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on a CPU, under a limit, torch raises a plain RuntimeError for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 def _device_memory(device: torch.device) -> int:
     """Bytes."""
     if device.type == "cuda":

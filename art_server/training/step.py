@@ -33,7 +33,7 @@ from art_server.training.loss import (
     policy_loss,
     shape_advantages,
 )
-from art_server.training.memory import CHECKPOINTING_FACTOR, fill_tokens
+from art_server.training.memory import CHECKPOINTING_FACTOR, fill_tokens, is_out_of_memory
 from art_server.training.metrics import (
     batch_metrics,
     check_finite,
@@ -109,8 +109,8 @@ def train(
         try:
             metrics |= compute_gradient(policy, task, rows, budget, report, notes)
             break
-        except torch.OutOfMemoryError:
-            if budget // 2 < MIN_TOKENS_PER_MICRO_BATCH:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or budget // 2 < MIN_TOKENS_PER_MICRO_BATCH:
                 raise
         # Outside of the handler: its traceback holds the failed step's tensors.
         budget, num_retries = budget // 2, num_retries + 1

@@ -18,6 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server.children import be_child
+from art_server.training.memory import is_out_of_memory
 from art_server.training.policy import Policy
 from art_server.training.step import init, train
 from art_server.training.task import Done, Failed, Progress, Ready, Task
@@ -99,12 +100,13 @@ class Worker:
             return self._run(task)
         except FloatingPointError as error:
             return Failed(code="non_finite", message=str(error))
-        except torch.OutOfMemoryError as error:
-            failed = Failed(code="out_of_memory", message=f"{error}. {OUT_OF_MEMORY_ADVICE}")
         except Exception as error:
             # The process's outermost handler: the server decides what becomes of the job.
             traceback.print_exc()
-            failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
+            if is_out_of_memory(error):
+                failed = Failed(code="out_of_memory", message=f"{error}. {OUT_OF_MEMORY_ADVICE}")
+            else:
+                failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
         # What the model looks like after an unforeseen error is unknown: the next task loads the base anew.
         self._policy = None
         gc.collect()

@@ -77,6 +77,33 @@ class Server:
         return self.path / "art" / PROJECT / "models" / name
 
 
+def descendants(pid: int) -> set[int]:
+    """A process and all that it started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, waiting = set(), [pid]
+    while waiting:
+        one = waiting.pop()
+        found.add(one)
+        waiting += children.get(one, [])
+    return found
+
+
+def find_process(server: Server, module: str) -> int:
+    """The process of the server that runs a module."""
+    assert server.process is not None
+    for pid in descendants(server.process.pid):
+        if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise AssertionError(f"no process runs {module}")
+
+
 def register(server: Server, name: str, **more: Any) -> dict[str, Any]:
     with server.client() as client:
         body = {"name": name, "project": PROJECT, "base_model": "art/tiny", **more}

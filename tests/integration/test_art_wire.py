@@ -1,15 +1,17 @@
 """ART's own wire against the real server, with the bodies that NVIDIA's plugin sends."""
 
 import json
+import resource
 import sqlite3
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.integration.live import PROJECT, Server
+from tests.integration.live import PROJECT, Server, find_process, train_one_step
 from tests.integration.test_exact_tokens import has_one_whole_call
 from tests.integration.test_inference import WEATHER_TOOL
 
@@ -207,6 +209,26 @@ def test_what_cannot_be_trained_says_why_in_the_stream(server: Server) -> None:
         assert client.post("/_train_model", content=b"{").status_code == 422
         unknown = client.post("/_train_model", json=train_body(model_body("nobody")))
     assert unknown.status_code == 404 and "register it first" in unknown.text
+
+
+def test_a_step_without_memory_says_what_to_lower(server: Server) -> None:
+    """The trainer is allowed no more than it has; when it may have more again, the next step goes well."""
+    model = model_body("nat-memory")
+    base_url = prepared(server, model)
+    long = {"max_tokens": 400, "min_tokens": 400}
+    episodes = [[QUESTION, recorded(ask(base_url, "nat-memory", [QUESTION], **long))] for _ in "12"]
+    train_one_step(server, "nat-memory")
+    trainer = find_process(server, "art_server.training.worker")
+    size = int(Path(f"/proc/{trainer}/statm").read_text().split()[0]) * resource.getpagesize()
+    was = resource.prlimit(trainer, resource.RLIMIT_AS, (size, -1))
+    try:
+        (row,) = train(server, train_body(model, *episodes))
+    finally:
+        resource.prlimit(trainer, resource.RLIMIT_AS, was)
+    assert "allocate" in row["error"] and "Lower init_args.max_seq_length" in row["error"]
+    assert get_step(server, model) == 1
+    (row,) = train(server, train_body(model, *episodes))
+    assert "error" not in row and get_step(server, model) == 2
 
 
 def test_streamed_answers_carry_log_probabilities_unasked(server: Server) -> None:

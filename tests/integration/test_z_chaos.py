@@ -17,6 +17,8 @@ from tests.integration.live import (
     PROJECT,
     Server,
     chat,
+    descendants,
+    find_process,
     register,
     sampled_group,
     train,
@@ -25,23 +27,8 @@ from tests.integration.live import (
 
 pytestmark = pytest.mark.engine
 
-
-def descendants(pid: int) -> set[int]:
-    """A process and all that it started, directly or not."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = set(), [pid]
-    while waiting:
-        one = waiting.pop()
-        found.add(one)
-        waiting += children.get(one, [])
-    return found
+ENGINE = "art_server.engine.child"
+"""The process that vLLM's API server runs in."""
 
 
 def is_alive(pid: int) -> bool:
@@ -49,15 +36,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def engine_pid(server: Server) -> int:
-    """The process that vLLM's API server runs in."""
-    assert server.process is not None
-    for pid in descendants(server.process.pid):
-        if b"art_server.engine.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    raise AssertionError("no engine process")
 
 
 def wait_until_gone(pids: set[int], seconds: float = 20.0) -> None:
@@ -93,7 +71,7 @@ def test_the_engine_dies_under_load(server: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         futures = [pool.submit(ask, number) for number in range(48)]
         time.sleep(1.0)
-        old = engine_pid(server)
+        old = find_process(server, ENGINE)
         os.kill(old, signal.SIGKILL)
         killed.set()
         results = [future.result(timeout=200) for future in futures]
@@ -108,7 +86,7 @@ def test_the_engine_dies_under_load(server: Server) -> None:
     with server.client() as client:
         choice = chat(client, f"{PROJECT}/load")["choices"][0]
         assert choice["art"]["step"] == 1
-    assert engine_pid(server) != old
+    assert find_process(server, ENGINE) != old
 
 
 def test_the_server_is_killed_between_steps(server: Server) -> None:

@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 from art_server.training.batches import TrainRow, make_micro_batches
-from art_server.training.memory import MAX_TOKENS, MIN_TOKENS, default_tokens
+from art_server.training.memory import MAX_TOKENS, MIN_TOKENS, default_tokens, is_out_of_memory
 
 
 def tree(first: int, num_leaves: int) -> list[TrainRow]:
@@ -29,3 +30,11 @@ def test_default_tokens_fall_with_the_model_and_stay_within_bounds() -> None:
     assert default_tokens(cpu, torch.bfloat16, 30, 1024, 3072) >= default_tokens(
         cpu, torch.float32, 30, 1024, 3072
     )
+
+
+def test_a_failed_allocation_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(failed.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
