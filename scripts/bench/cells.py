@@ -14,6 +14,11 @@ GRID: list[dict] = [
     {"name": "P=1024 R=64", "prompt": 1024, "completion": 64},
     {"name": "G=16 P=2048 R=64", "group": 16, "num_groups": 1, "prompt": 2048, "completion": 64}
     | {"trl_batch": 8},
+    {"name": "G=4 P=512 R=64", "group": 4, "num_groups": 4, "prompt": 512, "completion": 64},
+    {"name": "G=16 P=512 R=64", "group": 16, "num_groups": 1, "prompt": 512, "completion": 64},
+    {"name": "P=128 R=64", "prompt": 128, "completion": 64},
+    {"name": "P=256 R=128", "prompt": 256, "completion": 128},
+    {"name": "P=512 R=64 V=32768", "prompt": 512, "completion": 64, "vocab": 32_768},
 ]
 """Cells of the published table; what is not said is the command line's default."""
 
