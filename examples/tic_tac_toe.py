@@ -80,13 +80,16 @@ async def play_a_random_player(
 async def play_each_other(
     models: dict[str, art.TrainableModel], openings: list[str], group_size: int
 ) -> dict[str, list[art.TrajectoryGroup]]:
-    """The groups of each side. Whoever moves second meets different first boards within a group."""
+    """The groups of each side, without those in which it never came to move. Whoever moves second meets different first
+    boards within a group."""
     rounds = await asyncio.gather(
         *(asyncio.gather(*(play(board, models) for _ in range(group_size))) for board in openings)
     )
     return {
         side: [
-            art.TrajectoryGroup(game[side] for game in games if side in game) for games in rounds
+            art.TrajectoryGroup(game[side] for game in games if side in game)
+            for games in rounds
+            if any(side in game for game in games)
         ]
         for side in models
     }
