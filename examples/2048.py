@@ -1,8 +1,9 @@
-"""2048: ten moves from a board of six tiles; the reward is the score, the sum of the tiles that merging made.
+"""2048: ten moves from a board of six tiles. Half of the reward is the score, the sum of the tiles that merging made; the
+other half is for the largest tile in the lower left corner, where it is out of the way.
 
 The games of a group begin on the same board and draw new tiles by the same dice. A move that changes nothing is a move
-lost; an answer that is no move ends the game and is worth nothing. Random moves make about 47 points, going right,
-down, left and up in turn about 58, the best merge of each board about 61.
+lost; an answer that is no move ends the game and is worth nothing. Random moves make about 47 points, and the largest tile
+is in that corner after 7% of the games; left and down alone make 45, and bring it there in 78%.
 
     python examples/2048.py [--model art/tiny] [--steps 30] [--server http://127.0.0.1:7623]
 """
@@ -15,7 +16,10 @@ from program import ask, flag_parser, make_backend, make_model, plot, report, tr
 
 import art
 
-SYSTEM = "You play 2048. Answer with left, right, up or down, like <move>left</move>"
+SYSTEM = (
+    "You play 2048. Keep the largest tile in the lower left corner. "
+    "Answer with left, right, up or down, like <move>left</move>"
+)
 MOVE = r"<move>(left|right|up|down)</move>"
 NUM_MOVES = 10
 NUM_FIRST_TILES = 6
@@ -85,9 +89,11 @@ async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
             continue
         add_tile(moved, rng)
         board = moved
-    game.reward = 0.0 if is_malformed else min(1.0, score / FULL_SCORE)
+    is_in_corner = board[-1][0] == max(map(max, board))
+    game.reward = 0.0 if is_malformed else (min(1.0, score / FULL_SCORE) + is_in_corner) / 2
     game.metrics = {
-        "highest_tile": max(map(max, board)),
+        "score": score,
+        "in_corner": is_in_corner,
         "lost_moves": num_lost_moves,
         "malformed": is_malformed,
     }
@@ -109,7 +115,7 @@ async def train(
             pbar_desc="games",
         )
         result = await model.train(groups, config=train_config(flags))
-        rewards.append(report(result, "2048", ("highest_tile", "lost_moves", "malformed")))
+        rewards.append(report(result, "2048", ("score", "in_corner", "lost_moves", "malformed")))
     return rewards
 
 

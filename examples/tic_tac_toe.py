@@ -50,7 +50,12 @@ async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str
         end = float(symbol != offender) if offender else result(board, symbol) or 0.0
         is_illegal = symbol == offender
         side.reward = 0.0 if is_illegal else (end + max(0.0, 1 - given_away[symbol])) / 2
-        side.metrics = {"won": end == 1, "drawn": end == 0.5, "illegal": is_illegal}
+        side.metrics = {
+            "won": end == 1,
+            "drawn": end == 0.5,
+            "illegal": is_illegal,
+            "given_away": given_away[symbol],
+        }
     return {symbol: side for symbol, side in sides.items() if len(side.messages_and_choices) > 1}
 
 
@@ -109,7 +114,7 @@ async def train(
             played = {"both sides": games}
         for side, groups in played.items():
             trained = await models[side].train(groups, config=train_config(flags))
-            rewards[side].append(report(trained, side, ("won", "illegal")))
+            rewards[side].append(report(trained, side, ("won", "illegal", "given_away")))
     return rewards
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-MAX_LOGITS = 2**23
-"""Logits of a chunk: 32 MiB in float32, of which backward holds two. A chunk of a vocabulary of 150,000 is still 55
+MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
+"""Logits of a chunk: 16 and 512 MiB in float32, of which backward holds two. Of a vocabulary of 150,000 that is 27 and 894
 positions, enough for the product not to wait for its weights."""
 
 Project = Callable[[torch.Tensor], torch.Tensor]
@@ -29,7 +29,8 @@ def score_targets(
     `project` makes logits from hidden states; its own parameters get their gradients too. The entropy has a gradient
     only on demand.
     """
-    chunk = max(1, MAX_LOGITS // num_vocabulary)
+    limit = MAX_LOGITS.get(hidden_ND.device.type, MAX_LOGITS["cpu"])
+    chunk = max(1, limit // num_vocabulary)
     scored: tuple[torch.Tensor, torch.Tensor] = _ScoreTargets.apply(
         hidden_ND, targets_N, project, chunk, with_entropy_gradient
     )  # pyright: ignore[reportAssignmentType]  # apply is untyped

@@ -3,6 +3,7 @@
 The figures depend on the machine and the model only, so the same job splits the same way whenever it runs.
 """
 
+import ctypes
 import os
 
 import torch
@@ -18,6 +19,12 @@ FILL_TOKENS = {"cpu": 1024}
 after the other, 1.19 s together, with twice the memory. A larger tree still stays whole."""
 
 MIN_TOKENS = 1024
+
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
+
+MMAP_BYTES = 256 * 1024
+"""With 1 MiB the peak over 32 micro-batches is a fifth above that of one, with this a tenth, and steps are as fast."""
 
 CHECKPOINTING_FACTOR = 8
 """With gradient checkpointing so many times the tokens fit: a layer keeps its input, where it keeps about 50 times its
@@ -40,6 +47,17 @@ def default_tokens(
 def fill_tokens(device: torch.device) -> int | None:
     """Up to how many tokens small trees are joined; None as many as fit."""
     return FILL_TOKENS.get(device.type)
+
+
+def return_freed_memory() -> None:
+    """From here on, this process gives each freed tensor of MMAP_BYTES or more back to the system at once.
+
+    glibc otherwise keeps what is freed in a heap that other tensors then do not fit into: over 32 micro-batches the peak
+    grew by two thirds. Does nothing where the C library has no mallopt.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server.children import be_child
-from art_server.training.memory import is_out_of_memory
+from art_server.training.memory import is_out_of_memory, return_freed_memory
 from art_server.training.policy import Policy
 from art_server.training.step import init, train
 from art_server.training.task import Done, Failed, Progress, Ready, Task
@@ -35,6 +35,7 @@ def main() -> None:
     arguments = _parse_arguments()
     answers = _claim_stdout()
     be_child()
+    return_freed_memory()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -86,6 +86,7 @@ def prepare_ours(
     """A function that takes a step and returns its metrics, and the policy."""
     from art.wire import LoRAConfig, TrainConfig
     from art_server.training.batches import make_train_rows
+    from art_server.training.memory import return_freed_memory
     from art_server.training.optimizer import make_optimizer
     from art_server.training.policy import Policy
     from art_server.training.step import compute_gradient
@@ -97,6 +98,7 @@ def prepare_ours(
         TrainTask,
     )
 
+    return_freed_memory()
     lora = LoRAConfig()
     policy = Policy(str(root / "base"), dtype)
     policy.load_adapter(lora, root / "adapter")

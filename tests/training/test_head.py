@@ -17,7 +17,7 @@ def plain(
 def test_chunks_change_neither_values_nor_gradients(
     monkeypatch: pytest.MonkeyPatch, max_logits: int, with_entropy: bool
 ) -> None:
-    monkeypatch.setattr(head, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(head, "MAX_LOGITS", {"cpu": max_logits})
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 6, generator=generator, dtype=torch.float32, requires_grad=True)
     weight = torch.randn(50, 6, generator=generator, requires_grad=True)

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -38,3 +41,40 @@ def test_a_failed_allocation_is_told_from_other_errors() -> None:
     assert is_out_of_memory(failed.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+MAPPED_MB = """
+import ctypes
+import sys
+
+import torch
+
+from art_server.training.memory import return_freed_memory
+
+if sys.argv[1] == "returned":
+    return_freed_memory()
+
+
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
+
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+large = torch.ones(2**22)
+del large  # from here on glibc keeps what is smaller
+before = libc.mallinfo2().hblkhd
+tensors = [torch.ones(2**18) for _ in range(64)]
+print((libc.mallinfo2().hblkhd - before) // 2**20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_tensors_lie_outside_of_the_heap_so_that_they_go_back_when_freed() -> None:
+    def mapped_mb(how: str) -> int:
+        command = [sys.executable, "-c", MAPPED_MB, how]
+        return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+    assert mapped_mb("returned") > 48
+    assert mapped_mb("as usual") == 0
