@@ -39,10 +39,30 @@ def await_command() -> None:
     """Until it is this arm's turn; the end of the stream ends it."""
     global start_mb
     if not start_mb:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        start_mb = pages * resource.getpagesize() // 2**20
+        start_mb = memory_mb()
     if not sys.stdin.readline():
         sys.exit()
+
+
+def memory_mb() -> int:
+    """What this process holds now: GPU memory where it has one, resident memory elsewhere."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() // 2**20
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() // 2**20
+
+
+def peak_mb() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() // 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def now() -> tuple[float, float]:
+    """CPU and wall seconds, once the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.process_time(), time.perf_counter()
 
 
 def answer(name: str, root: Path, index: int, figures: dict, weights: dict) -> None:
@@ -51,7 +71,7 @@ def answer(name: str, root: Path, index: int, figures: dict, weights: dict) -> N
             {key: value.detach().cpu().contiguous() for key, value in weights.items()},
             root / f"{name}.safetensors",
         )
-    figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    figures["peak_mb"] = peak_mb()
     figures["start_mb"] = start_mb
     answers.write(json.dumps(figures) + "\n")
     answers.flush()
@@ -59,14 +79,16 @@ def answer(name: str, root: Path, index: int, figures: dict, weights: dict) -> N
 
 def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> None:
     """Our trainer; "rows" without sharing."""
-    take_step, policy = prepare_ours(name, root, settings, groups)
+    dtype = getattr(torch, settings["dtype"])
+    take_step, policy = prepare_ours(name, root, settings, groups, dtype)
     for index in range(settings["steps"]):
         await_command()
-        cpu, wall = time.process_time(), time.perf_counter()
+        cpu, wall = now()
         metrics = take_step()
+        cpu_after, wall_after = now()
         figures = {
-            "cpu_seconds": time.process_time() - cpu,
-            "wall_seconds": time.perf_counter() - wall,
+            "cpu_seconds": cpu_after - cpu,
+            "wall_seconds": wall_after - wall,
             "grad_norm": metrics["loss/grad_norm"],
             "computed_tokens": metrics["data/step_computed_tokens"],
         }
@@ -183,24 +205,29 @@ def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> 
     class Timed(GRPOTrainer):
         """Measures what is not the step."""
 
-        outside = 0.0
+        outside = (0.0, 0.0)
 
         def _prepare_inputs(self, inputs: Any) -> Any:
-            started = time.process_time()
+            cpu, wall = now()
             prepared = super()._prepare_inputs(inputs)
-            Timed.outside += time.process_time() - started
+            cpu_after, wall_after = now()
+            Timed.outside = (
+                Timed.outside[0] + cpu_after - cpu,
+                Timed.outside[1] + wall_after - wall,
+            )
             return prepared
 
     class Turn(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             await_command()
-            Timed.outside = 0.0
-            self.cpu, self.wall = time.process_time(), time.perf_counter()
+            Timed.outside = (0.0, 0.0)
+            self.cpu, self.wall = now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            cpu, wall = now()
             self.figures = {
-                "cpu_seconds": time.process_time() - self.cpu - Timed.outside,
-                "wall_seconds": time.perf_counter() - self.wall,
+                "cpu_seconds": cpu - self.cpu - Timed.outside[0],
+                "wall_seconds": wall - self.wall - Timed.outside[1],
             }
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **__: Any) -> None:
@@ -213,7 +240,9 @@ def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> 
                 }
                 answer(name, root, state.global_step - 1, self.figures, weights)
 
-    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(
+        root / "base", dtype=getattr(torch, settings["dtype"])
+    )
     model = PeftModel.from_pretrained(base, str(root / "adapter"), is_trainable=True)
     accumulation = num_rows // batch
     trainer = Timed(
@@ -236,7 +265,7 @@ def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> 
             max_completion_length=max(map(len, completions)),
             bf16=False,
             gradient_checkpointing=False,
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             shuffle_dataset=False,
             logging_steps=1,
             save_strategy="no",

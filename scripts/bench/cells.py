@@ -36,10 +36,10 @@ def make_model(root: Path, settings: dict) -> None:
     config = Qwen3Config(
         vocab_size=settings["vocab"],
         hidden_size=hidden,
-        intermediate_size=settings.get("intermediate", 3 * hidden),
+        intermediate_size=settings.get("intermediate") or 3 * hidden,
         num_hidden_layers=settings["layers"],
-        num_attention_heads=settings.get("heads", hidden // 64),
-        num_key_value_heads=settings.get("kv", hidden // 128),
+        num_attention_heads=settings.get("heads") or hidden // 64,
+        num_key_value_heads=settings.get("kv") or hidden // 128,
         head_dim=settings.get("head_dim", 64),
         tie_word_embeddings=True,
         pad_token_id=1,
