@@ -410,13 +410,14 @@ async def stream_events(service: Service, ask: Ask) -> AsyncGenerator[bytes, Non
                 while chunk := await response.content.readany():
                     events, rest = take_events(rest + chunk)
                     is_begun = is_begun or bool(events)
-                    if not any(mark in events for mark in ENDINGS[ask.api]):
+                    if CHOICE_END not in events and LAST_EVENTS[ask.api] not in events:
                         yield name_as_asked(events, ask)
                         continue
                     for event in events.split(EVENT_END)[:-1]:
-                        finished = await finish_event(event + EVENT_END, ask, opened)
-                        if event.lstrip().startswith(LAST_EVENTS):
-                            # Everything but this mark is out; a client may hang up as soon as it has read it.
+                        is_last = event.lstrip().startswith(LAST_EVENTS[ask.api])
+                        finished = await finish_event(event + EVENT_END, is_last, ask, opened)
+                        if is_last:
+                            # Everything but this event is out; a client may hang up as soon as it has read it.
                             service.ledger.mark_delivered(request_id)
                         yield finished
                 if rest:
@@ -511,15 +512,15 @@ async def errors_as_events(events: AsyncIterator[bytes], ask: Ask) -> AsyncItera
 
 
 EVENT_END = b"\n\n"
-ENDINGS: Mapping[str, tuple[bytes, ...]] = {
-    "chat": (b'"finish_reason":"', b"data: [DONE]"),
-    "completions": (b'"finish_reason":"', b"data: [DONE]"),
-    "responses": (b"event: response.completed",),
-    "messages": (b"event: message_stop",),
+CHOICE_END = b'"finish_reason":"'
+"""What the event that ends a choice of chat or completions holds; the quotes of a text are escaped."""
+LAST_EVENTS: Mapping[str, bytes] = {
+    "chat": b"data: [DONE]",
+    "completions": b"data: [DONE]",
+    "responses": b"event: response.completed",
+    "messages": b"event: message_stop",
 }
-"""What the events hold that are looked at: those that end a choice, and the last."""
-LAST_EVENTS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
-"""An answer that was sampled in full ends with one of these."""
+"""How the event begins after which an answer was sampled in full."""
 
 
 def take_events(buffer: bytes) -> tuple[bytes, bytes]:
@@ -528,24 +529,23 @@ def take_events(buffer: bytes) -> tuple[bytes, bytes]:
     return whole + mark, rest
 
 
-async def finish_event(event: bytes, ask: Ask, opened: OpenRequest) -> bytes:
+async def finish_event(event: bytes, is_last: bool, ask: Ask, opened: OpenRequest) -> bytes:
     """Put the asked name into an event, and the mark into the chunk that ends a choice.
 
-    The last event is held until the ledger has every choice that ended, so that the client can train at once.
+    Such a chunk, or the last event, is held until the ledger has the choice, so that the client can train at once.
     """
     event = name_as_asked(event, ask)
-    request_id = opened.request.request_id
     if ask.api in ("chat", "completions"):
-        if b'"finish_reason":"' in event:
+        if CHOICE_END in event:
             prefix, _, data = event.partition(b"data: ")
             chunk = msgspec.json.decode(data)
             for choice in chunk["choices"]:
                 if choice.get("finish_reason") is not None:
-                    choice["art"] = ask.art_mark(request_id, choice["index"])
+                    choice["art"] = ask.art_mark(opened.request.request_id, choice["index"])
                     await opened.wait(choice["index"])
                     keep_turn(ask, opened, {})
-            return prefix + b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-    elif b"event: response.completed" in event or b"event: message_stop" in event:
+            return prefix + b"data: " + msgspec.json.encode(chunk) + EVENT_END
+    elif is_last:
         await opened.wait(0)
         keep_turn(ask, opened, {})
     return event

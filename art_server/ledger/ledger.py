@@ -238,34 +238,31 @@ class Ledger:
         """Take choices: (request id, the choice's index, the number of its prompt, the sample). They are committed
         together. Unknown requests are passed over."""
         made: list[tuple[OpenRequest, int, Record]] = []
-        with self._lock, self._forgetting_if_it_fails(), self._transaction():
-            for request_id, index, position, sample in samples:
-                opened = self._open.get(request_id)
-                if opened is None:
-                    continue
-                if position not in opened.prompts and sample.rendered is not None:
-                    opened.prompts[position] = self._make_prompt(
-                        opened.request, sample.rendered, is_first_turn=True
-                    )
-                if position in opened.prompts:
-                    prompt = opened.prompts[position]
-                    record = self._make_record(opened.request, index, prompt, sample)
-                    self._write(record, prompt)
-                    made.append((opened, index, record))
+        with self._lock, contextlib.ExitStack() as undo:
+            # What came to nothing leaves numbers of prompts in memory that others will be given.
+            undo.callback(self._fill_index)
+            with self._transaction():
+                for request_id, index, position, sample in samples:
+                    opened = self._open.get(request_id)
+                    if opened is None:
+                        continue
+                    if position not in opened.prompts and sample.rendered is not None:
+                        opened.prompts[position] = self._make_prompt(
+                            opened.request, sample.rendered, is_first_turn=True
+                        )
+                        undo.callback(opened.prompts.pop, position)
+                    if position in opened.prompts:
+                        prompt = opened.prompts[position]
+                        record = self._make_record(opened.request, index, prompt, sample)
+                        self._write(record, prompt)
+                        made.append((opened, index, record))
+            undo.pop_all()
         for opened, index, record in made:
             opened.add(index, record)
         self._since_pruning += len(made)
         if self._since_pruning >= PRUNE_EVERY:
             self._since_pruning = 0
             self.prune()
-
-    @contextlib.contextmanager
-    def _forgetting_if_it_fails(self) -> Iterator[None]:
-        """Prompts whose writing came to nothing leave numbers in memory that others will be given."""
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._fill_index)
-            yield
-            undo.pop_all()
 
     def _make_record(self, request: Request, index: int, prompt: Prompt, sample: Sample) -> Record:
         assert len(sample.token_ids) == len(sample.logprobs), (
@@ -473,11 +470,6 @@ class Ledger:
         """The record of a choice id, None when there is none (any more)."""
         found = self._select("choice_id = ?", choice)
         return found[0] if found else None
-
-    def find_request(self, request_id: str) -> list[Record]:
-        """The records of one request, by choice index."""
-        found = self._select(OF_REQUEST, *of_request(request_id))
-        return sorted(found, key=lambda record: int(record.choice_id.rpartition("-")[2]))
 
     def find_session(
         self, owner: str, project: str, name: str, session: str

@@ -121,10 +121,6 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return self.forest.num_tokens
 
-    @property
-    def num_predictions(self) -> int:
-        return len(self.targets_N)
-
 
 def make_train_rows(
     batch: Batch, config: LossConfig | None = None, penalties: Sequence[float] | None = None

@@ -38,7 +38,10 @@ def model(server: Server) -> str:
 def records_of(server: Server, request_id: str) -> list[Record]:
     """The records that the running server wrote for a request, read from its file."""
     with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
-        return ledger.find_request(request_id)
+        records: list[Record] = []
+        while (record := ledger.find(f"{request_id}-{len(records)}")) is not None:
+            records.append(record)
+        return records
 
 
 def newest_record(server: Server, api: str) -> Record:

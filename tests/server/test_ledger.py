@@ -63,9 +63,10 @@ def test_a_first_turn_brings_its_prompt_with_its_samples(tmp_path: Path) -> None
     with ledger.open_request(REQUEST):
         told = [(REQUEST.request_id, i, 0, first_turn([7 + i], [1, 2])) for i in range(2)]
         ledger.take_samples(told)
-    records = ledger.find_request(REQUEST.request_id)
-    assert [record.prompt_token_ids for record in records] == [[1, 2], [1, 2]]
-    assert [record.token_ids for record in records] == [[7], [8]]
+    for index in range(2):
+        found = ledger.find(f"{'f' * 32}-{index}")
+        assert found is not None and found.prompt_token_ids == [1, 2]
+        assert found.token_ids == [7 + index]
 
 
 def test_samples_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
@@ -77,10 +78,14 @@ def test_samples_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
         with pytest.raises(TypeError):
             ledger.take_samples([good, bad])
         assert not opened.records
-    assert ledger.find_request(REQUEST.request_id) == []
-    # The next prompt gets the number of the one that came to nothing, and is itself.
-    found = ledger.find(add(ledger, 9, [4, 5, 6]))
-    assert found is not None and found.prompt_token_ids == [4, 5, 6]
+        assert ledger.find(f"{'f' * 32}-0") is None
+        # The next prompt gets the number of the one that came to nothing, and is itself.
+        found = ledger.find(add(ledger, 9, [4, 5, 6]))
+        assert found is not None and found.prompt_token_ids == [4, 5, 6]
+        # Told again, the first comes with its own prompt.
+        ledger.take_samples([good])
+        assert opened.records[0].prompt_token_ids == [1, 2]
+        assert ledger.find(f"{'f' * 32}-0") == dataclasses.replace(opened.records[0], text="")
 
 
 def test_words_are_found_within_their_model_and_by_their_log_probabilities(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_equal_tokens_of_several_trajectories_are_predicted_once() -> None:
     (batch,) = make_micro_batches(rows, 100)
     assert batch.num_tokens == 3
     assert batch.num_row_tokens == 6
-    assert batch.num_predictions == 2
+    assert len(batch.targets_N) == 2
     assert batch.predictions_U.tolist() == [0, 1, 0, 1]
 
 
