@@ -120,7 +120,7 @@ async def train(
 
 
 async def main() -> None:
-    flags = flag_parser("2048, ten moves.", groups=4).parse_args()
+    flags = flag_parser("2048, ten moves.", 4, {"art/tiny": 2e-3, "smollm2": 2e-4}).parse_args()
     model = make_model(flags, "2048")
     async with make_backend(flags) as backend:
         await model.register(backend)

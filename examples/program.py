@@ -2,8 +2,9 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -12,19 +13,23 @@ import art
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-LEARNING_RATES = {"art/tiny": 4e-3, "smollm2": 2e-4}
-"""art/tiny: of tic-tac-toe, where 1e-3 learned little in ten steps; other models begin at 1e-4."""
+OTHER_RATE = 1e-4
+"""Where a model's learning rate is not known."""
 
 
-def flag_parser(description: str, groups: int) -> argparse.ArgumentParser:
+def flag_parser(
+    description: str, groups: int, learning_rates: Mapping[str, float]
+) -> argparse.ArgumentParser:
+    """The flags of every program; `learning_rates` are what worked, by base model."""
     parser = argparse.ArgumentParser(description=description)
+    parser.set_defaults(learning_rates=learning_rates)
     parser.add_argument(
         "--model", default="art/tiny", help="base model: art/tiny, smollm2, a folder or a hub id"
     )
     parser.add_argument("--name", help="name of the trained model (default: made from --model)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--groups", type=int, default=groups, help="groups per step")
-    parser.add_argument("--group-size", type=int, default=8, help="games per group")
+    parser.add_argument("--group-size", type=int, default=8, help="rollouts per group")
     parser.add_argument("--learning-rate", type=float, help="default: by --model")
     parser.add_argument("--server", help="URL of a running art-server; none: one is started")
     parser.add_argument(
@@ -44,9 +49,10 @@ def make_model(flags: argparse.Namespace, project: str, side: str = "") -> art.T
     return art.TrainableModel(name=name + side, project=project, base_model=flags.model)
 
 
-def train_config(flags: argparse.Namespace) -> art.TrainConfig:
-    rate = flags.learning_rate or LEARNING_RATES.get(flags.model, 1e-4)
-    return art.TrainConfig(learning_rate=rate)
+def train_config(flags: argparse.Namespace, **more: Any) -> art.TrainConfig:
+    # Any: other fields of the configuration
+    rate = flags.learning_rate or flags.learning_rates.get(flags.model, OTHER_RATE)
+    return art.TrainConfig(learning_rate=rate, **more)
 
 
 async def ask(

@@ -119,7 +119,9 @@ async def train(
 
 
 async def main() -> None:
-    parser = flag_parser("Tic-tac-toe against a random player, or self-play.", groups=8)
+    parser = flag_parser(
+        "Tic-tac-toe against a random player, or self-play.", 8, {"art/tiny": 4e-3, "smollm2": 2e-4}
+    )
     parser.add_argument("--self-play", action="store_true", help="train two models by their games")
     flags = parser.parse_args()
     sides = {"x": "-x", "o": "-o"} if flags.self_play else {"both sides": ""}

@@ -13,14 +13,11 @@ import statistics
 from pathlib import Path
 
 import openai
-from program import plot
+from program import flag_parser, make_backend, make_model, plot, train_config
 
 import art
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
-
-LEARNING_RATES = {"art/tiny": 1e-3, "smollm2": 5e-4}
-"""What worked on these models with the default LoRA; other models begin at 1e-4."""
 
 GROUP_SIZES = {"smollm2": 16}
 """Rollouts per prompt: more for a model that seldom answers in one word, so that a group holds one that does."""
@@ -56,23 +53,19 @@ async def sample_answers(client: openai.AsyncOpenAI, model: art.TrainableModel) 
     return [repr(str(t.messages()[-1].get("content"))) for t in trajectories]
 
 
-async def train(
-    model: art.TrainableModel, steps: int, prompts_per_step: int, group_size: int
-) -> list[float]:
+async def train(model: art.TrainableModel, flags: argparse.Namespace) -> list[float]:
     """Train for some steps; returns the mean reward before each of them."""
     client = model.openai_client()
     # Each answer weighs the same: by tokens, the long wrong ones would outweigh the short right ones.
-    config = art.TrainConfig(
-        learning_rate=LEARNING_RATES.get(model.base_model, 1e-4), normalisation="trajectory"
-    )
+    config = train_config(flags, normalisation="trajectory")
     rewards: list[float] = []
     print("before:", ", ".join(await sample_answers(client, model)))
-    for step in range(await model.get_step(), steps):
-        first = step * prompts_per_step
-        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(first, first + prompts_per_step)]
+    for step in range(await model.get_step(), flags.steps):
+        first = step * flags.groups
+        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(first, first + flags.groups)]
         groups = await art.gather_trajectory_groups(
             (
-                art.TrajectoryGroup(rollout(client, model, prompt) for _ in range(group_size))
+                art.TrajectoryGroup(rollout(client, model, prompt) for _ in range(flags.group_size))
                 for prompt in prompts
             ),
             pbar_desc=f"step {step}",
@@ -86,38 +79,22 @@ async def train(
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--model", default="art/tiny", help="base model: art/tiny, smollm2, a folder or a hub id"
-    )
-    parser.add_argument(
-        "--name", default=None, help="name of the trained model (default: made from --model)"
-    )
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--prompts", type=int, default=6, help="prompts, and so groups, per step")
-    parser.add_argument("--group-size", type=int, help="rollouts per prompt (default: by --model)")
-    parser.add_argument("--server", default=None, help="URL of a running art-server")
-    parser.add_argument(
-        "--path", default=".art", help="where a server of its own keeps checkpoints and history"
-    )
-    parser.add_argument("--plot", type=Path, default=Path("reward.png"))
+    parser = flag_parser((__doc__ or "").splitlines()[0], 6, {"art/tiny": 1e-3, "smollm2": 5e-4})
+    parser.set_defaults(group_size=None)
     flags = parser.parse_args()
-
-    name = flags.name or "yes-no-maybe-" + flags.model.replace("/", "-").lower().strip(".-")
-    model = art.TrainableModel(name=name, project="quickstart", base_model=flags.model)
-    backend = art.Backend(flags.server) if flags.server else art.LocalBackend(path=flags.path)
-    async with backend:
+    flags.group_size = flags.group_size or GROUP_SIZES.get(flags.model, 8)
+    model = make_model(flags, "yes-no-maybe")
+    async with make_backend(flags) as backend:
         await model.register(backend)
-        group_size = flags.group_size or GROUP_SIZES.get(flags.model, 8)
-        rewards = await train(model, flags.steps, flags.prompts, group_size)
+        rewards = await train(model, flags)
     if rewards:
         plot({"reward": rewards}, flags.plot, "yes, no, maybe")
         last = statistics.fmean(rewards[-3:])
         print(
             f"mean reward: first step {rewards[0]:.3f}, last three steps {last:.3f}; plot: {flags.plot}"
         )
-    folder = Path(flags.path) / "quickstart" / "models" / name
     if not flags.server:
+        folder = Path(flags.path) / model.project / "models" / model.name
         print(f"checkpoints and history: {folder}")
 
 
