@@ -20,7 +20,7 @@ OTHER_RATE = 1e-4
 def flag_parser(
     description: str, groups: int, learning_rates: Mapping[str, float]
 ) -> argparse.ArgumentParser:
-    """The flags of every program; `learning_rates` are what worked, by base model."""
+    """The flags of every program; `learning_rates` are those to begin with, by base model."""
     parser = argparse.ArgumentParser(description=description)
     parser.set_defaults(learning_rates=learning_rates)
     parser.add_argument(

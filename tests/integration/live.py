@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 READY_SECONDS = 240.0
 PROJECT = "tests"
@@ -79,20 +80,7 @@ class Server:
 
 def descendants(pid: int) -> set[int]:
     """A process and all that it started, directly or not."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = set(), [pid]
-    while waiting:
-        one = waiting.pop()
-        found.add(one)
-        waiting += children.get(one, [])
-    return found
+    return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
 
 
 def find_process(server: Server, module: str) -> int:

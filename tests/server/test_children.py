@@ -1,7 +1,11 @@
+import contextlib
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from art_server.children import Children
 
@@ -9,15 +13,11 @@ SPAWNS = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.
 
 
 def session_members(leader: int) -> list[int]:
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == leader and fields[0] != "Z":
-                members.append(int(entry.name))
+    members: list[int] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
     return members
 
 
