@@ -257,6 +257,9 @@ class TrainConfig(LossConfig):
     schedule_steps: int | None = Field(default=None, ge=1)
     """With cosine: the step of the model at which the learning rate has fallen to 0."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    sampling: Literal["as_sampled", "raw"] = "as_sampled"
+    """What a token's log-probability means, for the sampler's figure and the trainer's alike: under the distribution that
+    it was really sampled from (temperature, kept set, logit bias), or the model's own at temperature 1."""
     allow_training_without_logprobs: bool = False
     """Also train assistant messages that were not sampled here: plain dictionaries, and choices of which no tokens are
     known. They are tokenised, and the trainer takes its own log-probabilities for them."""

@@ -133,9 +133,17 @@ class Record:
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
+    """Raw: of the model's own distribution at temperature 1, which is what the client sees."""
     finish_reason: str
     sampling: dict[str, Any]
     created_at: float
+    sampled_logprobs: list[float] | None = None
+    """Under the distribution that the token was really sampled from (temperature, logit bias, kept set); None where the
+    engine cannot tell it (temperature 0, penalties)."""
+    kept: list[int] = field(default_factory=list)
+    """For each token an index into `sets`, -1 where the whole vocabulary stayed in play. Empty: -1 everywhere."""
+    sets: list[bytes] = field(default_factory=list)
+    """`kept_set.pack_set` of each distinct set of this choice."""
     continues: str | None = None
     """The choice whose answer the prompt goes on from, and how (`splice.Link`)."""
     link: Link | None = None

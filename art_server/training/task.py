@@ -16,13 +16,35 @@ class Record(BaseModel):
     "context only" and its token would be dropped in silence."""
 
 
+class Distribution(Record):
+    """What a token was sampled from, beside the model's logits: the trainer scores it in the same way."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these tokens, before the temperature divides."""
+    kept: str | None = None
+    """The tokens that stayed in play, base64 of `kept_set.pack_set`; None is the whole vocabulary."""
+
+
+class Span(Record):
+    """Tokens of a row whose record in the ledger is known: [start, stop), sampled at a step of the trained model."""
+
+    start: int
+    stop: int
+    step: int
+
+
 class Row(Record):
     """One run of tokens that the policy saw and wrote."""
 
     token_ids: list[int]
     logprobs: list[float | None]
-    """As long as token_ids: the log-probability with which the engine sampled the token (temperature 1);
+    """As long as token_ids: the log-probability of the token under what it was sampled from (`distributions`);
     None at tokens that are context only."""
+    distributions: list[int] = []
+    """For each token an index into `Batch.distributions`, -1 for the model's own at temperature 1. Empty: -1 everywhere."""
+    spans: list[Span] = []
+    """In order. Tokens elsewhere are of unknown step."""
     recompute: list[int] = []
     """Positions that are trained although the engine's log-probability is unknown (None there): the trainer's own at
     the start of the step stands for it, so the ratio is 1."""
@@ -49,6 +71,8 @@ class Batch(Record):
     """The resolved payload of a job: exactly what is trained, whatever happens later."""
 
     groups: list[TrainableGroup]
+    distributions: list[Distribution] = []
+    """Each once; rows refer to them."""
 
 
 class InitTask(Record):
