@@ -230,7 +230,10 @@ class TrainableModel(Model):
         backend = self._links.backend
         if isinstance(backend, foreign.ForeignBackend):
             return await foreign.train(backend, self, groups, config, _config or {}, verbose)
-        config, ignored = apply_options(config, _config or {})
+        options: dict[str, Any] = _config or {}
+        if options and "ratio_to" not in config.model_fields_set:
+            options = {"precalculate_logprobs": False, **options}
+        config, ignored = apply_options(config, options)
         if ignored:
             logger.warning("train: _config is ignored where it says %s", ", ".join(ignored))
         return await self.backend().train(

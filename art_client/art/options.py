@@ -12,8 +12,19 @@ from art.wire import TrainConfig
 CISPO: dict[str, Any] = {"clip": "cispo", "epsilon": 1.0, "epsilon_high": 4.0}
 PPO: dict[str, Any] = {"clip": "two_sided", "epsilon": 0.2, "epsilon_high": None}
 
-ART_DEFAULTS: dict[str, Any] = {**CISPO, "normalisation": "trajectory", "max_grad_norm": 0.1}
+ART_RATIO: dict[str, Any] = {"ratio_to": "sampled", "correction": "off"}
+"""What `precalculate_logprobs=False`, ART's default, compares the policy with."""
+
+ART_DEFAULTS: dict[str, Any] = {
+    **CISPO,
+    **ART_RATIO,
+    "normalisation": "trajectory",
+    "max_grad_norm": 0.1,
+}
 """What ART's `backend.train` does unasked, where it differs from `TrainConfig()`."""
+
+CAP = "truncated_importance_sampling"
+"""It weighs pi_old / pi_sampled, so that ART skips it too without `precalculate_logprobs`."""
 
 _MEANING: dict[tuple[str, str | bool], dict[str, Any]] = {
     ("loss_fn", "cispo"): CISPO,
@@ -27,6 +38,8 @@ _MEANING: dict[tuple[str, str | bool], dict[str, Any]] = {
     ("importance_sampling_level", "token"): {"ratio": "token"},
     ("importance_sampling_level", "sequence"): {"ratio": "sequence"},
     ("importance_sampling_level", "geometric_average"): {"ratio": "geometric"},
+    ("precalculate_logprobs", False): ART_RATIO,
+    ("precalculate_logprobs", True): {"ratio_to": "start", "correction": "off"},
     ("kl_penalty_source", "current_learner"): {},  # one optimizer step: the learner is the sampler
     ("kl_penalty_source", "sample"): {},
 }
@@ -49,10 +62,10 @@ def apply_options(config: TrainConfig, options: Mapping[str, Any]) -> tuple[Trai
             meant |= _MEANING[name, value]
         elif value and name == "kl_penalty_coef":
             meant |= {"beta": value, "kl_in": "advantage", "kl_estimator": "k1"}
-        elif value and name == "truncated_importance_sampling":
-            meant |= {"correction": "truncate", "correction_high": value}
-        elif value:
+        elif value and not (name == CAP and options.get("precalculate_logprobs")):
             ignored.append(name)
+    if options.get("precalculate_logprobs") and options.get(CAP):
+        meant |= {"correction": "truncate", "correction_high": options[CAP]}
     if "beta" in meant and not given.get("beta"):
         given.pop("beta", None)  # ART's records hold both, one of them 0
     if meant or given:

@@ -170,10 +170,14 @@ class TrajectoryGroupBody(Body):
 class LossConfig(Body):
     """Which loss is minimised: a value of this record is a member of the GRPO family (PRESETS names the published ones).
 
-    r is the ratio pi_new / pi_sampled of a trained token, A its trajectory's advantage. Every average is taken over the
-    whole optimizer step. Formulas and sources: docs/training.md.
+    r is the ratio pi_new / pi_old of a trained token, A its trajectory's advantage. pi_old is the policy at the start of
+    the job, pi_sampled the engine's. Every average is taken over the whole optimizer step. Formulas and sources:
+    docs/training.md.
     """
 
+    ratio_to: Literal["start", "sampled"] = "start"
+    """What r compares the policy with: start is pi_old, computed by the trainer, and `correction` weighs what separates
+    it from the engine; sampled is pi_sampled, with the correction off (ART's meaning of its options)."""
     ratio: Literal["token", "sequence", "geometric"] = "token"
     """sequence: exp of the trajectory's mean log-ratio (GSPO); geometric: sqrt(token * sequence)."""
     clip: Literal["two_sided", "dual", "cispo", "none"] = "two_sided"
@@ -196,10 +200,9 @@ class LossConfig(Body):
     scaling: Literal["group_std", "batch_std", "none"] = "group_std"
     """What advantages are divided by: the standard deviation of the group's rewards, of all advantages, or nothing."""
 
-    correction: Literal["off", "truncate", "mask", "sequence_mask"] = "off"
-    """Off-policy correction on top of the clip: truncate caps a token's ratio at correction_high, mask leaves tokens
-    out whose ratio is outside [correction_low, correction_high], sequence_mask whole trajectories by their geometric
-    mean ratio."""
+    correction: Literal["off", "truncate", "mask", "sequence_mask"] = "truncate"
+    """The weight c = pi_old / pi_sampled of a token's policy term. truncate: min(c, correction_high); mask: c, but 0
+    outside [correction_low, correction_high]; sequence_mask: likewise the geometric mean of the trajectory's c; off: 1."""
     correction_high: float = Field(default=2.0, gt=0)
     correction_low: float = Field(default=0.0, ge=0)
 
@@ -257,6 +260,10 @@ class TrainConfig(LossConfig):
     schedule_steps: int | None = Field(default=None, ge=1)
     """With cosine: the step of the model at which the learning rate has fallen to 0."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    passes: int = Field(default=1, ge=1, le=64)
+    """How often the job goes through its groups."""
+    mini_batches: int = Field(default=1, ge=1, le=1024)
+    """Into how many optimizer steps each pass divides the groups, shuffled anew in each pass."""
     sampling: Literal["as_sampled", "raw"] = "as_sampled"
     """What a token's log-probability means, for the sampler's figure and the trainer's alike: under the distribution that
     it was really sampled from (temperature, kept set, logit bias), or the model's own at temperature 1."""
@@ -272,6 +279,8 @@ class TrainConfig(LossConfig):
         if not isinstance(given, dict):
             return given
         fields = cast("dict[str, Any]", given)
+        if fields.get("ratio_to") == "sampled":
+            fields = {"correction": "off", **fields}
         preset = PRESETS.get(str(fields.get("preset", "grpo")))
         return fields if preset is None else {**preset.model_dump(exclude_unset=True), **fields}
 
@@ -283,6 +292,11 @@ class TrainConfig(LossConfig):
             self.overlong_length is None or self.overlong_buffer is None
         ):
             raise ValueError("overlong='soft_penalty' needs overlong_length and overlong_buffer")
+        if self.ratio_to == "sampled" and self.correction != "off":
+            raise ValueError(
+                f"correction='{self.correction}' weighs pi_old / pi_sampled, which ratio_to='sampled' already holds:"
+                " leave correction out, or set ratio_to='start'"
+            )
         if self.correction_low > self.correction_high:
             raise ValueError("correction_low is above correction_high")
         return self

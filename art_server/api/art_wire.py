@@ -17,7 +17,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from art.options import apply_options
+from art.options import ART_RATIO, apply_options
 from art.wire import (
     DeleteCheckpointsRequest,
     ErrorDetail,
@@ -256,7 +256,7 @@ def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, li
     if not body.trajectory_groups:
         raise InvalidInput(NO_TRAJECTORIES, code="no_trajectories", param="trajectory_groups")
     unknown = body.unknown()
-    config = TrainConfig()
+    config = TrainConfig(**ART_RATIO)
     settings = {"config": body.config, "dev_config": body.dev_config}
     if body.model.internal_config is not None:
         settings["trainer_args"] = body.model.internal_config.trainer_args

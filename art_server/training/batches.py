@@ -1,12 +1,13 @@
 """From a batch to what is trained: rows, their uses of tokens, and micro-batches of trees under a token budget.
 
-A *prediction* is a (place in the forest, next token) of which the model gives one log-probability. A *use* is one
-trajectory's sampled token: several uses share a prediction when trajectories sampled the same token after the same
-tokens, each with its own advantage and sampled log-probability.
+A *prediction* is a (place in the forest, next token, what it was sampled from) of which the model gives one
+log-probability. A *use* is one trajectory's sampled token: several uses share a prediction when trajectories sampled the
+same token after the same tokens, from the same distribution, each with its own advantage and sampled log-probability.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from art_server.training.advantages import (
     scale_over_batch,
     turn_advantages,
 )
+from art_server.training.distributions import RAW, SampledFrom, decode_distributions
 from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
 from art_server.training.tree import (
     MIN_SHARED_TOKENS,
@@ -41,7 +43,11 @@ class TrainRow:
     targets: list[int]
     """The trained tokens, as many as positions."""
     sampled_logprobs: list[float | None]
-    """None: unknown, the trainer's own at the start of the step stands for it."""
+    """None: unknown, the trainer's own at the start of the job stands for it."""
+    distributions: list[int]
+    """What each trained token was sampled from: an index into `TrainRows.table`, or RAW."""
+    steps: list[int | None]
+    """The model's step that sampled each trained token, by a record of the ledger; None where there is none."""
     advantages: list[float]
     trajectory: int
     """Index among all trajectories of the batch."""
@@ -61,6 +67,8 @@ class TrainRows:
     """Sampled tokens at position 0 of a row: nothing before them predicts them, so they cannot be trained."""
     num_trajectories_masked: int
     """Left out because they were cut at a length limit."""
+    table: list[SampledFrom]
+    """What tokens were sampled from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,7 @@ class Uses:
     """All uses of an optimizer step, row after row."""
 
     sampled_logprobs_U: torch.Tensor
-    """float32: what the engine sampled it with, temperature 1; 0 where unknown."""
+    """float32: under the distribution that the engine sampled from; 0 where unknown."""
     is_unknown_U: torch.Tensor
     """bool: the engine's log-probability is unknown."""
     advantages_U: torch.Tensor
@@ -77,24 +85,28 @@ class Uses:
     """float32: the use's share of the step's loss; its denominators are those of the whole step."""
     trajectories_U: torch.Tensor
     """int64: from 0, without gaps."""
+    is_fresh_U: torch.Tensor
+    """bool: sampled, by a record of the ledger, at the step that the job starts from."""
+    is_stale_U: torch.Tensor
+    """bool: sampled, by a record of the ledger, at another step."""
+    old_logprobs_U: torch.Tensor | None = None
+    """float32: the trainer's own at the start of the job. None on a first pass, where they are the policy's."""
+    reference_logprobs_U: torch.Tensor | None = None
+    """float32: the reference's; None without KL."""
 
     def to(self, device: torch.device) -> "Uses":
-        return Uses(
-            self.sampled_logprobs_U.to(device),
-            self.is_unknown_U.to(device),
-            self.advantages_U.to(device),
-            self.weights_U.to(device),
-            self.trajectories_U.to(device),
-        )
+        return self._each(lambda values: values.to(device))
 
     def select(self, indices: torch.Tensor) -> "Uses":
-        return Uses(
-            self.sampled_logprobs_U[indices],
-            self.is_unknown_U[indices],
-            self.advantages_U[indices],
-            self.weights_U[indices],
-            self.trajectories_U[indices],
-        )
+        return self._each(lambda values: values[indices])
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Uses":
+        changed: dict[str, Any] = {  # Any: tensors, and None for what is not needed
+            each.name: None if values_U is None else change(values_U)
+            for each in fields(self)
+            for values_U in [getattr(self, each.name)]
+        }
+        return Uses(**changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,9 @@ class MicroBatch:
     """int64: the place in the forest whose output predicts."""
     targets_N: torch.Tensor
     """int64: the predicted token."""
+    distributions_N: torch.Tensor
+    """int64: what it was sampled from, an index into `table` or RAW."""
+    table: Sequence[SampledFrom]
     uses_U: torch.Tensor
     """int64: which of the step's uses these are."""
     predictions_U: torch.Tensor
@@ -163,11 +178,14 @@ def make_train_rows(
         num_tokens=sum(len(row.targets) for row in rows),
         num_tokens_unpredicted=num_tokens_unpredicted,
         num_trajectories_masked=num_masked,
+        table=decode_distributions(batch.distributions),
     )
 
 
-def make_uses(rows: Sequence[TrainRow], config: LossConfig | None = None) -> Uses:
-    """All uses of the rows, with the weights of the normalisation.
+def make_uses(
+    rows: Sequence[TrainRow], config: LossConfig | None = None, start_step: int | None = None
+) -> Uses:
+    """All uses of the rows, with the weights of the normalisation. `start_step` tells fresh tokens from stale ones.
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 8 (tokens); Shao et al. 2024, arXiv:2402.03300, eq. 3 (trajectory);
     Liu et al. 2025, arXiv:2503.20783, section 3.2 (constant).
@@ -183,12 +201,17 @@ def make_uses(rows: Sequence[TrainRow], config: LossConfig | None = None) -> Use
     else:
         weights_U = torch.full((len(names),), 1 / (max(1, len(lengths)) * config.constant_length))
     sampled = [value for row in rows for value in row.sampled_logprobs]
+    steps = [step for row in rows for step in row.steps]
     return Uses(
         sampled_logprobs_U=torch.tensor([0.0 if each is None else each for each in sampled]),
         is_unknown_U=torch.tensor([each is None for each in sampled], dtype=torch.bool),
         advantages_U=torch.tensor([value for row in rows for value in row.advantages]),
         weights_U=weights_U,
         trajectories_U=trajectories_U,
+        is_fresh_U=torch.tensor([each == start_step for each in steps], dtype=torch.bool),
+        is_stale_U=torch.tensor(
+            [each not in (None, start_step) for each in steps], dtype=torch.bool
+        ),
     )
 
 
@@ -202,6 +225,7 @@ def make_micro_batches(
     rows: Sequence[TrainRow],
     max_tokens: int,
     *,
+    table: Sequence[SampledFrom] = (),
     shared: bool = True,
     min_shared: int = MIN_SHARED_TOKENS,
     fill_tokens: int | None = None,
@@ -226,14 +250,17 @@ def make_micro_batches(
         ]
         targets = [rows[index].targets for index in indices]
         uses = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
-        pairs = np.stack([np.concatenate(places), np.concatenate(targets)])
-        predictions, of_uses = np.unique(pairs, axis=1, return_inverse=True)
+        sampled_from = [rows[index].distributions for index in indices]
+        triples = np.stack([np.concatenate(each) for each in (places, targets, sampled_from)])
+        predictions, of_uses = np.unique(triples, axis=1, return_inverse=True)
         micro_batches.append(
             MicroBatch(
                 forest=forest,
                 is_shared=shared,
                 places_N=torch.from_numpy(predictions[0].copy()),
                 targets_N=torch.from_numpy(predictions[1].copy()),
+                distributions_N=torch.from_numpy(predictions[2].copy()),
+                table=table,
                 uses_U=torch.from_numpy(np.concatenate(uses)),
                 predictions_U=torch.from_numpy(of_uses.reshape(-1)),
                 rows=indices,
@@ -282,16 +309,7 @@ def _cut_rows(
         for _ in ends:
             remaining -= next(turns)
         if cut.targets:
-            rows.append(
-                TrainRow(
-                    cut.token_ids,
-                    cut.positions,
-                    cut.targets,
-                    cut.sampled_logprobs,
-                    advantages,
-                    index,
-                )
-            )
+            rows.append(replace(cut, advantages=advantages))
     return rows
 
 
@@ -309,11 +327,18 @@ def _cut_row(row: Row, trajectory: int) -> TrainRow:
         for index, value in enumerate(row.logprobs)
         if index > 0 and (value is not None or index in recomputed)
     ]
+    steps: list[int | None] = [None] * len(row.token_ids)
+    for span in row.spans:
+        steps[span.start : span.stop] = [span.step] * (span.stop - span.start)
     return TrainRow(
         token_ids=row.token_ids[: trained[-1][0]] if trained else [],
         positions=[index - 1 for index, _ in trained],
         targets=[row.token_ids[index] for index, _ in trained],
         sampled_logprobs=[value for _, value in trained],
+        distributions=[
+            row.distributions[index] if row.distributions else RAW for index, _ in trained
+        ],
+        steps=[steps[index] for index, _ in trained],
         advantages=[],
         trajectory=trajectory,
     )

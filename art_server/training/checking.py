@@ -5,10 +5,12 @@ its own shows here, whatever its name: the trainer then takes unshared rows and 
 """
 
 import logging
+from dataclasses import replace
 
 import torch
 
 from art_server.training.batches import MicroBatch, TrainRow
+from art_server.training.distributions import RAW
 from art_server.training.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,9 @@ def check_trees(policy: Policy, batch: MicroBatch, rows: list[TrainRow]) -> str 
 
     Leaves the policy on trees or on unshared rows accordingly.
     """
+    raw = replace(batch, distributions_N=torch.full_like(batch.distributions_N, RAW))
     try:
-        logprobs_N, _ = policy.logprobs(batch)
+        logprobs_N, _ = policy.logprobs(raw)
     except NotImplementedError as error:
         return _give_up(policy, str(error))
     differences: list[torch.Tensor] = []

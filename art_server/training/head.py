@@ -1,10 +1,11 @@
 """Log-probabilities of chosen tokens from hidden states, without ever holding positions x vocabulary for long.
 
-Positions go through the output head in chunks. What fits one chunk keeps its probabilities for backward; more are
+Positions go through the output head in pieces. What fits one chunk keeps its probabilities for backward; more are
 computed again there, so memory does not grow with vocabulary x length. Sums are float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,25 +15,46 @@ MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 positions. Measured on a CPU; on CUDA by calculation: some 300 products are needed for each weight that is read."""
 
 Project = Callable[[torch.Tensor], torch.Tensor]
+"""From hidden states, n x D, to logits."""
+ProjectColumns = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""The same for these tokens only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Positions that go through the head together, and how their logits are made."""
+
+    here: slice
+    targets_n: torch.Tensor
+    """int64: the column of each position's target."""
+    project: Project
+    num_columns: int
+
+
+def max_logits(device: torch.device) -> int:
+    return MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"])
+
+
+def whole_pieces(targets_N: torch.Tensor, project: Project, num_vocabulary: int) -> list[Piece]:
+    """Positions in order, each with the whole vocabulary."""
+    chunk = max(1, max_logits(targets_N.device) // num_vocabulary)
+    return [
+        Piece(here, targets_N[here], project, num_vocabulary)
+        for start in range(0, len(targets_N), chunk)
+        for here in [slice(start, start + chunk)]
+    ]
 
 
 def score_targets(
-    hidden_ND: torch.Tensor,
-    targets_N: torch.Tensor,
-    project: Project,
-    num_vocabulary: int,
-    *,
-    with_entropy_gradient: bool = False,
+    hidden_ND: torch.Tensor, pieces: Sequence[Piece], *, with_entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target, and the entropy of its distribution: both N, float32, temperature 1.
+    """Log-probability of each piece's targets, and the entropy of their distributions: both N, float32.
 
-    `project` makes logits from hidden states; its own parameters get their gradients too. The entropy has a gradient
+    A piece makes logits from hidden states; its own parameters get their gradients too. The entropy has a gradient
     only on demand.
     """
-    limit = MAX_LOGITS.get(hidden_ND.device.type, MAX_LOGITS["cpu"])
-    chunk = max(1, limit // num_vocabulary)
     scored: tuple[torch.Tensor, torch.Tensor] = _ScoreTargets.apply(
-        hidden_ND, targets_N, project, chunk, with_entropy_gradient
+        hidden_ND, pieces, with_entropy_gradient
     )  # pyright: ignore[reportAssignmentType]  # apply is untyped
     return scored
 
@@ -40,27 +62,24 @@ def score_targets(
 class _ScoreTargets(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: torch.Tensor,
-        targets_N: torch.Tensor,
-        project: Project,
-        chunk: int,
-        with_entropy_gradient: bool,
+        ctx: Any, hidden_ND: torch.Tensor, pieces: Sequence[Piece], with_entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num = len(targets_N)
+        num = len(hidden_ND)
         logprobs_N = hidden_ND.new_empty(num, dtype=torch.float32)
         entropies_N = torch.empty_like(logprobs_N)
-        ctx.kept = None
-        for start in range(0, num, chunk):
-            here = slice(start, start + chunk)
-            kept = _project(hidden_ND[here], project) if num <= chunk else None
-            logits_NV = kept[1].detach() if kept else project(hidden_ND[here])
-            probabilities_NV, logprobs, entropies = _score(logits_NV.float(), targets_N[here])
-            logprobs_N[here], entropies_N[here] = logprobs, entropies
+        num_logits = sum(len(piece.targets_n) * piece.num_columns for piece in pieces)
+        fits = num_logits <= max_logits(hidden_ND.device)
+        all_kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for piece in pieces:
+            states = hidden_ND[piece.here]
+            kept = _project(states, piece.project) if fits else None
+            logits = kept[1].detach() if kept else piece.project(states)
+            probabilities, logprobs, entropies = _score(logits.float(), piece.targets_n)
+            logprobs_N[piece.here], entropies_N[piece.here] = logprobs, entropies
             if kept:
-                ctx.kept = (*kept, probabilities_NV)
-        ctx.save_for_backward(hidden_ND, targets_N, entropies_N)
-        ctx.project, ctx.chunk = project, chunk
+                all_kept.append((*kept, probabilities))
+        ctx.save_for_backward(hidden_ND, entropies_N)
+        ctx.pieces, ctx.kept = pieces, all_kept if fits else None
         if not with_entropy_gradient:
             ctx.mark_non_differentiable(entropies_N)
         ctx.with_entropy_gradient = with_entropy_gradient
@@ -68,30 +87,30 @@ class _ScoreTargets(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, targets_N, entropies_N = ctx.saved_tensors
+        hidden_ND, entropies_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropies_N = gradients
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        for start in range(0, len(targets_N), ctx.chunk):
-            here = slice(start, start + ctx.chunk)
+        for index, piece in enumerate(ctx.pieces):
+            here = piece.here
             if ctx.kept is not None:
-                leaf, logits_NV, slopes_NV = ctx.kept
+                leaf, logits, slopes = ctx.kept[index]
             else:
-                leaf, logits_NV = _project(hidden_ND[here], ctx.project)
-                slopes_NV = torch.softmax(logits_NV.detach().float(), -1)
+                leaf, logits = _project(hidden_ND[here], piece.project)
+                slopes = torch.softmax(logits.detach().float(), -1)
             if ctx.with_entropy_gradient:
                 # dH/dz = -p (log p + H)
-                surprises_NV = slopes_NV.log().clamp_(min=-1e4).add_(entropies_N[here, None])
-                surprises_NV.mul_(grad_entropies_N[here, None]).add_(grad_logprobs_N[here, None])
-                slopes_NV = slopes_NV.mul_(surprises_NV).neg_()
+                surprises = slopes.log().clamp_(min=-1e4).add_(entropies_N[here, None])
+                surprises.mul_(grad_entropies_N[here, None]).add_(grad_logprobs_N[here, None])
+                slopes = slopes.mul_(surprises).neg_()
             else:
-                slopes_NV = slopes_NV.mul_(-grad_logprobs_N[here, None])
+                slopes = slopes.mul_(-grad_logprobs_N[here, None])
             # dlogp/dz = one-hot - p
-            slopes_NV.scatter_add_(1, targets_N[here, None], grad_logprobs_N[here, None])
-            torch.autograd.backward(logits_NV, slopes_NV.to(logits_NV.dtype))
+            slopes.scatter_add_(1, piece.targets_n[:, None], grad_logprobs_N[here, None])
+            torch.autograd.backward(logits, slopes.to(logits.dtype))
             assert leaf.grad is not None
             grad_hidden_ND[here] = leaf.grad
         ctx.kept = None
-        return grad_hidden_ND, None, None, None, None
+        return grad_hidden_ND, None, None
 
 
 def _project(hidden_ND: torch.Tensor, project: Project) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,12 +30,16 @@ class TokenLoss:
     """Scalar: these uses' share of the step's loss; shares add up. Without the entropy bonus."""
     coefficients_U: torch.Tensor
     """dL/dlogprob."""
-    ratios_U: torch.Tensor
-    """pi_new / pi_sampled at the configured level."""
+    policy_ratios_U: torch.Tensor
+    """What the clip bounds, at the configured level: pi_new / pi_old, or pi_new / pi_sampled with ratio_to="sampled"."""
     is_clipped_U: torch.Tensor
     """bool: the clip is active."""
+    importance_ratios_U: torch.Tensor
+    """pi_old / pi_sampled of each token, before any truncation; 1 where the sampler's figure is unknown."""
     corrections_U: torch.Tensor
-    """What the off-policy correction multiplies the policy term by: 1 where it does nothing."""
+    """The off-policy weight that multiplies the policy term."""
+    is_corrected_U: torch.Tensor
+    """bool: the weight is not the ratio itself, because it was truncated or the use was left out."""
     kl_U: torch.Tensor | None
     """Estimate of the KL divergence from the reference, None without reference."""
 
@@ -47,23 +51,31 @@ def needs_whole_trajectories(config: LossConfig) -> bool:
 def policy_loss(
     logprobs_U: torch.Tensor,
     uses: Uses,
-    reference_logprobs_U: torch.Tensor | None,
     config: LossConfig,
 ) -> TokenLoss:
     """sum(weight * (-correction * objective + beta * KL)) over the uses.
 
+    The clip bounds pi_new / pi_old, where pi_old is the trainer's policy at the start of the job: on a first pass
+    (`uses.old_logprobs_U` is None) pi_new itself, detached. The correction is the weight pi_old / pi_sampled.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (two_sided); Yu et al. 2025, arXiv:2503.14476, eq. 10
     (clip-higher); Ye et al. 2020, arXiv:1912.09729, eq. 5 (dual); MiniMax 2025, arXiv:2506.13585, eq. 4 and 5 (cispo);
-    Zheng et al. 2025, arXiv:2507.18071, eq. 5 and 7 (sequence); ART's `importance_sampling_level` (geometric).
+    Zheng et al. 2025, arXiv:2507.18071, eq. 5 and 7 (sequence); ART's `importance_sampling_level` (geometric);
+    Hilton et al. 2021, arXiv:2110.00641, eq. 3 (the decoupled ratios).
     """
-    differences_U = torch.where(uses.is_unknown_U, 0.0, logprobs_U - uses.sampled_logprobs_U)
+    old_U = logprobs_U if uses.old_logprobs_U is None else uses.old_logprobs_U
+    to_sampler_U = torch.where(uses.is_unknown_U, 0.0, old_U - uses.sampled_logprobs_U)
+    differences_U = logprobs_U - old_U
+    if config.ratio_to == "sampled":
+        differences_U = differences_U + to_sampler_U
     own, shared = LEVELS[config.ratio]
-    means_U = _trajectory_means(differences_U, uses.trajectories_U)
-    log_ratios_U = own * differences_U + shared * means_U if shared else differences_U
-    ratios_U = log_ratios_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratios_U = differences_U
+    if shared:
+        means_U = _trajectory_means(differences_U, uses.trajectories_U)
+        log_ratios_U = own * differences_U + shared * means_U
+    ratios_U = _exp(log_ratios_U)
     is_finite_U = log_ratios_U.abs() <= MAX_LOG_RATIO
 
-    corrections_U = _corrections(differences_U, means_U, config)
+    corrections_U, is_corrected_U = _corrections(to_sampler_U, uses, config)
     low = 1 - config.epsilon
     high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
     advantages_U = uses.advantages_U
@@ -85,8 +97,8 @@ def policy_loss(
             )
 
     kl_U = None
-    if reference_logprobs_U is not None:
-        kl_U, kl_slopes_U = kl_estimate(logprobs_U, reference_logprobs_U, config.kl_estimator)
+    if uses.reference_logprobs_U is not None:
+        kl_U, kl_slopes_U = kl_estimate(logprobs_U, uses.reference_logprobs_U, config.kl_estimator)
         if config.kl_in == "loss":
             losses_U = losses_U + config.beta * kl_U
             coefficients_U = coefficients_U + config.beta * uses.weights_U * kl_slopes_U
@@ -94,9 +106,11 @@ def policy_loss(
     return TokenLoss(
         value=(losses_U * uses.weights_U).sum(),
         coefficients_U=coefficients_U,
-        ratios_U=ratios_U,
+        policy_ratios_U=ratios_U,
         is_clipped_U=is_clipped_U,
+        importance_ratios_U=_exp(to_sampler_U),
         corrections_U=corrections_U,
+        is_corrected_U=is_corrected_U,
         kl_U=kl_U,
     )
 
@@ -151,21 +165,27 @@ def _clip(
 
 
 def _corrections(
-    differences_U: torch.Tensor, means_U: torch.Tensor, config: LossConfig
-) -> torch.Tensor:
-    """The off-policy weight of each use.
+    to_sampler_U: torch.Tensor, uses: Uses, config: LossConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The off-policy weight of each use from log(pi_old / pi_sampled), and where it is not the ratio itself.
 
     Source: verl's docs/algo/rollout_corr.md (token and sequence level, truncate and mask); TRL 1.16,
     `vllm_importance_sampling_mode`.
     """
-    if config.correction == "off":
-        return torch.ones_like(differences_U)
-    chosen_U = means_U if config.correction == "sequence_mask" else differences_U
-    ratios_U = chosen_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if config.correction == "off" or config.ratio_to == "sampled":
+        return torch.ones_like(to_sampler_U), torch.zeros_like(uses.is_unknown_U)
+    if config.correction == "sequence_mask":
+        to_sampler_U = _trajectory_means(to_sampler_U, uses.trajectories_U)
+    ratios_U = _exp(to_sampler_U)
+    is_above_U = ratios_U > config.correction_high
     if config.correction == "truncate":
-        return ratios_U.clamp(max=config.correction_high) / ratios_U
-    is_inside_U = (ratios_U >= config.correction_low) & (ratios_U <= config.correction_high)
-    return is_inside_U.to(differences_U.dtype)
+        return ratios_U.clamp(max=config.correction_high), is_above_U
+    is_outside_U = is_above_U | (ratios_U < config.correction_low)
+    return ratios_U.masked_fill(is_outside_U, 0.0), is_outside_U
+
+
+def _exp(log_ratios_U: torch.Tensor) -> torch.Tensor:
+    return log_ratios_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _trajectory_means(values_U: torch.Tensor, trajectories_U: torch.Tensor) -> torch.Tensor:

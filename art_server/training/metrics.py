@@ -2,13 +2,14 @@
 
 import math
 import resource
+import statistics
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from art_server.training.batches import MicroBatch, TrainRows, Uses
-from art_server.training.loss import TokenLoss
+from art_server.training.loss import MAX_LOG_RATIO, TokenLoss
 
 
 def data_metrics(rows: TrainRows) -> dict[str, float]:
@@ -39,37 +40,73 @@ def batch_metrics(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
 
 
 def loss_metrics(
-    losses: Sequence[TokenLoss],
-    uses: Uses,
-    micro_batches: Sequence[MicroBatch],
-    logprobs: Sequence[torch.Tensor],
-    entropies: Sequence[torch.Tensor],
+    losses: Sequence[TokenLoss], entropies: Sequence[torch.Tensor]
 ) -> dict[str, float]:
-    """Over all uses of the step. Gaps are |trainer - engine| log-probabilities before the update, where the engine's
-    is known."""
-    order_U = torch.cat([each.uses_U for each in micro_batches])
-    gaps_U = (torch.cat(list(logprobs)).cpu() - uses.sampled_logprobs_U[order_U]).abs()
-    gaps_U = gaps_U[~uses.is_unknown_U[order_U]]
-    ratios_U = torch.cat([loss.ratios_U for loss in losses]).cpu().sort().values
-    corrections_U = torch.cat([loss.corrections_U for loss in losses]).cpu()
+    """Over all uses of an optimizer step: what the update does. Ratios are those that the clip bounds."""
     metrics = {
         "loss/train": float(sum(loss.value for loss in losses)),
         "loss/entropy": float(torch.cat(list(entropies)).mean()),
-        "loss/importance_ratio_mean": float(ratios_U.mean()),
-        "loss/importance_ratio_p95": float(ratios_U[int(0.95 * (len(ratios_U) - 1))]),
-        "loss/importance_ratio_p99": float(ratios_U[int(0.99 * (len(ratios_U) - 1))]),
         "loss/clipped_token_fraction": float(
             torch.cat([loss.is_clipped_U for loss in losses]).float().mean()
         ),
-        "loss/corrected_token_fraction": float((corrections_U != 1).float().mean()),
+        **_spread("loss/policy_ratio", torch.cat([loss.policy_ratios_U for loss in losses]).cpu()),
     }
-    if len(gaps_U):
-        metrics["loss/logprob_gap_mean"] = float(gaps_U.mean())
-        metrics["loss/logprob_gap_max"] = float(gaps_U.max())
     kl = [loss.kl_U for loss in losses if loss.kl_U is not None]
     if kl:
         metrics["loss/kl_policy_ref"] = float(torch.cat(kl).mean())
     return metrics
+
+
+def sampler_metrics(old_logprobs_U: torch.Tensor, uses: Uses) -> dict[str, float]:
+    """What separates the trainer at the start of the job from the sampler, over uses whose sampled log-probability is
+    known: pi_old / pi_sampled before any truncation, and |difference| of log-probabilities.
+
+    The gap is that of tokens whose record says that the job's start sampled them; without such, of all whose step is
+    unknown. Tokens of another step have a gap of their own: the policies differ there.
+    """
+    known_U = ~uses.is_unknown_U
+    differences_U = old_logprobs_U - uses.sampled_logprobs_U
+    metrics = {
+        "data/step_num_tokens_without_logprob": float(uses.is_unknown_U.sum()),
+        "data/step_num_tokens_stale": float(uses.is_stale_U.sum()),
+        "loss/logprob_gap_num_tokens": float((uses.is_fresh_U & known_U).sum()),
+    }
+    ratios_U = differences_U[known_U].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    metrics |= _spread("loss/importance_ratio", ratios_U if len(ratios_U) else torch.ones(1))
+    of_start_U = uses.is_fresh_U if bool((uses.is_fresh_U & known_U).any()) else ~uses.is_stale_U
+    for name, chosen_U in (
+        ("loss/logprob_gap", known_U & of_start_U),
+        ("loss/logprob_gap_stale", known_U & uses.is_stale_U),
+    ):
+        if bool(chosen_U.any()):
+            gaps = differences_U[chosen_U].abs()
+            metrics[f"{name}_mean"], metrics[f"{name}_max"] = float(gaps.mean()), float(gaps.max())
+    return metrics
+
+
+def merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of several optimizer steps as those of one job: work and time add up, extremes stay, the rest is the mean."""
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(name for step in steps for name in step):
+        values = [step[name] for step in steps if name in step]
+        if name.startswith(("time/", "data/step_num_", "data/step_row_", "data/step_computed_")):
+            merged[name] = sum(values)
+        elif name.endswith(("_p95", "_p99", "_max", "_gap")):
+            merged[name] = max(values)
+        elif len(values) > 1:
+            merged[name] = statistics.fmean(values)
+        else:
+            merged[name] = values[0]
+    return merged
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    ordered = values.sort().values
+    return {
+        f"{name}_mean": float(values.mean()),
+        f"{name}_p95": float(ordered[int(0.95 * (len(ordered) - 1))]),
+        f"{name}_p99": float(ordered[int(0.99 * (len(ordered) - 1))]),
+    }
 
 
 def reset_peak_memory(device: torch.device) -> None:

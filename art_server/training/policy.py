@@ -23,7 +23,8 @@ from art_server.training.attention import (
     default_way,
 )
 from art_server.training.batches import MicroBatch
-from art_server.training.head import score_targets
+from art_server.training.distributions import RAW, cut_pieces
+from art_server.training.head import max_logits, score_targets, whole_pieces
 from art_server.training.lora import fuse_lora
 from art_server.training.memory import default_tokens
 from art_server.training.tree import Forest, pad_forest
@@ -143,17 +144,28 @@ class Policy:
         """Log-probability of each prediction, with gradient, and the entropy of its distribution, with gradient only
         on demand.
 
-        Both N, float32, temperature 1. Raises ValueError for a token that the vocabulary lacks.
+        Both N, float32, each under what its token was sampled from. Raises ValueError for a token that the vocabulary
+        lacks, or outside of the set that it was sampled from.
         """
         self._check_tokens(batch)
-        hidden_ND = self._hidden(batch)
-        return score_targets(
-            hidden_ND,
-            batch.targets_N.to(self.device),
-            self._project,
-            self._num_vocabulary,
-            with_entropy_gradient=with_entropy_gradient,
+        hidden_ND, targets_N = self._hidden(batch), batch.targets_N.to(self.device)
+        num = self._num_vocabulary
+        pieces, order_N = whole_pieces(targets_N, self._project, num), None
+        if bool((batch.distributions_N != RAW).any()):
+            order_N = batch.distributions_N.argsort(stable=True)
+            sorted_N, order_N = batch.distributions_N[order_N].numpy(), order_N.to(self.device)
+            hidden_ND, targets_N = hidden_ND[order_N], targets_N[order_N]
+            limit = max_logits(self.device)
+            pieces = cut_pieces(
+                sorted_N, targets_N, batch.table, self._project, self._project, num, limit
+            )
+        logprobs_N, entropies_N = score_targets(
+            hidden_ND, pieces, with_entropy_gradient=with_entropy_gradient
         )
+        if order_N is None:
+            return logprobs_N, entropies_N
+        back_N = order_N.argsort()
+        return logprobs_N[back_N], entropies_N[back_N]
 
     @torch.no_grad()
     def reference_logprobs(
@@ -244,14 +256,23 @@ class Policy:
             "forest": ForestAttention.of(forest, way, self.device),
         }
 
-    def _project(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Logits as the model makes them from what enters its output head.
+    def _project(
+        self, hidden_ND: torch.Tensor, columns_C: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits as the model makes them from what enters its output head, of all tokens or of these.
 
         Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),
         CohereForCausalLM (product). `check_trees` compares with the model's own logits, so another kind is noticed.
         """
         config = self._base.config.get_text_config()
-        logits_NV = self.model.get_output_embeddings()(hidden_ND)
+        head = self.model.get_output_embeddings()
+        if columns_C is None:
+            logits_NV = head(hidden_ND)
+        elif type(head) is torch.nn.Linear:
+            bias = None if head.bias is None else head.bias[columns_C]
+            logits_NV = torch.nn.functional.linear(hidden_ND, head.weight[columns_C], bias)
+        else:  # a head with an adapter of its own
+            logits_NV = head(hidden_ND)[:, columns_C]
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
             logits_NV = logits_NV / divisor
         if (factor := getattr(config, "logit_scale", None)) is not None:

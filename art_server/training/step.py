@@ -1,15 +1,18 @@
-"""One optimizer step of a member of the GRPO family, from a task to a checkpoint.
+"""A train call of a member of the GRPO family, from a task to a checkpoint: one optimizer step, or several.
 
-The whole algorithm is `compute_gradient`. It leaves out where rows come from (the server resolves them) and when a step
-becomes visible (the server renames the folder).
+The whole algorithm of an optimizer step is `compute_gradient`. It leaves out where rows come from (the server resolves
+them) and when a checkpoint becomes visible (the server renames the folder).
 """
 
+import functools
 import gc
 import logging
+import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -17,6 +20,7 @@ from safetensors.torch import load_file
 from art.wire import TrainConfig
 from art_server.training.batches import (
     MicroBatch,
+    TrainRow,
     TrainRows,
     Uses,
     largest_unit,
@@ -26,6 +30,7 @@ from art_server.training.batches import (
 )
 from art_server.training.checking import check_trees
 from art_server.training.checkpoint import load_checkpoint, save_checkpoint
+from art_server.training.gap import judge_gap
 from art_server.training.loss import (
     TokenLoss,
     kl_estimate,
@@ -39,8 +44,10 @@ from art_server.training.metrics import (
     check_finite,
     data_metrics,
     loss_metrics,
+    merge_steps,
     peak_memory,
     reset_peak_memory,
+    sampler_metrics,
 )
 from art_server.training.optimizer import steps_taken
 from art_server.training.policy import ADAPTER_FILE, Policy
@@ -49,13 +56,38 @@ from art_server.training.task import Done, InitTask, Progress, TrainTask
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MIN_TOKENS_PER_MICRO_BATCH = 64
 """Below this, less memory cannot be asked for: the task fails."""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is fixed before the first optimizer step, for the uses of all rows of the job. None: not needed."""
+
+    old_logprobs_U: torch.Tensor | None = None
+    """The trainer's at the start of the job; only where it takes several optimizer steps."""
+    reference_logprobs_U: torch.Tensor | None = None
+    seconds: float = 0.0
+
+    def of_rows(self, rows: Sequence[TrainRow], indices: Sequence[int]) -> "Known":
+        """The part of some of the rows."""
+        if self.old_logprobs_U is None and self.reference_logprobs_U is None:
+            return self
+        sizes = [len(row.targets) for row in rows]
+        uses_U = torch.arange(sum(sizes)).split(sizes)
+        chosen_U = torch.cat([uses_U[index] for index in indices])
+        old_U, reference_U = self.old_logprobs_U, self.reference_logprobs_U
+        return Known(
+            None if old_U is None else old_U[chosen_U],
+            None if reference_U is None else reference_U[chosen_U],
+        )
+
+
 @dataclass(slots=True)
 class _Step:
-    """A step under way: what `compute_gradient` adds to for the report."""
+    """An optimizer step under way: what `compute_gradient` adds to for the report."""
 
     rows: TrainRows
     uses: Uses
@@ -71,6 +103,34 @@ class _Step:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
+@dataclass(slots=True)
+class _Memory:
+    """How many tokens go through the model at a time: fewer after each failed allocation."""
+
+    policy: Policy
+    notes: list[str]
+    budget: int
+    num_retries: int = 0
+
+    def run(self, compute: Callable[[int], T]) -> T:
+        """What `compute` makes of the budget; tried again with half of it and with gradient checkpointing when it runs out
+        of memory."""
+        while True:
+            try:
+                return compute(self.budget)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or self.budget // 2 < MIN_TOKENS_PER_MICRO_BATCH:
+                    raise
+            # Outside of the handler: its traceback holds the failed step's tensors.
+            self.budget, self.num_retries = self.budget // 2, self.num_retries + 1
+            self.policy.use_checkpointing(True)
+            gc.collect()
+            if self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.notes.append(f"out of memory: tried again with {self.budget} tokens at a time")
+            logger.warning(self.notes[-1])
+
+
 def init(policy: Policy, task: InitTask) -> Done:
     """Write step 0: an adapter that changes nothing, without optimizer state."""
     policy.init_adapter(task.lora, task.seed)
@@ -84,51 +144,56 @@ def train(
     max_tokens_per_micro_batch: int,
     report: Callable[[Progress], None],
 ) -> Done:
-    """Take one step from in_dir to out_dir and tell what happened.
+    """Take the steps of one job from in_dir to out_dir and tell what happened.
 
-    A batch without learning signal writes the same weights and optimizer state again. A step that runs out of memory
-    is tried again with half the tokens at a time and with gradient checkpointing.
-    Raises FloatingPointError, with nothing written, when the loss, its gradient or a metric is not finite.
+    A batch without learning signal writes the same weights and optimizer state again.
+    Raises FloatingPointError, with nothing written, when the loss, its gradient or a metric is not finite;
+    GapTooLarge when the engine's log-probabilities are not those of this policy.
     """
     config = task.config
     rate, rule = base_learning_rate(config, policy.model_type, policy.hidden_size)
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
-    rate *= learning_rate_factor(config, steps_taken(optimizer))
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     rows = make_train_rows(task.batch, config)
-    metrics = data_metrics(rows)
-    notes = [rule] if rule else []
+    metrics, notes = data_metrics(rows), [rule] if rule else []
     reset_peak_memory(policy.device)
     # An earlier step may have needed it.
     policy.use_checkpointing(False)
-
-    budget, num_retries = max_tokens_per_micro_batch, 0
-    while rows.rows:
-        optimizer.zero_grad(set_to_none=True)
-        try:
-            metrics |= compute_gradient(policy, task, rows, budget, report, notes)
-            break
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or budget // 2 < MIN_TOKENS_PER_MICRO_BATCH:
-                raise
-        # Outside of the handler: its traceback holds the failed step's tensors.
-        budget, num_retries = budget // 2, num_retries + 1
-        policy.use_checkpointing(True)
-        gc.collect()
-        if policy.device.type == "cuda":
-            torch.cuda.empty_cache()
-        notes.append(f"out of memory: tried again with {budget} tokens at a time")
-        logger.warning(notes[-1])
+    memory = _Memory(policy, notes, max_tokens_per_micro_batch)
 
     if rows.rows:
-        started = time.perf_counter()
-        optimizer.step()
-        metrics["time/step_optimizer_s"] = time.perf_counter() - started
+        parts = divide(task, rows, notes)
+        known = memory.run(lambda budget: look_ahead(policy, task, rows, len(parts), budget, notes))
+        rows = shape(task, rows, known)
+        if known.old_logprobs_U is not None:
+            uses = _uses(task, rows.rows, known)
+            notes += judge_gap(sampler_metrics(known.old_logprobs_U, uses), task)
+
+        def compute(part: TrainRows, of_part: Known, phase: str, budget: int) -> dict[str, float]:
+            optimizer.zero_grad(set_to_none=True)
+            return compute_gradient(policy, task, part, budget, report, notes, of_part, phase)
+
+        steps: list[dict[str, float]] = []
+        for index, part in enumerate(parts):
+            chosen = [rows.rows[each] for each in part]
+            num_tokens = sum(len(row.targets) for row in chosen)
+            these = replace(rows, rows=chosen, num_tokens=num_tokens)
+            phase = "train" if len(parts) == 1 else f"train {index + 1} of {len(parts)}"
+            of_part = known.of_rows(rows.rows, part)
+            steps.append(memory.run(functools.partial(compute, these, of_part, phase)))
+            if known.old_logprobs_U is None:
+                notes += judge_gap(steps[-1], task)
+            started = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = rate * learning_rate_factor(config, steps_taken(optimizer))
+            steps[-1]["loss/learning_rate"] = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            steps[-1]["time/step_optimizer_s"] = time.perf_counter() - started
+        metrics |= merge_steps(steps)
+        metrics["time/step_forward_backward_s"] += known.seconds
         seconds = metrics["time/step_forward_backward_s"] + metrics["time/step_optimizer_s"]
         metrics["throughput/avg_trainer_tok_per_s"] = metrics["data/step_row_tokens"] / seconds
-        metrics["loss/learning_rate"] = rate
-        metrics["data/step_num_out_of_memory_retries"] = float(num_retries)
+        metrics["data/step_num_out_of_memory_retries"] = float(memory.num_retries)
+        metrics["data/step_num_gradient_steps"] = float(len(parts))
         metrics |= peak_memory(policy.device)
 
     report(Progress(phase="save", completed=0, total=1))
@@ -138,6 +203,83 @@ def train(
     return Done(metrics=metrics, unchanged=not rows.rows, notes=notes)
 
 
+def divide(task: TrainTask, rows: TrainRows, notes: list[str]) -> list[list[int]]:
+    """The rows of each optimizer step: each pass goes through all groups, in an order that the task's seed fixes."""
+    config = task.config
+    if config.passes == config.mini_batches == 1:
+        return [list(range(len(rows.rows)))]
+    group_of = [index for index, group in enumerate(task.batch.groups) for _ in group.trajectories]
+    rows_of: dict[int, list[int]] = {}
+    for index, row in enumerate(rows.rows):
+        rows_of.setdefault(group_of[row.trajectory], []).append(index)
+    num = min(config.mini_batches, len(rows_of))
+    if num < config.mini_batches:
+        notes.append(
+            f"mini_batches is {config.mini_batches}, and {num} groups carry a signal: each pass takes {num} optimizer steps"
+        )
+    chance = random.Random(task.seed)
+    parts: list[list[int]] = []
+    for _ in range(config.passes):
+        groups = list(rows_of)
+        chance.shuffle(groups)
+        for first in range(num):
+            parts.append(sorted(row for group in groups[first::num] for row in rows_of[group]))
+    return parts
+
+
+def look_ahead(
+    policy: Policy,
+    task: TrainTask,
+    rows: TrainRows,
+    num_steps: int,
+    max_tokens: int,
+    notes: list[str],
+) -> Known:
+    """What the loss needs from before the first optimizer step, by a pass without gradient: the policy's own
+    log-probabilities where it takes several, and the reference's where KL is on."""
+    has_reference = task.config.beta > 0
+    if num_steps == 1 and not has_reference:
+        return Known()
+    started = time.perf_counter()
+    adapter = None
+    if has_reference and task.reference_dir is not None:
+        adapter = load_file(Path(task.reference_dir) / ADAPTER_FILE)
+    uses = make_uses(rows.rows)
+    old_U = torch.zeros_like(uses.advantages_U) if num_steps > 1 else None
+    reference_U = torch.zeros_like(uses.advantages_U) if has_reference else None
+    with torch.no_grad():
+        for batch in _plan(policy, rows, max_tokens, notes):
+            if old_U is not None:
+                old_U[batch.uses_U] = policy.logprobs(batch)[0].cpu()[batch.predictions_U]
+            if reference_U is not None:
+                reference_N = policy.reference_logprobs(batch, adapter).cpu()
+                reference_U[batch.uses_U] = reference_N[batch.predictions_U]
+    return Known(old_U, reference_U, time.perf_counter() - started)
+
+
+def shape(task: TrainTask, rows: TrainRows, known: Known) -> TrainRows:
+    """The rows with advantages from which KL was taken, at the sampler's log-probabilities; as they are where KL is a term
+    of the loss, or off."""
+    config = task.config
+    if known.reference_logprobs_U is None or config.kl_in == "loss":
+        return rows
+    uses = make_uses(rows.rows)
+    kl_U = kl_estimate(uses.sampled_logprobs_U, known.reference_logprobs_U, config.kl_estimator)[0]
+    kl_U = torch.where(uses.is_unknown_U, 0.0, kl_U)
+    if config.kl_in == "reward":
+        penalties = [0.0] * rows.num_trajectories
+        names = [row.trajectory for row in rows.rows for _ in row.targets]
+        for name, value in zip(names, kl_U.tolist(), strict=True):
+            penalties[name] += config.beta * value
+        return make_train_rows(task.batch, config, penalties)
+    shaped_U = shape_advantages(uses.advantages_U, kl_U, config.beta, uses.is_unknown_U)
+    parts = shaped_U.split([len(row.targets) for row in rows.rows])
+    shaped = [
+        replace(row, advantages=part.tolist()) for row, part in zip(rows.rows, parts, strict=True)
+    ]
+    return replace(rows, rows=shaped)
+
+
 def compute_gradient(
     policy: Policy,
     task: TrainTask,
@@ -145,22 +287,20 @@ def compute_gradient(
     max_tokens: int,
     report: Callable[[Progress], None],
     notes: list[str],
+    known: Known = Known(),
+    phase: str = "train",
 ) -> dict[str, float]:
-    """Put the step's gradient, clipped, into the policy's parameters; returns its metrics."""
+    """Put the gradient of one optimizer step, clipped, into the policy's parameters; returns its metrics."""
     config = task.config
     started = whole_step = time.perf_counter()
-    step = _plan(policy, rows, config, max_tokens, notes)
+    step = _Step(rows, _uses(task, rows.rows, known), _plan(policy, rows, max_tokens, notes))
     if config.plot_tensors:
         # Here, because only who asks for the picture pays for matplotlib.
         from art_server.training.plot import plot_micro_batches
 
         plot_micro_batches(step.micro_batches, rows.rows, Path(task.out_dir))
     step.timed("plan", started)
-
-    references = _references(policy, task, step)
-    if references and config.kl_in != "loss":
-        step.uses = _shape(step, task, references)
-    whole = _whole_loss(policy, step, references, config)
+    whole = _whole_loss(policy, step, config)
 
     num = len(step.micro_batches)
     for index, batch in enumerate(step.micro_batches):
@@ -172,8 +312,7 @@ def compute_gradient(
         uses = step.uses.select(batch.uses_U).to(policy.device)
         logprobs_U = logprobs_N.detach()[predictions_U]
         if whole is None:
-            reference_U = references[index][predictions_U] if references else None
-            loss = policy_loss(logprobs_U, uses, reference_U, config)
+            loss = policy_loss(logprobs_U, uses, config)
         else:
             loss = _part(whole, batch.uses_U.to(policy.device))
         step.losses.append((batch, loss))
@@ -192,11 +331,18 @@ def compute_gradient(
             objective = objective - config.entropy_bonus * (weights_N * entropies_N).sum()
         objective.backward()
         step.timed("backward", started)
-        report(Progress(phase="train", completed=index + 1, total=num))
+        report(Progress(phase=phase, completed=index + 1, total=num))
 
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), config.max_grad_norm)
     losses = [loss for _, loss in step.losses]
-    metrics = loss_metrics(losses, step.uses, step.micro_batches, step.logprobs, step.entropies)
+    metrics = loss_metrics(losses, step.entropies)
+    logprobs_U = torch.zeros_like(step.uses.advantages_U)
+    for batch, values_U in zip(step.micro_batches, step.logprobs, strict=True):
+        logprobs_U[batch.uses_U] = values_U.cpu()
+    old_U = step.uses.old_logprobs_U
+    metrics |= sampler_metrics(logprobs_U if old_U is None else old_U, step.uses)
+    corrected_U = torch.cat([loss.is_corrected_U for loss in losses])
+    metrics["loss/corrected_token_fraction"] = float(corrected_U.float().mean())
     if config.entropy_bonus > 0:
         weights = torch.cat([step.uses.weights_U[batch.uses_U] for batch in step.micro_batches])
         bonus = float((weights * torch.cat(step.entropies).cpu()).sum())
@@ -211,9 +357,7 @@ def compute_gradient(
     return metrics
 
 
-def _plan(
-    policy: Policy, rows: TrainRows, config: TrainConfig, max_tokens: int, notes: list[str]
-) -> _Step:
+def _plan(policy: Policy, rows: TrainRows, max_tokens: int, notes: list[str]) -> list[MicroBatch]:
     """Micro-batches; of trees, once they have been seen to equal rows.
 
     A tree above the budget is not cut at once: that would compute its trunk again and again. With gradient
@@ -222,74 +366,42 @@ def _plan(
     if largest_unit(rows.rows, shared=policy.shares_prefixes) > max_tokens:
         policy.use_checkpointing(True)
         max_tokens *= CHECKPOINTING_FACTOR
-    fill = fill_tokens(policy.device)
-    micro_batches = make_micro_batches(
-        rows.rows, max_tokens, shared=policy.shares_prefixes, fill_tokens=fill
-    )
+
+    def make(shared: bool) -> list[MicroBatch]:
+        fill = fill_tokens(policy.device)
+        return make_micro_batches(
+            rows.rows, max_tokens, table=rows.table, shared=shared, fill_tokens=fill
+        )
+
+    micro_batches = make(policy.shares_prefixes)
     if policy.shares_prefixes and policy.tree_gap is None:
         different = check_trees(policy, micro_batches[0], rows.rows)
         if different is not None:
             notes.append(different)
-            micro_batches = make_micro_batches(
-                rows.rows, max_tokens, shared=False, fill_tokens=fill
-            )
-    return _Step(rows, make_uses(rows.rows, config), micro_batches)
+            micro_batches = make(False)
+    return micro_batches
 
 
-def _references(policy: Policy, task: TrainTask, step: _Step) -> list[torch.Tensor]:
-    """The reference's log-probability of each prediction, by micro-batch; empty where KL is off."""
-    if task.config.beta == 0:
-        return []
-    started = time.perf_counter()
-    adapter = None
-    if task.reference_dir is not None:
-        adapter = load_file(Path(task.reference_dir) / ADAPTER_FILE)
-    references = [policy.reference_logprobs(batch, adapter) for batch in step.micro_batches]
-    step.timed("reference", started)
-    return references
-
-
-def _shape(step: _Step, task: TrainTask, references: list[torch.Tensor]) -> Uses:
-    """The uses with advantages from which KL, at the sampler's log-probabilities, was taken."""
-    config, uses = task.config, step.uses
-    kl_U = torch.zeros_like(uses.advantages_U)
-    for batch, reference_N in zip(step.micro_batches, references, strict=True):
-        reference_U = reference_N.cpu()[batch.predictions_U]
-        sampled_U = uses.sampled_logprobs_U[batch.uses_U]
-        kl_U[batch.uses_U] = kl_estimate(sampled_U, reference_U, config.kl_estimator)[0]
-    kl_U = torch.where(uses.is_unknown_U, 0.0, kl_U)
-    if config.kl_in == "reward":
-        penalties = [0.0] * step.rows.num_trajectories
-        names = [row.trajectory for row in step.rows.rows for _ in row.targets]
-        for name, value in zip(names, kl_U.tolist(), strict=True):
-            penalties[name] += config.beta * value
-        return make_uses(make_train_rows(task.batch, config, penalties).rows, config)
-    shaped_U = shape_advantages(uses.advantages_U, kl_U, config.beta, uses.is_unknown_U)
-    return Uses(
-        uses.sampled_logprobs_U, uses.is_unknown_U, shaped_U, uses.weights_U, uses.trajectories_U
+def _uses(task: TrainTask, rows: Sequence[TrainRow], known: Known) -> Uses:
+    return replace(
+        make_uses(rows, task.config, task.start_step),
+        old_logprobs_U=known.old_logprobs_U,
+        reference_logprobs_U=known.reference_logprobs_U,
     )
 
 
 @torch.no_grad()
-def _whole_loss(
-    policy: Policy, step: _Step, references: list[torch.Tensor], config: TrainConfig
-) -> TokenLoss | None:
+def _whole_loss(policy: Policy, step: _Step, config: TrainConfig) -> TokenLoss | None:
     """The loss over the whole step, where a trajectory that it must see whole lies in several micro-batches: an extra
     pass without gradient. None where each micro-batch can tell its own share."""
     if not needs_whole_trajectories(config) or not _spans(step):
         return None
     started = time.perf_counter()
-    logprobs_U = torch.zeros_like(step.uses.advantages_U, device=policy.device)
-    reference_U = torch.zeros_like(logprobs_U) if references else None
-    for index, batch in enumerate(step.micro_batches):
-        uses_U, predictions_U = (
-            batch.uses_U.to(policy.device),
-            batch.predictions_U.to(policy.device),
-        )
-        logprobs_U[uses_U] = policy.logprobs(batch)[0][predictions_U]
-        if reference_U is not None:
-            reference_U[uses_U] = references[index][predictions_U]
-    loss = policy_loss(logprobs_U, step.uses.to(policy.device), reference_U, config)
+    logprobs_U = torch.zeros_like(step.uses.advantages_U)
+    for batch in step.micro_batches:
+        logprobs_U[batch.uses_U] = policy.logprobs(batch)[0].cpu()[batch.predictions_U]
+    uses = step.uses.to(policy.device)
+    loss = policy_loss(logprobs_U.to(policy.device), uses, config)
     step.timed("extra_forward", started)
     return loss
 
@@ -308,11 +420,10 @@ def _spans(step: _Step) -> bool:
 def _part(loss: TokenLoss, uses_U: torch.Tensor) -> TokenLoss:
     """A micro-batch's uses of the whole loss, with an even share of its value."""
     share = len(uses_U) / len(loss.coefficients_U)
-    return TokenLoss(
-        value=loss.value * share,
-        coefficients_U=loss.coefficients_U[uses_U],
-        ratios_U=loss.ratios_U[uses_U],
-        is_clipped_U=loss.is_clipped_U[uses_U],
-        corrections_U=loss.corrections_U[uses_U],
-        kl_U=None if loss.kl_U is None else loss.kl_U[uses_U],
-    )
+    parts: dict[str, Any] = {  # Any: tensors, and None without a reference
+        each.name: None if values_U is None else values_U[uses_U]
+        for each in fields(loss)
+        if each.name != "value"
+        for values_U in [getattr(loss, each.name)]
+    }
+    return TokenLoss(value=loss.value * share, **parts)

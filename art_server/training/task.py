@@ -84,8 +84,19 @@ class InitTask(Record):
     seed: int = 0
 
 
+class GapBars(Record):
+    """What the gap between the engine's log-probabilities and the trainer's means (`gap.py`)."""
+
+    high: float
+    """A mean above this is worth a note."""
+    wrong: float
+    """A mean above this trains nothing."""
+    largest: float | None = None
+    """A single token's gap above this trains nothing."""
+
+
 class TrainTask(Record):
-    """One optimizer step from in_dir's adapter (and optimizer state, when it is there) into out_dir."""
+    """The optimizer steps of one job, from in_dir's adapter (and optimizer state, when it is there) into out_dir."""
 
     kind: Literal["train"] = "train"
     lora: LoRAConfig
@@ -93,6 +104,12 @@ class TrainTask(Record):
     out_dir: str
     config: TrainConfig
     batch: Batch
+    start_step: int = 0
+    """The model's step in in_dir: tokens that it sampled show the gap between engine and trainer."""
+    seed: int = 0
+    """Fixes the order of groups in several optimizer steps."""
+    gap_bars: GapBars | None = None
+    """None: the gap is measured, and not judged."""
     reference_dir: str | None = None
     """Checkpoint whose adapter is the reference of the KL penalty; None is the base model."""
 

@@ -60,9 +60,11 @@ def test_a_settings_value_that_is_no_number_is_named():
             {"beta": 0.1, "kl_in": "advantage", "kl_estimator": "k1"},
         ),
         ({"kl_penalty_coef": 0.0, "beta": 0.2}, {"beta": 0.2}),
+        ({"precalculate_logprobs": False}, {"ratio_to": "sampled", "correction": "off"}),
+        ({"precalculate_logprobs": True}, {"ratio_to": "start", "correction": "off"}),
         (
-            {"truncated_importance_sampling": 2.0},
-            {"correction": "truncate", "correction_high": 2.0},
+            {"truncated_importance_sampling": 1.5, "precalculate_logprobs": True},
+            {"ratio_to": "start", "correction": "truncate", "correction_high": 1.5},
         ),
     ],
 )
@@ -74,6 +76,9 @@ def test_options_without_their_like_are_named():
     options = {"kimi_k2_tau": 0.1, "mask_prob_ratio": False, "importance_sampling_level": ["token"]}
     config, ignored = apply_options(art.TrainConfig(), options)
     assert (config, ignored) == (art.TrainConfig(), ["kimi_k2_tau", "importance_sampling_level"])
+    # ART skips it too: without log-probabilities of its own the trainer has nothing to weigh the sampler's with.
+    cap = {"truncated_importance_sampling": 2.0}
+    assert apply_options(art.TrainConfig(), cap) == (art.TrainConfig(), [*cap])
 
 
 def test_options_win_over_what_a_preset_filled_in():
@@ -94,13 +99,15 @@ async def test_backend_train_is_arts(server, answer, backend, model, groups, cap
     assert result.step == 1
     config = await sent_config(server)
     assert (config["clip"], config["normalisation"], config["beta"]) == ("cispo", "trajectory", 0.1)
+    assert (config["ratio_to"], config["correction"]) == ("sampled", "off")
     await backend.train(model, groups, loss_fn="ppo", packed_sequence_length=2048)
     assert "an art-server has nothing like packed_sequence_length" in caplog.text
     config = await sent_config(server)
     clip = (config["clip"], config["epsilon"], config["epsilon_high"])
     assert clip == ("two_sided", 0.2, None)
     await backend.train(model, groups, art.TrainConfig(max_grad_norm=0.5))
-    assert (await sent_config(server))["max_grad_norm"] == 0.5
+    config = await sent_config(server)
+    assert (config["max_grad_norm"], config["ratio_to"]) == (0.5, "start")
     with pytest.raises(ValueError, match="not both"):
         await backend.train(model, groups, art.TrainConfig(), learning_rate=1e-4)
 
@@ -109,7 +116,8 @@ async def test_dev_config_of_a_train_call_is_honoured(server, answer, model, gro
     server.on("POST", TRAIN, answer(lines=[{"event": "done", "job_id": "j", "step": 1}]))
     with caplog.at_level(logging.WARNING):
         await model.train(groups, _config=art.dev.TrainConfig(scale_rewards=False, invented=1))
-    assert (await sent_config(server))["scaling"] == "none"
+    config = await sent_config(server)
+    assert (config["scaling"], config["ratio_to"]) == ("none", "sampled")
     assert "_config is ignored where it says invented" in caplog.text
 
 

@@ -233,8 +233,9 @@ def _all_advantages(batch: Batch, config: TrainConfig) -> list[float]:
 def plain_losses(logprobs: torch.Tensor, sequence: Sequence, config: TrainConfig) -> torch.Tensor:
     """Of each token of a trajectory, before normalisation."""
     advantage = sequence.advantage
-    own = (logprobs - sequence.sampled).exp()
-    whole = (logprobs - sequence.sampled).mean().exp()
+    old = logprobs.detach()
+    compared = logprobs - (sequence.sampled if config.ratio_to == "sampled" else old)
+    own, whole = compared.exp(), compared.mean().exp()
     ratios = {"token": own, "sequence": whole + 0 * own, "geometric": (own * whole).sqrt()}
     ratio = ratios[config.ratio]
     low = 1 - config.epsilon
@@ -248,12 +249,16 @@ def plain_losses(logprobs: torch.Tensor, sequence: Sequence, config: TrainConfig
     else:
         bounded = ratio.clamp(max=config.dual_clip) if config.clip == "dual" else ratio
         objective = bounded.clamp(min=low) * advantage
-    if config.correction == "truncate":
-        objective = objective * (config.correction_high / own.detach()).clamp(max=1)
-    elif config.correction != "off":
-        chosen = whole if config.correction == "sequence_mask" else own
-        inside = (chosen >= config.correction_low) & (chosen <= config.correction_high)
-        objective = torch.where(inside, objective, 0.0)
+    if config.correction != "off":
+        weight = (old - sequence.sampled).exp()
+        if config.correction == "sequence_mask":
+            weight = (old - sequence.sampled).mean().exp() + 0 * weight
+        inside = (weight >= config.correction_low) & (weight <= config.correction_high)
+        if config.correction == "truncate":
+            weight = torch.minimum(weight, torch.tensor(config.correction_high))
+        else:
+            weight = torch.where(inside, weight, 0.0)
+        objective = weight * objective
     losses = -objective
     if config.beta:
         difference = sequence.reference - logprobs

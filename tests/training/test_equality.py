@@ -46,7 +46,7 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 
 OTHERS = {
-    "geometric": {"ratio": "geometric", "normalisation": "trajectory"},
+    "geometric": {"ratio": "geometric", "normalisation": "trajectory", "ratio_to": "sampled"},
     "truncate": {"clip": "none", "correction": "truncate", "correction_high": 1.1},
     "mask": {"correction": "mask", "correction_low": 0.9, "correction_high": 1.1},
     "sequence mask": {
@@ -64,6 +64,11 @@ OTHERS = {
 
 CONFIGS = {
     **{name: TrainConfig(preset=name, max_grad_norm=1e9) for name in PRESETS},  # pyright: ignore[reportArgumentType]
+    # Against the sampler, so that the clip bites on a first pass.
+    **{
+        f"{name} to sampled": TrainConfig(preset=name, ratio_to="sampled", max_grad_norm=1e9)  # pyright: ignore[reportArgumentType]
+        for name in PRESETS
+    },
     **{name: TrainConfig(**given, max_grad_norm=1e9) for name, given in OTHERS.items()},
 }
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from art_server.training import head
-from art_server.training.head import score_targets
+from art_server.training.head import score_targets, whole_pieces
 
 
 def plain(
@@ -26,9 +26,7 @@ def test_chunks_change_neither_values_nor_gradients(
 
     logprobs, entropies = score_targets(
         hidden,
-        targets,
-        lambda states: torch.tanh(states @ weight.T / 3) * 3,
-        50,
+        whole_pieces(targets, lambda states: torch.tanh(states @ weight.T / 3) * 3, 50),
         with_entropy_gradient=with_entropy,
     )
     expected_logprobs, expected_entropies = plain(hidden, weight, targets)
@@ -53,9 +51,7 @@ def test_hopeless_and_certain_tokens_stay_finite() -> None:
     weight = torch.tensor([[300.0], [0.0], [-300.0]])
     logprobs, entropies = score_targets(
         hidden,
-        torch.tensor([2, 0]),
-        lambda states: states @ weight.T,
-        3,
+        whole_pieces(torch.tensor([2, 0]), lambda states: states @ weight.T, 3),
         with_entropy_gradient=True,
     )
     assert logprobs.tolist() == [-600.0, 0.0]

@@ -20,6 +20,8 @@ def uses(
     advantages: torch.Tensor,
     weights: float | torch.Tensor = 1.0,
     trajectories: list[int] | None = None,
+    old: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
 ) -> Uses:
     """Known uses; one trajectory unless said otherwise."""
     return Uses(
@@ -28,6 +30,10 @@ def uses(
         advantages_U=advantages,
         weights_U=torch.ones_like(sampled) * weights,
         trajectories_U=torch.tensor(trajectories or [0] * len(sampled), dtype=torch.int64),
+        is_fresh_U=torch.zeros(len(sampled), dtype=torch.bool),
+        is_stale_U=torch.zeros(len(sampled), dtype=torch.bool),
+        old_logprobs_U=old,
+        reference_logprobs_U=reference,
     )
 
 
@@ -39,7 +45,9 @@ def grpo_loss(
     config: TrainConfig,
     num_tokens: int,
 ) -> TokenLoss:
-    return policy_loss(logprobs, uses(sampled, advantages, 1 / num_tokens), reference, config)
+    """The policy has moved since the start of the job; the sampler was the policy then."""
+    started = uses(sampled, advantages, 1 / num_tokens, old=sampled, reference=reference)
+    return policy_loss(logprobs, started, config)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +69,7 @@ def test_clip_by_hand(ratio: float, advantage: float, objective: float, coeffici
     )
     assert float(loss.value) == pytest.approx(-objective / 4)
     assert float(loss.coefficients_U[0]) == pytest.approx(coefficient / 4)
-    assert float(loss.ratios_U[0]) == pytest.approx(ratio)
+    assert float(loss.policy_ratios_U[0]) == pytest.approx(ratio)
     assert bool(loss.is_clipped_U[0]) == (coefficient == 0.0 and advantage != 0.0)
     assert loss.kl_U is None
 
@@ -181,9 +189,10 @@ def test_shares_of_a_split_add_up(
 
 
 def by_hand(config: TrainConfig, *tokens: tuple[float, float, float], **given) -> TokenLoss:
-    """Tokens of (ratio, advantage, logprob)."""
+    """Tokens of (pi_new / pi_old, advantage, logprob); the sampler was the policy at the start."""
     ratios, advantages, logprobs = (tensor(*column) for column in zip(*tokens, strict=True))
-    return policy_loss(logprobs, uses(logprobs - ratios.log(), advantages, **given), None, config)
+    old = logprobs - ratios.log()
+    return policy_loss(logprobs, uses(old, advantages, old=old, **given), config)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,7 @@ def test_sequence_ratio_is_the_geometric_mean_and_its_slope_is_shared() -> None:
         config, (2.0, 1.0, -1.0), (1.0, 1.0, -1.0), (4.0, -1.0, -1.0), trajectories=[0, 0, 1]
     )
     root = math.sqrt(2)
-    assert loss.ratios_U.tolist() == pytest.approx([root, root, 4.0])
+    assert loss.policy_ratios_U.tolist() == pytest.approx([root, root, 4.0])
     assert float(loss.value) == pytest.approx(-2 * root + 4)
     # d(-2 s)/dlogp = -2 s / 2 for each of the two tokens.
     assert loss.coefficients_U.tolist() == pytest.approx([-root, -root, 4.0])
@@ -229,7 +238,7 @@ def test_geometric_ratio_is_the_root_of_token_and_sequence() -> None:
     loss = by_hand(config, (4.0, 1.0, -1.0), (1.0, 1.0, -1.0))
     # s = 2: sqrt(4 * 2), sqrt(1 * 2).
     first, second = math.sqrt(8), math.sqrt(2)
-    assert loss.ratios_U.tolist() == pytest.approx([first, second])
+    assert loss.policy_ratios_U.tolist() == pytest.approx([first, second])
     mean = (first + second) / 2
     assert loss.coefficients_U.tolist() == pytest.approx(
         [-(first + mean) / 2, -(second + mean) / 2]
@@ -237,28 +246,56 @@ def test_geometric_ratio_is_the_root_of_token_and_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("correction", "corrections"),
+    ("correction", "corrections", "is_corrected"),
     [
-        ("off", [1.0, 1.0, 1.0]),
-        ("truncate", [0.5, 1.0, 1.0]),
-        ("mask", [0.0, 1.0, 0.0]),
-        ("sequence_mask", [1.0, 1.0, 0.0]),
+        ("off", [1.0, 1.0, 1.0], [False, False, False]),
+        ("truncate", [2.0, 1.0, 0.25], [True, False, False]),
+        ("mask", [0.0, 1.0, 0.0], [True, False, True]),
+        # Geometric means of the two trajectories: 2 and 0.25.
+        ("sequence_mask", [2.0, 2.0, 0.0], [False, False, True]),
     ],
 )
-def test_corrections_by_hand(correction: str, corrections: list[float]) -> None:
+def test_corrections_by_hand(
+    correction: str, corrections: list[float], is_corrected: list[bool]
+) -> None:
+    """On a first pass nothing is clipped, whatever separates sampler and trainer: that is the weight's business."""
     config = TrainConfig(
-        clip="none",
         correction=correction,  # pyright: ignore[reportArgumentType]
         correction_high=2.0,
         correction_low=0.5,
     )
-    loss = by_hand(
-        config, (4.0, 1.0, -1.0), (1.0, 1.0, -1.0), (0.25, 1.0, -1.0), trajectories=[0, 0, 1]
-    )
+    ratios, logprobs = tensor(4.0, 1.0, 0.25), tensor(-1.0, -1.0, -1.0)
+    sampled = uses(logprobs - ratios.log(), tensor(1.0, 1.0, 1.0), trajectories=[0, 0, 1])
+    loss = policy_loss(logprobs, sampled, config)
     assert loss.corrections_U.tolist() == pytest.approx(corrections)
-    ratios = [4.0, 1.0, 0.25]
-    expected = [-each * ratio for each, ratio in zip(corrections, ratios, strict=True)]
-    assert loss.coefficients_U.tolist() == pytest.approx(expected)
+    assert loss.is_corrected_U.tolist() == is_corrected
+    assert loss.importance_ratios_U.tolist() == pytest.approx([4.0, 1.0, 0.25])
+    assert loss.policy_ratios_U.tolist() == [1.0, 1.0, 1.0]
+    assert not loss.is_clipped_U.any()
+    assert loss.coefficients_U.tolist() == pytest.approx([-each for each in corrections])
+
+
+def test_ratio_to_the_sampler_clips_what_separates_it_and_weighs_nothing() -> None:
+    config = TrainConfig(ratio_to="sampled")
+    ratios, logprobs = tensor(4.0, 1.0, 0.25), tensor(-1.0, -1.0, -1.0)
+    sampled = uses(logprobs - ratios.log(), tensor(1.0, 1.0, 1.0))
+    loss = policy_loss(logprobs, sampled, config)
+    assert loss.policy_ratios_U.tolist() == pytest.approx([4.0, 1.0, 0.25])
+    assert loss.corrections_U.tolist() == [1.0, 1.0, 1.0]
+    assert loss.coefficients_U.tolist() == pytest.approx([0.0, -1.0, -0.25])
+    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+    with pytest.raises(ValueError, match="leave correction out"):
+        TrainConfig(ratio_to="sampled", correction="truncate")
+
+
+def test_later_steps_clip_against_the_start_and_keep_the_weight_of_the_start() -> None:
+    # pi_new / pi_old is 1.5 and 0.5, pi_old / pi_sampled 4 and 0.5.
+    old, new = tensor(-2.0, -2.0), tensor(-2.0, -2.0) + tensor(1.5, 0.5).log()
+    sampled = uses(old - tensor(4.0, 0.5).log(), tensor(-1.0, 1.0), old=old)
+    loss = policy_loss(new, sampled, TrainConfig())
+    assert loss.policy_ratios_U.tolist() == pytest.approx([1.5, 0.5])
+    assert loss.corrections_U.tolist() == pytest.approx([2.0, 0.5])
+    assert loss.coefficients_U.tolist() == pytest.approx([2.0 * 1.5, -0.5 * 0.5])
 
 
 @pytest.mark.parametrize(
@@ -269,7 +306,9 @@ def test_kl_estimators_by_hand(estimator: str, value: float, slope: float) -> No
     # ref - new = ln 2; k3 stands above.
     config = TrainConfig(beta=0.5, kl_estimator=estimator)  # pyright: ignore[reportArgumentType]
     logprobs = tensor(-2.0)
-    loss = policy_loss(logprobs, uses(logprobs, tensor(0.0)), logprobs + math.log(2), config)
+    loss = policy_loss(
+        logprobs, uses(logprobs, tensor(0.0), reference=logprobs + math.log(2)), config
+    )
     assert float(loss.value) == pytest.approx(0.5 * value)
     assert float(loss.coefficients_U[0]) == pytest.approx(0.5 * slope)
 
@@ -281,7 +320,7 @@ def test_kl_in_the_advantage_is_centred_and_leaves_the_loss_alone() -> None:
     assert shaped.tolist() == pytest.approx([1.1, -1.1, 2.0])
     logprobs = tensor(-2.0)
     config = TrainConfig(beta=0.5, kl_in="advantage")
-    loss = policy_loss(logprobs, uses(logprobs, tensor(0.0)), logprobs + 1, config)
+    loss = policy_loss(logprobs, uses(logprobs, tensor(0.0), reference=logprobs + 1), config)
     assert loss.coefficients_U.tolist() == [0.0]
     assert loss.kl_U is not None
 
@@ -290,8 +329,8 @@ def test_unknown_log_probability_stands_at_the_policys_own() -> None:
     unknown = dataclasses.replace(
         uses(tensor(0.0, -1.0), tensor(1.0, 1.0)), is_unknown_U=torch.tensor([True, False])
     )
-    loss = policy_loss(tensor(-5.0, -1.0), unknown, None, TrainConfig())
-    assert loss.ratios_U.tolist() == [1.0, 1.0]
+    loss = policy_loss(tensor(-5.0, -1.0), unknown, TrainConfig())
+    assert loss.policy_ratios_U.tolist() == loss.importance_ratios_U.tolist() == [1.0, 1.0]
     assert loss.coefficients_U.tolist() == [-1.0, -1.0]
 
 
@@ -301,6 +340,9 @@ def test_presets_are_the_published_values() -> None:
         for name in PRESETS
     }
     assert TrainConfig() == values["grpo"]
+    assert {(v.ratio_to, v.correction, v.correction_high) for v in values.values()} == {
+        ("start", "truncate", 2.0)
+    }
     grpo = values["grpo"]
     assert (grpo.epsilon, grpo.epsilon_high, grpo.beta, grpo.normalisation) == (
         0.2,

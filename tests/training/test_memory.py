@@ -11,7 +11,7 @@ from art_server.training.memory import MAX_TOKENS, MIN_TOKENS, default_tokens, i
 def tree(first: int, num_leaves: int) -> list[TrainRow]:
     """Leaves of ten tokens on a trunk of twenty."""
     return [
-        TrainRow([first] * 20 + [leaf] * 10, [28], [1], [-1.0], [1.0], leaf)
+        TrainRow([first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], leaf)
         for leaf in range(num_leaves)
     ]
 

@@ -87,8 +87,10 @@ def plain_loss_and_gradients(
                     if sampled is None or index == 0:
                         continue
                     logprob = logprobs_TV[index - 1, row.token_ids[index]]
-                    ratio = (logprob - sampled).exp()
-                    total = total - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                    # The first pass: pi_old is pi_new, so only the weight is left of the two ratios.
+                    weight = (logprob.detach() - sampled).exp().clamp(max=2.0)
+                    ratio = (logprob - logprob.detach()).exp()
+                    total = total - weight * ratio * advantage
                     difference = reference_TV[index - 1, row.token_ids[index]] - logprob
                     total = total + config.beta * (difference.exp() - difference - 1)
                     num_tokens += 1
@@ -340,7 +342,9 @@ def test_metrics_and_progress_of_a_step(
         any(value for value in row.logprobs) for row in rows
     )
     assert 0 < metrics["loss/logprob_gap_mean"] < metrics["loss/logprob_gap_max"] <= 0.5 + 1e-4
-    assert 0 < metrics["loss/clipped_token_fraction"] < 1
+    assert metrics["loss/clipped_token_fraction"] == 0
+    assert metrics["loss/policy_ratio_mean"] == metrics["loss/policy_ratio_p99"] == 1
+    assert metrics["loss/corrected_token_fraction"] == 0
     assert (
         math.exp(-0.5)
         < metrics["loss/importance_ratio_mean"]
@@ -569,7 +573,7 @@ def test_kl_in_the_reward_lowers_it_by_the_samplers_kl(
     own = [float(policy.row_logprobs(row.token_ids)[-1]) for row in rows]
     mean = sum(rewards) / 2
     expected = -sum(
-        math.exp(logprob + 1) * (reward - mean)
+        min(2.0, math.exp(logprob + 1)) * (reward - mean)
         for logprob, reward in zip(own, rewards, strict=True)
     )
     config = TrainConfig(beta=0.5, kl_in="reward", kl_estimator="k1", clip="none", scaling="none")
