@@ -125,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="number type of the engine (auto: bfloat16)",
+        help="number type of the engine (auto: float32 on a CPU, bfloat16 on CUDA)",
     )
     add(
         "--trainer",
@@ -135,9 +135,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--trainer-dtype",
-        choices=("auto", "float32", "bfloat16"),
+        choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
         help="number type of the base weights in the trainer (auto: float32 on a CPU, bfloat16 on CUDA)",
+    )
+    add(
+        "--exact",
+        action="store_true",
+        help="float32 in engine and trainer; a step whose log-probabilities differ by more than 1e-6 on average, or 1e-4 at "
+        "most, trains nothing",
+    )
+    add(
+        "--gap-limit",
+        type=float,
+        metavar="MEAN",
+        help="mean difference between the engine's and the trainer's log-probabilities above which a step trains nothing "
+        "(four times the largest that was measured for their number types); 0: no limit",
     )
     add(
         "--kv-cache-gb",
@@ -218,6 +231,8 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         "dtype": flags.dtype,
         "trainer": flags.trainer,
         "trainer_dtype": flags.trainer_dtype,
+        "exact": flags.exact,
+        "gap_limit": flags.gap_limit,
         "kv_cache_gb": flags.kv_cache_gb,
         "engine_args": read_engine_args(flags.engine_arg),
         "wait_limit_seconds": flags.wait_limit,

@@ -38,6 +38,7 @@ from art_server.settings import Device, ServerConfig, detect_device
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry, merge_lora
+from art_server.training.gap import gap_bars
 from art_server.training.process import TrainerDied, TrainerError
 from art_server.training.task import InitTask
 from art_server.training.trainer import Trainer
@@ -71,9 +72,10 @@ class Service:
             self._on_samples,
             lambda: self.gate.is_busy,
         )
-        self.trainer = Trainer(config, children)
+        self.trainer = Trainer(config, self.device, children)
+        bars = gap_bars(config.number_types(self.device), config.exact, config.gap_limit)
         self.runner = JobRunner(
-            self.queue, self.registry, self.ledger, self.engine, self.gate, self.trainer
+            self.queue, self.registry, self.ledger, self.engine, self.gate, self.trainer, bars
         )
         self._base_lock = asyncio.Lock()
         self._base_known = asyncio.Event()

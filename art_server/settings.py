@@ -3,9 +3,9 @@
 import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Scope = Literal["infer", "train"]
 Device = Literal["cpu", "cuda"]
@@ -66,7 +66,12 @@ class ServerConfig(BaseModel):
     """Adapters that one engine batch may mix. Two at least: requests frozen by a step finish on the adapter before."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trainer: Literal["auto", "peft", "unsloth"] = "auto"
-    trainer_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    trainer_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    exact: bool = False
+    """Float32 on both sides, and no step whose gap is above what float32 rounds."""
+    gap_limit: float | None = Field(default=None, ge=0)
+    """Mean gap between the engine's log-probabilities and the trainer's above which a step trains nothing. None: what
+    docs/precision.md measured, times four; 0: no limit."""
     kv_cache_gb: int = Field(default=1, ge=1)
     """Memory for the engine's KV cache on a CPU, in GiB; on CUDA `gpu_memory_utilization` decides."""
     engine_args: Mapping[str, str] = {}
@@ -80,6 +85,19 @@ class ServerConfig(BaseModel):
     exit_with_parent: bool = False
     legacy_without_key: bool = False
     """Open the routes of the ART wire, and only them, to callers without a key."""
+
+    @model_validator(mode="after")
+    def _check_exact(self) -> Self:
+        if self.exact and {self.dtype, self.trainer_dtype} - {"auto", "float32"}:
+            raise ValueError("--exact computes in float32: leave out --dtype and --trainer-dtype")
+        return self
+
+    def number_types(self, device: Device) -> tuple[str, str]:
+        """Of the engine and of the trainer's base weights: float32 on a CPU, where it costs the engine nothing and
+        lets a model learn faster than bfloat16 (docs/precision.md)."""
+        usual = "bfloat16" if device == "cuda" and not self.exact else "float32"
+        engine = usual if self.dtype == "auto" else self.dtype
+        return engine, usual if self.trainer_dtype == "auto" else self.trainer_dtype
 
     def with_wishes(self, wishes: Mapping[str, str], max_positions: int) -> "ServerConfig":
         """These settings, filled up by a client's `max_seq_length` and engine arguments where they say nothing."""

@@ -53,7 +53,7 @@ def engine_command(
         "max-lora-rank": str(config.max_lora_rank),
         "max-loras": str(config.max_loras),
         "max-cpu-loras": str(max(MIN_CPU_LORAS, config.max_loras)),
-        "dtype": config.dtype if config.dtype != "auto" else "bfloat16",
+        "dtype": config.number_types(device)[0],
         "generation-config": "vllm",
         "tool-call-parser": parsers.tool,
     }

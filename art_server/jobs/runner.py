@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import time
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from art_server.ledger.resolve import Limits, Message, Sources, resolve
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import Model, Registry
 from art_server.training.process import TrainerDied, TrainerError
-from art_server.training.task import Done, Progress, TrainTask
+from art_server.training.task import Done, GapBars, Progress, TrainTask
 from art_server.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class JobRunner:
         engine: Engine,
         gate: Gate,
         trainer: Trainer,
+        gap_bars: GapBars | None,
     ):
         self._queue = queue
         self._registry = registry
@@ -74,6 +76,7 @@ class JobRunner:
         self._engine = engine
         self._gate = gate
         self._trainer = trainer
+        self._gap_bars = gap_bars
         self._positions: dict[str, Position] = {}
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
@@ -237,6 +240,9 @@ class JobRunner:
                 out_dir=str(temporary),
                 config=job.config,
                 batch=payload.batch,
+                start_step=step - 1,
+                seed=zlib.crc32(model.adapter_name(step).encode()),
+                gap_bars=self._gap_bars,
             )
             done = await self._run_trainer(job, task)
             metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}

@@ -30,9 +30,15 @@ class GapTooLarge(Exception):
     """The engine's log-probabilities are not those of the policy: nothing was trained."""
 
 
-def gap_bars(engine_dtype: str, trainer_dtype: str) -> GapBars:
-    measured = LARGEST_MEASURED[engine_dtype, trainer_dtype]
-    return GapBars(high=measured, wrong=WRONG_FACTOR * measured)
+def gap_bars(
+    number_types: tuple[str, str], is_exact: bool = False, limit: float | None = None
+) -> GapBars | None:
+    """The bars for an engine and a trainer of these number types, or from a mean that is given as the limit. None where
+    nothing is judged: with a limit of 0."""
+    if limit is not None:
+        return GapBars(high=limit / WRONG_FACTOR, wrong=limit) if limit else None
+    measured = LARGEST_MEASURED[number_types]
+    return EXACT if is_exact else GapBars(high=measured, wrong=WRONG_FACTOR * measured)
 
 
 def judge_gap(metrics: dict[str, float], task: TrainTask) -> list[str]:

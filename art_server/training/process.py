@@ -64,7 +64,7 @@ def worker_command(
     base_model: str,
     *,
     trainer: Literal["auto", "unsloth", "peft"] = "auto",
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    dtype: str = "auto",
     threads: int | None = None,
     max_tokens_per_micro_batch: int | None = None,
 ) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from art_server.children import Children
-from art_server.settings import ServerConfig
+from art_server.settings import Device, ServerConfig
 from art_server.training.process import TrainerProcess, worker_command
 from art_server.training.task import Done, InitTask, Progress, TrainTask
 
@@ -12,8 +12,9 @@ from art_server.training.task import Done, InitTask, Progress, TrainTask
 class Trainer:
     """Runs tasks in one worker process; starts another when that dies."""
 
-    def __init__(self, config: ServerConfig, children: Children):
+    def __init__(self, config: ServerConfig, device: Device, children: Children):
         self._config = config
+        self._dtype = config.number_types(device)[1]
         self._children = children
         self._process: TrainerProcess | None = None
         self._listed: int | None = None
@@ -24,9 +25,7 @@ class Trainer:
 
     def set_base(self, path: Path) -> None:
         """Name the weights to train; the process starts with the first task."""
-        command = worker_command(
-            str(path), trainer=self._config.trainer, dtype=self._config.trainer_dtype
-        )
+        command = worker_command(str(path), trainer=self._config.trainer, dtype=self._dtype)
         self._process = TrainerProcess(command, self._config.log_dir / "trainer.log")
 
     async def run(

@@ -18,6 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server.children import be_child
+from art_server.training.gap import GapTooLarge
 from art_server.training.memory import is_out_of_memory, return_freed_memory
 from art_server.training.policy import Policy
 from art_server.training.step import init, train
@@ -27,7 +28,12 @@ logger = logging.getLogger(__name__)
 
 TASK = TypeAdapter[Task](Task)
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def main() -> None:
@@ -101,6 +107,8 @@ class Worker:
             return self._run(task)
         except FloatingPointError as error:
             return Failed(code="non_finite", message=str(error))
+        except GapTooLarge as error:
+            return Failed(code="gap_too_large", message=str(error))
         except Exception as error:
             # The process's outermost handler: the server decides what becomes of the job.
             traceback.print_exc()
