@@ -1,16 +1,26 @@
 """Random batches that share much, and what they mean when every row is trained alone with autograd of the loss."""
 
+import base64
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.training.checkpoint import save_checkpoint
+from art_server.training.kept_set import pack_set, unpack_set
 from art_server.training.optimizer import make_optimizer
 from art_server.training.policy import Policy
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.training.task import (
+    Batch,
+    Distribution,
+    Row,
+    TrainableGroup,
+    TrainableTrajectory,
+)
 
 VOCABULARY = 128
 
@@ -27,13 +37,31 @@ def save_random_adapter(policy: Policy, folder: Path) -> Path:
     return folder
 
 
-def random_forest(policy: Policy, seed: int, noise: float) -> Batch:
+def random_forest(policy: Policy, seed: int, noise: float, *, is_plain: bool = True) -> Batch:
     """Groups of 1 to 12 rollouts of 1 to 4 turns over two prompts. Completions open alike, thoughts are stripped from
     later contexts (then a trajectory goes on in another row), some are equal altogether.
 
-    Sampled log-probabilities lie within `noise` of the policy's own.
+    Sampled log-probabilities lie within `noise` of the policy's own. Not plain: half of the tokens are sampled with a
+    temperature, a bias or a kept set.
     """
     rng = random.Random(seed)
+    table: list[Distribution] = []
+
+    def sampled_from(target: int) -> int:
+        """What a token is sampled from: often the same as others at its place, so that uses merge."""
+        if is_plain or rng.random() < 0.5:
+            return -1
+        size = rng.choice([0, 3, 3, 100])
+        kept = np.array(sorted({target, *random.Random(size).sample(range(VOCABULARY), size)}))
+        drawn = Distribution(
+            temperature=rng.choice([1.0, 0.5, 1.3]),
+            logit_bias=rng.choice([{}, {}, {3: 1.5, target: -0.5}]),
+            kept=base64.b64encode(pack_set(kept, VOCABULARY)).decode() if size else None,
+        )
+        if drawn not in table:
+            table.append(drawn)
+        return table.index(drawn)
+
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 25))] for _ in range(2)]
     openings = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))] for _ in range(3)]
 
@@ -60,7 +88,7 @@ def random_forest(policy: Policy, seed: int, noise: float) -> Batch:
             rows.append((token_ids, is_trained))
         return TrainableTrajectory(
             reward=rng.choice([0.0, 0.25, 1.0, rng.random()]),
-            rows=[_row(policy, rng, noise, *each) for each in rows],
+            rows=[_row(policy, rng, noise, *each, sampled_from, table) for each in rows],
             truncated=rng.random() < 0.2,
         )
 
@@ -82,20 +110,56 @@ def random_forest(policy: Policy, seed: int, noise: float) -> Batch:
             ]
         )
     )
-    return Batch(groups=groups)
+    return Batch(groups=groups, distributions=table)
 
 
 def _row(
-    policy: Policy, rng: random.Random, noise: float, token_ids: list[int], is_trained: list[bool]
+    policy: Policy,
+    rng: random.Random,
+    noise: float,
+    token_ids: list[int],
+    is_trained: list[bool],
+    sampled_from: Callable[[int], int],
+    table: list[Distribution],
 ) -> Row:
-    own = [0.0, *policy.row_logprobs(token_ids).tolist()] if len(token_ids) > 1 else [0.0]
-    return Row(
-        token_ids=token_ids,
-        logprobs=[
-            value + rng.uniform(-noise, noise) if trained and index else None
-            for index, (value, trained) in enumerate(zip(own, is_trained, strict=True))
-        ],
-    )
+    drawn = [
+        sampled_from(token) if trained else -1
+        for token, trained in zip(token_ids, is_trained, strict=True)
+    ]
+    logprobs: list[float | None] = [None] * len(token_ids)
+    trained = [index for index, each in enumerate(is_trained) if each and index]
+    if trained:
+        policy.use_trees(False)
+        with torch.no_grad():
+            logits = policy.model(input_ids=torch.tensor([token_ids])).logits[0].float()
+        policy.use_trees(True)
+        logits_NV = logits[[index - 1 for index in trained]]
+        own_NV = plain_logprobs(logits_NV, [drawn[index] for index in trained], table)
+        for index, own_V in zip(trained, own_NV, strict=True):
+            logprobs[index] = float(own_V[token_ids[index]]) + rng.uniform(-noise, noise)
+    return Row(token_ids=token_ids, logprobs=logprobs, distributions=drawn)
+
+
+def plain_logprobs(
+    logits_NV: torch.Tensor, drawn: list[int], table: list[Distribution]
+) -> torch.Tensor:
+    """Row by row: the logits with their bias over the temperature, everything outside of the set at -60 below the rest."""
+    rows = []
+    for logits_V, index in zip(logits_NV, drawn, strict=True):
+        if index < 0:
+            rows.append(torch.log_softmax(logits_V, -1))
+            continue
+        each = table[index]
+        bias_V = torch.zeros_like(logits_V)
+        for token, value in each.logit_bias.items():
+            bias_V[token] = value
+        logits_V = (logits_V + bias_V) / each.temperature
+        if each.kept is not None:
+            is_out_V = torch.ones(VOCABULARY, dtype=torch.bool)
+            is_out_V[torch.from_numpy(unpack_set(base64.b64decode(each.kept)))] = False
+            logits_V = torch.where(is_out_V, logits_V.detach().min() - 60, logits_V)
+        rows.append(torch.log_softmax(logits_V, -1))
+    return torch.stack(rows)
 
 
 @dataclass
@@ -141,9 +205,17 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
                 if not trained:
                     continue
                 places, targets = [i - 1 for i in trained], ids[0, trained]
-                all_logprobs = torch.log_softmax(model(input_ids=ids).logits[0, places].float(), -1)
+                drawn = [row.distributions[i] for i in trained]
+
+                def scored(
+                    ids: torch.Tensor = ids, places: list[int] = places, drawn: list[int] = drawn
+                ) -> torch.Tensor:
+                    logits_NV = model(input_ids=ids).logits[0, places].float()
+                    return plain_logprobs(logits_NV, drawn, batch.distributions)
+
+                all_logprobs = scored()
                 with torch.no_grad(), model.disable_adapter():
-                    base = torch.log_softmax(model(input_ids=ids).logits[0, places].float(), -1)
+                    base = scored()
                 sequence.logprobs.append(all_logprobs.gather(1, targets[:, None])[:, 0])
                 sequence.entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
                 sampled = torch.tensor([row.logprobs[i] for i in trained])

@@ -94,6 +94,7 @@ FORESTS = {
     "seed": st.integers(0, 100_000),
     "budget": st.integers(3, 600),
     "noise": st.sampled_from([1e-4, 0.05, 0.5]),
+    "is_plain": st.booleans(),
 }
 
 
@@ -104,11 +105,12 @@ def assert_tree_equals_rows(
     seed: int,
     budget: int,
     noise: float,
+    is_plain: bool,
 ) -> None:
     policy, adapter_dir = started
     policy.load_adapter(LoRAConfig(), adapter_dir)
     policy.tree_gap = None
-    batch = random_forest(policy, seed, noise)
+    batch = random_forest(policy, seed, noise, is_plain=is_plain)
     alone = train_rows_alone(policy, batch, config)
     task = TrainTask(
         lora=LoRAConfig(),
@@ -133,17 +135,31 @@ def assert_tree_equals_rows(
 @settings(max_examples=15, **EXAMPLES)
 @given(name=st.sampled_from(sorted(CONFIGS)), **FORESTS)
 def test_tree_equals_rows(
-    started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float
+    started: tuple[Policy, Path],
+    tmp_path: Path,
+    name: str,
+    seed: int,
+    budget: int,
+    noise: float,
+    is_plain: bool,
 ) -> None:
-    assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise)
+    assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise, is_plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 @settings(max_examples=12, **EXAMPLES)
 @given(**FORESTS)
-@example(seed=206, budget=113, noise=0.05)  # with GSPO, queries and keys without a gradient
+@example(
+    seed=206, budget=113, noise=0.05, is_plain=True
+)  # with GSPO, queries and keys without a gradient
 def test_tree_equals_rows_for_each_loss(
-    started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float
+    started: tuple[Policy, Path],
+    tmp_path: Path,
+    name: str,
+    seed: int,
+    budget: int,
+    noise: float,
+    is_plain: bool,
 ) -> None:
-    assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise)
+    assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise, is_plain)

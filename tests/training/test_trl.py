@@ -1,8 +1,9 @@
-"""The same step as TRL 1.16's GRPOTrainer on the same tokens, advantages and old log-probabilities."""
+"""The same steps as TRL 1.16's GRPOTrainer on the same tokens, advantages and log-probabilities of the sampler."""
 
 import os
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ NUM_STEPS = 3
 LEARNING_RATE = 1e-3
 VOCABULARY = 128
 
-CASES: dict[str, tuple[dict, dict]] = {
+TO_SAMPLED: dict[str, tuple[dict, dict]] = {
     "grpo": ({}, {"loss_type": "dapo"}),
     "grpo by trajectory": ({"normalisation": "trajectory"}, {"loss_type": "grpo"}),
     "dr_grpo": ({"preset": "dr_grpo"}, {"loss_type": "dr_grpo", "max_completion_length": 1024}),
@@ -47,10 +48,34 @@ CASES: dict[str, tuple[dict, dict]] = {
         {"loss_type": "dapo", "beta": 0.2, "use_bias_correction_kl": False},
     ),
 }
-"""Ours and TRL's settings of the same loss."""
+"""Ours and TRL's settings of the same loss. TRL's old policy is the sampler there, so that the clip bites."""
+
+TRUNCATE = {"vllm_importance_sampling_mode": "token_truncate"}
+MASK = {"vllm_importance_sampling_mode": "token_mask"}
+CORRECTED: dict[str, tuple[dict, dict]] = {
+    "truncate": ({}, {"loss_type": "dapo", **TRUNCATE}),
+    "mask": ({"correction": "mask"}, {"loss_type": "dapo", **MASK}),
+    "gspo": (
+        {"preset": "gspo"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", **TRUNCATE}
+        | {"epsilon": 3e-4, "epsilon_high": 4e-4},
+    ),
+    "cispo": ({"preset": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0, **TRUNCATE}),
+    "kl": (
+        {"beta": 0.2},
+        {"loss_type": "dapo", "beta": 0.2, "use_bias_correction_kl": False, **TRUNCATE},
+    ),
+}
+"""The old policy is the trainer's at the start of the job; the sampler is weighed."""
+
+CAP = 2.0
+NOISE = 1.5
+"""Sampled log-probabilities differ by up to this much, so that ratios reach exp(1.5) = 4.5 and the cap bites."""
+
+MakeInputs = Callable[[torch.nn.Module], dict[str, torch.Tensor]]
 
 
-def make_batch(policy: Policy) -> Batch:
+def make_batch(policy: Policy, noise: float = 0.3) -> Batch:
     """Three groups with prompts of different length and completions of different length."""
     rng = random.Random(0)
 
@@ -65,7 +90,7 @@ def make_batch(policy: Policy) -> Batch:
             token_ids = prompt + draw(3, 20)
             own = [0.0, *policy.row_logprobs(token_ids).tolist()]
             logprobs = [
-                value + rng.uniform(-0.3, 0.3) if index >= len(prompt) else None
+                value + rng.uniform(-noise, noise) if index >= len(prompt) else None
                 for index, value in enumerate(own)
             ]
             trajectories.append(
@@ -121,17 +146,99 @@ def pad(rows: list[list], left: bool = False) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_three_steps_equal_those_of_trl(
+def correcting(
+    batch: Batch, inputs: dict[str, torch.Tensor], mode: str, is_one_job: bool
+) -> MakeInputs:
+    """TRL's inputs with the old policy's log-probabilities, and with their truncated or masked ratio to the sampler's:
+    those of each step's start, or of the first step's."""
+    rows = [each.rows[0] for group in batch.groups for each in group.trajectories]
+    sampled = inputs["old_per_token_logps"]
+    made: list[dict[str, torch.Tensor]] = []
+
+    def make(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        if not made or not is_one_job:
+            olds = []
+            for row in rows:
+                first = sum(value is None for value in row.logprobs)
+                ids = torch.tensor([row.token_ids])
+                with torch.no_grad():
+                    logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+                own = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+                olds.append(own[first - 1 :].tolist())
+            old = pad(olds)
+            ratio = (old - sampled).exp()
+            capped = ratio.clamp(max=CAP)
+            if mode == "token_mask":
+                capped = torch.where(ratio > CAP, 0.0, ratio)
+            assert 0.1 < float((ratio > CAP).float().mean()) < 0.9
+            made.append(inputs | {"old_per_token_logps": old, "importance_sampling_ratio": capped})
+        return made[-1]
+
+    return make
+
+
+@pytest.mark.parametrize("name", list(CORRECTED))
+def test_three_jobs_of_one_step_equal_trls_with_its_correction(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str
 ) -> None:
-    given, theirs = CASES[name]
+    given, theirs = CORRECTED[name]
     config = TrainConfig(**given, learning_rate=LEARNING_RATE, max_grad_norm=0.5)
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    batch = make_batch(policy, NOISE)
+    inputs = make_inputs(policy, batch, config)
+    make = correcting(batch, inputs, theirs["vllm_importance_sampling_mode"], is_one_job=False)
+    norms, weights = run_trl(base_dir, adapter_dir, tmp_path, make, theirs)
+    run_ours_in_jobs(policy, adapter_dir, tmp_path, config, batch, norms, weights)
+
+
+@pytest.mark.parametrize("name", list(CORRECTED))
+def test_one_job_of_three_steps_equals_trls_with_a_fixed_old_policy(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str
+) -> None:
+    given, theirs = CORRECTED[name]
+    config = TrainConfig(**given, learning_rate=LEARNING_RATE, max_grad_norm=0.5, passes=NUM_STEPS)
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    batch = make_batch(policy, NOISE)
+    inputs = make_inputs(policy, batch, config)
+    make = correcting(batch, inputs, theirs["vllm_importance_sampling_mode"], is_one_job=True)
+    norms, weights = run_trl(base_dir, adapter_dir, tmp_path, make, theirs)
+
+    out = tmp_path / "out"
+    task = TrainTask(
+        lora=LoRAConfig(), in_dir=str(adapter_dir), out_dir=str(out), config=config, batch=batch
+    )
+    done = train(policy, task, 150, lambda _: None)
+    assert done.metrics["loss/grad_norm"] == pytest.approx(sum(norms) / NUM_STEPS, rel=1e-4)
+    assert done.metrics["data/step_num_gradient_steps"] == NUM_STEPS
+    assert done.metrics["loss/policy_ratio_p99"] > 1 + 1e-3
+    assert_same_weights(out, weights)
+
+
+@pytest.mark.parametrize("name", list(TO_SAMPLED))
+def test_three_steps_equal_those_of_trl_with_the_sampler_as_old_policy(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str
+) -> None:
+    given, theirs = TO_SAMPLED[name]
+    config = TrainConfig(
+        **given, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5
+    )
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = make_batch(policy)
     inputs = make_inputs(policy, batch, config)
-    norms, weights = run_trl(base_dir, adapter_dir, tmp_path, inputs, theirs)
+    norms, weights = run_trl(base_dir, adapter_dir, tmp_path, lambda _: inputs, theirs)
+    run_ours_in_jobs(policy, adapter_dir, tmp_path, config, batch, norms, weights)
 
+
+def run_ours_in_jobs(
+    policy: Policy,
+    adapter_dir: Path,
+    tmp_path: Path,
+    config: TrainConfig,
+    batch: Batch,
+    norms: list[float],
+    weights: dict[str, torch.Tensor],
+) -> None:
+    """Three jobs of one step each, with TRL's gradient norms and weights."""
     folder = adapter_dir
     for index in range(NUM_STEPS):
         out = tmp_path / str(index)
@@ -141,6 +248,10 @@ def test_three_steps_equal_those_of_trl(
         done = train(policy, task, 150, lambda _: None)
         assert done.metrics["loss/grad_norm"] == pytest.approx(norms[index], rel=1e-4)
         folder = out
+    assert_same_weights(folder, weights)
+
+
+def assert_same_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     for key, tensor in load_file(folder / ADAPTER_FILE).items():
         assert float((tensor - weights[key]).norm()) <= 1e-4 * float(weights[key].norm()), key
 
@@ -149,7 +260,7 @@ def run_trl(
     base_dir: Path,
     adapter_dir: Path,
     folder: Path,
-    inputs: dict[str, torch.Tensor],
+    make_inputs: MakeInputs,
     settings: dict[str, Any],
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradient norms of three steps, and the adapter after them."""
@@ -162,7 +273,7 @@ def run_trl(
 
     class SameTokens(GRPOTrainer):
         def _prepare_inputs(self, generation_batch: Any) -> Any:
-            return inputs
+            return make_inputs(self.model)
 
     class Norms(TrainerCallback):
         values: list[float]
@@ -208,6 +319,8 @@ def run_trl(
         processing_class=tokenizer,
         callbacks=[Norms()],
     )
+    if "vllm_importance_sampling_mode" in settings:
+        trainer.use_vllm = True  # the argument would start vLLM
     trainer.train()
     weights = {
         key.replace(".default", ""): each.detach()
