@@ -164,9 +164,10 @@ def train(
         parts = divide(task, rows, notes)
         known = memory.run(lambda budget: look_ahead(policy, task, rows, len(parts), budget, notes))
         rows = shape(task, rows, known)
+        of_job: dict[str, float] = {}
         if known.old_logprobs_U is not None:
-            uses = _uses(task, rows.rows, known)
-            notes += judge_gap(sampler_metrics(known.old_logprobs_U, uses), task)
+            of_job = sampler_metrics(known.old_logprobs_U, _uses(task, rows.rows, known))
+            notes += judge_gap(of_job, task)
 
         def compute(part: TrainRows, of_part: Known, phase: str, budget: int) -> dict[str, float]:
             optimizer.zero_grad(set_to_none=True)
@@ -188,7 +189,7 @@ def train(
             steps[-1]["loss/learning_rate"] = optimizer.param_groups[0]["lr"]
             optimizer.step()
             steps[-1]["time/step_optimizer_s"] = time.perf_counter() - started
-        metrics |= merge_steps(steps)
+        metrics |= merge_steps(steps) | of_job
         metrics["time/step_forward_backward_s"] += known.seconds
         seconds = metrics["time/step_forward_backward_s"] + metrics["time/step_optimizer_s"]
         metrics["throughput/avg_trainer_tok_per_s"] = metrics["data/step_row_tokens"] / seconds

@@ -1,7 +1,9 @@
+import base64
 import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -12,15 +14,20 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.training.advantages import group_advantages
-from art_server.training.batches import MicroBatch, make_train_rows
+from art_server.training.batches import MicroBatch, TrainRow, make_train_rows
+from art_server.training.gap import GapTooLarge
+from art_server.training.kept_set import pack_set
 from art_server.training.policy import ADAPTER_FILE, Policy
-from art_server.training.step import compute_gradient, init, train
+from art_server.training.step import compute_gradient, divide, init, train
 from art_server.training.task import (
     Batch,
+    Distribution,
     Done,
+    GapBars,
     InitTask,
     Progress,
     Row,
+    Span,
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
@@ -638,3 +645,166 @@ def test_trees_that_differ_from_rows_are_noticed_before_they_train(
     )
     assert expected.metrics["data/step_tree_gap"] < 1e-4
     assert expected.metrics["data/step_shared_token_saving"] > 0
+
+
+def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_of_the_start(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """Two passes over two mini-batches, against plain autograd of the formula with torch's AdamW."""
+    batch = near_policy(policy, adapter_dir, make_batch(31, num_groups=4))
+    config = TrainConfig(passes=2, mini_batches=2, learning_rate=1e-2, max_grad_norm=1e9)
+    task = train_task(adapter_dir, tmp_path / "out", batch, config, seed=7)
+    done = train(policy, task, 60, lambda _: None)
+    parts = divide(task, make_train_rows(batch, config), [])
+
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True).eval()
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+    rows = make_train_rows(batch, config).rows
+
+    def score(row: TrainRow) -> torch.Tensor:
+        ids = torch.tensor([[*row.token_ids, row.targets[-1]]])
+        logprobs_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
+        return logprobs_TV[row.positions, row.targets]
+
+    with torch.no_grad():
+        olds = [score(row) for row in rows]
+    for part in parts:
+        total, num_tokens = torch.zeros(()), sum(len(rows[index].targets) for index in part)
+        for index in part:
+            row, logprobs = rows[index], score(rows[index])
+            advantages = torch.tensor(row.advantages)
+            weights = (olds[index] - torch.tensor(row.sampled_logprobs)).exp().clamp(max=2.0)
+            ratios = (logprobs - olds[index]).exp()
+            bounded = torch.min(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
+            total = total - (weights * bounded).sum()
+        optimizer.zero_grad()
+        (total / num_tokens).backward()
+        optimizer.step()
+
+    expected = {
+        name.replace(".default", ""): each.detach()
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
+    for name, tensor in load_file(tmp_path / "out" / ADAPTER_FILE).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+    assert done.metrics["data/step_num_gradient_steps"] == 4 == len(parts)
+    assert done.metrics["loss/clipped_token_fraction"] > 0
+
+
+def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    batch, config = make_batch(32, num_groups=6), TrainConfig(passes=2, mini_batches=3)
+    rows = make_train_rows(batch, config)
+    group_of = [index // 3 for index in range(18)]
+    task = train_task(adapter_dir, tmp_path / "1", batch, config, seed=1)
+    parts = divide(task, rows, [])
+    assert len(parts) == 6
+    for first in (0, 3):
+        groups = [
+            {group_of[rows.rows[index].trajectory] for index in part}
+            for part in parts[first : first + 3]
+        ]
+        assert sorted(group for part in groups for group in part) == list(range(6))
+        assert [len(part) for part in groups] == [2, 2, 2]
+    assert parts[:3] != parts[3:]
+    other = train_task(adapter_dir, tmp_path / "2", batch, config, seed=2)
+    assert divide(other, rows, []) != parts
+
+    train(policy, task, BUDGET, lambda _: None)
+    again = train_task(adapter_dir, tmp_path / "again", batch, config, seed=1)
+    train(Policy(str(base_dir), torch.float32), again, BUDGET, lambda _: None)
+    assert contents(tmp_path / "1") == contents(tmp_path / "again")
+
+
+def test_more_mini_batches_than_groups_with_signal_are_as_many_as_groups_and_are_noted(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    config = TrainConfig(mini_batches=5)
+    done = step(policy, adapter_dir, tmp_path / "out", make_batch(33), config)
+    assert done.metrics["data/step_num_gradient_steps"] == 3
+    assert done.notes == [
+        "mini_batches is 5, and 3 groups carry a signal: each pass takes 3 optimizer steps"
+    ]
+
+
+def gap_batch(policy: Policy, adapter_dir: Path, gap: float, num_tokens: int, step: int) -> Batch:
+    """Two rows of tokens that a record says were sampled at `step`, with the policy's log-probabilities moved by `gap`."""
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    rng = random.Random(0)
+    rows = []
+    for _ in range(2):
+        token_ids = [rng.randrange(128) for _ in range(num_tokens + 1)]
+        own = policy.row_logprobs(token_ids).tolist()
+        logprobs = [None, *(value - gap for value in own)]
+        rows.append(
+            Row(
+                token_ids=token_ids,
+                logprobs=logprobs,
+                spans=[Span(start=1, stop=num_tokens + 1, step=step)],
+            )
+        )
+    trajectories = [
+        TrainableTrajectory(reward=float(index), rows=[row]) for index, row in enumerate(rows)
+    ]
+    return Batch(groups=[TrainableGroup(trajectories=trajectories)])
+
+
+BARS = GapBars(high=0.01, wrong=0.04)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_wrong_gap_trains_nothing_and_says_what_to_do(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, passes: int
+) -> None:
+    config = TrainConfig(passes=passes)
+    batch = gap_batch(policy, adapter_dir, 0.05, 40, step=3)
+    task = train_task(adapter_dir, tmp_path / "out", batch, config, start_step=3, gap_bars=BARS)
+    with pytest.raises(GapTooLarge, match=r"0\.05 on average.*80 tokens of step 3.*gap-limit 0"):
+        train(policy, task, BUDGET, lambda _: None)
+    assert not (tmp_path / "out").exists()
+    # Without bars it is measured only.
+    free = train_task(adapter_dir, tmp_path / "free", batch, config, start_step=3)
+    done = train(policy, free, BUDGET, lambda _: None)
+    assert done.metrics["loss/logprob_gap_mean"] == pytest.approx(0.05, abs=1e-5)
+    assert done.metrics["loss/logprob_gap_num_tokens"] == 80
+
+
+def test_a_high_gap_is_noted_and_one_of_few_or_stale_tokens_is_not_judged(
+    policy: Policy, adapter_dir: Path, tmp_path: Path
+) -> None:
+    def run(name: str, gap: float, num_tokens: int, sampled_at: int) -> Done:
+        batch = gap_batch(policy, adapter_dir, gap, num_tokens, sampled_at)
+        out = tmp_path / name
+        task = train_task(adapter_dir, out, batch, TrainConfig(), start_step=3, gap_bars=BARS)
+        return train(policy, task, BUDGET, lambda _: None)
+
+    (note,) = run("high", 0.02, 40, 3).notes
+    assert "more than was ever measured" in note and "0.01" in note
+    assert run("fine", 0.005, 40, 3).notes == []
+    assert run("few", 0.5, 20, 3).notes == []
+    stale = run("stale", 0.5, 40, 2)
+    assert stale.notes == []
+    assert stale.metrics["loss/logprob_gap_stale_mean"] == pytest.approx(0.5, abs=1e-5)
+    assert "loss/logprob_gap_mean" not in stale.metrics
+
+
+def test_a_token_outside_of_the_set_that_it_was_sampled_from_is_refused(
+    policy: Policy, adapter_dir: Path, tmp_path: Path
+) -> None:
+    kept = base64.b64encode(pack_set(np.array([7, 9]), 128)).decode()
+    batch = gap_batch(policy, adapter_dir, 0.0, 3, step=0)
+    row = batch.groups[0].trajectories[0].rows[0]
+    wrong = row.model_copy(update={"token_ids": [1, 2, 3, 8], "distributions": [-1, -1, -1, 0]})
+    trajectories = [
+        TrainableTrajectory(reward=0.0, rows=[wrong]),
+        batch.groups[0].trajectories[1],
+    ]
+    batch = Batch(
+        groups=[TrainableGroup(trajectories=trajectories)], distributions=[Distribution(kept=kept)]
+    )
+    with pytest.raises(ValueError, match="token 8 lies outside of the set"):
+        step(policy, adapter_dir, tmp_path / "out", batch, TrainConfig())
