@@ -148,6 +148,10 @@ def _piece(
             logits = logits + added[rows_N]
         if temperatures_N1 is not None:
             logits = logits / temperatures_N1
-        return logits if masks is None else logits.masked_fill(masks[rows_N], LEFT_OUT)
+        if masks is not None:
+            # Beside the graph, because what is left out has no gradient: its probability is 0.
+            with torch.no_grad():
+                logits.masked_fill_(masks[rows_N], LEFT_OUT)
+        return logits
 
     return Piece(here, torch.from_numpy(targets_in_columns).to(device), score, num_columns)

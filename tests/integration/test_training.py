@@ -50,8 +50,8 @@ def test_engine_and_trainer_agree_on_a_trained_adapter(server: Server) -> None:
         done = train(client, "agree", groups)[-1]
     metrics = done["metrics"]
     assert metrics["data/step_trainable_assistant_tokens"] >= 64
-    assert metrics["loss/logprob_gap_mean"] < 1e-5
-    assert metrics["loss/logprob_gap_max"] < 1e-3
+    assert metrics["loss/logprob_gap_mean"] < 1e-6
+    assert metrics["loss/logprob_gap_max"] < 1e-4
 
 
 def test_the_same_key_returns_the_same_job(server: Server) -> None:
