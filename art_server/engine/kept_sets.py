@@ -24,6 +24,7 @@ from art_server.engine.entries import Choice, Figures, Kept, logprob_source, mak
 
 logger = logging.getLogger(__name__)
 
+
 def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int]) -> Figures:
     """The figures of some rows of processed logits (float32, -inf where a token is out of play) on a CPU."""
     logits, num_vocabulary = logits_BV.numpy(), logits_BV.shape[1]
@@ -109,9 +110,7 @@ class Step:
 
             output.get_output = get_filled
 
-    def _choices_of(
-        self, request_ids: list[str], requests: dict[str, Any]
-    ) -> list[Choice | None]:
+    def _choices_of(self, request_ids: list[str], requests: dict[str, Any]) -> list[Choice | None]:
         known = self._choices
         if len(known) > 2 * len(requests) + 64:
             known = self._choices = {key: known[key] for key in requests if key in known}
@@ -212,11 +211,11 @@ def install_in_runner() -> Step:
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker import gpu_model_runner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     step = Step()
+    runner_class: Any = gpu_model_runner.GPUModelRunner
     apply_bitmask = seam(gpu_model_runner, "apply_grammar_bitmask")
-    sample_tokens = seam(GPUModelRunner, "sample_tokens", uses="apply_grammar_bitmask")
+    sample_tokens = seam(runner_class, "sample_tokens", uses="apply_grammar_bitmask")
     seam(Sampler, "forward", uses="apply_logits_processors")
     process_logits = seam(Sampler, "apply_logits_processors")
     for name in ("forward_cpu", "forward_native"):
@@ -237,8 +236,8 @@ def install_in_runner() -> Step:
         return process_logits(self, logits, *args, **kwargs)
 
     def cut_and_keep(logits: torch.Tensor, k: Any, p: Any) -> torch.Tensor:
-        step.logits_BV = cut(logits, k, p)
-        return step.logits_BV
+        logits = step.logits_BV = cut(logits, k, p)
+        return logits
 
     def sample_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
         step.grammar = step.logits_BV = None
@@ -254,5 +253,5 @@ def install_in_runner() -> Step:
     gpu_model_runner.apply_grammar_bitmask = keep_grammar
     Sampler.apply_logits_processors = process_with_grammar
     topk_topp_sampler.apply_top_k_top_p = cut_and_keep
-    GPUModelRunner.sample_tokens = sample_and_tell
+    runner_class.sample_tokens = sample_and_tell
     return step

@@ -67,12 +67,14 @@ class Batch:
         )
         self.requests: dict[str, Any] = {}
         name = uuid.uuid4().hex
-        for number, given in enumerate(requests):
-            ends = given.pop("ends", [])
-            params = vllm.params.SamplingParams(logprobs=0, **given)
-            params._bad_words_token_ids = [[9], [1, 11]] if given.get("bad_words") else None
+        for number, asked in enumerate(requests):
+            ends = asked.pop("ends", [])
+            params = vllm.params.SamplingParams(logprobs=0, **asked)
+            params._bad_words_token_ids = [[9], [1, 11]] if asked.get("bad_words") else None
             params._all_stop_token_ids.update(ends)
-            state = vllm.batch.CachedRequestState(f"{name}-{number}", [1, 2], [], params, None, ([0],), 2, [])
+            state = vllm.batch.CachedRequestState(
+                f"{name}-{number}", [1, 2], [], params, None, ([0],), 2, []
+            )
             self.requests[state.req_id] = state
             self.input_batch.add_request(state)
         self.input_batch.refresh_metadata()
@@ -100,38 +102,38 @@ class Batch:
 
 
 def expected(
-    logits: torch.Tensor, given: dict[str, Any], grammar: np.ndarray | None
+    logits: torch.Tensor, asked: dict[str, Any], grammar: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and kept tokens of one row by the definitions, in float64."""
     x = logits.double().numpy().copy()
     out = np.zeros(V, dtype=bool)
     if grammar is not None:
         out |= ~grammar
-    if given.get("allowed_token_ids"):
-        out[[t for t in range(V) if t not in given["allowed_token_ids"]]] = True
-    if given.get("bad_words"):
+    if asked.get("allowed_token_ids"):
+        out[[t for t in range(V) if t not in asked["allowed_token_ids"]]] = True
+    if asked.get("bad_words"):
         out[9] = True
-    if given.get("min_tokens"):
-        out[given["ends"]] = True
-    for token, bias in (given.get("logit_bias") or {}).items():
+    if asked.get("min_tokens"):
+        out[asked["ends"]] = True
+    for token, bias in (asked.get("logit_bias") or {}).items():
         x[token] += bias
-    x /= given.get("temperature", 1.0)
+    x /= asked.get("temperature", 1.0)
     x[out] = -np.inf
 
     def probabilities() -> np.ndarray:
         weights = np.exp(x - x.max())
         return weights / weights.sum()
 
-    if given.get("min_p"):
+    if asked.get("min_p"):
         p = probabilities()
-        x[p < given["min_p"] * p.max()] = -np.inf
-    if given.get("top_k"):
-        x[x < np.sort(x)[-given["top_k"]]] = -np.inf
-    if given.get("top_p", 1.0) < 1:
+        x[p < asked["min_p"] * p.max()] = -np.inf
+    if asked.get("top_k"):
+        x[x < np.sort(x)[-asked["top_k"]]] = -np.inf
+    if asked.get("top_p", 1.0) < 1:
         p = probabilities()
         order = np.argsort(-p)
         before = np.cumsum(p[order]) - p[order]
-        x[order[before >= given["top_p"]]] = -np.inf
+        x[order[before >= asked["top_p"]]] = -np.inf
     with np.errstate(divide="ignore"):
         return np.log(probabilities()), x > -np.inf
 
@@ -182,7 +184,9 @@ def test_figures_are_those_of_the_distribution_that_was_sampled(
     token_ids, raw, output = batch.sample(logits)
     raw_expected = whole.double().log_softmax(-1)
     masks = output.sampling_masks
-    for row, (chosen, token, raw_logprob) in enumerate(zip(given_rows, token_ids, raw, strict=True)):
+    for row, (chosen, token, raw_logprob) in enumerate(
+        zip(given_rows, token_ids, raw, strict=True)
+    ):
         assert raw_logprob == pytest.approx(float(raw_expected[row, token]), abs=1e-5)
         entry = masks.slice_request(row, 1).to_nested_list() if masks is not None else [[]]
         source = entries.logprob_source([*batch.requests.values()][row].sampling_params)
@@ -238,7 +242,9 @@ def test_a_grammar_that_allows_everything_leaves_the_whole_vocabulary(vllm: Any)
     structured = vllm.params.StructuredOutputsParams(regex="x")
     batch = Batch(vllm, [{"structured_outputs": structured}], {0: np.ones(V, dtype=bool)})
     _, raw, output = batch.sample(torch.randn(1, V))
-    read = entries.read_choice("cut", raw, output.sampling_masks.slice_request(0, 1).to_nested_list())
+    read = entries.read_choice(
+        "cut", raw, output.sampling_masks.slice_request(0, 1).to_nested_list()
+    )
     assert read == ([pytest.approx(raw[0], abs=1e-6)], [], [])
 
 
@@ -269,7 +275,10 @@ def test_a_device_measures_as_a_cpu_does() -> None:
         (kept_sets.measure(logits, rows[:0], []), there.of_rows([], [])),
     ):
         np.testing.assert_allclose(one.logprobs_R, other.logprobs_R, atol=1e-6)
-        made = [entries.make_entries(each, [entries.Choice(True, {}) for _ in one.logprobs_R]) for each in (one, other)]
+        made = [
+            entries.make_entries(each, [entries.Choice(True, {}) for _ in one.logprobs_R])
+            for each in (one, other)
+        ]
         for mine, theirs in zip(*made, strict=True):
             np.testing.assert_array_equal(np.delete(mine, 1), np.delete(theirs, 1))
 
@@ -298,7 +307,9 @@ def test_a_fault_of_ours_leaves_the_step_without_entries(
         [[-1, struct.unpack("i", struct.pack("f", float("-inf")))[0]]],
     ],
 )
-def test_entries_that_are_missing_or_not_finite_make_the_choice_unknown(told: list[list[int]]) -> None:
+def test_entries_that_are_missing_or_not_finite_make_the_choice_unknown(
+    told: list[list[int]],
+) -> None:
     assert entries.read_choice("cut", [-1.0], told) == (None, [], [])
     assert entries.read_choice("raw", [float("nan")], told) == (None, [], [])
 
