@@ -13,6 +13,7 @@ This file is the only one that touches vLLM's internals (0.32.0); `tests/integra
 
 import asyncio
 import functools
+import math
 import os
 import sys
 from collections import defaultdict
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from art_server.children import be_child, collect_seldom
+from art_server.engine import entries
 from art_server.engine.records import is_first_turn
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -71,18 +73,30 @@ class Sampled(NamedTuple):
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Any]] | None
+    entries: Sequence[Sequence[int]] = ()
+    """Of each token (`entries.py`)."""
 
 
-def summary_of(parts: Sequence[Sampled]) -> dict[str, Any]:
-    """A whole choice: its text, its tokens, and the log-probability of each."""
+NOT_FINITE = -9999.0
+"""Stands for a log-probability that JSON cannot carry, as in vLLM's own answers."""
+
+
+def summary_of(parts: Sequence[Sampled], source: entries.Source = "unknown") -> dict[str, Any]:
+    """A whole choice: its text, its tokens, the log-probability of each, and what each was sampled from."""
+    logprobs = [
+        float(entry[token].logprob)
+        for part in parts
+        for token, entry in zip(part.token_ids, part.logprobs or (), strict=True)
+    ]
+    found = [entry for part in parts for entry in part.entries]
+    sampled_logprobs, kept, sets = entries.read_choice(source, logprobs, found)
     return {
         "text": "".join(part.text for part in parts),
         "token_ids": [int(token) for part in parts for token in part.token_ids],
-        "logprobs": [
-            float(entry[token].logprob)
-            for part in parts
-            for token, entry in zip(part.token_ids, part.logprobs or (), strict=True)
-        ],
+        "logprobs": [value if math.isfinite(value) else NOT_FINITE for value in logprobs],
+        "sampled_logprobs": sampled_logprobs,
+        "kept": kept,
+        "sets": sets,
     }
 
 
@@ -99,6 +113,11 @@ def sampling_summary(params: Any) -> dict[str, Any]:
         "n": params.n,
         "max_tokens": params.max_tokens,
         "structured": params.structured_outputs is not None,
+        "logit_bias": params.logit_bias or None,
+        "min_tokens": params.min_tokens,
+        "bad_words": bool(params.bad_words),
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "thinking_token_budget": params.thinking_token_budget,
     }
 
 
@@ -131,11 +150,14 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
                 rendered = None
                 if replaced is not None:
                     prompt = with_prompt(prompt, replaced, sampling_params, max_model_len)
+        source = entries.logprob_source(sampling_params)
         choices: defaultdict[int, list[Sampled]] = defaultdict(list)
         async for result in generate(prompt, sampling_params, request_id, **options):
             for output in result.outputs:
                 parts = choices[output.index]
-                parts.append(Sampled(output.text, output.token_ids, output.logprobs))
+                mask, output.sampling_mask = output.sampling_mask, None
+                found = mask.token_ids if mask is not None else ()
+                parts.append(Sampled(output.text, output.token_ids, output.logprobs, found))
                 if hide_logprobs:
                     output.logprobs = None
                 if output.finish_reason is not None:
@@ -144,7 +166,7 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
                             "request_id": request_id,
                             "rendered": rendered,
                             "index": output.index,
-                            **summary_of(parts),
+                            **summary_of(parts, source),
                             "finish_reason": output.finish_reason,
                             "stop_reason": output.stop_reason,
                             "sampling": sampling_summary(sampling_params),

@@ -98,9 +98,13 @@ def engine_environment(
         # Longer than our side keeps an idle connection, so that no request finds its connection just closed.
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE="60",
     )
+    environment[vllm_plugin.SWITCH] = device
     if device == "cpu":
         # Without dynamo the first request with log-probabilities compiles nothing (8-15 s), at no cost on a CPU.
         environment["TORCHDYNAMO_DISABLE"] = "1"
-        environment[vllm_plugin.SWITCH] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
+    else:
+        # The runner and the sampler of which `kept_sets.py` knows what they sample from.
+        environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return environment

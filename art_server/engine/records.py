@@ -6,7 +6,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,10 @@ class Sample:
     finish_reason: str
     stop_reason: int | str | None
     sampling: dict[str, Any]
+    sampled_logprobs: list[float] | None = None
+    kept: list[int] = field(default_factory=list)
+    sets: list[bytes] = field(default_factory=list)
+    """As in the ledger's `Record`."""
     rendered: list[int] | None = None
     """The prompt of a first turn; another's was asked about before."""
 

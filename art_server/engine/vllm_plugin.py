@@ -1,9 +1,9 @@
-"""What we change in vLLM's own processes on a CPU; it loads this in each of them (entry point `vllm.general_plugins`)."""
+"""What we change in vLLM's own processes; it loads this in each of them (entry point `vllm.general_plugins`)."""
 
 import os
 import time
 
-SWITCH = "ART_ENGINE_ON_CPU"
+SWITCH = "ART_ENGINE_DEVICE"
 """Set in the environment of our engines, so that other vLLMs of the same installation stay as they are."""
 
 SPIN_SECONDS = 0.0005
@@ -41,12 +41,19 @@ class Pause:
 
 
 def install() -> None:
-    """Faster LoRA, and waits that leave the cores to those that have work."""
-    if os.environ.get(SWITCH) != "1":
+    """Figures of what each token was sampled from; on a CPU also faster LoRA, and waits that leave the cores to those that
+    have work."""
+    device = os.environ.get(SWITCH)
+    if device is None:
         return
     # Here, because vLLM loads this module in processes of engines that are not ours, too.
     from vllm.distributed.device_communicators import shm_broadcast
 
+    from art_server.engine import kept_sets
+
+    kept_sets.install()
+    if device != "cpu":
+        return
     from art_server.engine import cpu_lora
 
     cpu_lora.install()

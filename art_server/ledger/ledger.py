@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from art_server.engine.records import Sample
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
@@ -37,6 +39,7 @@ from art_server.ledger.splice import (
     continue_answer,
     prefix_hashes,
 )
+from art_server.training.kept_set import MASK
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +72,22 @@ CREATE TABLE IF NOT EXISTS records (
     logprobs BLOB NOT NULL,
     finish_reason TEXT NOT NULL,
     sampling TEXT NOT NULL,
-    is_delivered INTEGER NOT NULL DEFAULT 0
+    is_delivered INTEGER NOT NULL DEFAULT 0,
+    sampled_logprobs BLOB,  -- empty: equal to logprobs
+    kept BLOB,
+    sets BLOB  -- each either itself or its number in kept_sets
 );
 CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
 DROP INDEX IF EXISTS records_by_request;
 CREATE INDEX IF NOT EXISTS records_by_session ON records (session) WHERE session IS NOT NULL;
 CREATE INDEX IF NOT EXISTS records_by_said ON records (said);
 CREATE INDEX IF NOT EXISTS records_by_fingerprint ON records (fingerprint);
+CREATE TABLE IF NOT EXISTS kept_sets (
+    number INTEGER PRIMARY KEY,
+    digest BLOB NOT NULL UNIQUE,
+    used_at REAL NOT NULL,  -- at most USED_SECONDS before created_at of each record that refers to it
+    packed BLOB NOT NULL
+);
 CREATE TABLE IF NOT EXISTS turns (
     request_id TEXT PRIMARY KEY,
     body BLOB NOT NULL
@@ -96,6 +108,12 @@ SMALL_BYTES = 1024
 
 CHECKPOINT_PAGES = 8000
 """The log's length (32 MB) at which it goes into the file: each time waits for the disk."""
+
+CACHED_SETS = 4096
+"""Kept sets of other records kept in memory: a grammar's are few."""
+
+USED_SECONDS = 3600.0
+"""A kept set's time of use is written again when it is older than this."""
 
 PRUNE_EVERY = 1000
 """Records between two looks at age and size."""
@@ -207,6 +225,8 @@ class Ledger:
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
         self._db.executescript(SCHEMA)
+        self._add_columns("records", ("sampled_logprobs", "kept", "sets"))
+        self._sets: dict[int, bytes] = {}
         self._open: dict[str, OpenRequest] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._since_pruning = 0
@@ -215,6 +235,13 @@ class Ledger:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+    def _add_columns(self, table: str, wanted: tuple[str, ...]) -> None:
+        """What a file of an earlier version lacks."""
+        there = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
+        for column in wanted:
+            if column not in there:
+                self._db.execute(f"ALTER TABLE {table} ADD COLUMN {column} BLOB")
 
     def use_tokenizer(self, folder: Path) -> None:
         """Read answers with a base model's tokenizer; before this, and without one, nothing is spliced."""
@@ -285,6 +312,9 @@ class Ledger:
             logprobs=sample.logprobs,
             finish_reason=sample.finish_reason,
             sampling=sample.sampling,
+            sampled_logprobs=sample.sampled_logprobs,
+            kept=sample.kept,
+            sets=sample.sets,
             created_at=time.time(),
             continues=prompt.continues,
             link=prompt.link,
@@ -434,7 +464,8 @@ class Ledger:
         self._db.execute(
             "INSERT OR REPLACE INTO records (choice_id, request_id, api, owner, project, name, step, session,"
             " created_at, prompt, rendered, continues, link, before, said, fingerprint, tokens, logprobs,"
-            " finish_reason, sampling) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            " finish_reason, sampling, sampled_logprobs, kept, sets)"
+            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
             (
                 record.choice_id,
                 request.request_id,
@@ -456,8 +487,55 @@ class Ledger:
                 _pack(array.array("d", record.logprobs)),
                 record.finish_reason,
                 json.dumps(record.sampling, separators=(",", ":")),
+                self._pack_sampled_logprobs(record),
+                _pack(array.array("i", record.kept)) if record.kept else None,
+                self._store_sets(record) if record.sets else None,
             ),
         )
+
+    def _pack_sampled_logprobs(self, record: Record) -> bytes | None:
+        if record.sampled_logprobs is None:
+            return None
+        is_raw = record.sampled_logprobs == record.logprobs
+        return b"" if is_raw else _pack(array.array("f", record.sampled_logprobs))
+
+    def _store_sets(self, record: Record) -> bytes:
+        """A choice's sets, of which other choices share those of a grammar, but hardly the few ids that top_p left over."""
+        sampling = record.sampling
+        is_grammar = sampling.get("top_p", 1) == 1 and not sampling.get("min_p")
+        stored = [
+            self._share_set(packed, record.created_at)
+            if packed[:1] == MASK or (is_grammar and sampling.get("top_k", 0) <= 0)
+            else packed
+            for packed in record.sets
+        ]
+        return zlib.compress(msgspec.msgpack.encode(stored), 1)
+
+    def _share_set(self, packed: bytes, used_at: float) -> int:
+        digest = conversation.digest(packed)
+        found = self._db.execute(
+            "SELECT number, used_at FROM kept_sets WHERE digest = ?", (digest,)
+        ).fetchone()
+        if found is None:
+            insert = "INSERT INTO kept_sets (digest, used_at, packed) VALUES (?,?,?)"
+            return self._db.execute(insert, (digest, used_at, packed)).lastrowid or 0
+        number, last = found
+        if last < used_at - USED_SECONDS:
+            update = "UPDATE kept_sets SET used_at = ? WHERE number = ?"
+            self._db.execute(update, (used_at, number))
+        return number
+
+    def _load_set(self, stored: int | bytes) -> bytes:
+        if isinstance(stored, bytes):
+            return stored
+        packed = self._sets.get(stored)
+        if packed is None:
+            if len(self._sets) >= CACHED_SETS:
+                self._sets.clear()
+            select = "SELECT packed FROM kept_sets WHERE number = ?"
+            (packed,) = self._db.execute(select, (stored,)).fetchone()
+            self._sets[stored] = packed
+        return packed
 
     def mark_delivered(self, request_id: str) -> None:
         """The answer went out in full."""
@@ -517,13 +595,16 @@ class Ledger:
         with self._lock:
             rows = self._db.execute(
                 "SELECT choice_id, request_id, api, owner, project, name, step, session, created_at, prompt, continues,"
-                " link, before, said, tokens, logprobs, finish_reason, sampling, is_delivered"
+                " link, before, said, tokens, logprobs, finish_reason, sampling, is_delivered, sampled_logprobs, kept, sets"
                 f" FROM records WHERE {where}{order}",
                 values,
             ).fetchall()
             return [self._record(row) for row in rows]
 
     def _record(self, row: tuple[Any, ...]) -> Record:
+        logprobs = _unpack(row[15], "d").tolist()
+        sampled = _unpack(row[19], "f").tolist() if row[19] else logprobs
+        sets = msgspec.msgpack.decode(zlib.decompress(row[21])) if row[21] else []
         return Record(
             choice_id=row[0],
             request=Request(
@@ -542,10 +623,13 @@ class Ledger:
             link=row[11],
             said=row[13],
             token_ids=_unpack(row[14], "i").tolist(),
-            logprobs=_unpack(row[15], "d").tolist(),
+            logprobs=logprobs,
             finish_reason=row[16],
             sampling=json.loads(row[17]),
             is_delivered=bool(row[18]),
+            sampled_logprobs=None if row[19] is None else sampled,
+            kept=_unpack(row[20], "i").tolist() if row[20] else [],
+            sets=[self._load_set(stored) for stored in sets],
         )
 
     # --- keeping within bounds ---
@@ -614,8 +698,14 @@ class Ledger:
             self._db.execute(
                 "DELETE FROM turns WHERE request_id NOT IN (SELECT request_id FROM records)"
             )
+            self._db.execute(
+                "DELETE FROM kept_sets WHERE used_at <"
+                " (SELECT COALESCE(MIN(created_at), 1e99) FROM records) - ?",
+                (USED_SECONDS,),
+            )
         if dropped:
             self._prompts.clear()
+            self._sets.clear()
             logger.info("ledger: %d records dropped by age or size", dropped)
         return dropped
 

@@ -5,11 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from art_server.engine.records import Sample
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger, Request, Retention
+from art_server.training.kept_set import pack_set
 
 REQUEST = Request("f" * 32, "chat", "p", "a", 3, "me")
 
@@ -176,3 +179,102 @@ async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
         ledger.take_samples([(REQUEST.request_id, 1, 0, sample())])
         record = await waiting
     assert record is not None and record.choice_id.endswith("-1")
+
+
+LIST = pack_set(np.arange(5), 1408)
+MASK = pack_set(np.arange(0, 1408, 2), 1408)
+
+
+def add_sampled(ledger: Ledger, number: int, sets: list[bytes], **sampling: Any) -> str:
+    """A recorded choice of three tokens that were sampled from `sets`, the middle one from all; returns its id."""
+    request = dataclasses.replace(REQUEST, request_id=f"{number:032x}")
+    told = dataclasses.replace(
+        first_turn([7, 8, 9], [1, 2], sampling),
+        sampled_logprobs=[-0.5, -1.0, -0.25],
+        kept=[0, -1, len(sets) - 1],
+        sets=sets,
+    )
+    with ledger.open_request(request) as opened:
+        ledger.take_samples([(request.request_id, 0, 0, told)])
+        return opened.records[0].choice_id
+
+
+def num_sets(ledger: Ledger) -> int:
+    return ledger._db.execute("SELECT COUNT(*) FROM kept_sets").fetchone()[0]
+
+
+def test_what_tokens_were_sampled_from_is_found_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    name = add_sampled(ledger, 1, [LIST, MASK], top_k=20, structured=True)
+    other = add(ledger, 2, [1])
+    ledger.close()
+    ledger = Ledger(tmp_path / "l.sqlite")
+    found, plain = ledger.find(name), ledger.find(other)
+    assert found is not None and plain is not None
+    assert found.sampled_logprobs == [-0.5, -1.0, -0.25]
+    assert (found.kept, found.sets) == ([0, -1, 1], [LIST, MASK])
+    assert (plain.sampled_logprobs, plain.kept, plain.sets) == (None, [], [])
+
+
+def test_raw_figures_are_stored_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    told = dataclasses.replace(first_turn([7, 8], [1]), sampled_logprobs=[-0.1, -0.2])
+    with ledger.open_request(REQUEST):
+        ledger.take_samples([(REQUEST.request_id, 0, 0, told)])
+    found = ledger.find(f"{REQUEST.request_id}-0")
+    assert found is not None and found.sampled_logprobs == found.logprobs == [-0.1, -0.2]
+    (stored,) = ledger._db.execute("SELECT sampled_logprobs FROM records").fetchone()
+    assert stored == b""
+
+
+def test_sets_that_other_choices_have_too_are_stored_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    names = [add_sampled(ledger, i, [LIST, MASK], structured=True) for i in range(3)]
+    assert num_sets(ledger) == 2
+    # top_p hardly leaves the same few ids twice: they stay with their choice.
+    names.append(add_sampled(ledger, 9, [LIST, MASK], top_p=0.8))
+    assert num_sets(ledger) == 2
+    for name in names:
+        found = ledger.find(name)
+        assert found is not None and found.sets == [LIST, MASK]
+
+
+def test_sets_of_dropped_choices_go_and_others_stay(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=1.0))
+    add_sampled(ledger, 1, [LIST])
+    add_sampled(ledger, 2, [MASK])
+    # Both are old; MASK is used by a choice of this hour, too.
+    for table, column in (("records", "created_at"), ("kept_sets", "used_at")):
+        ledger._db.execute(f"UPDATE {table} SET {column} = {column} - 8000")
+    recent = add_sampled(ledger, 3, [MASK])
+    assert num_sets(ledger) == 2
+    assert ledger.prune() == 2
+    assert num_sets(ledger) == 1
+    found = ledger.find(recent)
+    assert found is not None and found.sets == [MASK]
+    ledger._db.execute("UPDATE records SET created_at = 0")
+    assert ledger.prune() == 1
+    assert num_sets(ledger) == 0
+
+
+def test_a_file_of_an_earlier_version_is_read_and_gets_the_columns(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    old = add(ledger, 1, [1, 2])
+    for column in ("sampled_logprobs", "kept", "sets"):
+        ledger._db.execute(f"ALTER TABLE records DROP COLUMN {column}")
+    ledger._db.execute("DROP TABLE kept_sets")
+    ledger.close()
+    ledger = Ledger(tmp_path / "l.sqlite")
+    found = ledger.find(old)
+    assert found is not None and found.sampled_logprobs is None
+    name = add_sampled(ledger, 2, [MASK])
+    found = ledger.find(name)
+    assert found is not None and found.sets == [MASK]
+
+
+def test_figures_of_what_was_sampled_travel_on_the_line() -> None:
+    """Bytes as base64, floats to the bit."""
+    told = dataclasses.replace(
+        sample([7, 8]), sampled_logprobs=[float(np.float32(-0.1)), -2.0], kept=[0, -1], sets=[MASK]
+    )
+    assert msgspec.json.decode(msgspec.json.encode(told), type=Sample) == told
