@@ -19,6 +19,7 @@ MAX_BROKEN_OBJECTS = 32
 """A hostile text can make every brace cost its whole length; no honest one has so many that are not JSON."""
 
 _MARKUP = re.compile(r"</?(tool_call|tool_calls)>|<\|python_tag\|>|\[TOOL_CALLS\]")
+_BETWEEN_CALLS = " \n\t[],;"
 _SPACE = re.compile(r"\s+")
 _DECODER = json.JSONDecoder()
 
@@ -61,6 +62,37 @@ def _without_thinking(text: str) -> str:
 
 def _name(visible: str) -> bytes:
     return digest(_squeeze(_MARKUP.sub("", visible)).encode(errors="surrogatepass"))
+
+
+def split_thinking(text: str) -> tuple[str | None, str]:
+    """Thinking and answer of a text; the thinking is None where nothing ends any."""
+    thought, mark, answer = text.partition(THINK_END)
+    return (thought.removeprefix("<think>"), answer) if mark else (None, text)
+
+
+def split_calls(text: str) -> tuple[str, list[str]] | None:
+    """The text before the first tool call, and the calls in one way of writing; None without a call, or with anything but
+    markup and white space between or behind calls."""
+    calls: list[str] = []
+    before, position = "", 0
+    for start, end, value in _json_objects(text):
+        if not _is_call(value := _as_call(value)):
+            if calls:
+                return None
+            continue
+        between = text[position:start]
+        if not calls:
+            before = _MARKUP.sub("", between)
+        elif _MARKUP.sub("", between).strip(_BETWEEN_CALLS):
+            return None
+        try:
+            calls.append(json.dumps(value, sort_keys=True))
+        except RecursionError:
+            return None
+        position = end
+    if not calls or _MARKUP.sub("", text[position:]).strip(_BETWEEN_CALLS):
+        return None
+    return before, calls
 
 
 def call_text(call: Any) -> str:

@@ -34,6 +34,14 @@ class Decoder:
         assert self._tokenizer is not None, "can_decode tells"
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
+    def decode_behind(self, token_ids: Sequence[int], before: int | None) -> str:
+        """As the tokens read behind another one: some tokenizers drop white space at a text's beginning."""
+        if before is None:
+            return self.decode(token_ids)
+        opening = self.decode([before])
+        whole = self.decode([before, *token_ids])
+        return whole[len(opening) :] if whole.startswith(opening) else self.decode(token_ids)
+
     def is_space(self, token_id: int) -> bool:
         return not self.decode([token_id]).strip()
 

@@ -21,7 +21,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ from art_server.ledger.splice import (
     Answer,
     Link,
     PromptIndex,
+    Reading,
     continue_answer,
     prefix_hashes,
 )
+from art_server.ledger.template import TemplateRules, find_rules
 from art_server.training.kept_set import MASK
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,9 @@ CREATE TABLE IF NOT EXISTS prompts (
     number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given again: indexes in memory know prompts by it
     digest BLOB NOT NULL UNIQUE,
     parent TEXT,
-    delta BLOB NOT NULL
+    delta BLOB NOT NULL,
+    cut INTEGER,  -- of a spliced prompt: its rendering is that of the parent's prompt without its last `cut` tokens,
+    tail BLOB     -- and these
 );
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,
@@ -73,9 +77,12 @@ CREATE TABLE IF NOT EXISTS records (
     finish_reason TEXT NOT NULL,
     sampling TEXT NOT NULL,
     is_delivered INTEGER NOT NULL DEFAULT 0,
-    sampled_logprobs BLOB,  -- empty: equal to logprobs
+    -- beginnings: where else later renderings go on from, 1 where thinking begins there, and the hash
+    -- sampled_logprobs: empty where equal to logprobs; sets: each either itself or its number in kept_sets
+    beginnings BLOB,
+    sampled_logprobs BLOB,
     kept BLOB,
-    sets BLOB  -- each either itself or its number in kept_sets
+    sets BLOB
 );
 CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
 DROP INDEX IF EXISTS records_by_request;
@@ -112,6 +119,9 @@ CHECKPOINT_PAGES = 8000
 CACHED_SETS = 4096
 """Kept sets of other records kept in memory: a grammar's are few."""
 
+NAMED_CALLS = 20_000
+"""Tool calls of which the choice is remembered, the latest ones: more than are ever being answered at once."""
+
 USED_SECONDS = 3600.0
 """A kept set's time of use is written again when it is older than this."""
 
@@ -135,6 +145,10 @@ class Request:
     session: str | None = None
     before: bytes = conversation.EMPTY
     """Names the conversation that the request carries."""
+    named: frozenset[str] = frozenset()
+    """Choices that the request names: by `art.id`, the id of a tool call, or that of an earlier response."""
+    is_before_user: bool = True
+    """A user's turn follows the last answer."""
 
     @property
     def scope(self) -> str:
@@ -183,10 +197,16 @@ class Prompt:
     number: int
     token_ids: list[int]
     """What is sampled from."""
-    rendered: int
-    """The hash of the rendering, as a signed 64-bit number."""
+    rendered: list[int]
+    """As the template made it."""
+    hashes: list[int]
+    """Names each of the rendering's beginnings."""
+    beginnings: list[tuple[int, bool]]
+    """Lengths at which the rendering is known as an earlier prompt, and whether thinking begins there."""
     continues: str | None = None
     link: Link | None = None
+    length: int = 0
+    """Of a spliced prompt: how many first tokens of the rendering are those of the earlier prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +238,7 @@ class Ledger:
         self._retention = retention
         self._is_splicing = is_splicing
         self._decoder: Decoder | None = None
+        self._rules = TemplateRules()
         self._lock = threading.RLock()
         self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
@@ -225,10 +246,13 @@ class Ledger:
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
         self._db.executescript(SCHEMA)
-        self._add_columns("records", ("sampled_logprobs", "kept", "sets"))
+        self._add_columns("records", ("sampled_logprobs", "kept", "sets", "beginnings"))
+        self._add_columns("prompts", ("cut", "tail"))
         self._sets: dict[int, bytes] = {}
         self._open: dict[str, OpenRequest] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
+        self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
+        self._callers: OrderedDict[str, str] = OrderedDict()
         self._since_pruning = 0
         self._fill_index()
 
@@ -247,6 +271,7 @@ class Ledger:
         """Read answers with a base model's tokenizer; before this, and without one, nothing is spliced."""
         decoder = Decoder(folder)
         self._decoder = decoder if decoder.can_decode else None
+        self._rules = find_rules(folder)
 
     @property
     def end_id(self) -> int | None:
@@ -281,9 +306,13 @@ class Ledger:
                     opened = self._open.get(request_id)
                     if opened is None:
                         continue
-                    if position not in opened.prompts and sample.rendered is not None:
+                    taken = opened.prompts.get(position)
+                    if sample.rendered is not None and (
+                        taken is None or taken.token_ids != sample.rendered
+                    ):
+                        # A first turn, or one whose spliced prompt left no room: sampled from as it was rendered.
                         opened.prompts[position] = self._make_prompt(
-                            opened.request, sample.rendered, is_first_turn=True
+                            opened.request, sample.rendered, is_rendered=True
                         )
                         undo.callback(opened.prompts.pop, position)
                     if position in opened.prompts:
@@ -331,73 +360,77 @@ class Ledger:
         return self._decoder.decode(ids[:-1] if has_ended else ids)
 
     def _make_prompt(
-        self, request: Request, rendered: list[int], *, is_first_turn: bool = False
+        self, request: Request, rendered: list[int], *, is_rendered: bool = False
     ) -> Prompt:
+        """A prompt as it will be sampled from; `is_rendered`: from the rendering, whatever it continues."""
         hashes = prefix_hashes(rendered)
-        signed = hashes[-1] - (1 << 64) if hashes[-1] >> 63 else hashes[-1]
-        made = Prompt(number=0, token_ids=rendered, rendered=signed)
-        if self._decoder is not None and not is_first_turn:
-            self._continue(made, request, hashes, self._decoder)
+        made = Prompt(0, rendered, rendered, hashes, self._beginnings(rendered))
+        if self._decoder is not None and not is_rendered:
+            self._continue(made, request, self._decoder)
         made.number = self._store_prompt(made)
-        self._add_to_index(self._index, request.scope, rendered, len(rendered), hashes, made.number)
-        start = self._decoder.thinking_start(rendered) if self._decoder is not None else None
-        if start is not None:
-            index = self._without_thinking
-            self._add_to_index(index, request.scope, rendered, start, hashes, made.number)
+        for length, is_thinking in made.beginnings:
+            index = self._without_thinking if is_thinking else self._index
+            index.add(request.scope, hashes[length], made.number)
         return made
 
-    def _add_to_index(
-        self,
-        index: PromptIndex,
-        scope: str,
-        rendered: list[int],
-        length: int,
-        hashes: list[int],
-        number: int,
-    ) -> None:
-        """Make the first `length` tokens of a rendered prompt known. White space at their end may melt into the answer's
-        first token when it is rendered again, so they are known without it, too."""
-        index.add(scope, hashes[length], number)
-        if (
-            self._decoder is not None
-            and length > 1
-            and self._decoder.is_space(rendered[length - 1])
-        ):
-            index.add(scope, hashes[length - 1], number)
+    def _beginnings(self, rendered: list[int]) -> list[tuple[int, bool]]:
+        """Where later renderings may go on from this one: at its end; where it opens the thinking, which they may leave out;
+        and one earlier, for white space at the end may melt into the answer's first token."""
+        lengths = [(len(rendered), False)]
+        if self._decoder is None:
+            return lengths
+        start = self._decoder.thinking_start(rendered)
+        if start is not None:
+            lengths.append((start, True))
+        return lengths + [
+            (length - 1, is_thinking)
+            for length, is_thinking in lengths
+            if length > 1 and self._decoder.is_space(rendered[length - 1])
+        ]
 
-    def _continue(
-        self, made: Prompt, request: Request, hashes: list[int], decoder: Decoder
-    ) -> None:
+    def _continue(self, made: Prompt, request: Request, decoder: Decoder) -> None:
         """Find the answer that a rendered prompt goes on from, and take over its tokens."""
-        plain = ((*found, False) for found in self._index.beginnings(request.scope, hashes))
+        plain = ((*found, False) for found in self._index.beginnings(request.scope, made.hashes))
         opened = (
-            (*found, True) for found in self._without_thinking.beginnings(request.scope, hashes)
+            (*found, True)
+            for found in self._without_thinking.beginnings(request.scope, made.hashes)
         )
         longest_first = heapq.merge(plain, opened, key=lambda found: -found[0])
-        for length, numbers, is_thinking_dropped in itertools.islice(longest_first, MAX_BEGINNINGS):
+        rules = self._rules
+        keeps = rules.keeps_before_user if request.is_before_user else rules.keeps_before_tool
+        reading = Reading(
+            decoder.end_ids,
+            decoder.decode_behind,
+            rules,
+            request.session,
+            request.named,
+            keeps,
+            self._is_splicing,
+        )
+        whole = array.array("i", made.rendered)
+        for length, known, is_thinking_left_out in itertools.islice(longest_first, MAX_BEGINNINGS):
+            beginning = whole[:length]
+            numbers = tuple(n for n in known if self._load_rendering(n)[:length] == beginning)
             found = continue_answer(
-                made.token_ids,
+                made.rendered,
                 length,
                 lambda said, numbers=numbers: self._answers(request, numbers, said),
-                request.session,
-                decoder.end_ids,
-                decoder.decode,
-                self._is_splicing,
+                reading,
+                is_thinking_left_out,
             )
             if found is None:
                 continue
-            made.continues = found.choice_id
-            made.link = "dropped" if is_thinking_dropped else found.link
+            made.continues, made.link = found.choice_id, found.link
             if made.link == "spliced":
                 assert found.token_ids is not None
-                made.token_ids = found.token_ids
+                made.token_ids, made.length = found.token_ids, length
             return
 
     def _answers(self, request: Request, numbers: tuple[int, ...], said: bytes) -> list[Answer]:
         marks = ",".join("?" * len(numbers))
         rows = self._db.execute(
             f"SELECT choice_id, session, prompt, tokens FROM records WHERE prompt IN ({marks}) AND said = ?"
-            " AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC LIMIT 64",
+            " AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC LIMIT 1024",
             (*numbers, said, request.owner, request.project, request.name),
         ).fetchall()
         return [Answer(r[0], r[1], self._load_prompt(r[2]), _unpack(r[3], "i")) for r in rows]
@@ -410,21 +443,51 @@ class Ledger:
         row = self._db.execute("SELECT number FROM prompts WHERE digest = ?", (name,)).fetchone()
         if row is not None:
             return row[0]
-        parent, start = None, 0
+        parent, start, cut, tail = None, 0, None, None
         if prompt.link in ("exact", "spliced"):
             past = self._db.execute(
                 "SELECT prompt, tokens FROM records WHERE choice_id = ?", (prompt.continues,)
             ).fetchone()
             if past is not None:
-                parent = prompt.continues
-                start = len(self._load_prompt(past[0])) + len(_unpack(past[1], "i"))
+                before = self._load_prompt(past[0]) + _unpack(past[1], "i")
+                if ids[: len(before)] == before:
+                    parent, start = prompt.continues, len(before)
+                if prompt.link == "spliced" and parent is not None:
+                    cut = len(self._load_rendering(past[0])) - prompt.length
+        if prompt.link == "spliced":
+            tail = _pack(array.array("i", prompt.rendered[prompt.length if parent else 0 :]))
         cursor = self._db.execute(
-            "INSERT INTO prompts (digest, parent, delta) VALUES (?,?,?)",
-            (name, parent, _pack(ids[start:])),
+            "INSERT INTO prompts (digest, parent, delta, cut, tail) VALUES (?,?,?,?,?)",
+            (name, parent, _pack(ids[start:]), cut, tail),
         )
         assert cursor.lastrowid is not None
-        self._cache(cursor.lastrowid, ids)
+        self._cache(self._prompts, cursor.lastrowid, ids)
         return cursor.lastrowid
+
+    def _load_rendering(self, number: int) -> "array.array[int]":
+        """A prompt as it was rendered: another than what was sampled from where it was spliced."""
+        cached = self._renderings.get(number)
+        if cached is not None:
+            self._renderings.move_to_end(number)
+            return cached
+        row = self._db.execute(
+            "SELECT parent, cut, tail FROM prompts WHERE number = ?", (number,)
+        ).fetchone()
+        if row is None:
+            return array.array("i")
+        parent, cut, tail = row
+        if tail is None:
+            whole = self._load_prompt(number)
+        else:
+            whole = _unpack(tail, "i")
+            if parent is not None:
+                (past,) = self._db.execute(
+                    "SELECT prompt FROM records WHERE choice_id = ?", (parent,)
+                ).fetchone()
+                before = self._load_rendering(past)
+                whole = before[: len(before) - cut] + whole
+        self._cache(self._renderings, number, whole)
+        return whole
 
     def _load_prompt(self, number: int) -> "array.array[int]":
         """A prompt's tokens, put together from the choices that it continues."""
@@ -451,21 +514,24 @@ class Ledger:
         whole = array.array("i")
         for piece in reversed(pieces):
             whole.extend(piece)
-        self._cache(number, whole)
+        self._cache(self._prompts, number, whole)
         return whole
 
-    def _cache(self, number: int, token_ids: "array.array[int]") -> None:
-        self._prompts[number] = token_ids
-        while len(self._prompts) > CACHED_PROMPTS:
-            self._prompts.popitem(last=False)
+    @staticmethod
+    def _cache(
+        cache: "OrderedDict[int, array.array[int]]", number: int, token_ids: "array.array[int]"
+    ) -> None:
+        cache[number] = token_ids
+        while len(cache) > CACHED_PROMPTS:
+            cache.popitem(last=False)
 
     def _write(self, record: Record, prompt: Prompt) -> None:
         request = record.request
         self._db.execute(
             "INSERT OR REPLACE INTO records (choice_id, request_id, api, owner, project, name, step, session,"
             " created_at, prompt, rendered, continues, link, before, said, fingerprint, tokens, logprobs,"
-            " finish_reason, sampling, sampled_logprobs, kept, sets)"
-            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            " finish_reason, sampling, sampled_logprobs, kept, sets, beginnings)"
+            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
             (
                 record.choice_id,
                 request.request_id,
@@ -477,7 +543,7 @@ class Ledger:
                 request.session,
                 record.created_at,
                 prompt.number,
-                prompt.rendered,
+                _signed(prompt.hashes[-1]),
                 record.continues,
                 record.link,
                 request.before,
@@ -490,6 +556,7 @@ class Ledger:
                 self._pack_sampled_logprobs(record),
                 _pack(array.array("i", record.kept)) if record.kept else None,
                 self._store_sets(record) if record.sets else None,
+                _pack_beginnings(prompt),
             ),
         )
 
@@ -536,6 +603,19 @@ class Ledger:
             (packed,) = self._db.execute(select, (stored,)).fetchone()
             self._sets[stored] = packed
         return packed
+
+    def name_calls(self, choice: str, call_ids: Iterable[str]) -> None:
+        """Remember which choice made tool calls, so that a request that carries them back names it."""
+        with self._lock:
+            for call_id in call_ids:
+                self._callers[call_id] = choice
+            while len(self._callers) > NAMED_CALLS:
+                self._callers.popitem(last=False)
+
+    def callers(self, call_ids: Iterable[str]) -> frozenset[str]:
+        """The choices that made these tool calls, as far as they are remembered."""
+        with self._lock:
+            return frozenset(self._callers[each] for each in call_ids if each in self._callers)
 
     def mark_delivered(self, request_id: str) -> None:
         """The answer went out in full."""
@@ -637,16 +717,21 @@ class Ledger:
     def _fill_index(self) -> None:
         """Know the prompts that may still be continued, and nothing else."""
         self._prompts.clear()
+        self._renderings.clear()
         self._index = PromptIndex()
         self._without_thinking = PromptIndex()
         """Prompts that open the thinking themselves, up to where they do: later renderings leave it out."""
         rows = self._db.execute(
-            "SELECT owner, project, name, rendered, prompt FROM records ORDER BY number DESC LIMIT ?",
+            "SELECT owner, project, name, rendered, beginnings, prompt FROM records ORDER BY number DESC LIMIT ?",
             (MAX_PROMPTS,),
         ).fetchall()
-        for owner, project, name, rendered, prompt in reversed(rows):
+        for owner, project, name, rendered, beginnings, prompt in reversed(rows):
             scope = f"{owner}\0{project}/{name}"
             self._index.add(scope, rendered % (1 << 64), prompt)
+            more = array.array("q", beginnings or b"")
+            for is_thinking, hashed in zip(more[::2], more[1::2], strict=True):
+                index = self._without_thinking if is_thinking else self._index
+                index.add(scope, hashed % (1 << 64), prompt)
 
     def prune(self) -> int:
         """Drop what is too old, and the oldest tenth while the file is too large. Returns how many records went."""
@@ -685,9 +770,10 @@ class Ledger:
                 (value, value, json.dumps(asked)),
             ).fetchall()
             for (number,) in orphans:  # their past goes: store them whole
-                whole = _pack(self._load_prompt(number))
+                whole, rendering = self._load_prompt(number), self._load_rendering(number)
                 self._db.execute(
-                    "UPDATE prompts SET parent = NULL, delta = ? WHERE number = ?", (whole, number)
+                    "UPDATE prompts SET parent = NULL, delta = ?, cut = NULL, tail = ? WHERE number = ?",
+                    (_pack(whole), _pack(rendering) if rendering != whole else None, number),
                 )
             dropped = self._db.execute(f"DELETE FROM records WHERE {where}", (value,)).rowcount
             self._db.execute(
@@ -705,6 +791,7 @@ class Ledger:
             )
         if dropped:
             self._prompts.clear()
+            self._renderings.clear()
             self._sets.clear()
             logger.info("ledger: %d records dropped by age or size", dropped)
         return dropped
@@ -714,6 +801,18 @@ class Ledger:
         self._db.execute("BEGIN IMMEDIATE")
         with self._db:
             yield
+
+
+def _signed(hashed: int) -> int:
+    return hashed - (1 << 64) if hashed >> 63 else hashed
+
+
+def _pack_beginnings(prompt: Prompt) -> bytes | None:
+    """Those beside the whole prompt."""
+    values = array.array("q")
+    for length, is_thinking in prompt.beginnings[1:]:
+        values.extend([int(is_thinking), _signed(prompt.hashes[length])])
+    return values.tobytes() or None
 
 
 def _pack(values: "array.array[Any]") -> bytes:

@@ -69,6 +69,7 @@ class Family:
         tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": self.end}))
         (folder / "config.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text(self.template)
         return folder
 
     @functools.cached_property
@@ -81,7 +82,8 @@ class Family:
 
     def render(self, messages: list[dict[str, Any]]) -> list[int]:
         last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
-        text = jinja2.Template(self.template).render(messages=messages, last_user=last_user)
+        template = jinja2.Template(self.template, keep_trailing_newline=True)
+        text = template.render(messages=messages, last_user=last_user)
         return self.tokenizer.encode(text).ids
 
     def __hash__(self) -> int:
