@@ -331,7 +331,8 @@ class JobReport(Reply):
     "logprob_entries", "rendered" again from the text, "recomputed" (rendered, without log-probabilities)."""
     continuations: dict[str, int] = {}
     """How later turns go on: "joined" to the row of exact tokens before them, or on a new row because the template
-    "dropped" content, rendering changed tokens ("retokenized", with splicing off), or the context "changed"."""
+    "dropped" content, the agent sent no thinking and answers that differ in it fit ("ambiguous"), rendering changed
+    tokens ("retokenized", with splicing off), or the context "changed"."""
     dropped: list[Dropped] = []
     config: dict[str, Any] = {}
     """The values in force."""

@@ -11,7 +11,8 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,12 @@ class Ask:
     before: bytes
     """Names that conversation."""
     is_first_turn: bool
-    """No answer was given yet that this could go on from."""
+    """No answer was given yet that this could go on from, or the prompt came as token ids, which are sampled from as they
+    are."""
+    named: Sequence[str] = ()
+    """Ids of tool calls and choices that the conversation names."""
+    is_before_user: bool = True
+    """A user's turn follows the last answer."""
     model: Model | None = None
     step: int | None = None
     adapter: str = ""
@@ -84,6 +90,11 @@ class Ask:
     @property
     def is_stream(self) -> bool:
         return bool(self.body.get("stream"))
+
+    @property
+    def has_choices(self) -> bool:
+        """Several choices are asked for, so that a stream's events are of one or the other."""
+        return self.body.get("n") not in (None, 1)
 
     def art_mark(self, request_id: str, index: int) -> dict[str, Any]:
         """What a choice carries to be found again."""
@@ -137,14 +148,32 @@ def make_ask(request: Request, body: bytes) -> Ask:
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
     messages = conversation.messages_of(api, data)
-    is_first_turn = (
-        api != "completions"
-        and "previous_response_id" not in data
-        and all(message.get("role") in OPENING_ROLES for message in messages)
+    if api == "completions":
+        is_first_turn = is_token_ids(data.get("prompt"))
+    else:
+        is_first_turn = "previous_response_id" not in data and all(
+            message.get("role") in OPENING_ROLES for message in messages
+        )
+    return Ask(
+        api,
+        path,
+        data["model"],
+        data,
+        request.state.caller,
+        headers,
+        messages,
+        before=conversation.prefix_digests(messages)[-1],
+        is_first_turn=is_first_turn,
+        named=() if is_first_turn else conversation.names_in(messages, data),
+        is_before_user=conversation.is_before_user(messages),
     )
-    before = conversation.prefix_digests(messages)[-1]
-    caller = request.state.caller
-    return Ask(api, path, data["model"], data, caller, headers, messages, before, is_first_turn)
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt, or each of several, is a list of token ids."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(each, int) or is_token_ids(each) for each in prompt)
 
 
 def model_cards(service: Service, caller: Caller) -> list[dict[str, Any]]:
@@ -218,6 +247,8 @@ async def engine_answer(
                     owner=ask.caller.owner,
                     session=ask.caller.session,
                     before=ask.before,
+                    named=service.ledger.callers(ask.named) if ask.named else frozenset(),
+                    is_before_user=ask.is_before_user,
                 )
             )
         )
@@ -301,12 +332,18 @@ async def finish_body(content: bytes, ask: Ask, opened: OpenRequest) -> bytes:
     """Wait until every choice is in the ledger; chat and completion choices get their tokens and their mark."""
     if ask.api not in ("chat", "completions"):
         await opened.wait(0)
+        name_calls(content, opened, 0)
         keep_turn(ask, opened, {})
         return content
     body = msgspec.json.decode(content)
     for choice in body["choices"]:
         record = await opened.wait(choice["index"])
         choice["art"] = ask.art_mark(opened.request.request_id, choice["index"])
+        calls = choice.get("message", {}).get("tool_calls") or ()
+        opened.ledger.name_calls(
+            ledger.choice_id(opened.request.request_id, choice["index"]),
+            [call["id"] for call in calls],
+        )
         if record is not None:
             choice["token_ids"] = record.token_ids
             if ask.api == "chat":
@@ -316,6 +353,17 @@ async def finish_body(content: bytes, ask: Ask, opened: OpenRequest) -> bytes:
     else:
         keep_turn(ask, opened, {})
     return msgspec.json.encode(body)
+
+
+CALL_ID = re.compile(rb'"(?:call_id|id)": ?"([^"]*(?:call|tool)[^"]*)"')
+"""The id of a tool call as the APIs write it; the quotes of a text are escaped."""
+
+
+def name_calls(content: bytes, opened: OpenRequest, index: int) -> None:
+    """Remember which choice made the tool calls in an answer, or in a stream's events."""
+    if found := CALL_ID.findall(content):
+        choice = ledger.choice_id(opened.request.request_id, index)
+        opened.ledger.name_calls(choice, [each.decode() for each in found])
 
 
 def keep_turn(ask: Ask, opened: OpenRequest, choices: dict[int, dict[str, Any]]) -> None:
@@ -410,6 +458,8 @@ async def stream_events(service: Service, ask: Ask) -> AsyncGenerator[bytes, Non
                 while chunk := await response.content.readany():
                     events, rest = take_events(rest + chunk)
                     is_begun = is_begun or bool(events)
+                    if not ask.has_choices:
+                        name_calls(events, opened, 0)
                     if CHOICE_END not in events and LAST_EVENTS[ask.api] not in events:
                         yield name_as_asked(events, ask)
                         continue

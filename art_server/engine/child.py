@@ -121,12 +121,20 @@ def sampling_summary(params: Any) -> dict[str, Any]:
     }
 
 
-def with_prompt(prompt: Any, token_ids: list[int], sampling_params: Any, max_model_len: int) -> Any:
-    """A copy of a rendered prompt with other tokens; what may be sampled still fits behind it."""
+def with_prompt(
+    prompt: Any, token_ids: list[int], sampling_params: Any, max_model_len: int
+) -> Any | None:
+    """A copy of a rendered prompt with other tokens; None where what the client asked for does not fit behind them.
+
+    vLLM fills an unlimited answer up to the context's end: only that limit may move.
+    """
     room = max_model_len - len(token_ids)
-    if room < 1:
-        return prompt
-    if sampling_params.max_tokens is None or sampling_params.max_tokens > room:
+    whole = max_model_len - len(prompt["prompt_token_ids"])
+    limit = whole if sampling_params.max_tokens is None else sampling_params.max_tokens
+    is_unlimited = limit >= whole
+    if room < 1 or (limit > room and not is_unlimited):
+        return None
+    if is_unlimited:
         sampling_params.max_tokens = room
     return {"type": "token", "prompt_token_ids": token_ids} | {
         key: value for key, value in prompt.items() if key in ("arrival_time", "cache_salt")
@@ -147,9 +155,12 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
             rendered = list(prompt["prompt_token_ids"])
             if not is_first_turn(request_id):
                 replaced = await line.ask_prompt(request_id, rendered)
-                rendered = None
+                made = None
                 if replaced is not None:
-                    prompt = with_prompt(prompt, replaced, sampling_params, max_model_len)
+                    made = with_prompt(prompt, replaced, sampling_params, max_model_len)
+                if made is not None or replaced is None:
+                    rendered = None  # the ledger knows what is sampled from
+                prompt = made or prompt
         source = entries.logprob_source(sampling_params)
         choices: defaultdict[int, list[Sampled]] = defaultdict(list)
         async for result in generate(prompt, sampling_params, request_id, **options):

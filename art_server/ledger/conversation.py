@@ -12,8 +12,8 @@ from typing import Any
 
 DIGEST_BYTES = 16
 
-THINK_END = "</think>"
-"""Ends the thinking of the model families that our reasoning parsers serve."""
+THINK_START, THINK_END = "<think>", "</think>"
+"""Around the thinking of the model families that our reasoning parsers serve."""
 
 MAX_BROKEN_OBJECTS = 32
 """A hostile text can make every brace cost its whole length; no honest one has so many that are not JSON."""
@@ -65,9 +65,12 @@ def _name(visible: str) -> bytes:
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:
-    """Thinking and answer of a text; the thinking is None where nothing ends any."""
+    """Thinking and answer of a text; the thinking is None where the text does not begin with any."""
     thought, mark, answer = text.partition(THINK_END)
-    return (thought.removeprefix("<think>"), answer) if mark else (None, text)
+    before, opening, inside = thought.partition(THINK_START)
+    if not mark or (opening and before.strip()):
+        return None, text
+    return inside if opening else thought, answer
 
 
 def split_calls(text: str) -> tuple[str, list[str]] | None:
@@ -191,6 +194,30 @@ def message_from(text: str) -> Message:
     if mark:
         message["reasoning_content"] = thinking.replace("<think>", "").strip()
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def names_in(messages: Sequence[Message], body: dict[str, Any]) -> list[str]:
+    """What a conversation names of earlier choices: ids of tool calls and of choices, and that of an earlier response."""
+    names: list[Any] = []
+    for message in messages:
+        mark = message.get("art")
+        names.append(mark.get("id") if isinstance(mark, dict) else None)
+        for call in as_list(message.get("tool_calls")):
+            names.append(call.get("id") if isinstance(call, dict) else None)
+    earlier = body.get("previous_response_id")
+    if isinstance(earlier, str):
+        names.append(earlier.removeprefix("resp_") + "-0")
+    return [name for name in names if isinstance(name, str)]
+
+
+def is_before_user(messages: Sequence[Message]) -> bool:
+    """Whether a user's turn follows the last assistant's."""
+    for message in reversed(messages):
+        if message.get("role") in ("assistant", "tool"):
+            return False
+        if message.get("role") == "user":
+            return True
+    return False
 
 
 # --- conversations --------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ MAX_OPENING_TOKENS = 8
 class Decoder:
     """Decodes token ids, special tokens included. Without a tokenizer.json it cannot, and splicing is off."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, behind_answer: str = ""):
+        """`behind_answer` is what the chat template writes behind an answer: a special token there ends a turn, too."""
         file = folder / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
         if self._tokenizer is None:
@@ -24,7 +25,7 @@ class Decoder:
         self._think_id = self._tokenizer.token_to_id("<think>") if self._tokenizer else None
         self.end_id = self._find_end_token(folder)
         """The tokenizer's end-of-sequence token: what a chat template writes at the end of a turn."""
-        self.end_ids = self._find_end_ids(folder)
+        self.end_ids = self._find_end_ids(folder) | self._find_opening_special(behind_answer)
 
     @property
     def can_decode(self) -> bool:
@@ -60,6 +61,14 @@ class Decoder:
         token = json.loads(file.read_text()).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+    def _find_opening_special(self, text: str) -> set[int]:
+        """The special token that a text begins with, if any."""
+        if self._tokenizer is None:
+            return set()
+        specials = self._tokenizer.get_added_tokens_decoder().items()
+        found = [(token.content, number) for number, token in specials if token.special]
+        return {number for content, number in found if content and text.startswith(content)}
 
     def _find_end_ids(self, folder: Path) -> frozenset[int]:
         """The tokens that end a turn: the model's and the tokenizer's end-of-sequence tokens."""

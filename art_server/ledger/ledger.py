@@ -21,7 +21,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -269,9 +269,9 @@ class Ledger:
 
     def use_tokenizer(self, folder: Path) -> None:
         """Read answers with a base model's tokenizer; before this, and without one, nothing is spliced."""
-        decoder = Decoder(folder)
-        self._decoder = decoder if decoder.can_decode else None
         self._rules = find_rules(folder)
+        decoder = Decoder(folder, self._rules.behind_answer)
+        self._decoder = decoder if decoder.can_decode else None
 
     @property
     def end_id(self) -> int | None:
@@ -410,11 +410,16 @@ class Ledger:
         whole = array.array("i", made.rendered)
         for length, known, is_thinking_left_out in itertools.islice(longest_first, MAX_BEGINNINGS):
             beginning = whole[:length]
-            numbers = tuple(n for n in known if self._load_rendering(n)[:length] == beginning)
+            openings: dict[int, Sequence[int]] = {}
+            for number in known:
+                rendering = self._load_rendering(number)
+                if rendering[:length] == beginning:
+                    start = decoder.thinking_start(rendering) if is_thinking_left_out else None
+                    openings[number] = rendering[length:start]
             found = continue_answer(
                 made.rendered,
                 length,
-                lambda said, numbers=numbers: self._answers(request, numbers, said),
+                lambda said, openings=openings: self._answers(request, openings, said),
                 reading,
                 is_thinking_left_out,
             )
@@ -426,14 +431,20 @@ class Ledger:
                 made.token_ids, made.length = found.token_ids, length
             return
 
-    def _answers(self, request: Request, numbers: tuple[int, ...], said: bytes) -> list[Answer]:
-        marks = ",".join("?" * len(numbers))
+    def _answers(
+        self, request: Request, openings: Mapping[int, Sequence[int]], said: bytes
+    ) -> list[Answer]:
+        """The answers that say so, sampled from these prompts."""
+        marks = ",".join("?" * len(openings))
         rows = self._db.execute(
             f"SELECT choice_id, session, prompt, tokens FROM records WHERE prompt IN ({marks}) AND said = ?"
             " AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC LIMIT 1024",
-            (*numbers, said, request.owner, request.project, request.name),
+            (*openings, said, request.owner, request.project, request.name),
         ).fetchall()
-        return [Answer(r[0], r[1], self._load_prompt(r[2]), _unpack(r[3], "i")) for r in rows]
+        return [
+            Answer(r[0], r[1], self._load_prompt(r[2]), _unpack(r[3], "i"), openings[r[2]])
+            for r in rows
+        ]
 
     # --- storing ---
 
@@ -612,10 +623,10 @@ class Ledger:
             while len(self._callers) > NAMED_CALLS:
                 self._callers.popitem(last=False)
 
-    def callers(self, call_ids: Iterable[str]) -> frozenset[str]:
-        """The choices that made these tool calls, as far as they are remembered."""
+    def callers(self, names: Iterable[str]) -> frozenset[str]:
+        """The choices that made these tool calls, as far as they are remembered; names of choices are their own."""
         with self._lock:
-            return frozenset(self._callers[each] for each in call_ids if each in self._callers)
+            return frozenset(self._callers.get(name, name) for name in names)
 
     def mark_delivered(self, request_id: str) -> None:
         """The answer went out in full."""

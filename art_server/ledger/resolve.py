@@ -268,7 +268,7 @@ class _Resolver:
             self._report.continued("joined")
             return
         record = self._sources.find_record(turn.choice_id) if turn.choice_id is not None else None
-        is_explained = record is not None and record.link in ("dropped", "retokenized")
+        is_explained = record is not None and record.link in ("dropped", "ambiguous", "retokenized")
         self._report.continued(str(record.link) if record and is_explained else "changed")
 
     def _turn(

@@ -53,6 +53,8 @@ class Answer:
     prompt_token_ids: Sequence[int]
     """What the engine was given."""
     token_ids: Sequence[int]
+    opening: Sequence[int] = ()
+    """The last tokens of the prompt's rendering, where these melted into the answer when both were rendered again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +152,11 @@ def continue_answer(
     matches: dict[Match, list[tuple[str, Answer]]] = {}
     for answer in answers:
         sampled_ids, _ = split_end(answer.token_ids, reading.end_ids)
-        if sampled_ids == shown_ids:
+        behind = [*answer.opening, *sampled_ids]
+        if behind == shown_ids:
             matches.setdefault("tokens", []).append((shown, answer))
             break  # nothing is nearer
-        sampled = reading.decode(sampled_ids, before)
+        sampled = reading.decode(behind, before)
         if (match := match_text(sampled, shown, reading)) is not None:
             matches.setdefault(match, []).append((sampled, answer))
     nearest: Match | None = next((match for match in NEAREST_FIRST if match in matches), None)

@@ -41,6 +41,8 @@ class TemplateRules:
     """Thinking of an answer that a user's turn follows is rendered."""
     keeps_before_tool: bool = False
     """Thinking of an answer that only tool results follow is rendered."""
+    behind_answer: str = ""
+    """What is rendered behind an answer that a user's turn follows."""
 
 
 def find_rules(folder: Path) -> TemplateRules:
@@ -86,6 +88,9 @@ def find_rules(folder: Path) -> TemplateRules:
         around_thinking="\n" if usual and THOUGHT in usual and moved == usual else "",
         keeps_before_user=THOUGHT in render(QUESTION, answer, QUESTION),
         keeps_before_tool=THOUGHT in render(QUESTION, calling, RESULT),
+        behind_answer=render(QUESTION, {"role": "assistant", "content": WORD}, QUESTION)
+        .partition(WORD)[2]
+        .lstrip(),
     )
 
 
