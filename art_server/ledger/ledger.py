@@ -73,9 +73,7 @@ CREATE TABLE IF NOT EXISTS records (
     finish_reason TEXT NOT NULL,
     sampling TEXT NOT NULL,
     is_delivered INTEGER NOT NULL DEFAULT 0,
-    sampled_logprobs BLOB,  -- empty: equal to logprobs
-    kept BLOB,
-    sets BLOB  -- each either itself or its number in kept_sets
+    sampled_from BLOB  -- log-probabilities (NULL: the raw ones), kept, sets (each itself or its number); empty: raw, whole
 );
 CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
 DROP INDEX IF EXISTS records_by_request;
@@ -225,7 +223,9 @@ class Ledger:
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
         self._db.executescript(SCHEMA)
-        self._add_columns("records", ("sampled_logprobs", "kept", "sets"))
+        columns = [row[1] for row in self._db.execute("PRAGMA table_info(records)")]
+        if "sampled_from" not in columns:  # a file of an earlier version
+            self._db.execute("ALTER TABLE records ADD COLUMN sampled_from BLOB")
         self._sets: dict[int, bytes] = {}
         self._open: dict[str, OpenRequest] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
@@ -235,13 +235,6 @@ class Ledger:
     def close(self) -> None:
         with self._lock:
             self._db.close()
-
-    def _add_columns(self, table: str, wanted: tuple[str, ...]) -> None:
-        """What a file of an earlier version lacks."""
-        there = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
-        for column in wanted:
-            if column not in there:
-                self._db.execute(f"ALTER TABLE {table} ADD COLUMN {column} BLOB")
 
     def use_tokenizer(self, folder: Path) -> None:
         """Read answers with a base model's tokenizer; before this, and without one, nothing is spliced."""
@@ -464,8 +457,7 @@ class Ledger:
         self._db.execute(
             "INSERT OR REPLACE INTO records (choice_id, request_id, api, owner, project, name, step, session,"
             " created_at, prompt, rendered, continues, link, before, said, fingerprint, tokens, logprobs,"
-            " finish_reason, sampling, sampled_logprobs, kept, sets)"
-            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            " finish_reason, sampling, sampled_from) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
             (
                 record.choice_id,
                 request.request_id,
@@ -487,29 +479,40 @@ class Ledger:
                 _pack(array.array("d", record.logprobs)),
                 record.finish_reason,
                 json.dumps(record.sampling, separators=(",", ":")),
-                self._pack_sampled_logprobs(record),
-                _pack(array.array("i", record.kept)) if record.kept else None,
-                self._store_sets(record) if record.sets else None,
+                self._store_sampled(record),
             ),
         )
 
-    def _pack_sampled_logprobs(self, record: Record) -> bytes | None:
+    def _store_sampled(self, record: Record) -> bytes | None:
+        """What a choice was sampled from. Other choices share the sets of a grammar, but hardly the few ids that top_p left."""
         if record.sampled_logprobs is None:
             return None
         is_raw = record.sampled_logprobs == record.logprobs
-        return b"" if is_raw else _pack(array.array("f", record.sampled_logprobs))
-
-    def _store_sets(self, record: Record) -> bytes:
-        """A choice's sets, of which other choices share those of a grammar, but hardly the few ids that top_p left over."""
+        if is_raw and not record.sets:
+            return b""
         sampling = record.sampling
-        is_grammar = sampling.get("top_p", 1) == 1 and not sampling.get("min_p")
-        stored = [
-            self._share_set(packed, record.created_at)
-            if packed[:1] == MASK or (is_grammar and sampling.get("top_k", 0) <= 0)
-            else packed
-            for packed in record.sets
-        ]
+        is_cut_by_p = sampling.get("top_p", 1.0) < 1 or sampling.get("min_p", 0.0) > 0
+        is_shared = not is_cut_by_p and sampling.get("top_k", 0) <= 0
+        stored = (
+            None if is_raw else array.array("f", record.sampled_logprobs).tobytes(),
+            record.kept,
+            [
+                self._share_set(packed, record.created_at)
+                if is_shared or packed[:1] == MASK
+                else packed
+                for packed in record.sets
+            ],
+        )
         return zlib.compress(msgspec.msgpack.encode(stored), 1)
+
+    def _load_sampled(
+        self, stored: bytes | None, raw: list[float]
+    ) -> tuple[list[float] | None, list[int], list[bytes]]:
+        if not stored:
+            return (None if stored is None else raw), [], []
+        packed, kept, sets = msgspec.msgpack.decode(zlib.decompress(stored))
+        logprobs = raw if packed is None else array.array("f", packed).tolist()
+        return logprobs, kept, [self._load_set(one) for one in sets]
 
     def _share_set(self, packed: bytes, used_at: float) -> int:
         digest = conversation.digest(packed)
@@ -595,7 +598,7 @@ class Ledger:
         with self._lock:
             rows = self._db.execute(
                 "SELECT choice_id, request_id, api, owner, project, name, step, session, created_at, prompt, continues,"
-                " link, before, said, tokens, logprobs, finish_reason, sampling, is_delivered, sampled_logprobs, kept, sets"
+                " link, before, said, tokens, logprobs, finish_reason, sampling, is_delivered, sampled_from"
                 f" FROM records WHERE {where}{order}",
                 values,
             ).fetchall()
@@ -603,8 +606,7 @@ class Ledger:
 
     def _record(self, row: tuple[Any, ...]) -> Record:
         logprobs = _unpack(row[15], "d").tolist()
-        sampled = _unpack(row[19], "f").tolist() if row[19] else logprobs
-        sets = msgspec.msgpack.decode(zlib.decompress(row[21])) if row[21] else []
+        sampled_logprobs, kept, sets = self._load_sampled(row[19], logprobs)
         return Record(
             choice_id=row[0],
             request=Request(
@@ -627,9 +629,9 @@ class Ledger:
             finish_reason=row[16],
             sampling=json.loads(row[17]),
             is_delivered=bool(row[18]),
-            sampled_logprobs=None if row[19] is None else sampled,
-            kept=_unpack(row[20], "i").tolist() if row[20] else [],
-            sets=[self._load_set(stored) for stored in sets],
+            sampled_logprobs=sampled_logprobs,
+            kept=kept,
+            sets=sets,
         )
 
     # --- keeping within bounds ---
