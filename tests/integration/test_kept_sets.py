@@ -110,6 +110,17 @@ def test_tokens_are_scored_as_they_were_sampled(
             assert len(packed) <= 1 + min(4 * len(unpack_set(packed)), 1408 // 8)
 
 
+def test_plain_completions_keep_to_their_structure(server: Server, model: str, scorer: Any) -> None:
+    """vLLM waits for the end of thinking, which a prompt without a chat never has."""
+    choices = ["hello", "bye"]
+    body = {"model": model, "prompt": "Say", "n": 4, "structured_outputs": {"choice": choices}}
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=body).json()
+    assert {choice["text"] for choice in answer["choices"]} <= set(choices)
+    records = records_of(server, answer["id"].removeprefix("cmpl-"))
+    assert all(check(record, scorer) for record in records)
+
+
 def test_streams_and_stop_strings_keep_a_figure_for_each_token(
     server: Server, model: str, scorer: Any
 ) -> None:
