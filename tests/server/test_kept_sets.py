@@ -4,6 +4,7 @@ import importlib
 import struct
 import uuid
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_server.engine import entries, kept_sets
+from art_server.engine import entries, kept_sets, vllm_plugin
+from art_server.engine.command import engine_environment
+from art_server.settings import ServerConfig
 from art_server.training.kept_set import pack_set, unpack_set
 
 V = 1408
@@ -152,7 +155,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 GRAMMARS: dict[str, np.ndarray | None] = {"": None, "grammar": GRAMMAR, "few": FEW}
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 1 << 16),
     rows=st.lists(
@@ -326,3 +329,13 @@ def test_the_scheduler_hands_entries_on(vllm: Any) -> None:
     make = vllm.scheduler.Scheduler.__init__
     kept_sets.install()
     assert vllm.scheduler.Scheduler.__init__ is not make
+
+
+def test_on_cuda_vllm_takes_the_runner_that_we_know() -> None:
+    config = ServerConfig(path=Path("x"))
+    made = engine_environment(config, "cuda", {})
+    assert made["VLLM_USE_V2_MODEL_RUNNER"] == made["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert made[vllm_plugin.SWITCH] == "cuda"
+    own = engine_environment(config, "cuda", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    assert own["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(config, "cpu", {})
