@@ -286,6 +286,23 @@ def test_a_device_measures_as_a_cpu_does() -> None:
             np.testing.assert_array_equal(np.delete(mine, 1), np.delete(theirs, 1))
 
 
+def test_an_output_that_is_still_being_copied_gets_its_entries_when_it_is_there(vllm: Any) -> None:
+    """As with asynchronous scheduling on CUDA."""
+    batch = Batch(vllm, [{"top_k": 5}, {}], {})
+    whole = SimpleNamespace(sampled_token_ids=[[3], [4]], sampling_masks=None)
+    output = SimpleNamespace(_sampled_token_ids=torch.tensor([[3], [4]]), get_output=lambda: whole)
+    step = kept_sets.Step()
+    step.logits_BV = torch.full((2, V), -torch.inf)
+    step.logits_BV[:, :5] = 1.0
+    step.fill(batch, output)
+    assert whole.sampling_masks is None
+    assert output.get_output() is whole
+    told = whole.sampling_masks.slice_request(0, 1).to_nested_list()
+    read = entries.read_choice("cut", [-2.0], told)
+    assert read == ([pytest.approx(-np.log(5))], [0], [pack_set(np.arange(5), V)])
+    assert whole.sampling_masks.slice_request(1, 1).to_nested_list() == [[]]
+
+
 def test_a_fault_of_ours_leaves_the_step_without_entries(
     vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
