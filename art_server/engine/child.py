@@ -8,7 +8,8 @@ for the log-probabilities of the sampled tokens and hides them again when the cl
 for each finished choice. The HTTP answers stay vLLM's own; its middleware (CORS, keys, HTTP statistics), which nobody needs
 behind the gate and every event of a stream passes through, is left out.
 
-This file is the only one that touches vLLM's internals (0.32.0); `tests/integration/test_inference.py` tells when they move.
+This file and `vllm_plugin.py` with its parts are the only ones that touch vLLM's internals (0.32.0);
+`tests/integration/test_inference.py` tells when they move.
 """
 
 import asyncio
@@ -162,6 +163,9 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
                     rendered = None  # the ledger knows what is sampled from
                 prompt = made or prompt
         source = entries.logprob_source(sampling_params)
+        if sampling_params.structured_outputs is not None and request_id.startswith("cmpl-"):
+            # No chat, no thinking: vLLM would wait for the end of it before it applies the grammar.
+            options.setdefault("reasoning_ended", True)
         choices: defaultdict[int, list[Sampled]] = defaultdict(list)
         async for result in generate(prompt, sampling_params, request_id, **options):
             for output in result.outputs:

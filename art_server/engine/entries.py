@@ -91,13 +91,11 @@ class Kept:
         self.is_whole_R = self.counts_R == num_vocabulary
         self.is_listed_R = (self.counts_R * 32 <= num_vocabulary) & (self.counts_R > 0)
         self.masks_R = bits_RW.view(np.int32)[:, : -(-num_vocabulary // 32)]
-        listed = bits_RW[self.is_listed_R]
-        rows, words = np.nonzero(listed)
-        flags = np.unpackbits(
-            listed[rows, words].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"
-        )
-        found, offsets = np.nonzero(flags)
-        self.ids = (words[found] * 64 + offsets).astype(np.int32)
+        listed = bits_RW[self.is_listed_R].ravel()
+        words = np.flatnonzero(listed)
+        flags = np.unpackbits(listed[words].view(np.uint8), bitorder="little")
+        found = np.flatnonzero(flags.view(np.bool_))
+        self.ids = (words[found >> 6] % bits_RW.shape[1] * 64 + (found & 63)).astype(np.int32)
         """Of the listed rows, one after the other, ascending."""
         self.ends = np.cumsum(self.counts_R * self.is_listed_R)
         """For each row, where its ids end."""
@@ -120,14 +118,21 @@ class Choice(NamedTuple):
     """Of the sets that its entries have named."""
 
 
+SHORT_BYTES = 256
+"""Up to this size, a set is its own name while a choice is sampled."""
+
+
 def make_entries(figures: Figures, choices_R: Sequence[Choice]) -> list[np.ndarray]:
     """The entries of R rows; new sets get their number in the row's choice. A row with nothing in play has an empty one."""
     kept = figures.kept
+    heads = np.zeros((len(choices_R), 3), dtype=np.int32)
+    heads[:, 1] = figures.logprobs_R.view(np.int32)
+    heads[:, 2] = np.where(kept.is_listed_R, LIST[0], MASK[0])
+    numbers: list[int] = []
     entries: list[np.ndarray] = []
-    for row, (choice, logprob, count, end, is_whole, is_listed) in enumerate(
+    for row, (choice, count, end, is_whole, is_listed) in enumerate(
         zip(
             choices_R,
-            figures.logprobs_R.view(np.int32).tolist(),
             kept.counts_R.tolist(),
             kept.ends.tolist(),
             kept.is_whole_R.tolist(),
@@ -135,16 +140,18 @@ def make_entries(figures: Figures, choices_R: Sequence[Choice]) -> list[np.ndarr
             strict=True,
         )
     ):
-        if is_whole or not count or not choice.is_cut:
-            entries.append(np.array([-1, logprob] if count else [], dtype=np.int32))
-            continue
-        content = kept.ids[end - count : end] if is_listed else kept.masks_R[row]
-        name = hashlib.blake2b(content.tobytes(), digest_size=16).digest()
-        number = choice.numbers.get(name)
-        if number is not None:
-            entries.append(np.array([number, logprob], dtype=np.int32))
-            continue
-        number = choice.numbers[name] = len(choice.numbers)
-        head = np.array([number, logprob, (LIST if is_listed else MASK)[0]], dtype=np.int32)
-        entries.append(np.concatenate((head, content)))
+        number, entry = -1, heads[row, : 2 if count else 0]
+        if not is_whole and count and choice.is_cut:
+            ids = kept.ids[end - count : end] if is_listed else kept.masks_R[row]
+            content = ids.tobytes()
+            if len(content) > SHORT_BYTES:
+                content = hashlib.blake2b(content, digest_size=16).digest()
+            new = len(choice.numbers)
+            number = choice.numbers.setdefault(content, new)
+            if number == new:
+                heads[row, 0] = number
+                entry = np.concatenate((heads[row], ids))
+        numbers.append(number)
+        entries.append(entry)
+    heads[:, 0] = numbers
     return entries

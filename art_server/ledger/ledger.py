@@ -78,11 +78,9 @@ CREATE TABLE IF NOT EXISTS records (
     sampling TEXT NOT NULL,
     is_delivered INTEGER NOT NULL DEFAULT 0,
     -- beginnings: where else later renderings go on from, 1 where thinking begins there, and the hash
-    -- sampled_logprobs: empty where equal to logprobs; sets: each either itself or its number in kept_sets
+    -- sampled_from: log-probabilities (NULL: the raw ones), kept, sets (each itself or its number); empty: raw, whole
     beginnings BLOB,
-    sampled_logprobs BLOB,
-    kept BLOB,
-    sets BLOB
+    sampled_from BLOB
 );
 CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
 DROP INDEX IF EXISTS records_by_request;
@@ -246,7 +244,7 @@ class Ledger:
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
         self._db.executescript(SCHEMA)
-        self._add_columns("records", ("sampled_logprobs", "kept", "sets", "beginnings"))
+        self._add_columns("records", ("sampled_from", "beginnings"))
         self._add_columns("prompts", ("cut", "tail"))
         self._sets: dict[int, bytes] = {}
         self._open: dict[str, OpenRequest] = {}
@@ -541,8 +539,8 @@ class Ledger:
         self._db.execute(
             "INSERT OR REPLACE INTO records (choice_id, request_id, api, owner, project, name, step, session,"
             " created_at, prompt, rendered, continues, link, before, said, fingerprint, tokens, logprobs,"
-            " finish_reason, sampling, sampled_logprobs, kept, sets, beginnings)"
-            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            " finish_reason, sampling, sampled_from, beginnings)"
+            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
             (
                 record.choice_id,
                 request.request_id,
@@ -564,30 +562,41 @@ class Ledger:
                 _pack(array.array("d", record.logprobs)),
                 record.finish_reason,
                 json.dumps(record.sampling, separators=(",", ":")),
-                self._pack_sampled_logprobs(record),
-                _pack(array.array("i", record.kept)) if record.kept else None,
-                self._store_sets(record) if record.sets else None,
+                self._store_sampled(record),
                 _pack_beginnings(prompt),
             ),
         )
 
-    def _pack_sampled_logprobs(self, record: Record) -> bytes | None:
+    def _store_sampled(self, record: Record) -> bytes | None:
+        """What a choice was sampled from. Other choices share the sets of a grammar, but hardly the few ids that top_p left."""
         if record.sampled_logprobs is None:
             return None
         is_raw = record.sampled_logprobs == record.logprobs
-        return b"" if is_raw else _pack(array.array("f", record.sampled_logprobs))
-
-    def _store_sets(self, record: Record) -> bytes:
-        """A choice's sets, of which other choices share those of a grammar, but hardly the few ids that top_p left over."""
+        if is_raw and not record.sets:
+            return b""
         sampling = record.sampling
-        is_grammar = sampling.get("top_p", 1) == 1 and not sampling.get("min_p")
-        stored = [
-            self._share_set(packed, record.created_at)
-            if packed[:1] == MASK or (is_grammar and sampling.get("top_k", 0) <= 0)
-            else packed
-            for packed in record.sets
-        ]
+        is_cut_by_p = sampling.get("top_p", 1.0) < 1 or sampling.get("min_p", 0.0) > 0
+        is_shared = not is_cut_by_p and sampling.get("top_k", 0) <= 0
+        stored = (
+            None if is_raw else array.array("f", record.sampled_logprobs).tobytes(),
+            record.kept,
+            [
+                self._share_set(packed, record.created_at)
+                if is_shared or packed[:1] == MASK
+                else packed
+                for packed in record.sets
+            ],
+        )
         return zlib.compress(msgspec.msgpack.encode(stored), 1)
+
+    def _load_sampled(
+        self, stored: bytes | None, raw: list[float]
+    ) -> tuple[list[float] | None, list[int], list[bytes]]:
+        if not stored:
+            return (None if stored is None else raw), [], []
+        packed, kept, sets = msgspec.msgpack.decode(zlib.decompress(stored))
+        logprobs = raw if packed is None else array.array("f", packed).tolist()
+        return logprobs, kept, [self._load_set(one) for one in sets]
 
     def _share_set(self, packed: bytes, used_at: float) -> int:
         digest = conversation.digest(packed)
@@ -686,7 +695,7 @@ class Ledger:
         with self._lock:
             rows = self._db.execute(
                 "SELECT choice_id, request_id, api, owner, project, name, step, session, created_at, prompt, continues,"
-                " link, before, said, tokens, logprobs, finish_reason, sampling, is_delivered, sampled_logprobs, kept, sets"
+                " link, before, said, tokens, logprobs, finish_reason, sampling, is_delivered, sampled_from"
                 f" FROM records WHERE {where}{order}",
                 values,
             ).fetchall()
@@ -694,8 +703,7 @@ class Ledger:
 
     def _record(self, row: tuple[Any, ...]) -> Record:
         logprobs = _unpack(row[15], "d").tolist()
-        sampled = _unpack(row[19], "f").tolist() if row[19] else logprobs
-        sets = msgspec.msgpack.decode(zlib.decompress(row[21])) if row[21] else []
+        sampled_logprobs, kept, sets = self._load_sampled(row[19], logprobs)
         return Record(
             choice_id=row[0],
             request=Request(
@@ -718,9 +726,9 @@ class Ledger:
             finish_reason=row[16],
             sampling=json.loads(row[17]),
             is_delivered=bool(row[18]),
-            sampled_logprobs=None if row[19] is None else sampled,
-            kept=_unpack(row[20], "i").tolist() if row[20] else [],
-            sets=[self._load_set(stored) for stored in sets],
+            sampled_logprobs=sampled_logprobs,
+            kept=kept,
+            sets=sets,
         )
 
     # --- keeping within bounds ---

@@ -4,6 +4,7 @@ import importlib
 import struct
 import uuid
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_server.engine import entries, kept_sets
+from art_server.engine import entries, kept_sets, vllm_plugin
+from art_server.engine.command import engine_environment
+from art_server.settings import ServerConfig
 from art_server.training.kept_set import pack_set, unpack_set
 
 V = 1408
@@ -152,7 +155,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 GRAMMARS: dict[str, np.ndarray | None] = {"": None, "grammar": GRAMMAR, "few": FEW}
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 1 << 16),
     rows=st.lists(
@@ -283,6 +286,23 @@ def test_a_device_measures_as_a_cpu_does() -> None:
             np.testing.assert_array_equal(np.delete(mine, 1), np.delete(theirs, 1))
 
 
+def test_an_output_that_is_still_being_copied_gets_its_entries_when_it_is_there(vllm: Any) -> None:
+    """As with asynchronous scheduling on CUDA."""
+    batch = Batch(vllm, [{"top_k": 5}, {}], {})
+    whole = SimpleNamespace(sampled_token_ids=[[3], [4]], sampling_masks=None)
+    output = SimpleNamespace(_sampled_token_ids=torch.tensor([[3], [4]]), get_output=lambda: whole)
+    step = kept_sets.Step()
+    step.logits_BV = torch.full((2, V), -torch.inf)
+    step.logits_BV[:, :5] = 1.0
+    step.fill(batch, output)
+    assert whole.sampling_masks is None
+    assert output.get_output() is whole
+    told = whole.sampling_masks.slice_request(0, 1).to_nested_list()
+    read = entries.read_choice("cut", [-2.0], told)
+    assert read == ([pytest.approx(-np.log(5))], [0], [pack_set(np.arange(5), V)])
+    assert whole.sampling_masks.slice_request(1, 1).to_nested_list() == [[]]
+
+
 def test_a_fault_of_ours_leaves_the_step_without_entries(
     vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,3 +346,13 @@ def test_the_scheduler_hands_entries_on(vllm: Any) -> None:
     make = vllm.scheduler.Scheduler.__init__
     kept_sets.install()
     assert vllm.scheduler.Scheduler.__init__ is not make
+
+
+def test_on_cuda_vllm_takes_the_runner_that_we_know() -> None:
+    config = ServerConfig(path=Path("x"))
+    made = engine_environment(config, "cuda", {})
+    assert made["VLLM_USE_V2_MODEL_RUNNER"] == made["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert made[vllm_plugin.SWITCH] == "cuda"
+    own = engine_environment(config, "cuda", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    assert own["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(config, "cpu", {})

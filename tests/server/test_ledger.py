@@ -223,7 +223,7 @@ def test_raw_figures_are_stored_once(tmp_path: Path) -> None:
         ledger.take_samples([(REQUEST.request_id, 0, 0, told)])
     found = ledger.find(f"{REQUEST.request_id}-0")
     assert found is not None and found.sampled_logprobs == found.logprobs == [-0.1, -0.2]
-    (stored,) = ledger._db.execute("SELECT sampled_logprobs FROM records").fetchone()
+    (stored,) = ledger._db.execute("SELECT sampled_from FROM records").fetchone()
     assert stored == b""
 
 
@@ -257,11 +257,10 @@ def test_sets_of_dropped_choices_go_and_others_stay(tmp_path: Path) -> None:
     assert num_sets(ledger) == 0
 
 
-def test_a_file_of_an_earlier_version_is_read_and_gets_the_columns(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_version_is_read_and_gets_the_column(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     old = add(ledger, 1, [1, 2])
-    for column in ("sampled_logprobs", "kept", "sets"):
-        ledger._db.execute(f"ALTER TABLE records DROP COLUMN {column}")
+    ledger._db.execute("ALTER TABLE records DROP COLUMN sampled_from")
     ledger._db.execute("DROP TABLE kept_sets")
     ledger.close()
     ledger = Ledger(tmp_path / "l.sqlite")
