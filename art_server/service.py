@@ -332,9 +332,9 @@ class Service:
         deleted = await asyncio.to_thread(model.folder.delete_checkpoints, keep)
         return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
 
-    def session(self, owner: str, project: str, name: str, session: str) -> SessionReply:
-        """What a model said in one of a caller's sessions (blocking: reads the ledger)."""
-        return session_trajectory(self.ledger.find_session(owner, project, name, session))
+    def session(self, project: str, name: str, session: str) -> SessionReply:
+        """What a model said in one of its project's sessions (blocking: reads the ledger)."""
+        return session_trajectory(self.ledger.find_session(project, name, session))
 
     def health(self) -> Health:
         base = self.engine.base

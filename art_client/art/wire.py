@@ -326,6 +326,10 @@ class JobReport(Reply):
     num_failed_rollouts: int = 0
     num_rows: int = 0
     num_trained_tokens: int = 0
+    num_tokens_without_logprob: int = 0
+    """Trained with ratio 1, because the log-probability under what they were sampled from is unknown."""
+    sampled_steps: dict[int, int] = {}
+    """Sampled tokens by the model's step that sampled them, where the ledger knows it."""
     turns: dict[str, int] = {}
     """Trained turns by the way in which their tokens were found: carried "ids", the "ledger", ids in the
     "logprob_entries", "rendered" again from the text, "recomputed" (rendered, without log-probabilities)."""

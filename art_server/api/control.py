@@ -115,8 +115,7 @@ def install(app: FastAPI, service: Service) -> None:
     @router.get("/api/models/{project}/{name}/sessions/{session}")
     async def session(request: Request, project: str, name: str, session: str) -> SessionReply:
         model_of(request, project, name)
-        owner = request.state.caller.owner
-        return await asyncio.to_thread(service.session, owner, project, name, session)
+        return await asyncio.to_thread(service.session, project, name, session)
 
     @router.get("/api/jobs/{job_id}")
     async def job(request: Request, job_id: str) -> JobInfo:

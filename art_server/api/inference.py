@@ -244,7 +244,7 @@ async def engine_answer(
                     project=record.project if record else None,
                     name=record.name if record else None,
                     step=ask.step,
-                    owner=ask.caller.owner,
+                    owner=record.project if record else ask.caller.owner,
                     session=ask.caller.session,
                     before=ask.before,
                     named=service.ledger.callers(ask.named) if ask.named else frozenset(),

@@ -137,6 +137,7 @@ class JobRunner:
             find_text=functools.partial(self._ledger.find_text, project, name),
             render=render,
             tokenize=lambda text: ask_engine({"prompt": text, "add_special_tokens": False}),
+            token_text=self._ledger.token_text,
             end_id=self._ledger.end_id,
         )
 

@@ -139,7 +139,7 @@ class Request:
     step: int | None
     """Project, name and step are None for the base model."""
     owner: str
-    """Names the caller's key without telling it."""
+    """Whose the request is: the project, whatever key opened it; for the base model a name of the caller's key."""
     session: str | None = None
     before: bytes = conversation.EMPTY
     """Names the conversation that the request carries."""
@@ -150,7 +150,7 @@ class Request:
 
     @property
     def scope(self) -> str:
-        """Splicing never crosses keys or models."""
+        """Splicing never crosses projects or models."""
         return f"{self.owner}\0{self.project}/{self.name}"
 
 
@@ -275,6 +275,10 @@ class Ledger:
     def end_id(self) -> int | None:
         """The token that ends a turn, None without a tokenizer."""
         return self._decoder.end_id if self._decoder is not None else None
+
+    def token_text(self, token_id: int) -> str | None:
+        """How a token reads on its own, None without a tokenizer."""
+        return self._decoder.decode([token_id]) if self._decoder is not None else None
 
     def open_request(self, request: Request) -> "OpenRequest":
         """Announce a request; use as a context manager around the time that it is with the engine."""
@@ -658,12 +662,10 @@ class Ledger:
         return found[0] if found else None
 
     def find_session(
-        self, owner: str, project: str, name: str, session: str
+        self, project: str, name: str, session: str
     ) -> list[tuple[Record, dict[str, Any]]]:
-        """What one model said in one of a caller's sessions, in order, with the turns as the agent saw them."""
-        records = self._select(
-            "session = ? AND owner = ? AND project = ? AND name = ?", session, owner, project, name
-        )
+        """What one model said in one of a project's sessions, in order, with the turns as the agent saw them."""
+        records = self._select("session = ? AND project = ? AND name = ?", session, project, name)
         with self._lock:
             turns = {
                 key: json.loads(zlib.decompress(blob))

@@ -1,17 +1,20 @@
 """From a client's trajectories to the exact tokens that are trained, and a report of what became of every turn.
 
 A choice's tokens are, in this order: those that it carries; those that the ledger holds for its id, or for its words
-(and log-probabilities, or conversation) when only these came; ids in its log-probability entries behind a prompt that
-is rendered; its text, rendered. What has no log-probabilities is trained only on request. Anything else is dropped and
-counted.
+(and log-probabilities, or conversation) when only these came and can mean one sample only; ids in its log-probability
+entries behind a prompt that is rendered; its text, rendered. What has no log-probabilities is trained only on request.
+Anything else is dropped and counted.
+
+A token's log-probability is that under what it was sampled from, as its record tells.
 
 Turns whose prompt begins with all that came before join one row; another prompt (a template that drops earlier thinking,
 a context that was cut) begins a new row of the same trajectory. A sampled token is trained once in its trajectory, where
 it was sampled; elsewhere it is context.
 """
 
+import base64
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +29,15 @@ from art.wire import (
 from art_server.errors import InvalidInput
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Record
-from art_server.training.advantages import group_advantages
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.training.advantages import group_advantages, turn_advantages
+from art_server.training.task import (
+    Batch,
+    Distribution,
+    Row,
+    Span,
+    TrainableGroup,
+    TrainableTrajectory,
+)
 
 MAX_EXAMPLES = 5
 """Places named for each reason in a report; the count is always whole."""
@@ -41,8 +51,15 @@ RAW_SAMPLING = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "structured": False,
+    "logit_bias": None,
+    "min_tokens": 0,
+    "bad_words": False,
+    "allowed_token_ids": False,
+    "thinking_token_budget": None,
 }
 """With which a token's raw log-probability is the one that it was sampled with."""
+
+AMBIGUOUS = "several samples of other prompts or tokens fit the choice's words: keep the choice as it came, with its `art.id`"
 
 POSITIVE_LOGPROB_TOLERANCE = 1e-3
 """Engines round: a log-probability may come out a hair above zero."""
@@ -64,6 +81,10 @@ class Turn:
     origin: str
     """How the tokens were found, as in `JobReport.turns`."""
     choice_id: str | None = None
+    drawn: list[Distribution | None] | None = None
+    """What each token was sampled from, None where that is the model's own; None for all."""
+    step: int | None = None
+    """The model's step that sampled it, by its record."""
     reward: float | None = None
     advantages: list[float] | None = None
     """One for each token, given by the client."""
@@ -84,6 +105,8 @@ class Sources:
     render: Callable[[list[Message], list[dict[str, Any]] | None], list[int]]
     """A conversation with tools to the prompt of the next answer."""
     tokenize: Callable[[str], list[int]]
+    token_text: Callable[[int], str | None]
+    """How a token reads on its own; None without a tokenizer."""
     end_id: int | None
     """The token that ends a turn."""
 
@@ -103,8 +126,12 @@ class Report:
     turns: dict[str, int] = field(default_factory=dict)
     continuations: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
-    sampling: dict[str, set[str]] = field(default_factory=dict)
-    """Sampling parameters that change probabilities, with the values seen."""
+    unscored: dict[str, set[str]] = field(default_factory=dict)
+    """Sampling parameters under which no log-probability is known, or is wanted, with the values seen."""
+    num_unscored: int = 0
+    """Tokens that were sampled so."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """Tokens by the step that sampled them."""
 
     def trained(self, origin: str) -> None:
         self.turns[origin] = self.turns.get(origin, 0) + 1
@@ -112,18 +139,27 @@ class Report:
     def continued(self, how: str) -> None:
         self.continuations[how] = self.continuations.get(how, 0) + 1
 
-    def sampled_with(self, sampling: dict[str, Any]) -> None:
-        for name, raw in RAW_SAMPLING.items():
-            if sampling.get(name, raw) != raw:
-                self.sampling.setdefault(name, set()).add(str(sampling[name]))
+    def cannot_score(self, record: Record) -> None:
+        self.num_unscored += len(record.token_ids)
+        for name, value in unusual(record.sampling).items():
+            self.unscored.setdefault(name, set()).add(str(value))
 
-    def notes(self) -> list[str]:
-        if not self.sampling:
+    def sampled_by(self, turn: Turn) -> None:
+        if turn.step is not None:
+            self.steps[turn.step] = self.steps.get(turn.step, 0) + len(turn.token_ids)
+
+    def notes(self, config: TrainConfig) -> list[str]:
+        if not self.unscored:
             return []
-        seen = ", ".join(f"{name} {'/'.join(sorted(v))}" for name, v in self.sampling.items())
+        seen = ", ".join(f"{name} {'/'.join(sorted(v))}" for name, v in self.unscored.items())
+        what = f"{self.num_unscored} tokens were sampled with {seen}"
+        if config.sampling == "raw":
+            return [
+                f"{what}; sampling='raw' compares them at temperature 1 over the whole vocabulary"
+            ]
         return [
-            f"sampled with {seen}: the loss compares raw log-probabilities (temperature 1, nothing cut off), so its "
-            "ratios are those of the policy, not of what was drawn from it"
+            f"{what}: their log-probability under that is unknown, so they are trained with ratio 1, as if the trainer had "
+            "sampled them. Sample at a temperature above 0 and without penalties to weigh them"
         ]
 
     def drop(self, reason: str, where: str) -> None:
@@ -144,26 +180,21 @@ def resolve(
         InvalidInput: nothing in the request can be trained; the message tells the first reasons.
     """
     report = Report()
-    resolver = _Resolver(model_id, sources, limits, report, config.allow_training_without_logprobs)
+    resolver = _Resolver(model_id, sources, limits, report, config)
     trainable: list[TrainableGroup] = []
     for index, group in enumerate(groups):
         trajectories = [
-            resolved
+            resolver.trajectory(trajectory, f"groups[{index}].trajectories[{position}]")
             for position, trajectory in enumerate(group.trajectories)
-            if (
-                resolved := resolver.trajectory(
-                    trajectory, f"groups[{index}].trajectories[{position}]"
-                )
-            )
         ]
-        if trajectories:
+        if any(trajectory.rows for trajectory in trajectories):
             trainable.append(TrainableGroup(trajectories=trajectories))
     num_failed = sum(len(group.exceptions) for group in groups)
     if not trainable:
         raise InvalidInput(
             _nothing_trainable(groups, report, num_failed), code="no_trainable_turn", param="groups"
         )
-    batch = Batch(groups=trainable)
+    batch = Batch(groups=trainable, distributions=resolver.distributions)
     return batch, _summary(groups, batch, report, num_failed, config)
 
 
@@ -175,12 +206,19 @@ def has_signal(group: TrainableGroup, config: TrainConfig) -> bool:
     """
     rewards = [trajectory.reward for trajectory in group.trajectories]
     rows = [row for trajectory in group.trajectories for row in trajectory.rows]
+    turns = [
+        [value for row in trajectory.rows for value in row.rewards.values()]
+        for trajectory in group.trajectories
+    ]
     try:
         advantages = group_advantages(rewards, config)
+        of_turns = turn_advantages(turns, config)
     except FloatingPointError as error:
         raise InvalidInput(str(error), code="bad_reward", param="groups") from error
-    return advantages is not None or any(
-        any(row.rewards.values()) or any(row.advantages.values()) for row in rows
+    return (
+        advantages is not None
+        or any(any(values) for values in of_turns)
+        or any(any(row.advantages.values()) for row in rows)
     )
 
 
@@ -193,28 +231,31 @@ class _Resolver:
         sources: Sources,
         limits: Limits,
         report: Report,
-        trains_without_logprobs: bool,
+        config: TrainConfig,
     ):
         self._model_id = model_id
         self._sources = sources
         self._limits = limits
         self._report = report
-        self._trains_without_logprobs = trains_without_logprobs
+        self._trains_without_logprobs = config.allow_training_without_logprobs
+        self._is_raw = config.sampling == "raw"
         self._taken: set[str] = set()
+        self.distributions: list[Distribution] = []
+        self._indices: dict[str, int] = {}
 
-    def trajectory(self, trajectory: TrajectoryBody, where: str) -> TrainableTrajectory | None:
+    def trajectory(self, trajectory: TrajectoryBody, where: str) -> TrainableTrajectory:
         histories: list[tuple[str, HistoryBody]] = [("", trajectory)]
         for index, history in enumerate(trajectory.additional_histories):
             histories.append((f"additional_histories[{index}].", history))
-        seen: set[str] = set()
+        seen: set[Hashable] = set()
         rows: list[Row] = []
-        is_truncated = False
         for prefix, history in histories:
             entries, tools = history.messages_and_choices, history.tools
             given = self._given(history, f"{where}.{prefix}")
             messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
             prefixes = conversation.prefix_digests(messages)
             turns: list[Turn] = []
+            is_truncated = False
             for position, entry in enumerate(entries):
                 if not (is_choice(entry) or self._is_trained_message(entry)):
                     continue
@@ -227,16 +268,24 @@ class _Resolver:
                     self._report.drop(str(reason), place)
                     continue
                 self._report.trained(turn.origin)
-                if not turns and turn.choice_id is not None:
-                    record = self._sources.find_record(turn.choice_id)
-                    self._report.sampled_with(record.sampling if record is not None else {})
+                self._report.sampled_by(turn)
                 is_truncated = entry.get("finish_reason") == "length"
                 turns.append(turn)
-            rows += join_turns(turns, self._count_continuation)
+            made = join_turns(turns, self._count_continuation, self._index)
+            rows += [row.model_copy(update={"truncated": is_truncated}) for row in made]
         if not rows:
             self._report.drop("the trajectory holds no trainable turn", where)
-            return None
-        return TrainableTrajectory(reward=trajectory.reward, rows=rows, truncated=is_truncated)
+        return TrainableTrajectory(reward=trajectory.reward, rows=rows)
+
+    def _index(self, drawn: Distribution | None) -> int:
+        """Where the batch holds a distribution, each once."""
+        if drawn is None:
+            return -1
+        name = drawn.model_dump_json()
+        if name not in self._indices:
+            self._indices[name] = len(self.distributions)
+            self.distributions.append(drawn)
+        return self._indices[name]
 
     def _given(
         self, history: HistoryBody, where: str
@@ -275,7 +324,7 @@ class _Resolver:
         self,
         entry: dict[str, Any],
         before: tuple[list[Message], bytes, list[dict[str, Any]] | None],
-        seen: set[str],
+        seen: set[Hashable],
     ) -> Turn:
         choice = entry if is_choice(entry) else {"message": entry}
         mark = choice.get("art")
@@ -284,16 +333,24 @@ class _Resolver:
         if mark.get("model", self._model_id) != self._model_id:
             raise UnusableTurn(f"the choice was sampled by '{mark['model']}', another model")
         turn = carried_tokens(choice, identity)
-        if turn is None and identity is not None:
-            turn = self._recorded(identity)
-        if turn is None:
+        recorded = self._recorded(identity) if identity is not None else None
+        if turn is not None and recorded is not None and recorded.token_ids == turn.token_ids:
+            turn = replace(recorded, prompt_token_ids=turn.prompt_token_ids, origin="ids")
+        turn = turn or recorded
+        if turn is None and entry is choice:
             turn = self._found_by_words(choice, before[1])
         if turn is None:
             turn = self._rendered(choice, before[0], before[2])
-        if turn.choice_id is not None:
-            if turn.choice_id in seen:
+        if entry is choice:
+            name = turn.choice_id or (
+                tuple(turn.prompt_token_ids),
+                tuple(turn.token_ids),
+                tuple(turn.logprobs or ()),
+            )
+            if name in seen:
                 raise UnusableTurn("the same choice stands in the trajectory twice")
-            seen.add(turn.choice_id)
+            seen.add(name)
+        if turn.choice_id is not None:
             self._taken.add(turn.choice_id)
         self._check(turn)
         return turn
@@ -302,13 +359,36 @@ class _Resolver:
         record = self._sources.find_record(identity)
         if record is None:
             return None
-        sampled_by = f"{record.request.project}/{record.request.name}"
+        request = record.request
+        if request.project != self._model_id.partition("/")[0]:
+            return None  # another project's
+        sampled_by = f"{request.project}/{request.name}"
         if sampled_by != self._model_id:
             raise UnusableTurn(f"the choice was sampled by '{sampled_by}', another model")
-        return from_record(record)
+        return self._from_record(record)
+
+    def _from_record(self, record: Record) -> Turn:
+        """A recorded turn, scored as it was sampled, or raw."""
+        logprobs, drawn = (record.logprobs, None) if self._is_raw else as_sampled(record)
+        if logprobs is None or (self._is_raw and unusual(record.sampling)):
+            self._report.cannot_score(record)
+        return Turn(
+            record.prompt_token_ids,
+            record.token_ids,
+            logprobs,
+            "ledger",
+            record.choice_id,
+            drawn,
+            record.request.step,
+        )
 
     def _found_by_words(self, choice: dict[str, Any], before: bytes) -> Turn | None:
-        """By what was said and its log-probabilities; without these, only in the same conversation."""
+        """By what was said and its log-probabilities; without these, only in the same conversation. Whatever fits must be of
+        one prompt and the same tokens; of those the newest step's.
+
+        Raises:
+            UnusableTurn: it may be one sample or another.
+        """
         said = conversation.said_by(choice["message"])
         logprobs = logprob_values(choice)
         found = self._sources.find_text(said, logprobs)
@@ -317,8 +397,14 @@ class _Resolver:
         in_place = [record for record in found if record.request.before == before]
         if logprobs is None or in_place:
             found = in_place
-        fresh = [record for record in found if record.choice_id not in self._taken]
-        return from_record((fresh or found)[0]) if found else None
+        if not found:
+            return None
+        if len({(tuple(each.prompt_token_ids), tuple(each.token_ids)) for each in found}) > 1:
+            raise UnusableTurn(AMBIGUOUS)
+        newest = max(each.request.step or 0 for each in found)
+        latest = [each for each in found if (each.request.step or 0) == newest]
+        fresh = [record for record in latest if record.choice_id not in self._taken]
+        return self._from_record((fresh or latest)[0])
 
     def _said_elsewise(self, logprobs: list[float], before: bytes) -> Sequence[Record]:
         """For a choice that says nothing, because its client dropped the tool calls: by the log-probabilities alone,
@@ -351,6 +437,13 @@ class _Resolver:
                 f"the choice's text has other tokens than were sampled ({len(ids)} tokens, {len(logprobs)} "
                 "log-probabilities), and the sample is not in the ledger"
             )
+        texts = [entry.get("token") for entry in logprob_entries(choice)]
+        for number, text in zip(ids, texts, strict=True):
+            if isinstance(text, str) and self._sources.token_text(number) not in (None, text):
+                raise UnusableTurn(
+                    "the choice's text splits into other tokens than its log-probability entries name, and the sample is "
+                    "not in the ledger"
+                )
         return Turn(self._sources.render(messages, tools), ids, logprobs, "rendered")
 
     def _check(self, turn: Turn) -> None:
@@ -378,10 +471,37 @@ def is_choice(entry: dict[str, Any]) -> bool:
     return isinstance(entry.get("message"), dict) and "finish_reason" in entry
 
 
-def from_record(record: Record) -> Turn:
-    return Turn(
-        record.prompt_token_ids, record.token_ids, record.logprobs, "ledger", record.choice_id
-    )
+def unusual(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters with which a raw log-probability is not the one that a token was sampled with."""
+    given = {name: sampling.get(name) for name in RAW_SAMPLING}
+    given["top_k"] = max(0, given["top_k"] or 0)  # -1 is off, too
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and value != RAW_SAMPLING[name]
+    }
+
+
+def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | None] | None]:
+    """The log-probabilities of a record's tokens under what they were sampled from, and that; None where it is unknown."""
+    if record.sampled_logprobs is None:
+        return (None if unusual(record.sampling) else record.logprobs), None
+    temperature = record.sampling.get("temperature", 1.0)
+    bias = {
+        int(token): float(value)
+        for token, value in (record.sampling.get("logit_bias") or {}).items()
+    }
+    whole = None
+    if temperature != 1.0 or bias:
+        whole = Distribution(temperature=temperature, logit_bias=bias)
+    cut = [
+        Distribution(
+            temperature=temperature, logit_bias=bias, kept=base64.b64encode(packed).decode()
+        )
+        for packed in record.sets
+    ]
+    kept = record.kept or [-1] * len(record.token_ids)
+    return record.sampled_logprobs, [whole if index < 0 else cut[index] for index in kept]
 
 
 def with_signal(turn: Turn, reward: float | None, advantages: float | list[float] | None) -> Turn:
@@ -446,24 +566,41 @@ def spoken_text(message: Message) -> str:
 
 
 def join_turns(
-    turns: Sequence[Turn], on_continuation: Callable[[Turn, bool], None] = lambda *_: None
+    turns: Sequence[Turn],
+    on_continuation: Callable[[Turn, bool], None] = lambda *_: None,
+    index: Callable[[Distribution | None], int] = lambda _: -1,
 ) -> list[Row]:
-    """The rows of one conversation: a turn whose prompt begins with all of the row so far extends it."""
+    """The rows of one conversation: a turn whose prompt begins with all of the row so far extends it. `index` numbers what
+    tokens were sampled from."""
     rows: list[Row] = []
     for turn in turns:
         is_joined = bool(rows) and starts_with(turn.prompt_token_ids, rows[-1].token_ids)
         if rows:
             on_continuation(turn, is_joined)
         if not is_joined:
-            rows.append(Row(token_ids=[], logprobs=[], recompute=[], advantages={}, rewards={}))
+            rows.append(
+                Row(
+                    token_ids=[],
+                    logprobs=[],
+                    distributions=[],
+                    spans=[],
+                    recompute=[],
+                    advantages={},
+                    rewards={},
+                )
+            )
         row = rows[-1]
         tokens = row.token_ids
         new_context = turn.prompt_token_ids[len(tokens) :]
         tokens.extend(new_context)
         row.logprobs.extend([None] * len(new_context))
+        drawn = turn.drawn or [None] * len(turn.token_ids)
+        row.distributions.extend([-1] * len(new_context) + [index(each) for each in drawn])
         sampled = range(len(tokens), len(tokens) + len(turn.token_ids))
         if turn.logprobs is None:
             row.recompute.extend(sampled)
+        if turn.step is not None:
+            row.spans.append(Span(start=sampled.start, stop=sampled.stop, step=turn.step))
         if turn.advantages is not None:
             row.advantages.update(zip(sampled, turn.advantages, strict=True))
         if turn.reward is not None:
@@ -514,7 +651,9 @@ def _summary(
         num_groups=len(groups),
         num_groups_trained=len(trained),
         num_trajectories=sum(len(group.trajectories) for group in groups),
-        num_trajectories_trained=sum(len(group.trajectories) for group in trained),
+        num_trajectories_trained=sum(
+            bool(trajectory.rows) for group in trained for trajectory in group.trajectories
+        ),
         num_failed_rollouts=num_failed,
         num_rows=len(rows),
         num_trained_tokens=sum(
@@ -524,5 +663,7 @@ def _summary(
         continuations=report.continuations,
         dropped=dropped,
         config=config.model_dump(),
-        notes=report.notes(),
+        num_tokens_without_logprob=sum(len(row.recompute) for row in rows),
+        sampled_steps=dict(sorted(report.steps.items())),
+        notes=report.notes(config),
     )

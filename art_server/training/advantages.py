@@ -93,6 +93,8 @@ def turn_advantages(
     values = [value for rewards in rewards_of_turns for value in rewards]
     if not all(math.isfinite(value) for value in values):
         raise FloatingPointError(f"turn rewards must be finite numbers, got {values[:8]}")
+    if config.baseline != "none" and len(set(values)) == 1:
+        return [[0.0] * len(rewards) for rewards in rewards_of_turns]
     mean = sum(values) / len(values) if values and config.baseline != "none" else 0.0
     std = 1.0
     if config.scaling != "none" and values:

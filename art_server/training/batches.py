@@ -51,6 +51,8 @@ class TrainRow:
     advantages: list[float]
     trajectory: int
     """Index among all trajectories of the batch."""
+    is_truncated: bool = False
+    """It belongs to a conversation that was cut at a length limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class TrainRows:
     num_tokens_unpredicted: int
     """Sampled tokens at position 0 of a row: nothing before them predicts them, so they cannot be trained."""
     num_trajectories_masked: int
-    """Left out because they were cut at a length limit."""
+    """Left out, wholly or in part, because they were cut at a length limit."""
     table: list[SampledFrom]
     """What tokens were sampled from."""
 
@@ -159,14 +161,17 @@ def make_train_rows(
                 [_turn_rewards(each) for each in group.trajectories], config
             )
             for index, trajectory in enumerate(group.trajectories):
-                if config.overlong == "mask" and trajectory.truncated:
-                    num_masked += 1
-                    continue
                 outcome = 0.0 if advantages_G is None else advantages_G[index]
-                group_rows += _cut_rows(trajectory, outcome, process_G[index], first + index)
+                made = _cut_rows(trajectory, outcome, process_G[index], first + index)
+                if config.overlong == "mask":
+                    num_masked += any(row.truncated for row in trajectory.rows)
+                    made = [row for row in made if not row.is_truncated]
+                group_rows += made
                 num_tokens_unpredicted += sum(
                     bool(row.logprobs) and row.logprobs[0] is not None for row in trajectory.rows
                 )
+        if advantages_G is None and not any(any(row.advantages) for row in group_rows):
+            group_rows = []
         num_groups_trainable += bool(group_rows)
         rows += group_rows
         first += len(group.trajectories)
@@ -341,6 +346,7 @@ def _cut_row(row: Row, trajectory: int) -> TrainRow:
         steps=[steps[index] for index, _ in trained],
         advantages=[],
         trajectory=trajectory,
+        is_truncated=row.truncated,
     )
 
 

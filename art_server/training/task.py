@@ -45,6 +45,8 @@ class Row(Record):
     """For each token an index into `Batch.distributions`, -1 for the model's own at temperature 1. Empty: -1 everywhere."""
     spans: list[Span] = []
     """In order. Tokens elsewhere are of unknown step."""
+    truncated: bool = False
+    """The conversation that it belongs to was cut at a length limit (finish_reason "length")."""
     recompute: list[int] = []
     """Positions that are trained although the engine's log-probability is unknown (None there): the trainer's own at
     the start of the step stands for it, so the ratio is 1."""
@@ -55,12 +57,11 @@ class Row(Record):
 
 
 class TrainableTrajectory(Record):
-    """One sequence: all of its rows share the reward."""
+    """One sequence: all of its rows share the reward. Without rows it cannot be trained, and its reward still counts among
+    those of its group."""
 
     reward: float
     rows: list[Row]
-    truncated: bool = False
-    """True when the engine stopped it at a length limit (finish_reason "length")."""
 
 
 class TrainableGroup(Record):

@@ -202,7 +202,7 @@ async def test_ignored_settings_are_told(
     server, answer, model, groups, caplog: pytest.LogCaptureFixture
 ):
     server.on("POST", TRAIN, answer(lines=[ACCEPTED, DONE]))
-    await model.train(groups, _config={"precalculate_logprobs": True})
+    await model.train(groups, _config={"kimi_k2_tau": 0.1})
     assert "_config is ignored" in caplog.text
 
 

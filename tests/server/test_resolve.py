@@ -1,7 +1,9 @@
+import base64
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from art_server.errors import InvalidInput
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Record, Request
 from art_server.ledger.resolve import Limits, Sources, Turn, join_turns, resolve
+from art_server.training.kept_set import pack_set, unpack_set
 from art_server.training.task import Batch
 
 LIMITS = Limits(vocab_size=100, max_seq_length=50)
@@ -58,6 +61,7 @@ def sources(**given: Any) -> Sources:
         "find_text": lambda said, logprobs: [],
         "render": lambda messages, tools: [10 + len(messages)],
         "tokenize": lambda text: [20 + len(word) for word in text.split()],
+        "token_text": lambda token: None,
         "end_id": 99,
     }
     return Sources(**(known | given))
@@ -189,7 +193,10 @@ BEFORE = conversation.prefix_digests([QUESTION])[-1]
 
 def test_equal_short_answers_get_a_record_each() -> None:
     """Text only: found by the conversation and the words, each record once, as long as there are enough."""
-    records = [record(f"c-{i}", [5], [6, i], before=BEFORE) for i in range(3)]
+    records = [
+        dataclasses.replace(record(f"c-{i}", [5], [6, 7], before=BEFORE), logprobs=[-1.0, -i])
+        for i in range(3)
+    ]
     asked: list[tuple[bytes, Any]] = []
 
     def find_text(said: bytes, logprobs: Any) -> list[Record]:
@@ -198,8 +205,8 @@ def test_equal_short_answers_get_a_record_each() -> None:
 
     batch, report = run([[QUESTION, said_choice("yes")]] * 4, given={"find_text": find_text})
     assert asked[0] == (conversation.said("yes"), None)
-    found = [t.rows[0].token_ids for t in batch.groups[0].trajectories]
-    assert found == [[5, 6, 0], [5, 6, 1], [5, 6, 2], [5, 6, 0]]
+    found = [t.rows[0].logprobs[-1] for t in batch.groups[0].trajectories]
+    assert found == [0, -1, -2, 0]
     assert report.turns == {"ledger": 4}
 
 
@@ -342,3 +349,166 @@ def test_sampling_that_changes_probabilities_is_noted_once() -> None:
 def test_rewards_beyond_arithmetic_are_refused_before_there_is_a_job() -> None:
     with pytest.raises(InvalidInput, match="scale the rewards down"):
         run([[choice([1], [2])], [choice([1], [3])]], rewards=[1e200, -1e200])
+
+
+# --- found by words: one sample or none -----------------------------------------------------------------------------
+
+
+def test_words_that_fit_samples_of_two_prompts_are_ambiguous_and_dropped() -> None:
+    """A converged policy says "yes" with one log-probability everywhere; the agent left the system message out."""
+    records = [
+        record(f"c-{i}", prompt, [7], before=b"with a system message")
+        for i, prompt in enumerate(([1, 2, 3], [4, 5, 6]))
+    ]
+    given = {"find_text": lambda *_: records}
+    with pytest.raises(InvalidInput, match="several samples of other prompts or tokens fit"):
+        run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
+    # One of them in the very conversation is certain.
+    records[1] = dataclasses.replace(
+        records[1], request=dataclasses.replace(records[1].request, before=BEFORE)
+    )
+    batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
+    assert batch.groups[0].trajectories[0].rows[0].token_ids == [4, 5, 6, 7]
+
+
+def test_of_equal_samples_the_newest_step_counts_with_its_own_log_probabilities() -> None:
+    def of_step(identity: str, step: int, logprob: float) -> Record:
+        made = record(identity, [5], [6], before=BEFORE)
+        request = dataclasses.replace(made.request, step=step)
+        return dataclasses.replace(made, request=request, logprobs=[logprob])
+
+    # Newest first: an opponent at step 3 said the same after the policy at step 9.
+    records = [of_step("late", 3, -3.0), of_step("policy", 9, -0.2)]
+    batch, report = run([[QUESTION, said_choice("yes")]], given={"find_text": lambda *_: records})
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert row.logprobs == [None, -0.2]
+    assert [(span.start, span.stop, span.step) for span in row.spans] == [(1, 2, 9)]
+    assert report.sampled_steps == {9: 1}
+
+
+def test_a_record_of_another_project_is_not_known() -> None:
+    found = record("c-0", [1], [2])
+    found = dataclasses.replace(found, request=dataclasses.replace(found.request, project="other"))
+    with pytest.raises(InvalidInput, match="not in the ledger"):
+        run([[QUESTION, bare("c-0")]], find=lambda _: found)
+
+
+def test_a_demonstration_is_never_matched_to_a_sample() -> None:
+    sampled = record("c-0", [5], [6], before=BEFORE)
+    batch, report = run(
+        [[QUESTION, {"role": "assistant", "content": "yes"}]],
+        config=TrainConfig(allow_training_without_logprobs=True),
+        given={"find_text": lambda *_: [sampled]},
+    )
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert report.turns == {"recomputed": 1} and row.logprobs[-1] is None and row.recompute
+
+
+def test_text_that_splits_into_other_tokens_than_its_entries_name_is_dropped() -> None:
+    texts = {22: "no", 25: "where"}
+    choice = said_choice("no where", [-0.5, -0.5])
+    for token, entry in zip(("no", "w here"), choice["logprobs"]["content"], strict=True):
+        entry["token"] = token
+    given = {"token_text": texts.get}
+    with pytest.raises(InvalidInput, match="splits into other tokens"):
+        run([[QUESTION, choice]], given=given)
+    choice["logprobs"]["content"][1]["token"] = "where"
+    _, report = run([[QUESTION, choice]], given=given)
+    assert report.turns == {"rendered": 1}
+
+
+def test_the_same_choice_in_two_histories_is_trained_once_without_an_id_too() -> None:
+    entries = [QUESTION, choice([1, 2], [3, 4])]
+    batch, report = run([entries], histories=[entries])
+    assert [row.token_ids for row in batch.groups[0].trajectories[0].rows] == [[1, 2, 3, 4]]
+    assert [each.reason for each in report.dropped if "twice" in each.reason]
+
+
+def test_truncated_belongs_to_the_history_that_was_cut() -> None:
+    cut = choice([1], [2]) | {"finish_reason": "length"}
+    batch, _ = run([[cut]], histories=[[choice([5], [6])]])
+    rows = batch.groups[0].trajectories[0].rows
+    assert [(row.token_ids, row.truncated) for row in rows] == [([1, 2], True), ([5, 6], False)]
+
+
+def test_a_trajectory_that_cannot_be_trained_counts_in_its_groups_statistics() -> None:
+    long = choice(list(range(60)), [1])
+    batch, report = run([[long], [choice([1], [2])], [choice([1], [3])]], rewards=[0.0, 1.0, 1.0])
+    (group,) = batch.groups
+    assert [(each.reward, len(each.rows)) for each in group.trajectories] == [
+        (0, 0),
+        (1, 1),
+        (1, 1),
+    ]
+    assert (report.num_groups_trained, report.num_trajectories_trained) == (1, 2)
+
+
+def test_equal_turn_rewards_of_equal_rewards_are_no_signal() -> None:
+    bodies = [
+        {"messages_and_choices": [choice([1], [2])], "reward": 1.0, "turn_rewards": [1.0]},
+        {"messages_and_choices": [choice([1], [3])], "reward": 1.0, "turn_rewards": [1.0]},
+    ]
+    group = TrajectoryGroupBody.model_validate({"trajectories": bodies})
+    _, report = resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
+    assert report.num_groups_trained == 0
+
+
+# --- scored as it was sampled ----------------------------------------------------------------------------------------
+
+
+def sampled_with(
+    sampled: list[float] | None, sets: list[bytes], kept: list[int], **sampling: Any
+) -> Record:
+    made = record("c-0", [1], [2, 3])
+    return dataclasses.replace(
+        made, sampled_logprobs=sampled, sets=sets, kept=kept, sampling=sampling
+    )
+
+
+def test_tokens_are_scored_under_what_they_were_sampled_from() -> None:
+    first, second = pack_set(np.array([2, 9]), 1000), pack_set(np.array([3, 4]), 1000)
+    found = sampled_with(
+        [-0.1, -0.2], [first, second], [0, 1], temperature=0.7, logit_bias={"4": 1.5}
+    )
+    entries = [[bare("c-0")], [bare("c-0")]]
+    batch, report = run(entries, find=lambda _: found)
+    for each in batch.groups[0].trajectories:
+        assert each.rows[0].logprobs == [None, -0.1, -0.2]
+        assert each.rows[0].distributions == [-1, 0, 1]
+    one, other = batch.distributions
+    assert (one.temperature, one.logit_bias) == (0.7, {4: 1.5})
+    assert unpack_set(base64.b64decode(one.kept or "")).tolist() == [2, 9]
+    assert unpack_set(base64.b64decode(other.kept or "")).tolist() == [3, 4]
+    assert report.notes == [] and report.num_tokens_without_logprob == 0
+    raw, raw_report = run(entries, find=lambda _: found, config=TrainConfig(sampling="raw"))
+    assert raw.groups[0].trajectories[0].rows[0].logprobs == [None, -0.5, -0.5]
+    assert raw.distributions == []
+    assert "4 tokens were sampled with temperature 0.7" in raw_report.notes[0]
+
+
+def test_carried_ids_take_the_figures_of_their_record() -> None:
+    found = sampled_with([-0.1, -0.2], [], [], temperature=0.5)
+    batch, report = run([[choice([1], [2, 3], "c-0")]], find=lambda _: found)
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert (row.logprobs, report.turns) == ([None, -0.1, -0.2], {"ids": 1})
+    assert row.distributions == [-1, 0, 0] and batch.distributions[0].temperature == 0.5
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"presence_penalty": 0.5}])
+def test_what_the_engine_cannot_tell_counts_as_without_a_log_probability(
+    sampling: dict[str, Any],
+) -> None:
+    found = sampled_with(None, [], [], **sampling)
+    batch, report = run([[bare("c-0")], [bare("c-0")]], find=lambda _: found)
+    (row,) = batch.groups[0].trajectories[0].rows
+    assert (row.logprobs, row.recompute) == ([None] * 3, [1, 2])
+    assert report.num_tokens_without_logprob == 4
+    (note,) = report.notes
+    assert note.startswith("4 tokens were sampled with") and "ratio 1" in note
+
+
+def test_plain_sampling_keeps_its_raw_log_probabilities() -> None:
+    found = sampled_with(None, [], [], temperature=1.0, top_k=-1, logit_bias=None, min_tokens=0)
+    batch, report = run([[bare("c-0")]], find=lambda _: found)
+    assert batch.groups[0].trajectories[0].rows[0].logprobs == [None, -0.5, -0.5]
+    assert report.notes == []

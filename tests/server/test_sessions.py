@@ -16,15 +16,15 @@ USER = {"role": "user", "content": "q"}
 class Agent:
     """Asks, and is told what the test says."""
 
-    def __init__(self, path: Path, owner: str = "me"):
+    def __init__(self, path: Path, project: str = "p"):
         self.ledger = Ledger(path / "l.sqlite")
-        self.owner = owner
-        self._numbers = itertools.count(1 if owner == "me" else 1000)
+        self.project = project
+        self._numbers = itertools.count(1 if project == "p" else 1000)
 
     def ask(self, messages: list[dict[str, Any]], said: str, delivered: bool = True) -> None:
         request_id = f"{next(self._numbers):032x}"
         before = conversation.prefix_digests(messages)[-1]
-        request = Request(request_id, "chat", "p", "a", 0, self.owner, "s", before)
+        request = Request(request_id, "chat", self.project, "a", 0, self.project, "s", before)
         with self.ledger.open_request(request):
             self.ledger.take_prompt(request_id, 0, [1, 2])
             sample = Sample("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
@@ -41,7 +41,7 @@ class Agent:
             self.ledger.mark_delivered(request_id)
 
     def reply(self) -> SessionReply:
-        return session_trajectory(self.ledger.find_session(self.owner, "p", "a", "s"))
+        return session_trajectory(self.ledger.find_session(self.project, "a", "s"))
 
 
 def said(text: str) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def test_an_answer_that_was_lost_ends_the_conversation_before_it(tmp_path: Path)
     assert shape(reply) == ["uC"] and reply.num_choices == 1 and sum(reply.unused.values()) == 1
 
 
-def test_keys_do_not_see_each_other_s_sessions(tmp_path: Path) -> None:
-    """The same text, the same session name, another key."""
-    mine, theirs = Agent(tmp_path), Agent(tmp_path, owner="you")
+def test_projects_do_not_see_each_other_s_sessions(tmp_path: Path) -> None:
+    """The same text, the same session name, another project."""
+    mine, theirs = Agent(tmp_path), Agent(tmp_path, project="q")
     mine.ask([USER], "same")
     theirs.ask([USER], "same")
     theirs.ask([USER, said("same"), USER], "more")

@@ -86,10 +86,10 @@ def random_forest(policy: Policy, seed: int, noise: float, *, is_plain: bool = T
                 token_ids, is_trained = token_ids + tool, is_trained + [False] * len(tool)
         if not strips:
             rows.append((token_ids, is_trained))
+        reward, is_cut = rng.choice([0.0, 0.25, 1.0, rng.random()]), rng.random() < 0.2
+        made = [_row(policy, rng, noise, *each, sampled_from, table) for each in rows]
         return TrainableTrajectory(
-            reward=rng.choice([0.0, 0.25, 1.0, rng.random()]),
-            rows=[_row(policy, rng, noise, *each, sampled_from, table) for each in rows],
-            truncated=rng.random() < 0.2,
+            reward=reward, rows=[row.model_copy(update={"truncated": is_cut}) for row in made]
         )
 
     def group() -> TrainableGroup:
@@ -196,7 +196,7 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
         if advantages is None:
             continue
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            if config.overlong == "mask" and trajectory.truncated:
+            if config.overlong == "mask" and any(row.truncated for row in trajectory.rows):
                 continue
             sequence = Sequence(advantage, [], torch.zeros(0), torch.zeros(0), [])
             for row in trajectory.rows:

@@ -100,7 +100,8 @@ def test_turn_rewards_reach_the_tokens_up_to_their_turn() -> None:
 
 
 def test_truncated_trajectories_can_be_left_out_of_loss_and_denominators() -> None:
-    cut = TrainableTrajectory(reward=0.0, rows=[ROW], truncated=True)
+    cut_row = ROW.model_copy(update={"truncated": True})
+    cut = TrainableTrajectory(reward=0.0, rows=[cut_row])
     whole = TrainableTrajectory(reward=1.0, rows=[ROW])
     batch = Batch(groups=[TrainableGroup(trajectories=[cut, whole])])
     masked = make_train_rows(batch, TrainConfig(overlong="mask"))
@@ -171,3 +172,19 @@ def test_micro_batches_hold_each_trained_token_once_within_the_budget(
             seen.append(use)
     assert sorted(seen) == list(range(len(expected)))
     assert len(uses.weights_U) == len(expected) == train_rows.num_tokens
+
+
+def test_group_without_any_tokens_advantage_is_dead() -> None:
+    """Equal rewards and equal turn rewards: its tokens are in no denominator."""
+    row = Row(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 0.1})
+    equal = group(*[(1.0, [row])] * 3)
+    live = group((1.0, [ROW]), (0.0, [ROW]))
+    train_rows = make_train_rows(Batch(groups=[equal, live]))
+    assert (train_rows.num_groups_trainable, len(train_rows.rows)) == (1, 2)
+    assert train_rows.num_tokens == 4
+
+
+def test_reward_of_a_trajectory_without_rows_is_in_the_baseline() -> None:
+    train_rows = make_train_rows(Batch(groups=[group((0.0, []), (1.0, [ROW]), (1.0, [ROW]))]))
+    # Mean 2/3, population deviation sqrt(2)/3.
+    assert train_rows.rows[0].advantages == pytest.approx([2**-0.5] * 2, abs=1e-5)
