@@ -299,8 +299,18 @@ class Service:
     # --- logs and checkpoints ---
 
     async def log(self, model: Model, request: LogRequest) -> LogReply:
-        """Write trajectories and one row of metrics."""
+        """Write trajectories and metrics into the row of a step.
+
+        Raises:
+            InvalidInput: the step does not exist yet.
+        """
         step = model.step if request.step is None else request.step
+        if step > model.step:
+            raise InvalidInput(
+                f"model '{model.id}' has no step {step} yet: its newest is {model.step}; log for that one, or leave `step` out",
+                code="step_beyond_newest",
+                param="step",
+            )
         metrics = trajectory_metrics(request.groups, request.split)
         metrics |= {
             key if "/" in key else f"{request.split}/{key}": value
@@ -310,7 +320,7 @@ class Service:
             await asyncio.to_thread(
                 model.folder.write_trajectories, request.split, step, request.groups
             )
-        await asyncio.to_thread(model.folder.append_history, step, metrics)
+        await asyncio.to_thread(model.folder.add_history, step, metrics)
         return LogReply(step=step, metrics=metrics)
 
     async def delete_checkpoints(

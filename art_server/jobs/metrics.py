@@ -1,7 +1,7 @@
 """The metrics of a row in history.jsonl: ART's names, from the trajectories of a train or log call."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from art.wire import TrajectoryGroupBody
 
@@ -25,6 +25,19 @@ def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dic
         metrics[f"{split}/exception_rate"] = num_failed / (num_failed + len(trajectories))
     metrics |= _means([t.metrics for t in trajectories], f"{split}/")
     return metrics | _means([group.metrics for group in groups], f"{split}/group_")
+
+
+def step_metrics(tokens_of_steps: Mapping[int, int]) -> dict[str, float]:
+    """The steps that sampled a batch: the one that most tokens came from, and the first and the last. Nothing where no
+    record tells."""
+    if not tokens_of_steps:
+        return {}
+    most = max(tokens_of_steps, key=lambda step: (tokens_of_steps[step], step))
+    return {
+        "sampled_step": float(most),
+        "sampled_step_min": float(min(tokens_of_steps)),
+        "sampled_step_max": float(max(tokens_of_steps)),
+    }
 
 
 def _means(rows: Sequence[dict[str, float | int | bool]], prefix: str) -> dict[str, float]:

@@ -24,7 +24,7 @@ from art.wire import ErrorDetail, JobEvent, TrainRequest
 from art_server.engine.engine import Engine
 from art_server.engine.gate import Gate
 from art_server.errors import Conflict, ServerError
-from art_server.jobs.metrics import trajectory_metrics
+from art_server.jobs.metrics import step_metrics, trajectory_metrics
 from art_server.jobs.queue import Job, JobQueue, Payload
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.resolve import Limits, Message, Sources, resolve
@@ -296,9 +296,10 @@ class JobRunner:
         payload = await asyncio.to_thread(self._queue.payload, job.job_id)
         record = model.folder.read_checkpoint(step)
         metrics = record.metrics | trajectory_metrics(payload.groups, "train")
+        metrics |= step_metrics(job.report.sampled_steps)
         report = job.report.model_copy(update={"notes": [*job.report.notes, *record.notes]})
         await asyncio.to_thread(model.folder.write_trajectories, "train", step, payload.groups)
-        await asyncio.to_thread(model.folder.append_history, step, metrics, job.job_id)
+        await asyncio.to_thread(model.folder.add_history, step, metrics, job.job_id)
         await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
 
     async def _after_error(self, job_id: str, error: Exception) -> None:

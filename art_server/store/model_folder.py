@@ -1,13 +1,14 @@
 """The folder of one model, `PATH/PROJECT/models/NAME`: its description, checkpoints, history and trajectories.
 
 model.json               what it was registered with
-history.jsonl            one row per train or log call
+history.jsonl            one row per step
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps), checkpoint.json
 trajectories/SPLIT/%04d.jsonl
 logs/vllm.log            the engine's log
 """
 
 import json
+import threading
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,6 +51,10 @@ class CheckpointRecord(BaseModel):
     notes: list[str] = []
     """What the trainer decided by itself."""
     created_at: float = 0.0
+
+
+_history_lock = threading.Lock()
+"""A row is read, changed and written back, by the requests of programs and by the job runner."""
 
 
 class ModelFolder:
@@ -135,11 +140,14 @@ class ModelFolder:
         return deleted
 
     def best_step(self, metric: str) -> int | None:
-        """The kept step with the highest mean of `metric` in the history, None when it was never logged."""
+        """The kept step with the highest mean of `metric` in the history, None when it was never logged. What was measured
+        on training rollouts counts for the step that sampled them."""
+        name = "sampled_step" if metric.startswith("train/") else "step"
         values: dict[int, list[float]] = {}
         for row in self.history():
-            if isinstance(row.get(metric), int | float) and isinstance(row.get("step"), int):
-                values.setdefault(row["step"], []).append(float(row[metric]))
+            step = row.get(name, row.get("step"))
+            if isinstance(row.get(metric), int | float) and isinstance(step, int | float):
+                values.setdefault(int(step), []).append(float(row[metric]))
         kept = {step: sum(v) / len(v) for step, v in values.items() if step in set(self.steps())}
         return max(kept, key=lambda step: (kept[step], step)) if kept else None
 
@@ -153,17 +161,25 @@ class ModelFolder:
     def history(self) -> list[dict[str, Any]]:
         return files.read_lines(self.path / "history.jsonl")
 
-    def append_history(
-        self, step: int, metrics: dict[str, float], job_id: str | None = None
-    ) -> None:
-        """Append one row. With a job id, a row that an earlier, killed attempt wrote is not written again."""
-        if job_id is not None and any(row.get("job_id") == job_id for row in self.history()):
-            return
+    def add_history(self, step: int, metrics: dict[str, float], job_id: str | None = None) -> None:
+        """Write metrics into the step's row, which the first call appends; the latest value of a metric stands. With a job
+        id, what an earlier, killed attempt wrote is not written again."""
         row: dict[str, Any] = {**metrics, "step": step, "training_step": step}
         row["recorded_at"] = datetime.now(UTC).isoformat()
         if job_id is not None:
             row["job_id"] = job_id
-        files.append_line(self.path / "history.jsonl", row)
+        file = self.path / "history.jsonl"
+        with _history_lock:
+            rows = self.history()
+            if job_id is not None and any(each.get("job_id") == job_id for each in rows):
+                return
+            places = [place for place, each in enumerate(rows) if each.get("step") == step]
+            if not places:
+                files.append_line(file, row)
+                return
+            rows[places[-1]] |= row
+            lines = "".join(json.dumps(each) + "\n" for each in rows)
+            files.write_file(file, lines.encode())
 
     def write_trajectories(self, split: str, step: int, groups: list[TrajectoryGroupBody]) -> None:
         """Write trajectories/SPLIT/%04d.jsonl, one group a line, replacing what the step had."""

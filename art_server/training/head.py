@@ -125,11 +125,13 @@ def _score(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Probabilities, log-probability of the target, entropy: one pass of exp.
 
-    The log-sum-exp comes from the likeliest token, whose probability is at least 1 / V.
+    The log-sum-exp comes from the likeliest token, whose probability is at least 1 / V, and the target's logit is taken
+    from that token's first: log-probabilities are rounded at their own size, not at that of the logits.
     """
     probabilities_NV = torch.softmax(logits_NV, -1)
-    largest_N, places_N = logits_NV.max(-1, keepdim=True)
-    sums_N = (largest_N - probabilities_NV.gather(-1, places_N).log())[:, 0]
-    logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - sums_N
+    largest_N1, places_N1 = logits_NV.max(-1, keepdim=True)
+    likeliest_N = probabilities_NV.gather(-1, places_N1)[:, 0].log()
+    logprobs_N = (logits_NV.gather(-1, targets_N[:, None]) - largest_N1)[:, 0] + likeliest_N
+    sums_N = largest_N1[:, 0] - likeliest_N
     entropies_N = sums_N - torch.linalg.vecdot(probabilities_NV, logits_NV)
     return probabilities_NV, logprobs_N, entropies_N

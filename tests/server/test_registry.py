@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from art.wire import LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.jobs.metrics import step_metrics
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry, check_name, merge_lora
 
@@ -101,7 +102,7 @@ def test_deleting_keeps_the_newest_and_the_named(tmp_path: Path) -> None:
 def test_the_best_step_is_the_highest_mean_among_kept_ones(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "p", "a", steps=4)
     for step, reward in ((0, 0.9), (1, 0.2), (1, 0.8), (2, 0.4), (9, 1.0)):
-        folder.append_history(step, {"val/reward": reward})
+        folder.add_history(step, {"val/reward": reward})
     assert folder.best_step("val/reward") == 0
     folder.delete_checkpoints({1})
     assert folder.best_step("val/reward") == 1
@@ -110,9 +111,38 @@ def test_the_best_step_is_the_highest_mean_among_kept_ones(tmp_path: Path) -> No
 
 def test_a_job_s_row_is_written_once(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "p", "a")
-    folder.append_history(1, {"train/reward": 1.0}, "job")
-    folder.append_history(1, {"train/reward": 1.0}, "job")
-    assert len(folder.history()) == 1
+    folder.add_history(1, {"train/reward": 1.0}, "job")
+    folder.add_history(1, {"train/reward": 2.0}, "job")
+    assert [row["train/reward"] for row in folder.history()] == [1.0]
+
+
+def test_rows_of_one_step_merge(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a")
+    folder.add_history(1, {"val/reward": 0.25})
+    folder.add_history(1, {"train/reward": 1.0, "sampled_step": 0.0}, "job")
+    folder.add_history(2, {"train/reward": 2.0}, "next")
+    folder.add_history(1, {"val/reward": 0.5, "test/reward": 0.75})
+    one, two = folder.history()
+    assert (one["step"], one["job_id"]) == (1, "job") and two["step"] == 2
+    rewards = [one[f"{split}/reward"] for split in ("val", "train", "test")]
+    assert rewards == [0.5, 1.0, 0.75]
+
+
+def test_the_best_training_reward_is_that_of_the_step_that_sampled_it(tmp_path: Path) -> None:
+    """The rollouts that step 1 earned 0.9 with are trained into step 2."""
+    folder = make_model(tmp_path, "p", "a", steps=4)
+    for step, reward in ((1, 0.1), (2, 0.9), (3, 0.5)):
+        folder.add_history(step, {"train/reward": reward, "sampled_step": step - 1.0})
+    assert folder.best_step("train/reward") == 1
+
+
+def test_sampled_steps_as_metrics() -> None:
+    assert step_metrics({}) == {}
+    assert step_metrics({3: 10, 4: 90, 5: 1}) == {
+        "sampled_step": 4.0,
+        "sampled_step_min": 3.0,
+        "sampled_step_max": 5.0,
+    }
 
 
 def test_another_adapter_shape_is_refused() -> None:
