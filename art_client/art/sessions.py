@@ -10,6 +10,7 @@ nothing here reads what an agent says. ART's in-process capture (`capturing`) is
 
 # pyright: reportPrivateUsage=false
 
+import logging
 import re
 import uuid
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ from weakref import WeakSet
 
 from art.trajectories import History, Trajectory
 from art.wire import NAME_PATTERN, SESSION_HEADER, SessionReply
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -93,6 +96,15 @@ class Rollout:
         """
         model = model or self.model
         reply = await model.backend()._fetch_session(model, self.session)
+        if not reply.num_choices:
+            logger.warning(
+                "session %s holds no answer of %s: the agent sent its requests elsewhere, or none. Give it base_url=%s, or the "
+                "rollout's api_key, and model=%r",
+                self.session,
+                model.name,
+                self.base_url,
+                model.get_inference_name(),
+            )
         trajectory = Trajectory(reward=reward, metrics=metrics or {}, metadata=metadata or {})
         add_captured(trajectory, [reply])
         return trajectory

@@ -455,17 +455,23 @@ async def stream_events(service: Service, ask: Ask) -> AsyncGenerator[bytes, Non
                 if response.status != 200:
                     raise StreamRefused(response.status, await response.read(), {})
                 rest = b""
+                received: dict[int, dict[str, Any]] = {}
+                keeps = ask.api == "chat" and ask.caller.session is not None
                 while chunk := await response.content.readany():
                     events, rest = take_events(rest + chunk)
                     is_begun = is_begun or bool(events)
                     if not ask.has_choices:
                         name_calls(events, opened, 0)
+                    if keeps:
+                        add_deltas(received, events)
                     if CHOICE_END not in events and LAST_EVENTS[ask.api] not in events:
                         yield name_as_asked(events, ask)
                         continue
                     for event in events.split(EVENT_END)[:-1]:
                         is_last = event.lstrip().startswith(LAST_EVENTS[ask.api])
-                        finished = await finish_event(event + EVENT_END, is_last, ask, opened)
+                        finished = await finish_event(
+                            event + EVENT_END, is_last, ask, opened, received
+                        )
                         if is_last:
                             # Everything but this event is out; a client may hang up as soon as it has read it.
                             service.ledger.mark_delivered(request_id)
@@ -579,8 +585,43 @@ def take_events(buffer: bytes) -> tuple[bytes, bytes]:
     return whole + mark, rest
 
 
-async def finish_event(event: bytes, is_last: bool, ask: Ask, opened: OpenRequest) -> bytes:
-    """Put the asked name into an event, and the mark into the chunk that ends a choice.
+def add_deltas(received: dict[int, dict[str, Any]], events: bytes) -> None:
+    """Put what a chat stream's events add to the choices that the agent has received so far: its own parser's work, which
+    may differ from what a parser makes of the whole text."""
+    for event in events.split(EVENT_END)[:-1]:
+        data = event.partition(b"data: ")[2]
+        if not data.startswith(b"{"):
+            continue
+        for part in msgspec.json.decode(data).get("choices") or ():
+            choice = received.setdefault(
+                part["index"], {"message": {"role": "assistant"}, "finish_reason": None}
+            )
+            message = choice["message"]
+            choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+            delta = part.get("delta") or {}
+            for name in ("content", "reasoning", "reasoning_content"):
+                if delta.get(name):
+                    message[name] = message.get(name, "") + delta[name]
+            for call in delta.get("tool_calls") or ():
+                calls = message.setdefault("tool_calls", [])
+                while len(calls) <= call["index"]:
+                    calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
+                made = calls[call["index"]]
+                if call.get("id"):
+                    made["id"] = call["id"]
+                for name, value in (call.get("function") or {}).items():
+                    made["function"][name] = made["function"].get(name, "") + (value or "")
+
+
+async def finish_event(
+    event: bytes,
+    is_last: bool,
+    ask: Ask,
+    opened: OpenRequest,
+    received: dict[int, dict[str, Any]],
+) -> bytes:
+    """Put the asked name into an event, and the mark into the chunk that ends a choice. `received` are the choices of a
+    session's chat stream as the agent has them.
 
     Such a chunk, or the last event, is held until the ledger has the choice, so that the client can train at once.
     """
@@ -593,7 +634,7 @@ async def finish_event(event: bytes, is_last: bool, ask: Ask, opened: OpenReques
                 if choice.get("finish_reason") is not None:
                     choice["art"] = ask.art_mark(opened.request.request_id, choice["index"])
                     await opened.wait(choice["index"])
-                    keep_turn(ask, opened, {})
+                    keep_turn(ask, opened, received)
             return prefix + b"data: " + msgspec.json.encode(chunk) + EVENT_END
     elif is_last:
         await opened.wait(0)

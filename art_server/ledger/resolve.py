@@ -625,7 +625,14 @@ def _nothing_trainable(
         f"{reason} ({count} times, e.g. {examples[0]})"
         for reason, (count, examples) in report.dropped.items()
     )
-    return f"no group holds a trainable turn: {reasons}"
+    entries = [e for g in groups for t in g.trajectories for e in t.messages_and_choices]
+    hint = ""
+    if not any(is_choice(entry) for entry in entries):
+        hint = (
+            ". No trajectory holds a choice: put `completion.choices[0]` into it, not its message; an agent under "
+            "art.rollout needs the rollout's base_url or api_key"
+        )
+    return f"no group holds a trainable turn: {reasons}{hint}"
 
 
 def _summary(

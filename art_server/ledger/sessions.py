@@ -28,13 +28,20 @@ class Turn:
     tools: list[dict[str, Any]] | None
     choice: dict[str, Any]
 
+    @property
+    def ends(self) -> set[bytes]:
+        """Names of the conversation that the choice made: as it was sampled, and as the agent received it."""
+        said = conversation.said_by(self.choice["message"])
+        return {self.record.after, conversation.after(self.record.request.before, said)}
+
 
 def session_trajectory(found: Sequence[tuple[Record, dict[str, Any]]]) -> SessionReply:
     """The conversations of a session, in the order in which they began."""
     turns = [make_turn(record, kept) for record, kept in found]
     by_end: dict[bytes, list[Turn]] = {}
     for turn in turns:
-        by_end.setdefault(turn.record.after, []).append(turn)
+        for end in turn.ends:
+            by_end.setdefault(end, []).append(turn)
     parents = {id(turn): find_parent(turn, by_end) for turn in turns}
     continued = {id(parents[id(turn)]) for turn in turns if turn.record.is_delivered}
     taken_up = {turn.record.request.before for turn in turns if id(turn) in continued}
@@ -79,7 +86,7 @@ def make_history(turn: Turn, parents: dict[int, Turn | None], used: set[str]) ->
     earlier: dict[bytes, Turn] = {}
     parent = parents[id(turn)]
     while parent is not None:
-        earlier[parent.record.after] = parent
+        earlier |= dict.fromkeys(parent.ends, parent)
         parent = parents[id(parent)]
     entries: list[dict[str, Any]] = []
     for message, prefix in zip(turn.messages, turn.prefixes[1:], strict=True):

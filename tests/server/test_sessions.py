@@ -1,10 +1,12 @@
 """From records to conversations, on a ledger without an engine."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 from art.wire import SessionReply
+from art_server.api.inference import add_deltas
 from art_server.engine.records import Sample
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger, Request
@@ -21,7 +23,13 @@ class Agent:
         self.project = project
         self._numbers = itertools.count(1 if project == "p" else 1000)
 
-    def ask(self, messages: list[dict[str, Any]], said: str, delivered: bool = True) -> None:
+    def ask(
+        self,
+        messages: list[dict[str, Any]],
+        said: str,
+        delivered: bool = True,
+        received: dict[str, Any] | None = None,
+    ) -> None:
         request_id = f"{next(self._numbers):032x}"
         before = conversation.prefix_digests(messages)[-1]
         request = Request(request_id, "chat", self.project, "a", 0, self.project, "s", before)
@@ -32,7 +40,7 @@ class Agent:
         choice = {
             "index": 0,
             "finish_reason": "stop",
-            "message": {"role": "assistant", "content": said},
+            "message": received or {"role": "assistant", "content": said},
             "art": {"id": f"{request_id}-0"},
         }
         turn = {"messages": messages, "tools": None, "choices": {"0": choice}}
@@ -106,3 +114,30 @@ def test_projects_do_not_see_each_other_s_sessions(tmp_path: Path) -> None:
     theirs.ask([USER, said("same"), USER], "more")
     assert mine.reply().num_choices == 1
     assert theirs.reply().num_choices == 2
+
+
+def test_a_malformed_stream_is_kept_and_continued_as_the_agent_received_it(tmp_path: Path) -> None:
+    """vLLM's streaming parser made another call of it than the whole text holds."""
+    agent = Agent(tmp_path)
+    events = [
+        {"role": "assistant", "content": ""},
+        {"tool_calls": [{"index": 0, "id": "call-1", "function": {"name": "look"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": <thi'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "nk>1"}}]},
+    ]
+    received: dict[int, dict[str, Any]] = {}
+    for number, delta in enumerate(events):
+        part = {"index": 0, "delta": delta, "finish_reason": "stop" if number == 3 else None}
+        add_deltas(received, b"data: " + json.dumps({"choices": [part]}).encode() + b"\n\n")
+    add_deltas(received, b"data: [DONE]\n\n")
+    message = received[0]["message"]
+    assert message["tool_calls"][0] == {
+        "id": "call-1",
+        "type": "function",
+        "function": {"name": "look", "arguments": '{"a": <think>1'},
+    }
+    whole = '<tool_call>\n{"name": "look", "arguments": {"a": <think>1}}\n</tool_call>'
+    agent.ask([USER], whole, received=message)
+    agent.ask([USER, message, {"role": "tool", "content": "r"}], "done")
+    (history,) = agent.reply().histories
+    assert history.messages_and_choices[1]["message"] == message
