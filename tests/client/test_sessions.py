@@ -144,3 +144,16 @@ async def test_scopes_of_concurrent_rollouts_are_apart(server, chat, model: art.
 
     await asyncio.gather(*(run(session) for session in "abc"))
     assert sorted(filter(None, sessions_of(server))) == ["a", "b", "c"]
+
+
+async def test_a_rollout_whose_agent_went_elsewhere_says_so(
+    server, answer, model: art.TrainableModel, caplog: pytest.LogCaptureFixture
+):
+    keep_session(server, answer, "one", [])
+    r = art.rollout(model, "one")
+    trajectory = await r.trajectory()
+    assert trajectory.messages_and_choices == []
+    assert (
+        f"the agent sent its requests elsewhere, or none. Give it base_url={r.base_url}"
+        in caplog.text
+    )
