@@ -30,7 +30,7 @@ def model(server: Server) -> str:
 def session_records(server: Server, session: str, name: str = "exact") -> list[Record]:
     """What the running server keeps of a session, read from its file."""
     with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
-        return [record for record, _ in ledger.find_session("anyone", PROJECT, name, session)]
+        return [record for record, _ in ledger.find_session(PROJECT, name, session)]
 
 
 def session_of(server: Server, session: str, name: str = "exact") -> dict[str, Any]:
