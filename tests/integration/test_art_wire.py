@@ -137,9 +137,9 @@ def test_the_plugins_round_from_register_to_the_second_step(server: Server) -> N
         assert get_step(server, model) == step
     report = newest_report(server, "nat-run")
     assert report["turns"] == {"ledger": 4} and report["config"]["beta"] == 0.01
-    sampling, obsolete = report["notes"]
-    assert "temperature 0.9" in sampling
-    assert obsolete == "trainer_args.obsolete has no effect here"
+    assert report["notes"] == ["trainer_args.obsolete has no effect here"]
+    assert report["num_tokens_without_logprob"] == 0  # sampled at temperature 0.9, and scored so
+    assert report["config"]["ratio_to"] == "sampled"
     with wire(server) as client:
         body = {"model": model, "steps_to_keep": [2]}
         assert client.post("/_delete_checkpoint_files", json=body).status_code == 200
