@@ -678,15 +678,23 @@ class Ledger:
         return [(r, turns[r.request.request_id]) for r in records if r.request.request_id in turns]
 
     def find_text(
-        self, project: str, name: str, said: bytes | None, logprobs: Sequence[float] | None
+        self,
+        project: str,
+        name: str,
+        said: bytes | None,
+        logprobs: Sequence[float] | None,
+        before: bytes | None = None,
     ) -> list[Record]:
         """What a model said in these words (None: in any), newest first; with log-probabilities, only what was sampled
-        with them."""
+        with them, and with `before`, only in that conversation."""
         where = "project = ? AND name = ?"
         values: tuple[Any, ...] = (project, name)
         if said is not None:
             where += " AND said = ?"
             values = (*values, said)
+        if before is not None:
+            where += " AND before = ?"
+            values = (*values, before)
         if logprobs is not None:
             where += " AND fingerprint = ?"
             values = (*values, conversation.fingerprint(logprobs))

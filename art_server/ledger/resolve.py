@@ -29,7 +29,7 @@ from art.wire import (
 from art_server.errors import InvalidInput
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Record
-from art_server.training.advantages import group_advantages, turn_advantages
+from art_server.training.advantages import has_signal
 from art_server.training.task import (
     Batch,
     Distribution,
@@ -61,8 +61,12 @@ RAW_SAMPLING = {
 
 AMBIGUOUS = "several samples of other prompts or tokens fit the choice's words: keep the choice as it came, with its `art.id`"
 
+TWICE = "the same choice stands in the trajectory twice"
+
 POSITIVE_LOGPROB_TOLERANCE = 1e-3
 """Engines round: a log-probability may come out a hair above zero."""
+
+PART_OF_CHARACTER = "\ufffd"
 
 TOKEN_ID_PREFIX = "token_id:"
 """vLLM writes a token so in log-probability entries when asked for ids (`return_tokens_as_token_ids`)."""
@@ -85,6 +89,8 @@ class Turn:
     """What each token was sampled from, None where that is the model's own; None for all."""
     step: int | None = None
     """The model's step that sampled it, by its record."""
+    unscored: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters under which its log-probabilities are unknown, or not wanted."""
     reward: float | None = None
     advantages: list[float] | None = None
     """One for each token, given by the client."""
@@ -99,9 +105,9 @@ class Sources:
     """Where tokens are looked for. The last two ask the engine, and block."""
 
     find_record: Callable[[str], Record | None]
-    find_text: Callable[[bytes | None, Sequence[float] | None], Sequence[Record]]
-    """From what was said (None: anything), and its log-probabilities if known, to the records of the job's model, newest
-    first."""
+    find_text: Callable[[bytes | None, Sequence[float] | None, bytes | None], Sequence[Record]]
+    """From what was said (None: anything), its log-probabilities if known, and the conversation before it (None: any), to
+    the records of the job's model, newest first."""
     render: Callable[[list[Message], list[dict[str, Any]] | None], list[int]]
     """A conversation with tools to the prompt of the next answer."""
     tokenize: Callable[[str], list[int]]
@@ -139,12 +145,11 @@ class Report:
     def continued(self, how: str) -> None:
         self.continuations[how] = self.continuations.get(how, 0) + 1
 
-    def cannot_score(self, record: Record) -> None:
-        self.num_unscored += len(record.token_ids)
-        for name, value in unusual(record.sampling).items():
-            self.unscored.setdefault(name, set()).add(str(value))
-
     def sampled_by(self, turn: Turn) -> None:
+        if turn.unscored:
+            self.num_unscored += len(turn.token_ids)
+        for name, value in turn.unscored.items():
+            self.unscored.setdefault(name, set()).add(str(value))
         if turn.step is not None:
             self.steps[turn.step] = self.steps.get(turn.step, 0) + len(turn.token_ids)
 
@@ -198,30 +203,6 @@ def resolve(
     return batch, _summary(groups, batch, report, num_failed, config)
 
 
-def has_signal(group: TrainableGroup, config: TrainConfig) -> bool:
-    """Whether anything in a group says what is better: its rewards, or those of its turns and tokens.
-
-    Raises:
-        InvalidInput: the rewards are beyond arithmetic.
-    """
-    rewards = [trajectory.reward for trajectory in group.trajectories]
-    rows = [row for trajectory in group.trajectories for row in trajectory.rows]
-    turns = [
-        [value for row in trajectory.rows for value in row.rewards.values()]
-        for trajectory in group.trajectories
-    ]
-    try:
-        advantages = group_advantages(rewards, config)
-        of_turns = turn_advantages(turns, config)
-    except FloatingPointError as error:
-        raise InvalidInput(str(error), code="bad_reward", param="groups") from error
-    return (
-        advantages is not None
-        or any(any(values) for values in of_turns)
-        or any(any(row.advantages.values()) for row in rows)
-    )
-
-
 class _Resolver:
     """Resolves the trajectories of one job; a record is given to one turn, as long as there are equal ones left."""
 
@@ -241,7 +222,7 @@ class _Resolver:
         self._is_raw = config.sampling == "raw"
         self._taken: set[str] = set()
         self.distributions: list[Distribution] = []
-        self._indices: dict[str, int] = {}
+        self._indices: dict[Hashable, int] = {}
 
     def trajectory(self, trajectory: TrajectoryBody, where: str) -> TrainableTrajectory:
         histories: list[tuple[str, HistoryBody]] = [("", trajectory)]
@@ -262,6 +243,7 @@ class _Resolver:
                 place = f"{where}.{prefix}messages_and_choices[{position}]"
                 reward, advantages = next(given)
                 before = (messages[:position], prefixes[position], tools)
+                is_truncated = entry.get("finish_reason") == "length"
                 try:
                     turn = with_signal(self._turn(entry, before, seen), reward, advantages)
                 except UnusableTurn as reason:
@@ -269,7 +251,6 @@ class _Resolver:
                     continue
                 self._report.trained(turn.origin)
                 self._report.sampled_by(turn)
-                is_truncated = entry.get("finish_reason") == "length"
                 turns.append(turn)
             made = join_turns(turns, self._count_continuation, self._index)
             rows += [row.model_copy(update={"truncated": is_truncated}) for row in made]
@@ -281,7 +262,7 @@ class _Resolver:
         """Where the batch holds a distribution, each once."""
         if drawn is None:
             return -1
-        name = drawn.model_dump_json()
+        name = (drawn.temperature, tuple(sorted(drawn.logit_bias.items())), drawn.kept)
         if name not in self._indices:
             self._indices[name] = len(self.distributions)
             self.distributions.append(drawn)
@@ -331,25 +312,25 @@ class _Resolver:
         mark = mark if isinstance(mark, dict) else {}
         identity = mark.get("id") if isinstance(mark.get("id"), str) else None
         if mark.get("model", self._model_id) != self._model_id:
-            raise UnusableTurn(f"the choice was sampled by '{mark['model']}', another model")
+            by = "the base model" if mark["model"] is None else f"'{mark['model']}'"
+            raise UnusableTurn(f"the choice was sampled by {by}, another model")
         turn = carried_tokens(choice, identity)
         recorded = self._recorded(identity) if identity is not None else None
         if turn is not None and recorded is not None and recorded.token_ids == turn.token_ids:
             turn = replace(recorded, prompt_token_ids=turn.prompt_token_ids, origin="ids")
         turn = turn or recorded
         if turn is None and entry is choice:
-            turn = self._found_by_words(choice, before[1])
+            turn = self._found_by_words(choice, before[1], seen)
         if turn is None:
             turn = self._rendered(choice, before[0], before[2])
         if entry is choice:
-            name = turn.choice_id or (
-                tuple(turn.prompt_token_ids),
-                tuple(turn.token_ids),
-                tuple(turn.logprobs or ()),
-            )
-            if name in seen:
-                raise UnusableTurn("the same choice stands in the trajectory twice")
-            seen.add(name)
+            logprobs = tuple(logprob_values(choice) or ())
+            content = (tuple(turn.prompt_token_ids), tuple(turn.token_ids), logprobs)
+            # Two choices of one content are two only where both have an id.
+            same = {content} if turn.choice_id is None else {turn.choice_id, ("no id", content)}
+            if same & seen:
+                raise UnusableTurn(TWICE)
+            seen |= {content, ("no id", content) if turn.choice_id is None else turn.choice_id}
         if turn.choice_id is not None:
             self._taken.add(turn.choice_id)
         self._check(turn)
@@ -370,8 +351,7 @@ class _Resolver:
     def _from_record(self, record: Record) -> Turn:
         """A recorded turn, scored as it was sampled, or raw."""
         logprobs, drawn = (record.logprobs, None) if self._is_raw else as_sampled(record)
-        if logprobs is None or (self._is_raw and unusual(record.sampling)):
-            self._report.cannot_score(record)
+        is_unscored = logprobs is None or self._is_raw
         return Turn(
             record.prompt_token_ids,
             record.token_ids,
@@ -380,25 +360,29 @@ class _Resolver:
             record.choice_id,
             drawn,
             record.request.step,
+            unusual(record.sampling) if is_unscored else {},
         )
 
-    def _found_by_words(self, choice: dict[str, Any], before: bytes) -> Turn | None:
+    def _found_by_words(
+        self, choice: dict[str, Any], before: bytes, seen: set[Hashable]
+    ) -> Turn | None:
         """By what was said and its log-probabilities; without these, only in the same conversation. Whatever fits must be of
         one prompt and the same tokens; of those the newest step's.
 
         Raises:
-            UnusableTurn: it may be one sample or another.
+            UnusableTurn: it may be one sample or another, or is one that the trajectory has already.
         """
         said = conversation.said_by(choice["message"])
         logprobs = logprob_values(choice)
-        found = self._sources.find_text(said, logprobs)
-        if not found and logprobs is not None and said == conversation.SILENCE:
-            found = self._said_elsewise(logprobs, before)
-        in_place = [record for record in found if record.request.before == before]
-        if logprobs is None or in_place:
-            found = in_place
+        found = self._sources.find_text(said, logprobs, before)
+        if not found and logprobs is not None:
+            found = self._sources.find_text(said, logprobs, None)
+            if not found and said == conversation.SILENCE:
+                found = self._said_elsewise(logprobs, before)
         if not found:
             return None
+        if any(record.choice_id in seen for record in found):
+            raise UnusableTurn(TWICE)
         if len({(tuple(each.prompt_token_ids), tuple(each.token_ids)) for each in found}) > 1:
             raise UnusableTurn(AMBIGUOUS)
         newest = max(each.request.step or 0 for each in found)
@@ -409,8 +393,8 @@ class _Resolver:
     def _said_elsewise(self, logprobs: list[float], before: bytes) -> Sequence[Record]:
         """For a choice that says nothing, because its client dropped the tool calls: by the log-probabilities alone,
         unless they stand for different tokens."""
-        found = self._sources.find_text(None, logprobs)
-        found = [record for record in found if record.request.before == before] or found
+        found = self._sources.find_text(None, logprobs, before)
+        found = found or self._sources.find_text(None, logprobs, None)
         return found if len({tuple(record.token_ids) for record in found}) == 1 else ()
 
     def _rendered(
@@ -439,7 +423,9 @@ class _Resolver:
             )
         texts = [entry.get("token") for entry in logprob_entries(choice)]
         for number, text in zip(ids, texts, strict=True):
-            if isinstance(text, str) and self._sources.token_text(number) not in (None, text):
+            own = self._sources.token_text(number)
+            is_part = own is not None and PART_OF_CHARACTER in own  # which vLLM names by the whole
+            if isinstance(text, str) and not is_part and own not in (None, text):
                 raise UnusableTurn(
                     "the choice's text splits into other tokens than its log-probability entries name, and the sample is "
                     "not in the ledger"
@@ -642,7 +628,10 @@ def _summary(
     num_failed: int,
     config: TrainConfig,
 ) -> JobReport:
-    trained = [group for group in batch.groups if has_signal(group, config)]
+    try:
+        trained = [group for group in batch.groups if has_signal(group, config)]
+    except FloatingPointError as error:
+        raise InvalidInput(str(error), code="bad_reward", param="groups") from error
     equal = len(batch.groups) - len(trained)
     dropped = [
         Dropped(reason=reason, count=count, examples=examples)

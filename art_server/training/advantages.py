@@ -7,10 +7,96 @@ import math
 from collections.abc import Sequence
 
 from art.wire import LossConfig
+from art_server.training.task import Row, TrainableGroup, TrainableTrajectory
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation, so that rewards which differ by rounding only do not become advantages of order
 one."""
+
+
+def has_signal(group: TrainableGroup, config: LossConfig | None = None) -> bool:
+    """Whether any token of a group that is trained has an advantage, before the batch is scaled or KL lowers rewards.
+
+    Raises FloatingPointError for rewards beyond arithmetic.
+    """
+    config = config or LossConfig()
+    outcomes_G = group_advantages(penalised_rewards(group, config), config)
+    turns_G = turn_advantages([turn_rewards(each) for each in group.trajectories], config)
+    return any(
+        any(advantages)
+        for index, trajectory in enumerate(group.trajectories)
+        for row, advantages in zip(
+            trajectory.rows,
+            row_advantages(trajectory, outcomes_G[index] if outcomes_G else 0.0, turns_G[index]),
+            strict=True,
+        )
+        if not is_masked(row, config)
+    )
+
+
+def is_masked(row: Row, config: LossConfig) -> bool:
+    """Left out because its conversation was cut at a length limit."""
+    return config.overlong == "mask" and row.truncated
+
+
+def row_advantages(
+    trajectory: TrainableTrajectory, outcome: float, of_turns: Sequence[float]
+) -> list[list[float]]:
+    """For each row the advantages of its trained tokens: those given for them, elsewhere that of the trajectory plus those
+    of its turns that are not over."""
+    made: list[list[float]] = []
+    turns = iter(of_turns)
+    remaining = sum(of_turns)
+    for row in trajectory.rows:
+        advantages: list[float] = []
+        ends = sorted(row.rewards)
+        for position in trained_positions(row):
+            while ends and ends[0] < position:
+                remaining -= next(turns)
+                ends.pop(0)
+            advantages.append(row.advantages.get(position, outcome + remaining))
+        for _ in ends:
+            remaining -= next(turns)
+        made.append(advantages)
+    return made
+
+
+def trained_positions(row: Row) -> list[int]:
+    """Where the trained tokens of a row are: sampled ones, but the first token of all, which nothing predicts.
+
+    Raises ValueError for a row whose log-probabilities and tokens differ in number, or contradict `recompute`.
+    """
+    if len(row.token_ids) != len(row.logprobs):
+        raise ValueError(
+            f"a row has {len(row.token_ids)} tokens and {len(row.logprobs)} log-probabilities"
+        )
+    recomputed = set(row.recompute)
+    if known := [each for each in recomputed if row.logprobs[each] is not None]:
+        raise ValueError(f"positions {known[:3]} are to be recomputed and have log-probabilities")
+    return [
+        index
+        for index, value in enumerate(row.logprobs)
+        if index > 0 and (value is not None or index in recomputed)
+    ]
+
+
+def turn_rewards(trajectory: TrainableTrajectory) -> list[float]:
+    """In the order of the turns."""
+    return [row.rewards[end] for row in trajectory.rows for end in sorted(row.rewards)]
+
+
+def penalised_rewards(group: TrainableGroup, config: LossConfig) -> list[float]:
+    """The rewards of a group's trajectories, lowered where they are too long."""
+    return [
+        each.reward + overlong_penalty(num_sampled(each), config) for each in group.trajectories
+    ]
+
+
+def num_sampled(trajectory: TrainableTrajectory) -> int:
+    return sum(
+        sum(value is not None for value in row.logprobs) + len(row.recompute)
+        for row in trajectory.rows
+    )
 
 
 def group_advantages(

@@ -6,7 +6,7 @@ same token after the same tokens, from the same distribution, each with its own 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,17 @@ import torch
 from art.wire import LossConfig
 from art_server.training.advantages import (
     group_advantages,
-    overlong_penalty,
+    has_signal,
+    is_masked,
+    penalised_rewards,
+    row_advantages,
     scale_over_batch,
+    trained_positions,
     turn_advantages,
+    turn_rewards,
 )
 from art_server.training.distributions import RAW, SampledFrom, decode_distributions
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.training.task import Batch, Row
 from art_server.training.tree import (
     MIN_SHARED_TOKENS,
     Forest,
@@ -51,8 +56,6 @@ class TrainRow:
     advantages: list[float]
     trajectory: int
     """Index among all trajectories of the batch."""
-    is_truncated: bool = False
-    """It belongs to a conversation that was cut at a length limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +147,8 @@ def make_train_rows(
 ) -> TrainRows:
     """The rows of all groups that carry signal, each token with its advantage.
 
-    A group is trainable when its rewards differ (or advantages or turn rewards are given) and at least one of its
-    tokens can be trained. `penalties`, one for each trajectory of the batch, lower the rewards of groups that carry
-    signal without them.
+    A group is trainable when any of its tokens that can be trained has an advantage. `penalties`, one for each
+    trajectory of the batch, lower the rewards of groups that carry signal without them.
     Raises ValueError for a row whose log-probabilities and tokens differ in number, FloatingPointError for rewards
     beyond arithmetic.
     """
@@ -156,22 +158,22 @@ def make_train_rows(
     advantages_of_groups = _advantages(batch, config, penalties)
     for group, advantages_G in zip(batch.groups, advantages_of_groups, strict=True):
         group_rows: list[TrainRow] = []
-        if advantages_G is not None or _has_token_signal(group):
-            process_G = turn_advantages(
-                [_turn_rewards(each) for each in group.trajectories], config
-            )
+        if has_signal(group, config):
+            turns_G = turn_advantages([turn_rewards(each) for each in group.trajectories], config)
             for index, trajectory in enumerate(group.trajectories):
                 outcome = 0.0 if advantages_G is None else advantages_G[index]
-                made = _cut_rows(trajectory, outcome, process_G[index], first + index)
-                if config.overlong == "mask":
-                    num_masked += any(row.truncated for row in trajectory.rows)
-                    made = [row for row in made if not row.is_truncated]
-                group_rows += made
+                advantages = row_advantages(trajectory, outcome, turns_G[index])
+                group_rows += [
+                    _cut_row(row, values, first + index)
+                    for row, values in zip(trajectory.rows, advantages, strict=True)
+                    if values and not is_masked(row, config)
+                ]
                 num_tokens_unpredicted += sum(
                     bool(row.logprobs) and row.logprobs[0] is not None for row in trajectory.rows
                 )
-        if advantages_G is None and not any(any(row.advantages) for row in group_rows):
-            group_rows = []
+        num_masked += sum(
+            any(is_masked(row, config) for row in each.rows) for each in group.trajectories
+        )
         num_groups_trainable += bool(group_rows)
         rows += group_rows
         first += len(group.trajectories)
@@ -281,10 +283,7 @@ def _advantages(
     advantages: list[list[float] | None] = []
     first = 0
     for group in batch.groups:
-        rewards_G = [
-            each.reward + overlong_penalty(_num_trained(each), config)
-            for each in group.trajectories
-        ]
+        rewards_G = penalised_rewards(group, config)
         advantages_G = group_advantages(rewards_G, config)
         if penalties is not None and advantages_G is not None:
             lowered = penalties[first : first + len(rewards_G)]
@@ -296,42 +295,8 @@ def _advantages(
     return scale_over_batch(advantages, config)
 
 
-def _cut_rows(
-    trajectory: TrainableTrajectory, outcome: float, process: list[float], index: int
-) -> list[TrainRow]:
-    rows: list[TrainRow] = []
-    turns = iter(process)
-    remaining = sum(process)
-    for row in trajectory.rows:
-        cut = _cut_row(row, index)
-        advantages: list[float] = []
-        ends = sorted(row.rewards)
-        for position in cut.positions:
-            while ends and ends[0] < position + 1:
-                remaining -= next(turns)
-                ends.pop(0)
-            advantages.append(row.advantages.get(position + 1, outcome + remaining))
-        for _ in ends:
-            remaining -= next(turns)
-        if cut.targets:
-            rows.append(replace(cut, advantages=advantages))
-    return rows
-
-
-def _cut_row(row: Row, trajectory: int) -> TrainRow:
-    """Without advantages."""
-    if len(row.token_ids) != len(row.logprobs):
-        raise ValueError(
-            f"a row has {len(row.token_ids)} tokens and {len(row.logprobs)} log-probabilities"
-        )
-    recomputed = set(row.recompute)
-    if known := [each for each in recomputed if row.logprobs[each] is not None]:
-        raise ValueError(f"positions {known[:3]} are to be recomputed and have log-probabilities")
-    trained = [
-        (index, value)
-        for index, value in enumerate(row.logprobs)
-        if index > 0 and (value is not None or index in recomputed)
-    ]
+def _cut_row(row: Row, advantages: list[float], trajectory: int) -> TrainRow:
+    trained = [(index, row.logprobs[index]) for index in trained_positions(row)]
     steps: list[int | None] = [None] * len(row.token_ids)
     for span in row.spans:
         steps[span.start : span.stop] = [span.step] * (span.stop - span.start)
@@ -344,27 +309,6 @@ def _cut_row(row: Row, trajectory: int) -> TrainRow:
             row.distributions[index] if row.distributions else RAW for index, _ in trained
         ],
         steps=[steps[index] for index, _ in trained],
-        advantages=[],
+        advantages=advantages,
         trajectory=trajectory,
-        is_truncated=row.truncated,
-    )
-
-
-def _has_token_signal(group: TrainableGroup) -> bool:
-    return any(
-        any(row.advantages.values()) or any(row.rewards.values())
-        for each in group.trajectories
-        for row in each.rows
-    )
-
-
-def _turn_rewards(trajectory: TrainableTrajectory) -> list[float]:
-    """In the order of the turns."""
-    return [row.rewards[end] for row in trajectory.rows for end in sorted(row.rewards)]
-
-
-def _num_trained(trajectory: TrainableTrajectory) -> int:
-    return sum(
-        sum(value is not None for value in row.logprobs) + len(row.recompute)
-        for row in trajectory.rows
     )

@@ -101,6 +101,8 @@ def test_words_are_found_within_their_model_and_by_their_log_probabilities(tmp_p
     assert len(ledger.find_text("p", "a", said, [-0.1, -0.2, -0.3])) == 2
     assert ledger.find_text("p", "a", said, [-0.1, -0.2, -0.4]) == []
     assert len(ledger.find_text("p", "a", None, [-0.1, -0.2, -0.3])) == 3
+    assert len(ledger.find_text("p", "a", said, None, conversation.EMPTY)) == 2
+    assert ledger.find_text("p", "a", said, None, conversation.SILENCE) == []
 
 
 def test_what_is_too_old_goes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art.wire import TrainConfig
+from art_server.training.advantages import has_signal
 from art_server.training.batches import make_micro_batches, make_train_rows, make_uses
 from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
 
@@ -188,3 +189,34 @@ def test_reward_of_a_trajectory_without_rows_is_in_the_baseline() -> None:
     train_rows = make_train_rows(Batch(groups=[group((0.0, []), (1.0, [ROW]), (1.0, [ROW]))]))
     # Mean 2/3, population deviation sqrt(2)/3.
     assert train_rows.rows[0].advantages == pytest.approx([2**-0.5] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("given", ["advantages", "middle"])
+def test_group_whose_tokens_all_have_advantage_zero_is_dead(given: str) -> None:
+    """Rewards that differ do not help: the client gave zeros, or only the trajectory at the mean can be trained."""
+    if given == "advantages":
+        zeros = ROW.model_copy(update={"advantages": {2: 0.0, 3: 0.0}})
+        dead = group((1.0, [zeros]), (0.0, [zeros]))
+    else:
+        dead = group((0.0, []), (1.0, [ROW]), (2.0, []))
+    live = group((1.0, [ROW]), (0.0, [ROW]))
+    train_rows = make_train_rows(Batch(groups=[dead, live]))
+    assert (train_rows.num_groups_trainable, train_rows.num_tokens) == (1, 4)
+
+
+def test_masked_rows_leave_a_group_without_signal() -> None:
+    cut = ROW.model_copy(update={"truncated": True})
+    config = TrainConfig(overlong="mask")
+    dead = group((0.0, [cut]), (1.0, [cut]))
+    assert not has_signal(dead, config) and has_signal(dead, TrainConfig())
+    train_rows = make_train_rows(Batch(groups=[dead]), config)
+    assert (train_rows.num_groups_trainable, train_rows.num_trajectories_masked) == (0, 2)
+
+
+def test_soft_penalty_alone_is_a_signal() -> None:
+    """Equal rewards, of which one is lowered for its length: the job's report and the trainer agree."""
+    config = TrainConfig(overlong="soft_penalty", overlong_length=2, overlong_buffer=1)
+    short = Row(token_ids=[5, 6], logprobs=[None, -1.0])
+    equal = group((1.0, [ROW]), (1.0, [short]))
+    assert has_signal(equal, config) and not has_signal(equal)
+    assert make_train_rows(Batch(groups=[equal]), config).num_groups_trainable == 1
