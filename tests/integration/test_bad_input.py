@@ -159,3 +159,14 @@ def test_tokens_that_cannot_be_are_refused(server: Server, group: dict[str, Any]
         choice["prompt_token_ids"] = [1, 2, 10**9]
     error = train_error(server, [copy])
     assert error["code"] == "no_trainable_turn" and "vocabulary" in error["message"]
+
+
+def test_a_log_beyond_the_newest_step_is_refused(server: Server) -> None:
+    register(server, "logs-ahead")
+    path = f"/api/models/{PROJECT}/logs-ahead/log"
+    error = post(server, path, {"step": 99, "metrics": {"score": 1.0}})
+    assert error["status"] == 422 and error["code"] == "step_beyond_newest"
+    assert error["param"] == "step" and "its newest is 0" in error["message"]
+    assert not (server.model_dir("logs-ahead") / "history.jsonl").exists()
+    with server.client() as client:
+        assert client.post(path, json={"step": 0, "metrics": {"score": 1.0}}).status_code == 200
