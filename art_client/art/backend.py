@@ -275,7 +275,8 @@ def _tell(report: JobReport) -> None:
         logger.warning("train: %s", note)
     if report.dropped:
         reasons = "; ".join(
-            f"{dropped.count} {dropped.reason} ({', '.join(dropped.examples[:3])})"
+            f"{dropped.count} x {dropped.reason}"
+            + (f" ({', '.join(dropped.examples[:3])})" if dropped.examples else "")
             for dropped in report.dropped
         )
         logger.warning(

@@ -196,6 +196,7 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
     async def log(request: Request) -> None:
         body = await parse_body(await read_body(request, max_mb), CallBody)
         model = model_of(request, body.model)
+        tell(model.id, no_effect(body.unknown()))
         groups, _ = known_fields(body.trajectory_groups, "trajectory_groups")
         await service.log(model, checked(LogRequest, groups=groups, split=body.split))
 

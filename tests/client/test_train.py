@@ -191,11 +191,15 @@ async def test_what_was_not_trained_is_told(
     report = {
         "num_trajectories": 2,
         "num_trajectories_trained": 1,
-        "dropped": [{"reason": "too long", "count": 1, "examples": [place]}],
+        "dropped": [
+            {"reason": "too long", "count": 1, "examples": [place]},
+            {"reason": "the rollout failed", "count": 2},
+        ],
     }
     server.on("POST", TRAIN, answer(lines=[{**ACCEPTED, "report": report}, DONE]))
     await model.train(groups)
-    assert f"trained on 1 of 2 trajectories; not trained: 1 too long ({place})" in caplog.text
+    told = f"trained on 1 of 2 trajectories; not trained: 1 x too long ({place}); 2 x the rollout failed"
+    assert told in caplog.messages
 
 
 async def test_ignored_settings_are_told(

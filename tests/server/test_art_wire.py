@@ -271,7 +271,9 @@ async def test_registering_again_starts_a_failed_engine_with_the_new_wishes(tmp_
     assert engine.started == [{"tensor_parallel_size": "1", "max_seq_length": "512"}]
 
 
-async def test_the_small_routes_answer_as_arts_do(tmp_path: Path) -> None:
+async def test_the_small_routes_answer_as_arts_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     app, _ = make(tmp_path)
     async with client(app) as http:
         assert (await http.get("/healthcheck")).json() == {"status": "ok"}
@@ -287,11 +289,12 @@ async def test_the_small_routes_answer_as_arts_do(tmp_path: Path) -> None:
         path = "/_delete_checkpoints?benchmark=val/reward&benchmark_smoothing=0.5"
         assert (await http.post(path, json=MODEL)).status_code == 200
         log = {"model": MODEL, "trajectory_groups": train_body(choice())["trajectory_groups"]}
-        assert (await http.post("/_log", json=log | {"split": "val"})).status_code == 200
+        assert (await http.post("/_log", json=log | {"split": "val", "step": 9})).status_code == 200
         unknown = await http.post("/_get_step", json=MODEL | {"name": "nobody"})
     assert unknown.status_code == 404 and "register it first" in unknown.text
     rows = ModelFolder(tmp_path, "p", "run").history()
-    assert [row["val/reward"] for row in rows] == [0.0]
+    assert [(row["step"], row["val/reward"]) for row in rows] == [(0, 0.0)]
+    assert "p/run: 'step has no effect here'" in caplog.messages
 
 
 async def test_the_base_url_is_the_host_that_was_asked(tmp_path: Path) -> None:
