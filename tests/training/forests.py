@@ -225,6 +225,9 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
                 )
             if sequence.logprobs:
                 sequences.append(sequence)
+    if not sequences:
+        policy.use_trees(True)
+        return Alone(0.0, 0.0, {}, {})
     if config.scaling == "batch_std":
         values = torch.tensor(_all_advantages(batch, config))
         for sequence in sequences:
