@@ -215,7 +215,7 @@ class Engine:
         with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
                 *engine_command(self._config, self.base, self._device, self._run_dir),
-                env=engine_environment(self._config, self._device, os.environ),
+                env=engine_environment(self._config, self.base, self._device, os.environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

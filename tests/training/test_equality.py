@@ -149,7 +149,7 @@ def test_tree_equals_rows(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-@settings(max_examples=12, **EXAMPLES)
+@settings(max_examples=4, **EXAMPLES)
 @given(**FORESTS)
 @example(  # with GSPO, queries and keys without a gradient
     seed=206, budget=113, noise=0.05, is_plain=True

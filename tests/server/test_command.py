@@ -1,0 +1,48 @@
+"""How vLLM is started."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.engine import command
+from art_server.engine.command import engine_command, engine_environment
+from art_server.settings import ServerConfig
+
+TINY = BaseModel("art/tiny", TINY_DIR)
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def value_of(made: list[str], flag: str) -> str:
+    return made[made.index(flag) + 1]
+
+
+def test_short_prompts_fill_blocks_of_a_cpus_cache() -> None:
+    config = ServerConfig(path=Path("x"))
+    assert value_of(engine_command(config, TINY, "cpu", Path("y")), "--block-size") == "32"
+    assert "--block-size" not in engine_command(config, TINY, "cuda", Path("y"))
+    given = ServerConfig(path=Path("x"), engine_args={"block_size": "64"})
+    made = engine_command(given, TINY, "cpu", Path("y"))
+    assert value_of(made, "--block-size") == "64" and made.count("--block-size") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux")
+def test_a_large_model_gets_all_of_a_few_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
+    monkeypatch.setattr(command, "LARGE_BYTES", 10)
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 11)
+    large, config = BaseModel("large", tmp_path), ServerConfig(path=Path("x"))
+    assert engine_environment(config, large, "cpu", {})[BIND] == "0,3"
+    assert engine_environment(config, large, "cpu", {BIND: "auto"})[BIND] == "auto"
+    assert BIND not in engine_environment(config, large, "cuda", {})
+    parallel = ServerConfig(path=Path("x"), engine_args={"tensor_parallel_size": "2"})
+    assert BIND not in engine_environment(parallel, large, "cpu", {})
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    assert BIND not in engine_environment(config, large, "cpu", {})
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 11)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert BIND not in engine_environment(config, large, "cpu", {})
