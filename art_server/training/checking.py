@@ -15,7 +15,7 @@ from art_server.training.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-MAX_CHECKED_TOKENS = 4096
+MAX_CHECKED_TOKENS = 1024
 """Rows up to this many tokens are compared, the longest first: a second's work, once."""
 
 MAX_CHECKED_PLACES = 32
