@@ -11,15 +11,14 @@ The first case in this order that leaves room for long batches is taken, else th
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from art_server.device.figures import Figures
 from art_server.device.model_size import ModelSize
 from art_server.errors import InvalidInput
+from art_server.settings import Handover
 
 GIB = 2**30
 
-Handover = Literal["none", "kv_cache", "sleep"]
 CASES: tuple[tuple[Handover, bool], ...] = (
     ("none", True),
     ("kv_cache", True),
@@ -46,7 +45,7 @@ HOST_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Card:
     """A GPU and the machine around it, in bytes."""
 
     name: str
@@ -93,7 +92,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How engine and trainer share the device."""
+    """How engine and trainer share the card."""
 
     handover: Handover
     is_base_resident: bool
@@ -115,10 +114,10 @@ class Plan:
         """Bytes while sampling, and while training."""
         return sum(each.sampling for each in self.lines), sum(each.training for each in self.lines)
 
-    def table(self, device: Device) -> str:
+    def table(self, card: Card) -> str:
         """For people, in GiB."""
         sampling, training = self.used()
-        free = Line("free", device.total - sampling, device.total - training)
+        free = Line("free", card.total - sampling, card.total - training)
         width = max(len(each.what) for each in self.lines)
         rows = [f"{'GiB':{width}}  sampling  training"]
         rows += [
@@ -129,16 +128,16 @@ class Plan:
         again = "" if self.is_base_resident or self.has_host_copy else " and is read again"
         return "\n".join(
             [
-                f"memory plan for {device.name}, {device.total / GIB:.1f} GiB (handover: {self.handover}; "
+                f"memory plan for {card.name}, {card.total / GIB:.1f} GiB (handover: {self.handover}; "
                 f"the trainer's base {leaves}{again}):",
                 *rows,
-                f"main memory: {self.host / GIB:.1f} of {device.host / GIB:.1f} GiB; tokens at a time in training: "
+                f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB; tokens at a time in training: "
                 f"{self.tokens:,}, {self.checkpointed_tokens:,} with gradient checkpointing",
             ]
         )
 
 
-def make_plan(device: Device, demand: Demand, figures: Figures) -> Plan:
+def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
     """The cheapest way to share the device in which everything fits.
 
     Raises:
@@ -148,17 +147,17 @@ def make_plan(device: Device, demand: Demand, figures: Figures) -> Plan:
         plan
         for handover, is_resident in CASES
         if demand.handover in (None, handover)
-        for plan in [_make(device, demand, figures, handover, is_resident)]
+        for plan in [_make(card, demand, figures, handover, is_resident)]
     ]
-    fitting = [plan for plan in plans if not _missing(device, demand, plan)]
+    fitting = [plan for plan in plans if not _missing(card, demand, plan)]
     if not fitting:
-        raise _does_not_fit(device, demand, plans)
+        raise _does_not_fit(card, demand, plans)
     comfortable = [plan for plan in fitting if _comfort(plan) >= 1]
     return comfortable[0] if comfortable else max(fitting, key=_comfort)
 
 
 def _make(
-    device: Device, demand: Demand, figures: Figures, handover: Handover, is_resident: bool
+    card: Card, demand: Demand, figures: Figures, handover: Handover, is_resident: bool
 ) -> Plan:
     size = demand.size
     engine_weights = size.num_parameters * demand.engine_itemsize
@@ -178,23 +177,23 @@ def _make(
     between = base if is_resident else 0.0
     if handover == "none":
         # Half of what is left, where long batches fit it, is worth the third of the time that checkpointing takes.
-        half = (device.total - beside - fixed - trainer) / 2
+        half = (card.total - beside - fixed - trainer) / 2
         long = max(GOOD_TOKENS, demand.row_tokens) * checkpointed
         between = trainer + max(long, min(half, MAX_TOKENS * per_token))
     if demand.utilization is None:
-        utilization = min(MAX_UTILIZATION, (device.total - beside - between) / device.total)
+        utilization = min(MAX_UTILIZATION, (card.total - beside - between) / card.total)
         utilization = max(0.0, int(utilization * 1000) / 1000)
     else:
         utilization = demand.utilization
-    kv = utilization * device.total - fixed
+    kv = utilization * card.total - fixed
     kept = {"none": fixed + kv, "kv_cache": fixed, "sleep": 0.0}[handover]
-    room = device.total - beside - kept - trainer
+    room = card.total - beside - kept - trainer
     tokens = max(0, min(MAX_TOKENS, int(room / per_token)))
     checkpointed_tokens = max(0, int(room / checkpointed))
     activations = max(tokens * per_token, min(checkpointed_tokens, MAX_TOKENS) * checkpointed)
 
     host = figures.process_gib * GIB + (engine_weights + slots if handover == "sleep" else 0.0)
-    has_copy = not is_resident and host + base <= HOST_SHARE * device.host
+    has_copy = not is_resident and host + base <= HOST_SHARE * card.host
     is_awake = handover == "none"
     lines = (
         Line("engine: context, CUDA graphs", context + graphs, context + graphs),
@@ -236,32 +235,32 @@ def _comfort(plan: Plan) -> float:
     return min(plan.kv_tokens / GOOD_KV_TOKENS, plan.checkpointed_tokens / GOOD_TOKENS, 1.0)
 
 
-def _missing(device: Device, demand: Demand, plan: Plan) -> list[str]:
+def _missing(card: Card, demand: Demand, plan: Plan) -> list[str]:
     """What this plan has no room for, with numbers."""
     missing: list[str] = []
     case = f"handover {plan.handover}"
     if plan.kv_tokens < demand.kv_tokens:
         missing.append(
-            f"{case}: the engine's share of {plan.utilization * device.total / GIB:.1f} GiB leaves {plan.kv_tokens:,} "
+            f"{case}: the engine's share of {plan.utilization * card.total / GIB:.1f} GiB leaves {plan.kv_tokens:,} "
             f"tokens of KV cache of {demand.kv_tokens:,}"
         )
     if plan.checkpointed_tokens < demand.row_tokens:
         missing.append(
             f"{case}: training has room for {plan.checkpointed_tokens:,} tokens at a time, a row has {demand.row_tokens:,}"
         )
-    if plan.host > HOST_SHARE * device.host:
+    if plan.host > HOST_SHARE * card.host:
         missing.append(
-            f"{case}: {plan.host / GIB:.0f} GiB of main memory, of {device.host / GIB:.0f}"
+            f"{case}: {plan.host / GIB:.0f} GiB of main memory, of {card.host / GIB:.0f}"
         )
     return missing
 
 
-def _does_not_fit(device: Device, demand: Demand, plans: list[Plan]) -> InvalidInput:
-    reasons = [reason for plan in plans[-1:] for reason in _missing(device, demand, plan)]
+def _does_not_fit(card: Card, demand: Demand, plans: list[Plan]) -> InvalidInput:
+    reasons = [reason for plan in plans[-1:] for reason in _missing(card, demand, plan)]
     weights = demand.size.num_parameters * demand.engine_itemsize / GIB
     return InvalidInput(
-        f"base model '{demand.base_model}' ({weights:.1f} GiB of weights) does not fit {device.name} with "
-        f"{device.total / GIB:.1f} GiB: {'; '.join(reasons)}. Take a smaller base model or a 4-bit one, a lower "
+        f"base model '{demand.base_model}' ({weights:.1f} GiB of weights) does not fit {card.name} with "
+        f"{card.total / GIB:.1f} GiB: {'; '.join(reasons)}. Take a smaller base model or a 4-bit one, a lower "
         "--max-lora-rank, a shorter --max-seq-length, or a larger card",
         code="does_not_fit",
         param="base_model",
