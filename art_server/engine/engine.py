@@ -26,7 +26,8 @@ from art_server.device.owner import DeviceOwner
 from art_server.device.plan import Plan
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.failures import why_hopeless
-from art_server.engine.records import PromptHandler, RecordReceiver, Sample, SamplesHandler
+from art_server.engine.records import PromptHandler, RecordReceiver, SamplesHandler
+from art_server.engine.work import FILE_VARIABLE, make_file, read_work
 from art_server.errors import InvalidInput, Unavailable
 from art_server.settings import Device, Handover, ServerConfig
 from art_server.store import files
@@ -39,10 +40,15 @@ START_TIMEOUT_SECONDS = 1200.0
 """vLLM's start with a large model on a slow disk takes minutes."""
 MAX_FAILED_STARTS = 3
 """After so many starts in a row that came to nothing, the engine is given up until a model is registered again."""
+READY_POLL_SECONDS = 0.1
+"""Between two looks at one that starts."""
 HEALTH_SECONDS = 2.0
 """Between two looks at a running engine."""
-HANG_SECONDS = 60.0
-"""An engine that answers no look, or samples nothing while requests wait for it, for this long is hung."""
+HEALTH_TIMEOUT_SECONDS = 5.0
+HANG_SECONDS = 45.0
+"""An engine that answers no look, or computes nothing while requests wait for it, for this long is hung."""
+IDLE_SECONDS = 10.0
+"""An engine without requests for this long is given one of ours."""
 PAUSE_SECONDS, WAKE_SECONDS = 30.0, 120.0
 """An engine that takes longer is ended, and comes back unpaused."""
 PAUSE: dict[Handover, tuple[str, ...]] = {
@@ -51,14 +57,12 @@ PAUSE: dict[Handover, tuple[str, ...]] = {
     "sleep": ("/sleep?level=1&mode=keep",),
 }
 """What vLLM is told before a step, by what it gives up. Frozen requests stay; without their KV cache they are computed again."""
-WAKE_WEIGHTS: dict[Handover, tuple[str, ...]] = {"sleep": ("/wake_up?tags=weights",)}
-"""What it is told before adapters are loaded into it."""
 WAKE: dict[Handover, tuple[str, ...]] = {
     "none": ("/resume",),
     "kv_cache": ("/wake_up?tags=kv_cache",),
     "sleep": ("/wake_up?tags=kv_cache",),
 }
-"""What makes it go on."""
+"""What makes it go on; one that slept is given its weights before, and then adapters are loaded."""
 CONNECT_SECONDS = 10.0
 LOG_TAIL_LINES, LOG_SEARCH_LINES = 12, 200
 ENGINE_DEFAULTS = {
@@ -102,17 +106,16 @@ class Engine:
         self._seq_length: int | None = None
         """As vLLM says, once it is ready."""
         self._children = children
-        self._receiver = RecordReceiver(on_prompt, self._received)
-        self._on_samples = on_samples
+        self._receiver = RecordReceiver(on_prompt, on_samples)
         self._is_busy = is_busy
         self._adapters: dict[str, Path] = {}
         self._paused = False
+        self._has_weights = True
         self._ended: str | None = None
         """Why we ended the process ourselves; the supervisor says it."""
         self._changed = asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._last_sign_of_life = time.monotonic()
         self._log_start = 0
         self._run_dir: Path | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -252,16 +255,26 @@ class Engine:
                 timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
             )
         (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
+        make_file(self._work_file)
+        self._process = await self._launch(self.base, self._run_dir)
+        self._children.add(self._process.pid)
+
+    async def _launch(self, base: BaseModel, run_dir: Path) -> asyncio.subprocess.Process:
         with self._open_log() as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *engine_command(self._config, self.base, self._device, self._run_dir, self._plan),
-                env=engine_environment(self._config, self.base, self._device, os.environ),
+            return await asyncio.create_subprocess_exec(
+                *engine_command(self._config, base, self._device, run_dir, self._plan),
+                env=engine_environment(self._config, base, self._device, os.environ)
+                | {FILE_VARIABLE: str(self._work_file)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self._children.add(self._process.pid)
+
+    @property
+    def _work_file(self) -> Path:
+        assert self._run_dir is not None, "made with the first process"
+        return self._run_dir / "work"
 
     def _open_log(self) -> BinaryIO:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,13 +298,12 @@ class Engine:
                 raise EngineDied(f"vLLM ended with exit code {self._process.returncode}")
             if time.monotonic() > deadline:
                 raise EngineDied(f"vLLM was not ready after {START_TIMEOUT_SECONDS:.0f} s")
-            await asyncio.sleep(0.1)
-        self._paused, self._ended = False, None
+            await asyncio.sleep(READY_POLL_SECONDS)
+        self._paused, self._has_weights, self._ended = False, True, None
         self._seq_length = await self._read_seq_length()
         for name, path in self._adapters.items():
             await self._post_load(name, path)
         await self._sample_once(timeout_seconds=START_TIMEOUT_SECONDS)
-        self._last_sign_of_life = time.monotonic()
         await self._set_state("ready")
 
     async def _read_seq_length(self) -> int:
@@ -325,44 +337,40 @@ class Engine:
     async def _watch(self) -> str:
         """Look after a running engine. Returns why it must be restarted."""
         assert self._process is not None
-        silent_since: float | None = None
+        answered = moved = used = time.monotonic()
+        work, probe = b"", None
         exited = asyncio.create_task(self._process.wait())
         try:
             while True:
                 done, _ = await asyncio.wait({exited}, timeout=HEALTH_SECONDS)
                 if done:
                     return self._ended or f"vLLM ended with exit code {exited.result()}"
-                if await self._answers(timeout_seconds=10.0):
-                    silent_since = None
-                elif exited.done():
-                    continue
-                else:
-                    silent_since = silent_since or time.monotonic()
-                    if time.monotonic() - silent_since > HANG_SECONDS / 2:
-                        return "vLLM does not answer"
-                if await self._is_stuck():
-                    return f"vLLM sampled nothing for {HANG_SECONDS:.0f} s with requests waiting"
+                if await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS):
+                    answered = time.monotonic()
+                now, seen, is_probed = (
+                    time.monotonic(),
+                    read_work(self._work_file),
+                    is_running(probe),
+                )
+                if now - answered > HANG_SECONDS:
+                    return f"vLLM did not answer for {HANG_SECONDS:.0f} s"
+                if seen != work or self._paused or not (self._is_busy() or is_probed):
+                    work, moved = seen, now
+                if now - moved > HANG_SECONDS:
+                    return f"vLLM computed nothing for {HANG_SECONDS:.0f} s with requests waiting"
+                if self._is_busy() or self._paused or is_probed:
+                    used = now
+                elif now - used > IDLE_SECONDS:
+                    probe = asyncio.create_task(self._probe())
         finally:
             exited.cancel()
+            if probe is not None:
+                probe.cancel()
 
-    async def _is_stuck(self) -> bool:
-        """Whether vLLM takes requests and samples nothing: asked for one token, it does not give it."""
-        waited = time.monotonic() - self._last_sign_of_life
-        if self._paused or not self._is_busy():
-            self._last_sign_of_life = time.monotonic()
-            return False
-        if waited < HANG_SECONDS:
-            return False
-        try:
-            await self._sample_once(timeout_seconds=HANG_SECONDS)
-        except (aiohttp.ClientError, TimeoutError, EngineDied):
-            return not self._paused
-        self._last_sign_of_life = time.monotonic()
-        return False
-
-    def _received(self, samples: Sequence[Sample]) -> None:
-        self._last_sign_of_life = time.monotonic()
-        self._on_samples(samples)
+    async def _probe(self) -> None:
+        """Let an idle engine compute one token; whether it does is seen by its work."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, EngineDied):
+            await self._sample_once(timeout_seconds=2 * HANG_SECONDS)
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines that vLLM wrote since its last start."""
@@ -398,15 +406,18 @@ class Engine:
     async def pause(self) -> None:
         """Freeze, and give up what the plan says; requests in flight keep their place and go on after `resume`. The caller
         holds the device."""
-        self._paused = True
+        self._paused, self._has_weights = True, self._handover != "sleep"
         await self._tell(PAUSE[self._handover], PAUSE_SECONDS)
 
     async def wake_weights(self) -> None:
         """Take back what adapters are loaded into; the caller holds the device, and the trainer has left it."""
-        await self._tell(WAKE_WEIGHTS.get(self._handover, ()), WAKE_SECONDS)
+        if not self._has_weights:
+            self._has_weights = True
+            await self._tell(("/wake_up?tags=weights",), WAKE_SECONDS)
 
     async def resume(self) -> None:
-        """Go on; after `wake_weights`, as there."""
+        """Take back the rest, and go on."""
+        await self.wake_weights()
         await self._tell(WAKE[self._handover], WAKE_SECONDS)
         self._paused = False
 
@@ -476,6 +487,10 @@ class Engine:
         )
         if status != 200:
             raise EngineDied(f"vLLM refused adapter '{name}': {text[:500]}")
+
+
+def is_running(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and not task.done()
 
 
 def make_run_dir(server_dir: Path) -> Path:

@@ -29,7 +29,6 @@ def load_checkpoint(
 
 def write_first_checkpoint(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
     """Write step 0, an adapter that changes nothing; on return it is on the disk. Uses no device."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_fresh_adapter(base_model, lora, seed, folder)
     _sync_all(folder)
 

@@ -345,7 +345,7 @@ class Policy:
 
 
 def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
-    """Write an adapter that changes nothing into an existing folder: A random by seed, B zero. The base is not loaded, and
+    """Write an adapter that changes nothing into a folder: A random by seed, B zero. The base is not loaded, and
     no device is used.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1; A is uniform within 1 / sqrt(inputs), as PEFT has it.
@@ -364,6 +364,7 @@ def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Pa
         return made.uniform_(-bound, bound, generator=chance)
 
     tensors = {name: fresh(name, each) for name, each in _tensors(model).items()}
+    folder.mkdir(parents=True, exist_ok=True)
     _save(model, tensors, folder)
 
 
