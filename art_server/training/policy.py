@@ -16,11 +16,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from art.wire import LoRAConfig
 from art_server.training.attention import (
-    FLEX_BLOCK,
     TREE_ATTENTION,
     ForestAttention,
     Way,
     default_way,
+    flex_padding,
 )
 from art_server.training.batches import MicroBatch
 from art_server.training.distributions import RAW, cut_pieces
@@ -277,7 +277,7 @@ class Policy:
 
     def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
         way = default_way(self.device) if self.attention is None else self.attention
-        padding = -forest.num_tokens % FLEX_BLOCK if way == "flex" else 0
+        padding = flex_padding(forest.num_tokens) if way == "flex" else 0
         if padding:
             forest = pad_forest(forest, padding)
         return {
