@@ -100,6 +100,9 @@ class _Step:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def timed(self, phase: str, started: float) -> None:
+        """Add the seconds since `started`; a GPU's work has ended by then, not only been asked for."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
