@@ -164,15 +164,19 @@ class Service:
             self.engine.start(base, wishes or {}, plan)
             if plan is None or plan.is_base_resident:
                 self._warming = asyncio.create_task(
-                    self._warm_trainer(), name="trainer's first load"
+                    self._warm_trainer(self.owner.held_by("trainer") if plan is not None else None),
+                    name="trainer's first load",
                 )
             self._base_known.set()
             await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
 
-    async def _warm_trainer(self) -> None:
-        """Load the trainer's base behind the engine's start, before the first step asks for it."""
-        async with self.owner.held_by("trainer"):
+    async def _warm_trainer(
+        self, hold: contextlib.AbstractAsyncContextManager[None] | None
+    ) -> None:
+        """Load the trainer's base before the first step asks for it: on a GPU behind the engine's start, which measures
+        what is free."""
+        async with hold or contextlib.nullcontext():
             try:
                 await self.trainer.run(LoadTask())
             except TrainerError as error:  # the first step tries again, and says it to its client
