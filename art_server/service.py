@@ -156,6 +156,7 @@ class Service:
             base = await asyncio.to_thread(find_base_model, name, cache)
             if loaded is not None and same_weights(loaded, base):
                 return loaded
+            base_models.check_trainable(base)
             plan = await asyncio.to_thread(self._plan, base, wishes or {})
             if loaded is not None:
                 await self._unload_base(loaded, name)

@@ -160,10 +160,10 @@ def _make(
     card: Card, demand: Demand, figures: Figures, handover: Handover, is_resident: bool
 ) -> Plan:
     size = demand.size
-    engine_weights = size.num_parameters * demand.engine_itemsize
+    engine_weights = size.weights(demand.engine_itemsize)
     adapter = size.lora_width * demand.lora_rank
     slots = adapter * demand.max_loras * demand.engine_itemsize
-    base = size.num_parameters * demand.trainer_itemsize
+    base = size.weights(demand.trainer_itemsize)
     context, graphs = figures.context_gib * GIB, figures.graphs_gib * GIB
     fixed = engine_weights + slots + figures.engine_step_gib * GIB
     trainer = base + adapter * LORA_NUMBERS * 4 + (figures.head_gib + figures.reserve_gib) * GIB
@@ -257,7 +257,7 @@ def _missing(card: Card, demand: Demand, plan: Plan) -> list[str]:
 
 def _does_not_fit(card: Card, demand: Demand, plans: list[Plan]) -> InvalidInput:
     reasons = [reason for plan in plans[-1:] for reason in _missing(card, demand, plan)]
-    weights = demand.size.num_parameters * demand.engine_itemsize / GIB
+    weights = demand.size.weights(demand.engine_itemsize) / GIB
     return InvalidInput(
         f"base model '{demand.base_model}' ({weights:.1f} GiB of weights) does not fit {card.name} with "
         f"{card.total / GIB:.1f} GiB: {'; '.join(reasons)}. Take a smaller base model or a 4-bit one, a lower "

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from art.wire import LoRAConfig
@@ -22,6 +21,7 @@ from art_server.training.attention import (
     default_way,
     flex_padding,
 )
+from art_server.training.base import load_base, outline, peft_config, usual_attention
 from art_server.training.batches import MicroBatch
 from art_server.training.distributions import RAW, cut_pieces
 from art_server.training.head import max_logits, score_targets, whole_pieces
@@ -159,7 +159,9 @@ class Policy:
         What fits is known after `check_trees`; both ways are the same update.
         """
         self.shares_prefixes = shared
-        self._base.set_attn_implementation(TREE_ATTENTION if shared else "sdpa")
+        self._base.set_attn_implementation(
+            TREE_ATTENTION if shared else usual_attention(type(self._base))
+        )
 
     def use_checkpointing(self, enabled: bool) -> None:
         """Keep only each layer's input for backward and compute the rest again: less memory, a third more time."""
@@ -320,22 +322,11 @@ class Policy:
         return self.model(input_ids=token_ids_BT, use_cache=False, **arguments).logits
 
     def _load_base(self) -> PreTrainedModel:
-        base: Any = (
-            AutoModelForCausalLM.from_pretrained(  # Any: the auto class hides the model's type
-                self.base_model,
-                dtype=self.dtype,
-                attn_implementation="sdpa",
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
-        )
-        return base.to(
-            self.device
-        ).eval()  # eval: dropout would make the policy another one than was sampled
+        return load_base(self.base_model, self.dtype, self.device)
 
     def _wrap(self, lora: LoRAConfig, seed: int) -> PeftModel:
         torch.manual_seed(seed)  # nothing else in the trainer draws random numbers
-        model = get_peft_model(self._base, _peft_config(lora))
+        model = get_peft_model(self._base, peft_config(lora, self._base))
         assert isinstance(model, PeftModel)
         fuse_lora(model)
         return model.eval()
@@ -350,9 +341,9 @@ def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Pa
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1; A is uniform within 1 / sqrt(inputs), as PEFT has it.
     """
-    config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
+    base = outline(base_model)
     with torch.device("meta"):
-        model = get_peft_model(AutoModelForCausalLM.from_config(config), _peft_config(lora))
+        model = get_peft_model(base, peft_config(lora, base))
     assert isinstance(model, PeftModel)
     chance = torch.Generator().manual_seed(seed)
 
@@ -366,17 +357,6 @@ def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Pa
     tensors = {name: fresh(name, each) for name, each in _tensors(model).items()}
     folder.mkdir(parents=True, exist_ok=True)
     _save(model, tensors, folder)
-
-
-def _peft_config(lora: LoRAConfig) -> PeftLoraConfig:
-    return PeftLoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and divides it by r
-        target_modules="all-linear" if lora.target_modules is None else lora.target_modules,
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
 
 
 def _tensors(model: PeftModel) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from art.wire import LoRAConfig
-from art_server.base_models import TINY_DIR
+from art_server.base_models import TINY_DIR, BaseModel, check_trainable
 from art_server.device.figures import read_figures
 from art_server.device.model_size import ModelSize, read_model_size
 from art_server.device.plan import CASES, GIB, Card, Demand, Plan, make_plan
@@ -153,3 +153,30 @@ def test_size_of_a_mixture_and_of_latent_attention(tmp_path: Path) -> None:
     read = read_model_size(tmp_path)
     assert (read.intermediate, read.kv_width, read.lora_width) == (12, 7, 6 * 12)
     assert read.num_parameters == 6 * 4 * 8 + 8 * 16
+
+
+def test_quantised_weights_keep_their_size(tmp_path: Path) -> None:
+    config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        "model.layers.0.q_proj.weight": torch.zeros(32, 1, dtype=torch.uint8),
+        "model.norm": torch.zeros(8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    read = read_model_size(tmp_path)
+    assert (read.num_parameters, read.quantized_bytes) == (8, 32)
+    assert read.weights(2) == 8 * 2 + 32
+    assert read.lora_width == 2 * (4 * 8 + 2 * 16 + 3 * (8 + 32))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "awq", "gptq", "compressed-tensors"])
+def test_a_base_that_cannot_be_trained_is_refused(tmp_path: Path, method: str) -> None:
+    config = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidInput, match=f"quantised by '{method}'") as refused:
+        check_trainable(BaseModel("a base", tmp_path))
+    assert refused.value.code == "not_trainable"
+    config["quantization_config"]["quant_method"] = "bitsandbytes"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_trainable(BaseModel("a base", tmp_path))
+    check_trainable(BaseModel("art/tiny", TINY_DIR))
