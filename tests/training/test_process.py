@@ -172,7 +172,8 @@ def test_command_names_only_what_is_set() -> None:
     command = worker_command("base", trainer="peft", threads=2)
     assert command[1:] == [
         *("-m", "art_server.training.worker", "--base-model", "base"),
-        *("--trainer", "peft", "--dtype", "auto", "--threads", "2"),
+        *("--trainer", "peft", "--dtype", "auto", "--device", "auto"),
+        *("--between-steps", "stay", "--threads", "2"),
     ]
 
 

@@ -60,6 +60,7 @@ def step(
 
 def start(policy: Policy, folder: Path, lora: LoRAConfig | None = None, seed: int = 0) -> Path:
     write_first_checkpoint(policy.base_model, lora or LoRAConfig(), seed, folder)
+    policy.load_adapter(lora or LoRAConfig(), folder)
     return folder
 
 
