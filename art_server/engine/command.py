@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from art_server.base_models import BaseModel, max_positions
+from art_server.device.plan import Plan
 from art_server.engine import vllm_plugin
 from art_server.engine.families import choose_parsers
 from art_server.errors import InvalidInput
@@ -30,15 +31,15 @@ MIN_CPU_LORAS = 16
 """Adapters kept in main memory, so that going back to a recent step reads no file."""
 
 
-def seq_length(config: ServerConfig, base: BaseModel) -> int:
-    """Tokens of prompt plus completion that the engine is started for.
+def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | None:
+    """Tokens of prompt plus completion that the engine is started for; None on CUDA lets vLLM take what its KV cache holds.
 
     Raises:
         InvalidInput: `--max-seq-length` is above what the model can take.
     """
     longest = max_positions(base.path)
     if config.max_seq_length is None:
-        return min(longest, CPU_MAX_SEQ_LENGTH)
+        return None if device == "cuda" else min(longest, CPU_MAX_SEQ_LENGTH)
     if config.max_seq_length > longest:
         raise InvalidInput(
             f"max_seq_length {config.max_seq_length} is above the {longest} positions of base model '{base.name}': "
@@ -50,15 +51,16 @@ def seq_length(config: ServerConfig, base: BaseModel) -> int:
 
 
 def engine_command(
-    config: ServerConfig, base: BaseModel, device: Device, run_dir: Path
+    config: ServerConfig, base: BaseModel, device: Device, run_dir: Path, plan: Plan | None = None
 ) -> list[str]:
-    """The command line of the engine's process; its sockets lie in `run_dir`."""
+    """The command line of the engine's process; its sockets lie in `run_dir`. `plan` is that of a device that the trainer
+    uses too."""
     parsers = choose_parsers(base.path)
     arguments: dict[str, str] = {
         "model": str(base.path),
         "served-model-name": base.name,
         "uds": str(run_dir / SOCKET_NAME),
-        "max-model-len": str(seq_length(config, base)),
+        "max-model-len": str(seq_length(config, base, device) or "auto"),
         "max-lora-rank": str(config.max_lora_rank),
         "max-loras": str(config.max_loras),
         "max-cpu-loras": str(max(MIN_CPU_LORAS, config.max_loras)),
@@ -74,8 +76,10 @@ def engine_command(
     if device == "cpu":
         switches.append("enforce-eager")
         arguments["block-size"] = str(CPU_BLOCK_SIZE)
-    else:
-        switches.append("enable-sleep-mode")
+    if plan is not None:
+        arguments["gpu-memory-utilization"] = str(plan.utilization)
+        if plan.handover != "none":
+            switches.append("enable-sleep-mode")
     for key, value in config.engine_args.items():
         assert key in ENGINE_ARGS, "checked on the command line"
         name = key.replace("_", "-")

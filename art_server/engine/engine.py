@@ -1,8 +1,9 @@
 """The engine: vLLM as a supervised child process.
 
-Started once with a base model, it is kept running: when the process dies or hangs it is killed with all that it
-spawned, started again and given its adapters back. Its HTTP side is a Unix socket in a private folder, so nobody else
-on the machine can reach vLLM's own routes. Who may ask, and when, is the gate's business.
+Started once with a base model, it is kept running: when the process dies or hangs, or does not pause or wake as it must,
+it is killed with all that it spawned, started again when the device is free and given its adapters back. Its HTTP side is
+a Unix socket in a private folder, so nobody else on the machine can reach vLLM's own routes. Who may ask, and when, is
+the gate's business.
 """
 
 import asyncio
@@ -21,10 +22,14 @@ import aiohttp
 
 from art_server.base_models import BaseModel, max_positions
 from art_server.children import Children
+from art_server.device.owner import DeviceOwner
+from art_server.device.plan import Plan
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
-from art_server.engine.records import PromptHandler, RecordReceiver, Sample, SamplesHandler
+from art_server.engine.failures import why_hopeless
+from art_server.engine.records import PromptHandler, RecordReceiver, SamplesHandler
+from art_server.engine.work import FILE_VARIABLE, make_file, read_work
 from art_server.errors import InvalidInput, Unavailable
-from art_server.settings import Device, ServerConfig
+from art_server.settings import Device, Handover, ServerConfig
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
@@ -35,12 +40,31 @@ START_TIMEOUT_SECONDS = 1200.0
 """vLLM's start with a large model on a slow disk takes minutes."""
 MAX_FAILED_STARTS = 3
 """After so many starts in a row that came to nothing, the engine is given up until a model is registered again."""
+READY_POLL_SECONDS = 0.1
+"""Between two looks at one that starts."""
 HEALTH_SECONDS = 2.0
 """Between two looks at a running engine."""
-HANG_SECONDS = 60.0
-"""An engine that answers no look, or samples nothing while requests wait for it, for this long is hung."""
+HEALTH_TIMEOUT_SECONDS = 5.0
+HANG_SECONDS = 45.0
+"""An engine that answers no look, or computes nothing while requests wait for it, for this long is hung."""
+IDLE_SECONDS = 10.0
+"""An engine without requests for this long is given one of ours."""
+PAUSE_SECONDS, WAKE_SECONDS = 30.0, 120.0
+"""An engine that takes longer is ended, and comes back unpaused."""
+PAUSE: dict[Handover, tuple[str, ...]] = {
+    "none": ("/pause?mode=keep&clear_cache=false",),
+    "kv_cache": ("/pause?mode=keep&clear_cache=false", "/release_kv_cache_memory"),
+    "sleep": ("/sleep?level=1&mode=keep",),
+}
+"""What vLLM is told before a step, by what it gives up. Frozen requests stay; without their KV cache they are computed again."""
+WAKE: dict[Handover, tuple[str, ...]] = {
+    "none": ("/resume",),
+    "kv_cache": ("/wake_up?tags=kv_cache",),
+    "sleep": ("/wake_up?tags=kv_cache",),
+}
+"""What makes it go on; one that slept is given its weights before, and then adapters are loaded."""
 CONNECT_SECONDS = 10.0
-LOG_TAIL_LINES = 12
+LOG_TAIL_LINES, LOG_SEARCH_LINES = 12, 200
 ENGINE_DEFAULTS = {
     "max_logprobs": "20",
     "pipeline_parallel_size": "1",
@@ -63,6 +87,7 @@ class Engine:
         self,
         config: ServerConfig,
         device: Device,
+        owner: DeviceOwner,
         children: Children,
         on_prompt: PromptHandler,
         on_samples: SamplesHandler,
@@ -76,29 +101,34 @@ class Engine:
         self._config = config
         """With the wishes of the client whose model started the engine."""
         self._device: Device = device
+        self._owner = owner
+        self._plan: Plan | None = None
+        self._seq_length: int | None = None
+        """As vLLM says, once it is ready."""
         self._children = children
-        self._receiver = RecordReceiver(on_prompt, self._received)
-        self._on_samples = on_samples
+        self._receiver = RecordReceiver(on_prompt, on_samples)
         self._is_busy = is_busy
         self._adapters: dict[str, Path] = {}
-        self._adapter_lock = asyncio.Lock()
         self._paused = False
+        self._has_weights = True
+        self._ended: str | None = None
+        """Why we ended the process ourselves; the supervisor says it."""
         self._changed = asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._last_sign_of_life = time.monotonic()
         self._log_start = 0
         self._run_dir: Path | None = None
         self._http: aiohttp.ClientSession | None = None
 
     # --- life ---
 
-    def start(self, base: BaseModel, wishes: Mapping[str, str]) -> None:
+    def start(self, base: BaseModel, wishes: Mapping[str, str], plan: Plan | None = None) -> None:
         """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves. `wishes` are a client's,
-        as in `ServerConfig.with_wishes`."""
+        as in `ServerConfig.with_wishes`; the plan is that of a device that the trainer uses too."""
         assert self._supervisor is None, "an engine serves one base model"
         self._config = self._given.with_wishes(wishes, max_positions(base.path))
-        seq_length(self._config, base)
+        self._seq_length = seq_length(self._config, base, self._device)
+        self._plan = plan
         self.base = base
         self.state = "starting"
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
@@ -130,7 +160,15 @@ class Engine:
 
     @property
     def max_seq_length(self) -> int | None:
-        return seq_length(self._config, self.base) if self.base is not None else None
+        """Tokens of prompt plus completion; until vLLM tells what its KV cache holds, the model's own limit. None without
+        a base model."""
+        if self.base is None:
+            return None
+        return self._seq_length or max_positions(self.base.path)
+
+    @property
+    def _handover(self) -> Handover:
+        return self._plan.handover if self._plan is not None else "none"
 
     def unmet(self, wishes: Mapping[str, str]) -> list[str]:
         """A sentence for each wish that the engine was not started with."""
@@ -181,15 +219,20 @@ class Engine:
     async def _supervise(self) -> None:
         failures = 0
         while failures < MAX_FAILED_STARTS:
-            try:
-                await self._start_process()
-                await self._bring_up()
-            except (EngineDied, aiohttp.ClientError, OSError) as error:
-                failures += 1
-                self.detail = f"{error}; last log lines:\n{self.log_tail()}"
-                logger.error("engine start %d came to nothing: %s", failures, self.detail)
-                await self._end_process()
-                continue
+            # Never onto a device that the trainer holds.
+            async with self._owner.held_by("engine"):
+                try:
+                    await self._start_process()
+                    await self._bring_up()
+                except (EngineDied, aiohttp.ClientError, OSError) as error:
+                    failures += 1
+                    hopeless = why_hopeless(self.log_tail(lines=LOG_SEARCH_LINES))
+                    self.detail = hopeless or f"{error}; last log lines:\n{self.log_tail()}"
+                    logger.error("engine start %d came to nothing: %s", failures, self.detail)
+                    await self._end_process()
+                    if hopeless is not None:
+                        break
+                    continue
             failures = 0
             logger.info("engine ready: %s", self.base.name if self.base else None)
             reason = await self._watch()
@@ -212,16 +255,26 @@ class Engine:
                 timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
             )
         (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
+        make_file(self._work_file)
+        self._process = await self._launch(self.base, self._run_dir)
+        self._children.add(self._process.pid)
+
+    async def _launch(self, base: BaseModel, run_dir: Path) -> asyncio.subprocess.Process:
         with self._open_log() as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *engine_command(self._config, self.base, self._device, self._run_dir),
-                env=engine_environment(self._config, self.base, self._device, os.environ),
+            return await asyncio.create_subprocess_exec(
+                *engine_command(self._config, base, self._device, run_dir, self._plan),
+                env=engine_environment(self._config, base, self._device, os.environ)
+                | {FILE_VARIABLE: str(self._work_file)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self._children.add(self._process.pid)
+
+    @property
+    def _work_file(self) -> Path:
+        assert self._run_dir is not None, "made with the first process"
+        return self._run_dir / "work"
 
     def _open_log(self) -> BinaryIO:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -230,9 +283,9 @@ class Engine:
         return log
 
     async def _end_process(self) -> None:
-        """Kill vLLM with all that it spawned."""
+        """Kill vLLM with all that it spawned, and wait until its memory is free."""
         if self._process is not None:
-            self._children.remove(self._process.pid)
+            await asyncio.to_thread(self._children.remove, self._process.pid)
             await self._process.wait()
             self._process = None
 
@@ -245,14 +298,17 @@ class Engine:
                 raise EngineDied(f"vLLM ended with exit code {self._process.returncode}")
             if time.monotonic() > deadline:
                 raise EngineDied(f"vLLM was not ready after {START_TIMEOUT_SECONDS:.0f} s")
-            await asyncio.sleep(0.1)
-        async with self._adapter_lock:
-            self._paused = False
-            for name, path in self._adapters.items():
-                await self._post_load(name, path)
-            await self._sample_once(timeout_seconds=START_TIMEOUT_SECONDS)
-            self._last_sign_of_life = time.monotonic()
-            await self._set_state("ready")
+            await asyncio.sleep(READY_POLL_SECONDS)
+        self._paused, self._has_weights, self._ended = False, True, None
+        self._seq_length = await self._read_seq_length()
+        for name, path in self._adapters.items():
+            await self._post_load(name, path)
+        await self._sample_once(timeout_seconds=START_TIMEOUT_SECONDS)
+        await self._set_state("ready")
+
+    async def _read_seq_length(self) -> int:
+        async with self.http.get("/v1/models") as response:
+            return int((await response.json())["data"][0]["max_model_len"])
 
     async def _answers(self, timeout_seconds: float) -> bool:
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
@@ -281,53 +337,49 @@ class Engine:
     async def _watch(self) -> str:
         """Look after a running engine. Returns why it must be restarted."""
         assert self._process is not None
-        silent_since: float | None = None
+        answered = moved = used = time.monotonic()
+        work, probe = b"", None
         exited = asyncio.create_task(self._process.wait())
         try:
             while True:
                 done, _ = await asyncio.wait({exited}, timeout=HEALTH_SECONDS)
                 if done:
-                    return f"vLLM ended with exit code {exited.result()}"
-                if await self._answers(timeout_seconds=10.0):
-                    silent_since = None
-                elif exited.done():
-                    continue
-                else:
-                    silent_since = silent_since or time.monotonic()
-                    if time.monotonic() - silent_since > HANG_SECONDS / 2:
-                        return "vLLM does not answer"
-                if await self._is_stuck():
-                    return f"vLLM sampled nothing for {HANG_SECONDS:.0f} s with requests waiting"
+                    return self._ended or f"vLLM ended with exit code {exited.result()}"
+                if await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS):
+                    answered = time.monotonic()
+                now, seen, is_probed = (
+                    time.monotonic(),
+                    read_work(self._work_file),
+                    is_running(probe),
+                )
+                if now - answered > HANG_SECONDS:
+                    return f"vLLM did not answer for {HANG_SECONDS:.0f} s"
+                if seen != work or self._paused or not (self._is_busy() or is_probed):
+                    work, moved = seen, now
+                if now - moved > HANG_SECONDS:
+                    return f"vLLM computed nothing for {HANG_SECONDS:.0f} s with requests waiting"
+                if self._is_busy() or self._paused or is_probed:
+                    used = now
+                elif now - used > IDLE_SECONDS:
+                    probe = asyncio.create_task(self._probe())
         finally:
             exited.cancel()
+            if probe is not None:
+                probe.cancel()
 
-    async def _is_stuck(self) -> bool:
-        """Whether vLLM takes requests and samples nothing: asked for one token, it does not give it."""
-        waited = time.monotonic() - self._last_sign_of_life
-        if self._paused or not self._is_busy():
-            self._last_sign_of_life = time.monotonic()
-            return False
-        if waited < HANG_SECONDS:
-            return False
-        try:
-            await self._sample_once(timeout_seconds=HANG_SECONDS)
-        except (aiohttp.ClientError, TimeoutError, EngineDied):
-            return not self._paused
-        self._last_sign_of_life = time.monotonic()
-        return False
+    async def _probe(self) -> None:
+        """Let an idle engine compute one token; whether it does is seen by its work."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, EngineDied):
+            await self._sample_once(timeout_seconds=2 * HANG_SECONDS)
 
-    def _received(self, samples: Sequence[Sample]) -> None:
-        self._last_sign_of_life = time.monotonic()
-        self._on_samples(samples)
-
-    def log_tail(self) -> str:
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines that vLLM wrote since its last start."""
         if not self.log_path.exists():
             return ""
         with open(self.log_path, "rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 16384))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+            written = log.read().decode(errors="replace").splitlines()
+        return "\n".join(written[-lines:])
 
     # --- tokenising ---
 
@@ -352,52 +404,76 @@ class Engine:
     # --- pausing ---
 
     async def pause(self) -> None:
-        """Freeze: requests in flight keep their place and go on after `resume`. On CUDA the memory is handed over."""
-        self._paused = True
-        path = "/pause?mode=keep&clear_cache=false"
-        if self._device == "cuda":
-            path = "/sleep?level=1&mode=keep"
-        await self._post_if_running(path)
+        """Freeze, and give up what the plan says; requests in flight keep their place and go on after `resume`. The caller
+        holds the device."""
+        self._paused, self._has_weights = True, self._handover != "sleep"
+        await self._tell(PAUSE[self._handover], PAUSE_SECONDS)
+
+    async def wake_weights(self) -> None:
+        """Take back what adapters are loaded into; the caller holds the device, and the trainer has left it."""
+        if not self._has_weights:
+            self._has_weights = True
+            await self._tell(("/wake_up?tags=weights",), WAKE_SECONDS)
 
     async def resume(self) -> None:
-        await self._post_if_running("/wake_up" if self._device == "cuda" else "/resume")
+        """Take back the rest, and go on."""
+        await self.wake_weights()
+        await self._tell(WAKE[self._handover], WAKE_SECONDS)
         self._paused = False
 
-    async def _post_if_running(self, path: str) -> None:
-        """Post to vLLM; one that is down needs no pausing, and starts unpaused."""
-        if self.state != "ready":
-            return
-        try:
-            status, text = await self._post(path)
-        except aiohttp.ClientError as error:
-            logger.warning("%s did not reach the engine: %s", path, error)
-            return
-        if status != 200:
-            raise EngineDied(f"vLLM refused {path}: {text[:500]}")
+    async def _tell(self, paths: Sequence[str], timeout_seconds: float) -> None:
+        """Post to vLLM. One that is down needs no pausing and starts unpaused; one that fails is ended, and becomes so."""
+        for path in paths:
+            if self.state != "ready":
+                return
+            try:
+                status, text = await self._post(path, timeout_seconds=timeout_seconds)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                reason = f"{path} came to nothing ({error!r})"
+            else:
+                if status == 200:
+                    continue
+                reason = f"vLLM refused {path}: {text[:500]}"
+            logger.error("the engine is ended: %s", reason)
+            self._ended = reason
+            await self._set_state("starting", f"It is restarted, because {reason}.")
+            if self._process is not None:
+                await asyncio.to_thread(self._children.remove, self._process.pid)
 
     # --- adapters ---
 
-    async def load_adapter(self, name: str, path: Path, timeout_seconds: float) -> None:
-        """Have the engine serve the PEFT folder `path` as `name`; also after every restart. No-op when it does.
+    async def load_adapter(
+        self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False
+    ) -> None:
+        """Have the engine serve the PEFT folder `path` as `name`; also after every restart. No-op when it does. A caller
+        that holds the device says so; it comes back at once where the engine is down, which loads it when it starts.
 
         Raises:
             Unavailable: the engine is not ready in time.
         """
+        if holds_device:
+            if self.state == "ready":
+                with contextlib.suppress(aiohttp.ClientError):
+                    await self._load(name, path)
+            return
         while name not in self._adapters:
             await self.wait_ready(timeout_seconds)
-            async with self._adapter_lock:
+            async with self._owner.held_by("engine"):
                 if name in self._adapters or self.state != "ready":
                     continue
                 try:
-                    await self._post_load(name, path)
+                    await self._load(name, path)
                 except aiohttp.ClientError:
                     await asyncio.sleep(0.2)  # it died meanwhile: wait for the next one
-                    continue
-                self._adapters[name] = path
+
+    async def _load(self, name: str, path: Path) -> None:
+        if name not in self._adapters:
+            await self._post_load(name, path)
+            self._adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Requests that use it must have ended."""
-        async with self._adapter_lock:
+        async with self._owner.held_by("engine"):
             if self._adapters.pop(name, None) is not None and self.state == "ready":
                 with contextlib.suppress(aiohttp.ClientError):
                     await self._post("/v1/unload_lora_adapter", {"lora_name": name})
@@ -411,6 +487,10 @@ class Engine:
         )
         if status != 200:
             raise EngineDied(f"vLLM refused adapter '{name}': {text[:500]}")
+
+
+def is_running(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and not task.done()
 
 
 def make_run_dir(server_dir: Path) -> Path:

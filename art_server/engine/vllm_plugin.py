@@ -41,7 +41,7 @@ class Pause:
 
 
 def install() -> None:
-    """Figures of what each token was sampled from; on a CPU also faster LoRA, and waits that leave the cores to those that
+    """Figures of what each token was sampled from, and of the work done; on a CPU also faster LoRA, and waits that leave the cores to those that
     have work."""
     device = os.environ.get(SWITCH)
     if device is None:
@@ -49,9 +49,10 @@ def install() -> None:
     # Here, because vLLM loads this module in processes of engines that are not ours, too.
     from vllm.distributed.device_communicators import shm_broadcast
 
-    from art_server.engine import kept_sets
+    from art_server.engine import kept_sets, work
 
     kept_sets.install()
+    work.install(device)
     if device != "cpu":
         return
     from art_server.engine import cpu_lora

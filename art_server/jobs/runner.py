@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from art.wire import ErrorDetail, JobEvent, TrainRequest
+from art_server.device.owner import DeviceOwner
 from art_server.engine.engine import Engine
 from art_server.engine.gate import Gate
 from art_server.errors import Conflict, ServerError
@@ -68,6 +69,7 @@ class JobRunner:
         engine: Engine,
         gate: Gate,
         trainer: Trainer,
+        owner: DeviceOwner,
         gap_bars: GapBars | None,
     ):
         self._queue = queue
@@ -76,6 +78,7 @@ class JobRunner:
         self._engine = engine
         self._gate = gate
         self._trainer = trainer
+        self._owner = owner
         self._gap_bars = gap_bars
         self._positions: dict[str, Position] = {}
         self._changed = asyncio.Event()
@@ -230,51 +233,72 @@ class JobRunner:
         payload = await asyncio.to_thread(self._queue.payload, job.job_id)
         started = time.monotonic()
         self._gate.close()
-        self._move(job, "pause")
-        await self._engine.pause()
-        try:
-            self._move(job, "train")
-            temporary = await asyncio.to_thread(model.folder.new_checkpoint_dir)
-            task = TrainTask(
-                lora=model.record.lora,
-                in_dir=str(model.folder.checkpoint_dir(step - 1)),
-                out_dir=str(temporary),
-                config=job.config,
-                batch=payload.batch,
-                start_step=step - 1,
-                seed=zlib.crc32(model.adapter_name(step).encode()),
-                gap_bars=self._gap_bars,
-            )
-            done = await self._run_trainer(job, task)
-            metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}
-            record = CheckpointRecord(
-                step=step,
-                job_id=job.job_id,
-                metrics=metrics,
-                unchanged=done.unchanged,
-                notes=done.notes,
-                created_at=time.time(),
-            )
-            self._move(job, "save")
-            await asyncio.to_thread(model.folder.commit_checkpoint, temporary, record)
-        finally:
-            await asyncio.to_thread(model.folder.clear_temporary)
-            await self._engine.resume()
+        async with self._owner.held_by("trainer"):
+            self._move(job, "pause")
+            await self._engine.pause()
+            try:
+                self._move(job, "train")
+                temporary = await asyncio.to_thread(model.folder.new_checkpoint_dir)
+                task = TrainTask(
+                    lora=model.record.lora,
+                    in_dir=str(model.folder.checkpoint_dir(step - 1)),
+                    out_dir=str(temporary),
+                    config=job.config,
+                    batch=payload.batch,
+                    start_step=step - 1,
+                    seed=zlib.crc32(model.adapter_name(step).encode()),
+                    gap_bars=self._gap_bars,
+                )
+                done = await self._run_trainer(job, task)
+                metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}
+                record = CheckpointRecord(
+                    step=step,
+                    job_id=job.job_id,
+                    metrics=metrics,
+                    unchanged=done.unchanged,
+                    notes=done.notes,
+                    created_at=time.time(),
+                )
+                await asyncio.to_thread(model.folder.commit_checkpoint, temporary, record)
+                self._move(job, "load")
+                await self._engine.wake_weights()
+                await self._engine.load_adapter(
+                    model.adapter_name(step),
+                    model.folder.checkpoint_dir(step),
+                    ENGINE_WAIT_SECONDS,
+                    holds_device=True,
+                )
+            finally:
+                # Frozen requests go on whatever happens to the job.
+                await self._engine.resume()
+        await asyncio.to_thread(model.folder.clear_temporary)
 
     async def _run_trainer(self, job: Job, task: TrainTask) -> Done:
+        waking: asyncio.Task[None] | None = None
+
         def on_progress(progress: Progress) -> None:
+            nonlocal waking
             position = Position(progress.phase, progress.completed, progress.total)
             self._positions[job.job_id] = position
             self._notify()
+            if progress.phase == "save" and waking is None:
+                # The trainer has left the device: the engine takes its weights back while the step is written.
+                waking = asyncio.create_task(self._engine.wake_weights())
 
-        for attempt in range(1, MAX_TRAINER_DEATHS + 1):
-            try:
-                return await self._trainer.run(task, on_progress)
-            except TrainerDied as error:
-                logger.error("the trainer died under job %s (%d): %s", job.job_id, attempt, error)
-                if attempt == MAX_TRAINER_DEATHS:
-                    raise
-        raise AssertionError("unreachable")
+        try:
+            for attempt in range(1, MAX_TRAINER_DEATHS + 1):
+                try:
+                    return await self._trainer.run(task, on_progress)
+                except TrainerDied as error:
+                    logger.error(
+                        "the trainer died under job %s (%d): %s", job.job_id, attempt, error
+                    )
+                    if attempt == MAX_TRAINER_DEATHS:
+                        raise
+            raise AssertionError("unreachable")
+        finally:
+            if waking is not None:
+                await waking
 
     async def _serve(self, model: Model, job: Job, step: int) -> None:
         """Load the new step, then move the alias: in this order, so that nobody sees half of it."""

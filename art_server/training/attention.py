@@ -30,6 +30,11 @@ altogether keeps finite numbers, unlike with -inf."""
 FLEX_BLOCK = 128
 """FlexAttention's block: a forest is padded to a multiple, so that kernels are not compiled for each length."""
 
+MIN_FLEX_TOKENS = 256
+"""A forest of one block would need a graph of its own."""
+
+MAX_GRAPHS = 64
+
 Way = Literal["segments", "flex", "dense"]
 
 
@@ -71,6 +76,11 @@ class ForestAttention:
 def default_way(device: torch.device) -> Way:
     ways: dict[str, Way] = {"cpu": "segments", "cuda": "flex"}
     return ways.get(device.type, "dense")
+
+
+def flex_padding(num_tokens: int) -> int:
+    """Tokens to add, so that FlexAttention's blocks are whole and no length has a graph of its own."""
+    return max(MIN_FLEX_TOKENS - num_tokens, -num_tokens % FLEX_BLOCK)
 
 
 def tree_attention(
@@ -145,12 +155,40 @@ def mask_function(
 
 
 def make_block_mask(forest: ForestAttention, window: int | None) -> Any:
-    """Any: BlockMask, from a module that is imported where CUDA is."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Which blocks of keys a block of queries sees in part, and which whole; the forest's length is a multiple of the
+    block's.
 
-    length = len(forest.ends_T)
-    device = str(forest.ends_T.device)
-    return create_block_mask(mask_function(forest, window), None, None, length, length, device)
+    Any: BlockMask, from a module that is imported where CUDA is. torch's own `create_block_mask` looks at every pair of
+    tokens: 10 bytes * T^2. Ends and positions of a block's tokens say the same, with a number for each pair of blocks.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    ends_BT = forest.ends_T.view(-1, FLEX_BLOCK)
+    positions_BT = forest.positions_T.view(-1, FLEX_BLOCK)
+    num = len(ends_BT)
+    first_B = torch.arange(num, device=ends_BT.device) * FLEX_BLOCK
+    is_later = first_B[:, None] > first_B[None, :]  # queries by keys: the whole block comes later
+    sees_BB = is_later & (ends_BT.amax(1)[None, :] > first_B[:, None])
+    is_full_BB = is_later & (ends_BT.amin(1)[None, :] >= first_B[:, None] + FLEX_BLOCK)
+    if window is not None:
+        lowest_B, highest_B = positions_BT.amin(1), positions_BT.amax(1)
+        sees_BB &= lowest_B[:, None] - highest_B[None, :] < window
+        is_full_BB &= highest_B[:, None] - lowest_B[None, :] < window
+    is_partial_BB = (sees_BB & ~is_full_BB) | torch.eye(
+        num, dtype=torch.bool, device=ends_BT.device
+    )
+    return BlockMask.from_kv_blocks(
+        *_listed(is_partial_BB),
+        *_listed(is_full_BB),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=mask_function(forest, window),
+    )
+
+
+def _listed(is_in_BB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each block of queries the number of blocks of keys, and their indices first; 1 x 1 x blocks (x blocks), int32."""
+    order_BB = is_in_BB.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return is_in_BB.sum(1, dtype=torch.int32)[None, None], order_BB.to(torch.int32)[None, None]
 
 
 def make_segments(forest: ForestAttention, window: int | None) -> list[Segment]:
@@ -295,7 +333,12 @@ def _flex() -> Callable[..., torch.Tensor]:
     With dynamic=False each new length compiles for seconds: https://github.com/unslothai/unsloth-zoo/pull/868.
     """
     if not _compiled_flex:
+        import torch._dynamo
         from torch.nn.attention.flex_attention import flex_attention
 
+        # A model with two windows and two ways of gradient needs eight graphs, torch's limit; past it torch would fall
+        # back to scores of heads x T x T in silence.
+        torch._dynamo.config.recompile_limit = MAX_GRAPHS
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         _compiled_flex.append(torch.compile(flex_attention, dynamic=True))
     return _compiled_flex[0]

@@ -12,7 +12,7 @@ import torch
 
 from art.wire import LoRAConfig
 from art_server.training.optimizer import load_optimizer, make_optimizer, save_optimizer
-from art_server.training.policy import Policy
+from art_server.training.policy import Policy, write_fresh_adapter
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -27,19 +27,24 @@ def load_checkpoint(
     return optimizer
 
 
-def save_checkpoint(policy: Policy, optimizer: torch.optim.AdamW | None, folder: Path) -> None:
+def write_first_checkpoint(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
+    """Write step 0, an adapter that changes nothing; on return it is on the disk. Uses no device."""
+    write_fresh_adapter(base_model, lora, seed, folder)
+    _sync_all(folder)
+
+
+def save_checkpoint(policy: Policy, optimizer: torch.optim.AdamW, folder: Path) -> None:
     """Write adapter and optimizer state; on return they are on the disk, not only in its cache."""
     folder.mkdir(parents=True, exist_ok=True)
     policy.save_adapter(folder)
-    if optimizer is not None:
-        save_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
+    save_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
+    _sync_all(folder)
+
+
+def _sync_all(folder: Path) -> None:
     for path in [*folder.iterdir(), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

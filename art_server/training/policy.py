@@ -8,25 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from art.wire import LoRAConfig
 from art_server.training.attention import (
-    FLEX_BLOCK,
     TREE_ATTENTION,
     ForestAttention,
     Way,
     default_way,
+    flex_padding,
 )
+from art_server.training.base import load_base, outline, peft_config, usual_attention
 from art_server.training.batches import MicroBatch
 from art_server.training.distributions import RAW, cut_pieces
 from art_server.training.head import max_logits, score_targets, whole_pieces
+from art_server.training.host_copy import HostCopy
 from art_server.training.lora import fuse_lora
-from art_server.training.memory import default_tokens
+from art_server.training.memory import CHECKPOINTING_FACTOR, default_tokens
 from art_server.training.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -39,9 +40,16 @@ class Policy:
     can_share = True
     """Whether trees may be tried at all."""
 
-    def __init__(self, base_model: str, dtype: torch.dtype | None = None) -> None:
-        """Load the base; `dtype` None is bfloat16 on CUDA and float32 elsewhere."""
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(
+        self,
+        base_model: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Load the base. `dtype` None is bfloat16 on CUDA and float32 elsewhere; `device` None is the first GPU, or the
+        CPU."""
+        found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = found if device is None else device
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.base_model = base_model
         self._base = self._load_base()
@@ -53,6 +61,10 @@ class Policy:
         """How attention over trees is computed; None takes what fits the device."""
         self.tree_gap: float | None = None
         """The largest difference that `check_trees` saw; None before it ran for this model."""
+        self.checkpointing_factor: float = CHECKPOINTING_FACTOR
+        """With gradient checkpointing so many times the tokens fit."""
+        self._away: HostCopy | None = None
+        self._is_away = False
         self.use_trees(self.can_share)
 
     @property
@@ -101,7 +113,7 @@ class Policy:
         tensors = load_file(folder / ADAPTER_FILE)
         if self._lora != lora:
             self.init_adapter(lora, seed=0)
-        expected = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        expected = _tensors(self.model)
         if different := sorted(expected.keys() ^ tensors.keys()):
             raise ValueError(
                 f"{folder / ADAPTER_FILE} is not an adapter of {self.base_model} with {lora!r}: {different[:3]}"
@@ -110,13 +122,36 @@ class Policy:
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter as PEFT names it into an existing folder."""
-        tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
-        config = self.model.peft_config["default"]
-        config.inference_mode = True
-        config.save_pretrained(str(folder))
-        config.inference_mode = False
+        _save(self.model, _tensors(self.model), folder)
+
+    def leave_device(self, optimizer: torch.optim.Optimizer, *, keep_copy: bool) -> None:
+        """Give the device's memory up, but for the process's context. The adapter and its optimizer's state go to main
+        memory to be saved, the base too with `keep_copy`: then `come_back` undoes it. Else the policy is spent."""
+        frozen = [each for each in self.model.parameters() if not each.requires_grad]
+        if not keep_copy:
+            for each in frozen:
+                each.data = torch.empty(0)
+        else:
+            if self._away is None or not self._away.holds(frozen):
+                self._away = HostCopy(frozen, self.device)
+            self._away.leave()
+        for each in self.parameters.values():
+            each.grad, each.data = None, each.data.cpu()
+        for state in optimizer.state.values():
+            state.update({key: value.cpu() for key, value in state.items()})
+        self._is_away = True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def come_back(self) -> None:
+        """Undo `leave_device`; nothing to do without it."""
+        if not self._is_away:
+            return
+        assert self._away is not None
+        self._away.come_back()
+        for each in self.parameters.values():
+            each.data = each.data.to(self.device)
+        self._is_away = False
 
     def use_trees(self, shared: bool) -> None:
         """Forests as they are, or (False) every row on its own under the model's usual attention.
@@ -124,7 +159,9 @@ class Policy:
         What fits is known after `check_trees`; both ways are the same update.
         """
         self.shares_prefixes = shared
-        self._base.set_attn_implementation(TREE_ATTENTION if shared else "sdpa")
+        self._base.set_attn_implementation(
+            TREE_ATTENTION if shared else usual_attention(type(self._base))
+        )
 
     def use_checkpointing(self, enabled: bool) -> None:
         """Keep only each layer's input for backward and compute the rest again: less memory, a third more time."""
@@ -176,12 +213,7 @@ class Policy:
         if adapter is None:
             with self.model.disable_adapter():
                 return self.logprobs(batch)[0]
-        own = {
-            name: tensor.clone()
-            for name, tensor in get_peft_model_state_dict(
-                self.model, save_embedding_layers=False
-            ).items()
-        }
+        own = {name: tensor.clone() for name, tensor in _tensors(self.model).items()}
         set_peft_model_state_dict(self.model, adapter)
         try:
             return self.logprobs(batch)[0]
@@ -247,7 +279,7 @@ class Policy:
 
     def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
         way = default_way(self.device) if self.attention is None else self.attention
-        padding = -forest.num_tokens % FLEX_BLOCK if way == "flex" else 0
+        padding = flex_padding(forest.num_tokens) if way == "flex" else 0
         if padding:
             forest = pad_forest(forest, padding)
         return {
@@ -290,36 +322,54 @@ class Policy:
         return self.model(input_ids=token_ids_BT, use_cache=False, **arguments).logits
 
     def _load_base(self) -> PreTrainedModel:
-        base: Any = (
-            AutoModelForCausalLM.from_pretrained(  # Any: the auto class hides the model's type
-                self.base_model,
-                dtype=self.dtype,
-                attn_implementation="sdpa",
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
-        )
-        return base.to(
-            self.device
-        ).eval()  # eval: dropout would make the policy another one than was sampled
+        return load_base(self.base_model, self.dtype, self.device)
 
     def _wrap(self, lora: LoRAConfig, seed: int) -> PeftModel:
-        config = PeftLoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and divides it by r
-            target_modules="all-linear" if lora.target_modules is None else lora.target_modules,
-            lora_dropout=0.0,
-            bias="none",
-            task_type="CAUSAL_LM",
-        )
         torch.manual_seed(seed)  # nothing else in the trainer draws random numbers
-        model = get_peft_model(self._base, config)
+        model = get_peft_model(self._base, peft_config(lora, self._base))
         assert isinstance(model, PeftModel)
         fuse_lora(model)
         return model.eval()
 
     def _drop_adapter(self) -> None:
         self._base, self._model, self._lora = self.model.unload(), None, None
+
+
+def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
+    """Write an adapter that changes nothing into a folder: A random by seed, B zero. The base is not loaded, and
+    no device is used.
+
+    Source: Hu et al. 2021, arXiv:2106.09685, section 4.1; A is uniform within 1 / sqrt(inputs), as PEFT has it.
+    """
+    base = outline(base_model)
+    with torch.device("meta"):
+        model = get_peft_model(base, peft_config(lora, base))
+    assert isinstance(model, PeftModel)
+    chance = torch.Generator().manual_seed(seed)
+
+    def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(like.shape)
+        if "lora_embedding_B" in name:  # an embedding looks up A, so B is the random one
+            return made.normal_(generator=chance)
+        bound = like.shape[-1] ** -0.5 if "lora_A" in name else 0.0
+        return made.uniform_(-bound, bound, generator=chance)
+
+    tensors = {name: fresh(name, each) for name, each in _tensors(model).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(model, tensors, folder)
+
+
+def _tensors(model: PeftModel) -> dict[str, torch.Tensor]:
+    return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def _save(model: PeftModel, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config = model.peft_config["default"]
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    config.inference_mode = False
 
 
 def _pad_rows(forest: Forest) -> torch.Tensor:

@@ -21,7 +21,17 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from art_server.training.task import Answer, Done, Failed, InitTask, Progress, Ready, TrainTask
+from art_server.training.task import (
+    Answer,
+    BetweenSteps,
+    Done,
+    Failed,
+    InitTask,
+    LoadTask,
+    Progress,
+    Ready,
+    TrainTask,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +75,22 @@ def worker_command(
     *,
     trainer: Literal["auto", "unsloth", "peft"] = "auto",
     dtype: str = "auto",
+    device: str = "auto",
+    between_steps: BetweenSteps = "stay",
     threads: int | None = None,
     max_tokens_per_micro_batch: int | None = None,
+    checkpointing_factor: float | None = None,
 ) -> list[str]:
     """The command line of a worker in this interpreter."""
     command = [sys.executable, "-m", "art_server.training.worker"]
     command += ["--base-model", base_model, "--trainer", trainer, "--dtype", dtype]
+    command += ["--device", device, "--between-steps", between_steps]
     if threads is not None:
         command += ["--threads", str(threads)]
     if max_tokens_per_micro_batch is not None:
         command += ["--max-tokens-per-micro-batch", str(max_tokens_per_micro_batch)]
+    if checkpointing_factor is not None:
+        command += ["--checkpointing-factor", str(checkpointing_factor)]
     return command
 
 
@@ -89,7 +105,7 @@ class TrainerProcess:
         self._log_path = log_path
         self._log_start = 0
         self._process: Process | None = None
-        self._ready: Ready | None = None
+        self._is_ready = False
         self._lock = asyncio.Lock()
 
     @property
@@ -97,16 +113,18 @@ class TrainerProcess:
         """None while no process runs. The pid is also the process group's."""
         return self._process.pid if self._process is not None else None
 
-    async def start(self) -> Ready:
-        """Start the process unless it runs; return once its base model is loaded.
+    async def start(self) -> None:
+        """Start the process unless it runs; return once it takes tasks.
 
         Raises TrainerDied when it ends before that.
         """
         async with self._lock:
-            return await self._ensure_started()
+            await self._ensure_started()
 
     async def run(
-        self, task: InitTask | TrainTask, on_progress: Callable[[Progress], None] | None = None
+        self,
+        task: InitTask | LoadTask | TrainTask,
+        on_progress: Callable[[Progress], None] | None = None,
     ) -> Done:
         """Have a task done. A cancelled call kills the process: a step cannot be interrupted otherwise.
 
@@ -133,7 +151,7 @@ class TrainerProcess:
 
     async def stop(self) -> None:
         """End the process and its children; a task under way ends with TrainerDied."""
-        process, self._process, self._ready = self._process, None, None
+        process, self._process, self._is_ready = self._process, None, False
         if process is None:
             return
         # Gone already: its end has not reached the event loop yet.
@@ -141,11 +159,11 @@ class TrainerProcess:
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
-    async def _ensure_started(self) -> Ready:
+    async def _ensure_started(self) -> None:
         if self._process is not None and self._process.returncode is not None:
             await self.stop()
-        if self._ready is not None:
-            return self._ready
+        if self._is_ready:
+            return
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -164,9 +182,8 @@ class TrainerProcess:
             answer = await self._receive(process)
             assert isinstance(answer, Ready), f"the trainer's first line is {answer!r}"
             on_failure.pop_all()
-        self._ready = answer
-        logger.info("trainer %d ready: %s on %s", process.pid, answer.policy, answer.device)
-        return answer
+        self._is_ready = True
+        logger.info("trainer %d ready", process.pid)
 
     async def _receive(self, process: Process) -> Ready | Progress | Done | Failed:
         assert process.stdout is not None

@@ -38,7 +38,7 @@ from art_server.training.loss import (
     policy_loss,
     shape_advantages,
 )
-from art_server.training.memory import CHECKPOINTING_FACTOR, fill_tokens, is_out_of_memory
+from art_server.training.memory import fill_tokens, is_out_of_memory
 from art_server.training.metrics import (
     batch_metrics,
     check_finite,
@@ -52,7 +52,7 @@ from art_server.training.metrics import (
 from art_server.training.optimizer import steps_taken
 from art_server.training.policy import ADAPTER_FILE, Policy
 from art_server.training.schedule import base_learning_rate, learning_rate_factor
-from art_server.training.task import Done, InitTask, Progress, TrainTask
+from art_server.training.task import BetweenSteps, Done, Progress, TrainTask
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,9 @@ class _Step:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def timed(self, phase: str, started: float) -> None:
+        """Add the seconds since `started`; a GPU's work has ended by then, not only been asked for."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
@@ -131,26 +134,23 @@ class _Memory:
             logger.warning(self.notes[-1])
 
 
-def init(policy: Policy, task: InitTask) -> Done:
-    """Write step 0: an adapter that changes nothing, without optimizer state."""
-    policy.init_adapter(task.lora, task.seed)
-    save_checkpoint(policy, None, Path(task.out_dir))
-    return Done(metrics={})
-
-
 def train(
     policy: Policy,
     task: TrainTask,
     max_tokens_per_micro_batch: int,
     report: Callable[[Progress], None],
+    *,
+    between_steps: BetweenSteps = "stay",
 ) -> Done:
     """Take the steps of one job from in_dir to out_dir and tell what happened.
 
-    A batch without learning signal writes the same weights and optimizer state again.
+    A batch without learning signal writes the same weights and optimizer state again. A policy that does not stay
+    gives the device up before it reports that it saves.
     Raises FloatingPointError, with nothing written, when the loss, its gradient or a metric is not finite;
     GapTooLarge when the engine's log-probabilities are not those of this policy.
     """
     config = task.config
+    policy.come_back()
     rate, rule = base_learning_rate(config, policy.model_type, policy.hidden_size)
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
     rows = make_train_rows(task.batch, config)
@@ -197,6 +197,10 @@ def train(
         metrics["data/step_num_gradient_steps"] = float(len(parts))
         metrics |= peak_memory(policy.device)
 
+    if between_steps != "stay":
+        started = time.perf_counter()
+        policy.leave_device(optimizer, keep_copy=between_steps == "leave")
+        metrics["time/step_leave_s"] = time.perf_counter() - started
     report(Progress(phase="save", completed=0, total=1))
     started = time.perf_counter()
     save_checkpoint(policy, optimizer, Path(task.out_dir))
@@ -366,7 +370,7 @@ def _plan(policy: Policy, rows: TrainRows, max_tokens: int, notes: list[str]) ->
     """
     if largest_unit(rows.rows, shared=policy.shares_prefixes) > max_tokens:
         policy.use_checkpointing(True)
-        max_tokens *= CHECKPOINTING_FACTOR
+        max_tokens = int(max_tokens * policy.checkpointing_factor)
 
     def make(shared: bool) -> list[MicroBatch]:
         fill = fill_tokens(policy.device)

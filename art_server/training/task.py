@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from art.wire import LoRAConfig, TrainConfig
 
+BetweenSteps = Literal["stay", "leave", "reload"]
+"""Where the trainer's base is between steps: on the device, in main memory, or nowhere, to be read again from its files."""
+
 
 class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
@@ -85,6 +88,12 @@ class InitTask(Record):
     seed: int = 0
 
 
+class LoadTask(Record):
+    """Load the base model, so that the first step does not wait for it."""
+
+    kind: Literal["load"] = "load"
+
+
 class GapBars(Record):
     """What the gap between the engine's log-probabilities and the trainer's means (`gap.py`)."""
 
@@ -115,16 +124,13 @@ class TrainTask(Record):
     """Checkpoint whose adapter is the reference of the KL penalty; None is the base model."""
 
 
-Task = Annotated[InitTask | TrainTask, Field(discriminator="kind")]
+Task = Annotated[InitTask | LoadTask | TrainTask, Field(discriminator="kind")]
 
 
 class Ready(Record):
-    """The trainer's first line: the base model is loaded."""
+    """The trainer's first line: it takes tasks."""
 
     event: Literal["ready"] = "ready"
-    device: str
-    policy: str
-    num_parameters: int
 
 
 class Progress(Record):

@@ -4,9 +4,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from art_server.children import Children
+from art_server.device.plan import Plan
 from art_server.settings import Device, ServerConfig
 from art_server.training.process import TrainerProcess, worker_command
-from art_server.training.task import Done, InitTask, Progress, TrainTask
+from art_server.training.task import (
+    BetweenSteps,
+    Done,
+    InitTask,
+    LoadTask,
+    Progress,
+    TrainTask,
+)
+
+MIN_TOKENS = 64
+"""At a time without gradient checkpointing, where the plan has no room for a row without it."""
 
 
 class Trainer:
@@ -14,6 +25,7 @@ class Trainer:
 
     def __init__(self, config: ServerConfig, device: Device, children: Children):
         self._config = config
+        self._device: Device = device
         self._dtype = config.number_types(device)[1]
         self._children = children
         self._process: TrainerProcess | None = None
@@ -23,13 +35,28 @@ class Trainer:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    def set_base(self, path: Path) -> None:
-        """Name the weights to train; the process starts with the first task."""
-        command = worker_command(str(path), trainer=self._config.trainer, dtype=self._dtype)
+    def set_base(self, path: Path, plan: Plan | None = None) -> None:
+        """Name the weights to train; the process starts with the first task. The plan is that of a device which the engine
+        uses too."""
+        tokens, factor = self._config.max_tokens_per_micro_batch, None
+        if plan is not None:
+            tokens = tokens or max(plan.tokens, MIN_TOKENS)
+            factor = plan.checkpointed_tokens / tokens
+        command = worker_command(
+            str(path),
+            trainer=self._config.trainer,
+            dtype=self._dtype,
+            device="cpu" if self._device == "cpu" else "cuda:0",
+            between_steps=_between_steps(plan),
+            max_tokens_per_micro_batch=tokens,
+            checkpointing_factor=factor,
+        )
         self._process = TrainerProcess(command, self._config.log_dir / "trainer.log")
 
     async def run(
-        self, task: InitTask | TrainTask, on_progress: Callable[[Progress], None] | None = None
+        self,
+        task: InitTask | LoadTask | TrainTask,
+        on_progress: Callable[[Progress], None] | None = None,
     ) -> Done:
         """Have a task done; raises what `TrainerProcess.run` raises."""
         assert self._process is not None, "set_base() comes first"
@@ -50,3 +77,9 @@ class Trainer:
         if pid is not None:
             self._children.add(pid)
         self._listed = pid
+
+
+def _between_steps(plan: Plan | None) -> BetweenSteps:
+    if plan is None or plan.is_base_resident:
+        return "stay"
+    return "leave" if plan.has_host_copy else "reload"

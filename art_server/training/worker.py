@@ -12,17 +12,23 @@ import logging
 import os
 import sys
 import traceback
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, get_args
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server.children import be_child
+from art_server.training.checkpoint import write_first_checkpoint
 from art_server.training.gap import GapTooLarge
-from art_server.training.memory import is_out_of_memory, return_freed_memory
+from art_server.training.memory import (
+    CHECKPOINTING_FACTOR,
+    is_out_of_memory,
+    return_freed_memory,
+)
 from art_server.training.policy import Policy
-from art_server.training.step import init, train
-from art_server.training.task import Done, Failed, Progress, Ready, Task
+from art_server.training.step import train
+from art_server.training.task import BetweenSteps, Done, Failed, Progress, Ready, Task
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +57,10 @@ def main() -> None:
         base_model=arguments.base_model,
         trainer=arguments.trainer,
         dtype=DTYPES[arguments.dtype],
+        device=find_device(arguments.device),
+        between_steps=arguments.between_steps,
         max_tokens_per_micro_batch=arguments.max_tokens_per_micro_batch,
+        checkpointing_factor=arguments.checkpointing_factor,
         answers=answers,
     )
     worker.serve(sys.stdin.buffer)
@@ -72,27 +81,27 @@ class Worker:
         base_model: str,
         trainer: str,
         dtype: torch.dtype | None,
+        device: torch.device | None = None,
+        between_steps: BetweenSteps = "stay",
         max_tokens_per_micro_batch: int | None,
+        checkpointing_factor: float = CHECKPOINTING_FACTOR,
         answers: BinaryIO,
     ) -> None:
         self._base_model = base_model
         self._trainer = trainer
         self._dtype = dtype
+        self._device = device
+        self._between_steps: BetweenSteps = between_steps
         self._max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self._checkpointing_factor = checkpointing_factor
         self._answers = answers
         self._policy: Policy | None = None
 
     def serve(self, tasks: BinaryIO) -> None:
         """Answer each line; return at the end of the stream, which is also how a vanished parent shows."""
-        self._answer(self._ready())
+        self._answer(Ready())
         while line := tasks.readline():
             self._answer(self._handle(line))
-
-    def _ready(self) -> Ready:
-        policy = self._load_policy()
-        return Ready(
-            device=str(policy.device), policy=policy.name, num_parameters=policy.num_parameters
-        )
 
     def _handle(self, line: bytes) -> Done | Failed:
         try:
@@ -117,24 +126,35 @@ class Worker:
             else:
                 failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
         # What the model looks like after an unforeseen error is unknown: the next task loads the base anew.
-        self._policy = None
-        gc.collect()
-        _empty_cache()
+        self._drop_policy()
         return failed
 
     def _run(self, task: Task) -> Done:
+        if task.kind == "init":
+            write_first_checkpoint(self._base_model, task.lora, task.seed, Path(task.out_dir))
+            return Done(metrics={})
         policy = self._load_policy()
+        if task.kind == "load":
+            return Done(metrics={"num_parameters": float(policy.num_parameters)})
+        max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
         try:
-            if task.kind == "init":
-                return init(policy, task)
-            max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
-            return train(policy, task, max_tokens, self._answer)
+            return train(policy, task, max_tokens, self._answer, between_steps=self._between_steps)
         finally:
+            if self._between_steps == "reload":
+                del policy
+                self._drop_policy()
             _empty_cache()
+
+    def _drop_policy(self) -> None:
+        self._policy = None
+        gc.collect()
+        _empty_cache()
 
     def _load_policy(self) -> Policy:
         if self._policy is None:
-            self._policy = _policy_class(self._trainer)(self._base_model, self._dtype)
+            make = _policy_class(self._trainer)
+            self._policy = make(self._base_model, self._dtype, self._device)
+            self._policy.checkpointing_factor = self._checkpointing_factor
             logger.info(
                 "loaded %s with %s on %s", self._base_model, self._policy.name, self._policy.device
             )
@@ -143,6 +163,20 @@ class Worker:
     def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
         self._answers.write(answer.model_dump_json().encode() + b"\n")
         self._answers.flush()
+
+
+def find_device(name: str) -> torch.device | None:
+    """The device of the command line; None for "auto".
+
+    Raises ValueError where torch does not find it: the server decided for it, and another one would not hold what it
+    planned.
+    """
+    if name == "auto":
+        return None
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch finds no GPU here")
+    return device
 
 
 def _policy_class(trainer: str) -> type[Policy]:
@@ -186,9 +220,22 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--trainer", choices=["auto", "unsloth", "peft"], default="auto")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the base model")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda:NUMBER")
+    parser.add_argument(
+        "--between-steps",
+        choices=get_args(BetweenSteps),
+        default="stay",
+        help="whether the base stays on the device, leaves it for main memory, or is read again from its files",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
     parser.add_argument(
         "--max-tokens-per-micro-batch", type=int, help="the default fits the device"
+    )
+    parser.add_argument(
+        "--checkpointing-factor",
+        type=float,
+        default=CHECKPOINTING_FACTOR,
+        help="so many times as many tokens fit with gradient checkpointing",
     )
     return parser.parse_args()
 

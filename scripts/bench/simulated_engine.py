@@ -50,7 +50,7 @@ async def main() -> None:
                 row.lower().split(b": ", 1) for row in head.split(b"\r\n")[1:] if b": " in row
             )
             body = await reader.readexactly(int(headers.get(b"content-length", b"0")))
-            content = b"{}"
+            content = b'{"data": [{"max_model_len": 4096}]}'
             if b"/v1/chat/completions" in head:
                 request_id = "chatcmpl-" + headers[b"x-request-id"].decode()
                 await record(line, request_id, [*PROMPT, next(numbers) % 1000])

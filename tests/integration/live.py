@@ -29,7 +29,7 @@ class Server:
 
     def start(self) -> None:
         ports = [self.url.rpartition(":")[2] or "0", self.inference_url.rpartition(":")[2] or "0"]
-        command = [sys.executable, "-m", "art_server.cli", "--path", str(self.path / "art")]
+        command = [*self.command(), "--path", str(self.path / "art")]
         command += ["--port", ports[0], "--inference-port", ports[1], *self.arguments]
         with open(self.path / "server.log", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -41,6 +41,9 @@ class Server:
             time.sleep(0.05)
         content = json.loads(file.read_text())
         self.url, self.inference_url = content["url"], content["inference_url"]
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "art_server.cli"]
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS

@@ -252,7 +252,7 @@ class FailedEngine:
     async def stop(self) -> None:
         self.state, self.base = "none", None
 
-    def start(self, base: Any, wishes: dict[str, str]) -> None:
+    def start(self, base: Any, wishes: dict[str, str], plan: Any) -> None:
         self.state, self.base = "starting", base
         self.started.append(wishes)
 

@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from art_server.training.attention import (
     ForestAttention,
     Way,
+    flex_padding,
     make_block_mask,
     make_dense_mask,
     make_segments,
     mask_function,
     tree_attention,
 )
-from art_server.training.tree import Forest, lay_out, sort_rows
+from art_server.training.tree import Forest, lay_out, pad_forest, sort_rows
 
 CPU = torch.device("cpu")
 
@@ -99,8 +101,7 @@ def test_segments_equal_dense_attention_forward_and_backward(
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_flex_forward_equals_dense_attention(window: int | None) -> None:
-    """Uncompiled, which is all that a CPU has; its backward needs CUDA."""
+def test_flex_mask_is_that_of_the_rows(window: int | None) -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     forest = random_forest(3)
@@ -108,8 +109,50 @@ def test_flex_forward_equals_dense_attention(window: int | None) -> None:
     length = forest.num_tokens
     mask = create_mask(mask_function(attention, window), None, None, length, length, "cpu")
     assert torch.equal(mask[0, 0], brute_force_mask(forest, window))
-    block_mask = make_block_mask(attention, window)
-    assert block_mask.shape[-2:] == (length, length)
+
+
+def blocks_of(numbers: torch.Tensor, indices: torch.Tensor) -> list[set[int]]:
+    """For each block of queries its blocks of keys."""
+    rows = zip(numbers[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
+    return [set(row[:number]) for number, row in rows]
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000), window=st.sampled_from([None, 100, 300]))
+def test_block_mask_is_that_which_torch_finds_by_looking_at_every_pair(
+    seed: int, window: int | None
+) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    forest = random_forest(seed, max_length=500)
+    forest = pad_forest(forest, flex_padding(forest.num_tokens))
+    length = forest.num_tokens
+    assert length % 128 == 0 and length >= 256
+    attention = ForestAttention.of(forest, "flex", CPU)
+    ours: Any = make_block_mask(attention, window)
+    sees = mask_function(attention, window)
+    theirs: Any = create_block_mask(sees, None, None, length, length, "cpu")
+    assert ours.shape == theirs.shape and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    partial, full = (
+        blocks_of(ours.kv_num_blocks, ours.kv_indices),
+        blocks_of(ours.full_kv_num_blocks, ours.full_kv_indices),
+    )
+    assert full == blocks_of(theirs.full_kv_num_blocks, theirs.full_kv_indices)
+    needed = blocks_of(theirs.kv_num_blocks, theirs.kv_indices)
+    if window is None:
+        assert partial == needed
+    # A window is told by a block's first and last position: some blocks are looked at in vain.
+    assert all(few <= many for few, many in zip(needed, partial, strict=True))
+
+
+def test_block_mask_of_a_long_forest_takes_no_memory() -> None:
+    """100,000 tokens: torch's own way would take 100 GB."""
+    rows = [[0] * 20_000 + [number] * 1000 for number in range(1, 81)]
+    forest = lay_out(rows, sort_rows(rows))
+    forest = pad_forest(forest, flex_padding(forest.num_tokens))
+    mask: Any = make_block_mask(ForestAttention.of(forest, "flex", CPU), None)
+    seen = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+    assert seen <= (forest.num_tokens / 128) ** 2 / 4
 
 
 def test_long_node_under_a_short_window_needs_no_large_mask() -> None:

@@ -23,7 +23,7 @@ def answer(**fields):
 print("loading", file=sys.stderr, flush=True)
 if sys.argv[1] == "broken":
     sys.exit("no such base model")
-answer(event="ready", device="cpu", policy="peft", num_parameters=1)
+answer(event="ready")
 for line in sys.stdin:
     order = json.loads(line)["out_dir"]
     answer(event="progress", phase="train", completed=1, total=1)
@@ -59,10 +59,9 @@ async def test_first_task_starts_the_process_and_later_ones_share_it(tmp_path: P
     progress: list[Progress] = []
     await trainer.run(order("a"), progress.append)
     pid = trainer.pid
-    ready = await trainer.start()
+    await trainer.start()
     await trainer.run(order("b"))
     assert trainer.pid == pid is not None
-    assert ready.policy == "peft"
     assert [each.phase for each in progress] == ["train"]
     await trainer.stop()
     await trainer.stop()
@@ -173,7 +172,8 @@ def test_command_names_only_what_is_set() -> None:
     command = worker_command("base", trainer="peft", threads=2)
     assert command[1:] == [
         *("-m", "art_server.training.worker", "--base-model", "base"),
-        *("--trainer", "peft", "--dtype", "auto", "--threads", "2"),
+        *("--trainer", "peft", "--dtype", "auto", "--device", "auto"),
+        *("--between-steps", "stay", "--threads", "2"),
     ]
 
 

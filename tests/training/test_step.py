@@ -15,16 +15,17 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from art.wire import LoRAConfig, TrainConfig
 from art_server.training.advantages import group_advantages
 from art_server.training.batches import MicroBatch, TrainRow, make_train_rows
+from art_server.training.checkpoint import write_first_checkpoint
 from art_server.training.gap import GapTooLarge
 from art_server.training.kept_set import pack_set
 from art_server.training.policy import ADAPTER_FILE, Policy
-from art_server.training.step import compute_gradient, divide, init, train
+from art_server.training.step import compute_gradient, divide, train
 from art_server.training.task import (
     Batch,
+    BetweenSteps,
     Distribution,
     Done,
     GapBars,
-    InitTask,
     Progress,
     Row,
     Span,
@@ -45,6 +46,7 @@ def step(
     *,
     lora: LoRAConfig | None = None,
     budget: int = BUDGET,
+    between_steps: BetweenSteps = "stay",
 ) -> Done:
     task = TrainTask(
         lora=lora or LoRAConfig(),
@@ -53,11 +55,12 @@ def step(
         config=config,
         batch=batch,
     )
-    return train(policy, task, budget, lambda _: None)
+    return train(policy, task, budget, lambda _: None, between_steps=between_steps)
 
 
 def start(policy: Policy, folder: Path, lora: LoRAConfig | None = None, seed: int = 0) -> Path:
-    init(policy, InitTask(lora=lora or LoRAConfig(), out_dir=str(folder), seed=seed))
+    write_first_checkpoint(policy.base_model, lora or LoRAConfig(), seed, folder)
+    policy.load_adapter(lora or LoRAConfig(), folder)
     return folder
 
 
@@ -254,6 +257,39 @@ def test_steps_with_reload_between_equal_steps_of_one_process_bit_for_bit(
     for name, parameter in policy.parameters.items():
         for key in ("step", "exp_avg", "exp_avg_sq"):
             assert torch.equal(state[f"{name}.{key}"], optimizer.state[parameter][key]), (name, key)
+
+
+def test_a_base_that_leaves_the_device_between_steps_trains_the_same(
+    policy: Policy, base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """Also with another adapter's shape in between, for which PEFT wraps the base anew."""
+    wide, config = LoRAConfig(rank=16), TrainConfig()
+    for way, own in (("stay", policy), ("leave", Policy(str(base_dir), torch.float32))):
+        before = start(own, tmp_path / way / "a0"), start(own, tmp_path / way / "b0", wide)
+        for index in (1, 2):
+            made = tmp_path / way / f"a{index}", tmp_path / way / f"b{index}"
+            for lora, old, new in zip((None, wide), before, made, strict=True):
+                done = step(own, old, new, make_batch(index), config, lora=lora, between_steps=way)  # type: ignore[arg-type]
+                assert ("time/step_leave_s" in done.metrics) == (way == "leave")
+            before = made
+    for name in ("a2", "b2"):
+        assert contents(tmp_path / "stay" / name) == contents(tmp_path / "leave" / name)
+
+
+def test_the_copy_of_a_base_is_as_large_as_its_weights(base_dir: Path, tmp_path: Path) -> None:
+    own = Policy(str(base_dir), torch.float32)
+    own.init_adapter(LoRAConfig(), 0)
+    optimizer = torch.optim.AdamW(own.parameters.values())
+    weights = {name: each.detach().clone() for name, each in own.model.named_parameters()}
+    own.leave_device(optimizer, keep_copy=True)
+    assert own._away is not None
+    sizes = [each.nbytes for each in own.model.parameters() if not each.requires_grad]
+    assert sum(sizes) <= own._away.num_bytes < sum(sizes) + 512 * len(sizes)
+    own.come_back()
+    for name, each in own.model.named_parameters():
+        assert torch.equal(each, weights[name]), name
+    own.leave_device(optimizer, keep_copy=False)
+    assert sum(each.numel() for each in own.model.parameters() if not each.requires_grad) == 0
 
 
 def test_interleaved_models_of_different_shape_equal_each_alone(

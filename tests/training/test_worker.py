@@ -18,8 +18,16 @@ from art.wire import LoRAConfig, TrainConfig
 from art_server.training.policy import Policy
 from art_server.training.process import TrainerDied, TrainerProcess, worker_command
 from art_server.training.step import train
-from art_server.training.task import Batch, InitTask, TrainableGroup, TrainableTrajectory, TrainTask
-from art_server.training.worker import Worker
+from art_server.training.task import (
+    Batch,
+    BetweenSteps,
+    InitTask,
+    LoadTask,
+    TrainableGroup,
+    TrainableTrajectory,
+    TrainTask,
+)
+from art_server.training.worker import Worker, find_device
 
 LORA = LoRAConfig(rank=4)
 
@@ -80,12 +88,9 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
         return replies
 
     ready = json.loads(answers.readline())
-    assert ready == {
-        "event": "ready",
-        "device": "cpu",
-        "policy": "peft",
-        "num_parameters": policy.num_parameters,
-    }
+    assert ready == {"event": "ready"}
+    (loaded,) = ask(LoadTask())
+    assert loaded["metrics"] == {"num_parameters": policy.num_parameters}
 
     (done,) = ask(InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
     assert done == {"event": "done", "metrics": {}, "unchanged": False, "notes": []}
@@ -128,19 +133,50 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
         assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "here2" / name).read_bytes()
 
 
-def serve(worker_class: type[Worker], base_dir: Path, *tasks: BaseModel) -> list[dict]:
+def serve(
+    worker_class: type[Worker],
+    base_dir: Path,
+    *tasks: BaseModel,
+    between_steps: BetweenSteps = "stay",
+) -> list[dict]:
     """What a worker in this process answers, without progress."""
     answers = io.BytesIO()
     worker = worker_class(
         base_model=str(base_dir),
         trainer="peft",
         dtype=None,
+        between_steps=between_steps,
         max_tokens_per_micro_batch=None,
         answers=answers,
     )
     worker.serve(io.BytesIO(b"".join(task.model_dump_json().encode() + b"\n" for task in tasks)))
     lines = [json.loads(line) for line in answers.getvalue().splitlines()]
     return [line for line in lines if line["event"] != "progress"]
+
+
+@pytest.mark.parametrize("between_steps", ["leave", "reload"])
+def test_wherever_the_base_is_between_steps_they_are_the_same(
+    base_dir: Path, tmp_path: Path, make_batch, between_steps: BetweenSteps
+) -> None:
+    for way in ("stay", between_steps):
+        folder = tmp_path / way
+        tasks = [InitTask(lora=LORA, out_dir=str(folder / "0"))]
+        tasks += [
+            train_task(folder / f"{index}", folder / f"{index + 1}", make_batch(index))
+            for index in range(3)
+        ]
+        _, *ended = serve(Worker, base_dir, *tasks, between_steps=way)  # type: ignore[arg-type]
+        assert [each["event"] for each in ended] == ["done"] * 4
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        made = [(tmp_path / way / "3" / name).read_bytes() for way in ("stay", between_steps)]
+        assert made[0] == made[1]
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert find_device("auto") is None
+    assert find_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="torch finds no GPU here"):
+        find_device("cuda:0")
 
 
 def test_adapter_that_peft_refuses_half_way_leaves_nothing_behind(
@@ -173,7 +209,7 @@ class ExhaustedPolicy(Policy):
 
     num_alive = 0
 
-    def __init__(self, base_model: str, dtype: torch.dtype | None) -> None:
+    def __init__(self, base_model: str, dtype: torch.dtype | None = None) -> None:
         super().__init__(base_model, dtype)
         ExhaustedPolicy.num_alive += 1
 
@@ -196,9 +232,10 @@ class ExhaustedWorker(Worker):
 
 
 def test_out_of_memory_says_what_to_reduce_and_frees_the_policy(
-    base_dir: Path, tmp_path: Path
+    base_dir: Path, tmp_path: Path, make_batch
 ) -> None:
-    task = InitTask(lora=LORA, out_dir=str(tmp_path / "0"))
+    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
     _, first, second = serve(ExhaustedWorker, base_dir, task, task)
     assert (first["event"], first["code"]) == ("failed", "out_of_memory")
     assert "20.00 GiB. Lower the trainer's --max-tokens-per-micro-batch" in first["message"]

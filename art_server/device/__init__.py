@@ -1,0 +1,1 @@
+"""Who may use the device, and what fits it."""

@@ -1,0 +1,94 @@
+"""How large a base model is, from its configuration and the heads of its weight files; no tensor is read."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""safetensors' names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What memory follows from."""
+
+    num_parameters: int
+    """Of floating-point weights; those that are quantised are in `quantized_bytes`."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    """Inner width of what a token passes through in a layer: of a mixture, of its active experts."""
+    kv_width: int
+    """Numbers that a layer keeps in the KV cache for a token."""
+    lora_width: int
+    """Inputs and outputs of all linear layers that LoRA adapts: an adapter has so many parameters per rank."""
+    max_positions: int
+    quantized_bytes: int = 0
+    """Weights that keep their size in whatever number type the model runs."""
+
+    def weights(self, itemsize: float) -> float:
+        """Bytes, with numbers of so many bytes."""
+        return self.num_parameters * itemsize + self.quantized_bytes
+
+    @property
+    def kv_per_token(self) -> int:
+        """Numbers that the KV cache keeps for a token."""
+        return self.num_layers * self.kv_width
+
+
+def read_model_size(folder: Path) -> ModelSize:
+    """The size of the model whose `config.json` and safetensors lie in `folder`."""
+    config = json.loads((folder / "config.json").read_text())
+    text: dict[str, Any] = config.get("text_config", config)
+    tensors = [each for file in sorted(folder.glob("*.safetensors")) for each in _read_head(file)]
+    floats = [(name, shape) for name, dtype, shape in tensors if dtype in FLOATS]
+    quantized = [math.prod(shape) for _, dtype, shape in tensors if dtype not in FLOATS]
+    hidden = int(text["hidden_size"])
+    inner = int(text.get("intermediate_size") or 4 * hidden)
+    if experts := text.get("num_experts_per_tok"):
+        inner = int(text.get("moe_intermediate_size") or inner) * int(experts)
+    return ModelSize(
+        num_parameters=sum(math.prod(shape) for _, shape in floats),
+        quantized_bytes=sum(quantized),
+        num_layers=int(text["num_hidden_layers"]),
+        hidden=hidden,
+        intermediate=inner,
+        kv_width=_kv_width(text),
+        lora_width=_usual_lora_width(text, inner)
+        if quantized
+        else sum(_lora_width(name, shape) for name, shape in floats),
+        max_positions=int(text.get("max_position_embeddings", 2048)),
+    )
+
+
+def _read_head(file: Path) -> list[tuple[str, str, list[int]]]:
+    """Name, number type and shape of each tensor. Source: the safetensors format, an 8-byte length and a JSON head."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        head = json.loads(opened.read(length))
+    head.pop("__metadata__", None)
+    return [(name, entry["dtype"], entry["shape"]) for name, entry in head.items()]
+
+
+def _kv_width(text: dict[str, Any]) -> int:
+    if rank := text.get("kv_lora_rank"):  # multi-head latent attention keeps one small vector
+        return int(rank) + int(text["qk_rope_head_dim"])
+    heads = int(text["num_attention_heads"])
+    size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+    return 2 * int(text.get("num_key_value_heads") or heads) * size
+
+
+def _usual_lora_width(text: dict[str, Any], inner: int) -> int:
+    """Of a layer with four projections and a gated network, where the files hold packed weights."""
+    hidden, kv = int(text["hidden_size"]), _kv_width(text) // 2
+    return int(text["num_hidden_layers"]) * (4 * hidden + 2 * (hidden + kv) + 3 * (hidden + inner))
+
+
+def _lora_width(name: str, shape: list[int]) -> int:
+    """Of a weight matrix inside a layer, or of a stack of experts' matrices."""
+    if len(shape) < 2 or ".layers." not in name:
+        return 0
+    return math.prod(shape[:-2]) * sum(shape[-2:])

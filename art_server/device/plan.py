@@ -1,0 +1,267 @@
+"""What fits a GPU that engine and trainer share, and how they take turns on it: plain arithmetic, no GPU needed.
+
+Both keep what they can. What differs between the cases is what leaves the card:
+
+    handover    the engine gives up for a step      the trainer's base between steps
+    none        nothing                             stays
+    kv_cache    its KV cache                        stays, or leaves
+    sleep       all but its graphs                  leaves
+
+The first case in this order that leaves room for long batches is taken, else the one that leaves most.
+"""
+
+from dataclasses import dataclass
+
+from art_server.device.figures import Figures
+from art_server.device.model_size import ModelSize
+from art_server.errors import InvalidInput
+from art_server.settings import Handover
+
+GIB = 2**30
+
+CASES: tuple[tuple[Handover, bool], ...] = (
+    ("none", True),
+    ("kv_cache", True),
+    ("kv_cache", False),
+    ("sleep", False),
+)
+"""In order of what a step costs: handover, and whether the trainer's base stays on the card."""
+
+MAX_UTILIZATION = 0.92
+"""vLLM's own default."""
+MIN_KV_TOKENS = 8192
+GOOD_KV_TOKENS = 65_536
+"""With so many, dozens of rollouts run at a time."""
+ROW_TOKENS = 4096
+"""The longest row that must train, where the context is not limited by hand."""
+GOOD_TOKENS = 16_384
+"""With so many at a time, a group of rollouts is one tree."""
+MAX_TOKENS = 32_768
+"""More at a time is no faster."""
+LORA_NUMBERS = 4
+"""Weight, gradient and two moments of Adam, all float32."""
+HOST_SHARE = 0.9
+"""Of main memory; the rest is the system's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU and the machine around it, in bytes."""
+
+    name: str
+    total: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What must fit."""
+
+    base_model: str
+    size: ModelSize
+    engine_itemsize: float
+    """Bytes of one of the engine's weights."""
+    trainer_itemsize: float
+    lora_rank: int
+    max_loras: int
+    max_seq_length: int | None = None
+    """As asked for; None lets the engine take what its KV cache holds."""
+    utilization: float | None = None
+    """As asked for."""
+    handover: Handover | None = None
+    """As asked for."""
+
+    @property
+    def row_tokens(self) -> int:
+        longest = self.max_seq_length or ROW_TOKENS
+        return min(longest, self.size.max_positions)
+
+    @property
+    def kv_tokens(self) -> int:
+        return max(min(MIN_KV_TOKENS, self.size.max_positions), self.row_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row of the plan's table, in bytes."""
+
+    what: str
+    sampling: float
+    training: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How engine and trainer share the card."""
+
+    handover: Handover
+    is_base_resident: bool
+    """Whether the trainer's base stays on the device between steps."""
+    has_host_copy: bool
+    """A base that leaves is kept in main memory; else it is read again from its files."""
+    utilization: float
+    """vLLM's `gpu_memory_utilization`."""
+    kv_tokens: int
+    tokens: int
+    """Per micro-batch, all activations kept; 0 where gradient checkpointing is always needed."""
+    checkpointed_tokens: int
+    """Per micro-batch with gradient checkpointing."""
+    host: float
+    """Bytes of main memory that weights and processes take."""
+    lines: tuple[Line, ...]
+
+    def used(self) -> tuple[float, float]:
+        """Bytes while sampling, and while training."""
+        return sum(each.sampling for each in self.lines), sum(each.training for each in self.lines)
+
+    def table(self, card: Card) -> str:
+        """For people, in GiB."""
+        sampling, training = self.used()
+        free = Line("free", card.total - sampling, card.total - training)
+        width = max(len(each.what) for each in self.lines)
+        rows = [f"{'GiB':{width}}  sampling  training"]
+        rows += [
+            f"{each.what:{width}}  {each.sampling / GIB:8.1f}  {each.training / GIB:8.1f}"
+            for each in (*self.lines, free)
+        ]
+        leaves = "stays" if self.is_base_resident else "leaves the card between steps"
+        again = "" if self.is_base_resident or self.has_host_copy else " and is read again"
+        return "\n".join(
+            [
+                f"memory plan for {card.name}, {card.total / GIB:.1f} GiB (handover: {self.handover}; "
+                f"the trainer's base {leaves}{again}):",
+                *rows,
+                f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB; tokens at a time in training: "
+                f"{self.tokens:,}, {self.checkpointed_tokens:,} with gradient checkpointing",
+            ]
+        )
+
+
+def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
+    """The cheapest way to share the device in which everything fits.
+
+    Raises:
+        InvalidInput: `does_not_fit`, with the numbers.
+    """
+    plans = [
+        plan
+        for handover, is_resident in CASES
+        if demand.handover in (None, handover)
+        for plan in [_make(card, demand, figures, handover, is_resident)]
+    ]
+    fitting = [plan for plan in plans if not _missing(card, demand, plan)]
+    if not fitting:
+        raise _does_not_fit(card, demand, plans)
+    comfortable = [plan for plan in fitting if _comfort(plan) >= 1]
+    return comfortable[0] if comfortable else max(fitting, key=_comfort)
+
+
+def _make(
+    card: Card, demand: Demand, figures: Figures, handover: Handover, is_resident: bool
+) -> Plan:
+    size = demand.size
+    engine_weights = size.weights(demand.engine_itemsize)
+    adapter = size.lora_width * demand.lora_rank
+    slots = adapter * demand.max_loras * demand.engine_itemsize
+    base = size.weights(demand.trainer_itemsize)
+    context, graphs = figures.context_gib * GIB, figures.graphs_gib * GIB
+    fixed = engine_weights + slots + figures.engine_step_gib * GIB
+    trainer = base + adapter * LORA_NUMBERS * 4 + (figures.head_gib + figures.reserve_gib) * GIB
+
+    layer = figures.hidden_factor * size.hidden + figures.intermediate_factor * size.intermediate
+    per_token = layer * size.num_layers * demand.trainer_itemsize
+    # Each layer's input, and one layer at a time whole.
+    checkpointed = (size.num_layers * size.hidden + layer) * demand.trainer_itemsize
+
+    beside = 2 * context + graphs
+    between = base if is_resident else 0.0
+    if handover == "none":
+        # Half of what is left, where long batches fit it, is worth the third of the time that checkpointing takes.
+        half = (card.total - beside - fixed - trainer) / 2
+        long = max(GOOD_TOKENS, demand.row_tokens) * checkpointed
+        between = trainer + max(long, min(half, MAX_TOKENS * per_token))
+    if demand.utilization is None:
+        utilization = min(MAX_UTILIZATION, (card.total - beside - between) / card.total)
+        utilization = max(0.0, int(utilization * 1000) / 1000)
+    else:
+        utilization = demand.utilization
+    kv = utilization * card.total - fixed
+    kept = {"none": fixed + kv, "kv_cache": fixed, "sleep": 0.0}[handover]
+    room = card.total - beside - kept - trainer
+    tokens = max(0, min(MAX_TOKENS, int(room / per_token)))
+    checkpointed_tokens = max(0, int(room / checkpointed))
+    activations = max(tokens * per_token, min(checkpointed_tokens, MAX_TOKENS) * checkpointed)
+
+    host = figures.process_gib * GIB + (engine_weights + slots if handover == "sleep" else 0.0)
+    has_copy = not is_resident and host + base <= HOST_SHARE * card.host
+    is_awake = handover == "none"
+    lines = (
+        Line("engine: context, CUDA graphs", context + graphs, context + graphs),
+        Line("engine: weights", engine_weights, 0.0 if handover == "sleep" else engine_weights),
+        Line("engine: LoRA slots", slots, 0.0 if handover == "sleep" else slots),
+        Line(
+            "engine: largest batch",
+            fixed - engine_weights - slots,
+            0.0 if handover == "sleep" else fixed - engine_weights - slots,
+        ),
+        Line(
+            f"engine: KV cache, {_tokens(kv, demand):,} tokens",
+            max(kv, 0.0),
+            max(kv, 0.0) if is_awake else 0.0,
+        ),
+        Line("trainer: context", context, context),
+        Line("trainer: base weights", base if is_resident else 0.0, base),
+        Line("trainer: adapter, gradients, optimizer", 0.0, trainer - base),
+        Line("trainer: activations", 0.0, activations),
+    )
+    return Plan(
+        handover=handover,
+        is_base_resident=is_resident,
+        has_host_copy=has_copy,
+        utilization=utilization,
+        kv_tokens=_tokens(kv, demand),
+        tokens=tokens,
+        checkpointed_tokens=checkpointed_tokens,
+        host=host + (base if has_copy else 0.0),
+        lines=lines,
+    )
+
+
+def _tokens(kv: float, demand: Demand) -> int:
+    return max(0, int(kv / (demand.size.kv_per_token * demand.engine_itemsize)))
+
+
+def _comfort(plan: Plan) -> float:
+    return min(plan.kv_tokens / GOOD_KV_TOKENS, plan.checkpointed_tokens / GOOD_TOKENS, 1.0)
+
+
+def _missing(card: Card, demand: Demand, plan: Plan) -> list[str]:
+    """What this plan has no room for, with numbers."""
+    missing: list[str] = []
+    case = f"handover {plan.handover}"
+    if plan.kv_tokens < demand.kv_tokens:
+        missing.append(
+            f"{case}: the engine's share of {plan.utilization * card.total / GIB:.1f} GiB leaves {plan.kv_tokens:,} "
+            f"tokens of KV cache of {demand.kv_tokens:,}"
+        )
+    if plan.checkpointed_tokens < demand.row_tokens:
+        missing.append(
+            f"{case}: training has room for {plan.checkpointed_tokens:,} tokens at a time, a row has {demand.row_tokens:,}"
+        )
+    if plan.host > HOST_SHARE * card.host:
+        missing.append(
+            f"{case}: {plan.host / GIB:.0f} GiB of main memory, of {card.host / GIB:.0f}"
+        )
+    return missing
+
+
+def _does_not_fit(card: Card, demand: Demand, plans: list[Plan]) -> InvalidInput:
+    reasons = [reason for plan in plans[-1:] for reason in _missing(card, demand, plan)]
+    weights = demand.size.weights(demand.engine_itemsize) / GIB
+    return InvalidInput(
+        f"base model '{demand.base_model}' ({weights:.1f} GiB of weights) does not fit {card.name} with "
+        f"{card.total / GIB:.1f} GiB: {'; '.join(reasons)}. Take a smaller base model or a 4-bit one, a lower "
+        "--max-lora-rank, a shorter --max-seq-length, or a larger card",
+        code="does_not_fit",
+        param="base_model",
+    )

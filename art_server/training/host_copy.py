@@ -1,0 +1,55 @@
+"""Weights that leave the device between steps: one flat copy in main memory, made once, because they never change."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+ALIGNMENT = 512
+"""Bytes; more than any type needs."""
+
+
+class HostCopy:
+    """A copy of frozen weights. While they are away, the parameters are views of it."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> None:
+        """Copy them. On CUDA the pages are locked, so that the way back runs at the bus's speed; without torch's own
+        allocator, which would round the block up to a power of two."""
+        self._parameters = list(parameters)
+        self._device = device
+        sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in self._parameters]
+        self._block = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.is_locked = device.type == "cuda" and _lock_pages(self._block)
+        self._views: list[torch.Tensor] = []
+        start = 0
+        for each, size in zip(self._parameters, sizes, strict=True):
+            view = self._block[start : start + each.nbytes].view(each.dtype).view(each.shape)
+            view.copy_(each.detach())
+            self._views.append(view)
+            start += size
+
+    @property
+    def num_bytes(self) -> int:
+        return self._block.nbytes
+
+    def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether these are the ones that it was made of."""
+        return [id(each) for each in parameters] == [id(each) for each in self._parameters]
+
+    def leave(self) -> None:
+        """Free the device's memory; nothing is copied."""
+        for each, view in zip(self._parameters, self._views, strict=True):
+            each.data = view
+
+    def come_back(self) -> None:
+        """Put the weights onto the device."""
+        for each, view in zip(self._parameters, self._views, strict=True):
+            each.data = view.to(self._device, non_blocking=self.is_locked, copy=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _lock_pages(block: torch.Tensor) -> bool:
+    """Whether the system allowed it; a limit on locked memory makes transfers slower, not wrong."""
+    runtime: Any = torch.cuda.cudart()  # Any: torch's binding is untyped
+    return int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0

@@ -1,0 +1,53 @@
+"""What no other start of vLLM would heal is said in one sentence, and not tried again."""
+
+import pytest
+
+from art_server.engine.failures import why_hopeless
+
+TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (
+            "ImportError: libcudart.so.13: cannot open shared object file",
+            "cannot be imported here: ImportError: libcudart.so.13",
+        ),
+        (
+            "ValueError: Model architectures ['MambaXForCausalLM'] are not supported for now. Supported",
+            "does not serve the architecture ['MambaXForCausalLM']",
+        ),
+        (
+            "ValueError: Free memory on device cuda:0 (3.1/23.6 GiB) on startup is less than desired GPU memory "
+            "utilization (0.92, 21.7 GiB). Decrease",
+            "another program uses the card: Free memory on device cuda:0 (3.1/23.6 GiB)",
+        ),
+        (
+            "ValueError: No available memory for the cache blocks. Try increasing",
+            "KV cache has no room: No available memory",
+        ),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (40960), (5.62 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (2.10 GiB). Based",
+            "KV cache has no room: To serve at least one request with the model's max seq len (40960)",
+        ),
+    ],
+)
+def test_causes_that_stay(line: str, cause: str) -> None:
+    why = why_hopeless(f"INFO starting\n{TRACEBACK}(EngineCore pid=7) ERROR core.py {line}\n")
+    assert why is not None and cause in why
+    assert "\n" not in why
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "",
+        TRACEBACK + "RuntimeError: CUDA error: an illegal memory access was encountered\n",
+        "WARNING ImportError: no triton here\n" + TRACEBACK + "torch.OutOfMemoryError: 20 MiB\n",
+        "WARNING ModuleNotFoundError: No module named 'x'\nINFO killed\n",
+    ],
+)
+def test_causes_that_may_pass(log: str) -> None:
+    assert why_hopeless(log) is None

@@ -1,0 +1,352 @@
+"""One owner of the device: whatever happens in whatever order, nothing is above capacity, nothing is stuck, every request
+is answered, and every job makes its step. Driven over a fake device (`fake_device.py`) by the real owner, plan, supervisor,
+gate and runner."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from art.wire import JobReport, LoRAConfig, TrainConfig
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.device.figures import read_figures
+from art_server.device.owner import DeviceOwner
+from art_server.device.plan import GIB, Card, Demand, make_plan
+from art_server.engine import engine as engine_module
+from art_server.engine.engine import Engine
+from art_server.engine.gate import Gate
+from art_server.errors import Unavailable
+from art_server.jobs import runner as runner_module
+from art_server.jobs.queue import JobQueue, Payload, digest
+from art_server.jobs.runner import JobRunner
+from art_server.settings import ServerConfig
+from art_server.store.model_folder import CheckpointRecord, ModelRecord
+from art_server.store.registry import Registry
+from art_server.training.task import Batch, LoadTask
+from tests.device.fake_device import FakeEngine, FakeTrainer, World, write_adapter
+from tests.device.test_plan import SIZES
+
+pytestmark = pytest.mark.anyio
+
+MODELS = ("a", "b")
+SECONDS = 20.0
+"""For a whole story; a stuck one takes for ever."""
+
+CASES = {
+    "none": ("4B", 79.1),
+    "kv_cache": ("14B", 79.1),
+    "sleep": ("8B", 23.6),
+}
+"""A model and a card for each way to share it."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module, "PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr(engine_module, "WAKE_SECONDS", 0.3)
+    monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.01)
+    yield
+
+
+def make_world(case: str, happens: dict[str, list[str]]) -> World:
+    model, gib = CASES[case]
+    card = Card("a card", int(gib * GIB), 256 * GIB)
+    demand = Demand(model, SIZES[model], 2, 2, 16, 4)
+    plan = make_plan(card, demand, read_figures())
+    assert plan.handover == case
+    return World(card, demand, plan, happens)
+
+
+class House:
+    """The parts of a server that share a device."""
+
+    def __init__(self, world: World, folder: Path):
+        self.world = world
+        config = ServerConfig(path=folder)
+        self.owner, self.gate = DeviceOwner(), Gate()
+        self.engine: Engine = FakeEngine(
+            config,
+            "cuda",
+            self.owner,
+            world.children,  # type: ignore[arg-type]
+            lambda *_: None,
+            lambda _: None,
+            lambda: self.gate.is_busy,
+        )
+        self.engine.world = world  # type: ignore[attr-defined]
+        between = "stay" if world.plan.is_base_resident else "leave"
+        self.trainer: Any = FakeTrainer(world, between)
+        self.registry = Registry(folder)
+        for name in MODELS:
+            model_folder = self.registry.folder("p", name)
+            record = ModelRecord(name=name, project="p", base_model="base", lora=LoRAConfig())
+            first = model_folder.new_checkpoint_dir()
+            write_adapter(first)
+            model_folder.commit_checkpoint(first, CheckpointRecord(step=0))
+            model_folder.create(record, self.engine.log_path)
+            self.registry.add(model_folder, record)
+        self.queue = JobQueue(folder / "jobs.sqlite")
+        self.runner = JobRunner(
+            self.queue,
+            self.registry,
+            None,  # type: ignore[arg-type]  # the ledger is asked when a job is accepted
+            self.engine,
+            self.gate,
+            self.trainer,
+            self.owner,
+            None,
+        )
+
+    def start(self) -> None:
+        self.engine.start(BaseModel("base", TINY_DIR), {}, self.world.plan)
+        self.running = asyncio.create_task(self.runner.run_forever())
+        if self.world.plan.is_base_resident:
+            self.world.background(self._warm())
+
+    async def _warm(self) -> None:
+        async with self.owner.held_by("trainer"):
+            await self.trainer.run(LoadTask())
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.running
+        await self.engine.stop()
+        await self.world.settle()
+        self.queue.close()
+
+    def add_job(self, name: str) -> str:
+        payload = Payload(Batch(groups=[]), [])
+        report = JobReport(num_rows=0)
+        key = digest(name.encode())
+        return self.queue.add("me", "p", name, None, key, TrainConfig(), payload, report).job_id
+
+    async def ask(self, name: str) -> str:
+        """One request, sent again until it is answered, as the API does; the adapter that answered."""
+        model = self.registry.get("p", name)
+        while True:
+            try:
+                await self.gate.wait_open(SECONDS)
+                adapter = model.adapter_name(model.step)
+                folder = model.folder.checkpoint_dir(model.step)
+                await self.engine.load_adapter(adapter, folder, SECONDS)
+                await self.engine.wait_ready(SECONDS)
+                await self.gate.wait_open(SECONDS)
+                with self.gate.inside(adapter):
+                    async with self.engine.http.post(
+                        "/v1/completions", json={"model": adapter}
+                    ) as response:
+                        if response.status == 200:
+                            return (await response.json())["model"]
+            except (aiohttp.ClientError, Unavailable):
+                await asyncio.sleep(0.01)
+
+    async def keep_asking(self, name: str, until: asyncio.Event) -> int:
+        answered = 0
+        while not until.is_set():
+            await self.ask(name)
+            answered += 1
+            await asyncio.sleep(0.002)
+        return answered
+
+    async def wait_jobs(self, jobs: list[str]) -> None:
+        self.runner._wake.set()
+        while any(self.queue.get(job).state not in ("done", "failed") for job in jobs):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running(world: World, folder: Path) -> AsyncIterator[House]:
+    house = House(world, folder)
+    house.start()
+    try:
+        yield house
+    finally:
+        await house.stop()
+
+
+async def play(world: World, folder: Path, num_jobs: int = 3) -> House:
+    """Jobs of two models, and requests for both all the time; returns when all jobs have ended and a last request of each
+    was answered by the newest step."""
+    async with running(world, folder) as house, asyncio.timeout(SECONDS):
+        over = asyncio.Event()
+        askers = [asyncio.create_task(house.keep_asking(name, over)) for name in MODELS * 2]
+        jobs = [house.add_job(MODELS[index % 2]) for index in range(num_jobs)]
+        await house.wait_jobs(jobs)
+        over.set()
+        answered = await asyncio.gather(*askers)
+        assert all(answered)
+        for name in MODELS:
+            model = house.registry.get("p", name)
+            assert await house.ask(name) == model.adapter_name(model.step)
+        done = [house.queue.get(job).state for job in jobs]
+        if world.num_trainer_deaths < runner_module.MAX_TRAINER_DEATHS:
+            assert done == ["done"] * num_jobs, [house.queue.get(job).error for job in jobs]
+            steps = {name: house.registry.get("p", name).step for name in MODELS}
+            assert steps == {"a": (num_jobs + 1) // 2, "b": num_jobs // 2}
+        return house
+
+
+def assert_right(world: World) -> None:
+    assert world.device.wrongs == []
+    assert world.device.highest <= world.card.total
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_steps_without_trouble(case: str, tmp_path: Path) -> None:
+    world = make_world(case, {})
+    await play(world, tmp_path)
+    assert_right(world)
+    told = {"none": "pause", "kv_cache": "release_kv_cache_memory", "sleep": "sleep"}
+    assert world.seen.count(told[case]) == 3
+    assert world.seen.count("engine starts") == 1
+
+
+PHASES = ("engine starts", "engine loads", "adapter loads", "pause", "sleep", "trains", "backward")
+PHASES += ("saves", "wake_up", "resume", "release_kv_cache_memory")
+EVENTS = ("", "slow", "kill engine")
+TOLD = ("pause", "sleep", "wake_up", "resume", "release_kv_cache_memory")
+
+
+@st.composite
+def troubles(draw: st.DrawFn) -> dict[str, list[str]]:
+    """What happens in each phase at its first times: at most two deaths of the engine's start, which is given up after
+    three."""
+    happens: dict[str, list[str]] = {}
+    for phase in draw(st.lists(st.sampled_from(PHASES), min_size=1, max_size=4, unique=True)):
+        events = EVENTS + (("refuse", "hang") if phase in TOLD else ())
+        events += ("die",) if phase == "trains" else ()
+        most = 1 if phase.startswith("engine") or phase == "adapter loads" else 2
+        happens[phase] = draw(st.lists(st.sampled_from(events), min_size=1, max_size=most))
+    return happens
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(
+    max_examples=15,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(happens=troubles())
+def test_all_orders(
+    case: str, happens: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    world = make_world(case, {phase: list(events) for phase, events in happens.items()})
+    asyncio.run(play(world, tmp_path_factory.mktemp("story")))
+    assert_right(world)
+
+
+async def test_an_engine_wakes_whole_when_a_job_fails(tmp_path: Path) -> None:
+    world = make_world("sleep", {"trains": ["die", "die"]})
+    house = await play(world, tmp_path)
+    assert_right(world)
+    assert world.seen.count("engine starts") == 1
+    assert house.registry.get("p", "a").step == 1, "of two jobs one has failed"
+
+
+@pytest.mark.parametrize("path", ["refuse", "hang"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("told", ["before", "after"])
+async def test_an_engine_that_does_not_pause_or_wake_is_started_again(
+    case: str, told: str, path: str, tmp_path: Path
+) -> None:
+    before = {"none": "pause", "kv_cache": "release_kv_cache_memory", "sleep": "sleep"}
+    after = {"none": "resume", "kv_cache": "wake_up", "sleep": "wake_up"}
+    world = make_world(case, {(before if told == "before" else after)[case]: [path]})
+    house = await play(world, tmp_path)
+    assert_right(world)
+    assert world.seen.count("engine starts") == 2
+    assert not house.engine._paused
+
+
+# --- mutations: each is a mistake that the stories above must see ---
+
+
+async def ruined(world: World, folder: Path) -> str:
+    """What a story says of a server with a mistake in it."""
+    try:
+        await play(world, folder)
+    except (TimeoutError, AssertionError, BaseExceptionGroup) as error:
+        return f"{type(error).__name__} {world.device.wrongs}"
+    return " ".join(world.device.wrongs)
+
+
+async def test_mutation_adapter_load_without_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def load_adapter(self: Engine, name: str, path: Path, *_: Any, **__: Any) -> None:
+        await self.wait_ready(SECONDS)
+        with contextlib.suppress(aiohttp.ClientError):
+            await self._load(name, path)
+
+    world = make_world("sleep", {"backward": ["slow"] * 3, "adapter loads": ["slow"] * 3})
+    monkeypatch.setattr(Engine, "load_adapter", load_adapter)
+    monkeypatch.setattr(Gate, "wait_open", lambda *_: asyncio.sleep(0))
+    assert "illegal memory access" in await ruined(world, tmp_path)
+
+
+async def test_the_same_story_with_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world("sleep", {"backward": ["slow"] * 3, "adapter loads": ["slow"] * 3})
+    monkeypatch.setattr(Gate, "wait_open", lambda *_: asyncio.sleep(0))
+    await play(world, tmp_path)
+    assert_right(world)
+
+
+async def test_mutation_trainer_kept_resident(tmp_path: Path) -> None:
+    world = make_world("sleep", {})
+    world.plan = make_plan(world.card, world.demand, read_figures())
+    real = FakeTrainer.__init__
+
+    def stays(self: FakeTrainer, world: World, _: str) -> None:
+        real(self, world, "stay")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeTrainer, "__init__", stays)
+        patch.setattr(f"{__name__}.SECONDS", 3.0)
+        assert "engine" in await ruined(world, tmp_path) and world.device.wrongs
+
+
+async def test_mutation_restart_during_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervise = Engine._supervise
+
+    async def unlocked(self: Engine) -> None:
+        shared, self._owner = self._owner, DeviceOwner()
+        self.load_adapter = lambda *args, **kwargs: with_lock(shared, *args, **kwargs)  # type: ignore[method-assign]
+        await supervise(self)
+
+    async def with_lock(_: DeviceOwner, *__: Any, **___: Any) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(Engine, "_supervise", unlocked)
+    monkeypatch.setattr(f"{__name__}.SECONDS", 5.0)
+    world = make_world("sleep", {"trains": ["kill engine"], "backward": ["slow"]})
+    assert "vLLM is started with" in await ruined(world, tmp_path)
+
+
+async def test_mutation_failed_wake_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tell(self: Engine, paths: Any, timeout_seconds: float) -> None:
+        for path in paths:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                await self._post(path, timeout_seconds=timeout_seconds)
+
+    monkeypatch.setattr(Engine, "_tell", tell)
+    monkeypatch.setattr(f"{__name__}.SECONDS", 3.0)
+    world = make_world(
+        "sleep", {"wake_up": [""] * 5 + ["refuse"]}
+    )  # no KV cache after the last step
+    assert await ruined(world, tmp_path)

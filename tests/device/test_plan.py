@@ -1,0 +1,182 @@
+"""The memory plan: what must fit fits, what cannot is refused with the numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from art.wire import LoRAConfig
+from art_server.base_models import TINY_DIR, BaseModel, check_trainable
+from art_server.device.figures import read_figures
+from art_server.device.model_size import ModelSize, read_model_size
+from art_server.device.plan import CASES, GIB, Card, Demand, Plan, make_plan
+from art_server.errors import InvalidInput
+from art_server.training.policy import Policy
+
+FIGURES = read_figures()
+
+
+def size(billions: float, layers: int, hidden: int, inner: int, heads: int) -> ModelSize:
+    """A Qwen3 of this shape: eight heads of keys and values, 128 wide."""
+    query, kv = heads * 128, 8 * 128
+    lora = layers * (2 * (hidden + query) + 2 * (hidden + kv) + 3 * (hidden + inner))
+    return ModelSize(int(billions * 1e9), layers, hidden, inner, 2 * kv, lora, 40_960)
+
+
+SIZES = {
+    "0.6B": size(0.75, 28, 1024, 3072, 16),
+    "1.7B": size(2.03, 28, 2048, 6144, 16),
+    "4B": size(4.02, 36, 2560, 9728, 32),
+    "8B": size(8.19, 36, 4096, 12_288, 32),
+    "14B": size(14.77, 40, 5120, 17_408, 40),
+    "32B": size(32.76, 64, 5120, 25_600, 64),
+}
+CARDS = {"16 GB": 15.6, "24 GB": 23.6, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.7}
+"""GiB that a program finds, with error correction on."""
+LARGEST = {"16 GB": "4B", "24 GB": "8B", "48 GB": "14B", "80 GB": "32B", "141 GB": "32B"}
+
+
+def card(name: str, host_gib: float = 256) -> Card:
+    return Card(name, int(CARDS[name] * GIB), int(host_gib * GIB))
+
+
+def demand(name: str) -> Demand:
+    return Demand(name, SIZES[name], 2, 2, lora_rank=16, max_loras=4)
+
+
+def check(card: Card, demand: Demand, plan: Plan) -> None:
+    sampling, training = plan.used()
+    assert sampling <= card.total and training <= card.total
+    assert plan.kv_tokens >= demand.kv_tokens and plan.checkpointed_tokens >= demand.row_tokens
+    assert plan.host <= card.host
+
+
+@pytest.mark.parametrize("host_gib", [64, 128, 256])
+@pytest.mark.parametrize("name", CARDS)
+def test_what_must_fit_fits(name: str, host_gib: int) -> None:
+    names = list(SIZES)
+    for model in names[: names.index(LARGEST[name]) + 1]:
+        if (name, model, host_gib) == ("80 GB", "32B", 64):
+            continue  # vLLM's backup in sleep alone is as large as main memory
+        here, wanted = card(name, host_gib), demand(model)
+        check(here, wanted, make_plan(here, wanted, FIGURES))
+    for model in names[names.index(LARGEST[name]) + 1 :]:
+        with pytest.raises(InvalidInput, match=rf"'{model}' \([\d.]+ GiB of weights\)") as refused:
+            make_plan(card(name, host_gib), demand(model), FIGURES)
+        assert refused.value.code == "does_not_fit"
+        assert "tokens" in refused.value.message and "larger card" in refused.value.message
+
+
+def test_main_memory_counts() -> None:
+    with pytest.raises(InvalidInput, match="66 GiB of main memory, of 64"):
+        make_plan(card("80 GB", 64), demand("32B"), FIGURES)
+    read_again = make_plan(card("80 GB", 128), demand("32B"), FIGURES)
+    assert not read_again.is_base_resident and not read_again.has_host_copy
+    assert make_plan(card("80 GB", 256), demand("32B"), FIGURES).has_host_copy
+
+
+def test_as_little_leaves_the_card_as_fits() -> None:
+    assert make_plan(card("80 GB"), demand("8B"), FIGURES).handover == "none"
+    assert make_plan(card("80 GB"), demand("14B"), FIGURES).handover == "kv_cache"
+    assert make_plan(card("24 GB"), demand("8B"), FIGURES).handover == "sleep"
+
+
+@pytest.mark.parametrize("handover", [case[0] for case in CASES])
+def test_numbers_given_by_hand_count(handover: str) -> None:
+    wanted = Demand("4B", SIZES["4B"], 2, 2, 16, 4, utilization=0.4, handover=handover)  # type: ignore[arg-type]
+    plan = make_plan(card("80 GB"), wanted, FIGURES)
+    assert (plan.handover, plan.utilization) == (handover, 0.4)
+
+
+def test_the_table_is_for_people() -> None:
+    here = card("24 GB")
+    table = make_plan(here, demand("8B"), FIGURES).table(here)
+    assert (
+        "memory plan for 24 GB, 23.6 GiB (handover: sleep; the trainer's base leaves the card"
+        in table
+    )
+    assert "engine: KV cache, 32,8" in table and "free" in table
+    assert len({line.rindex(".") for line in table.splitlines()[2:-1]}) == 1
+
+
+@given(
+    gib=st.floats(8, 200),
+    host=st.floats(16, 512),
+    model=st.sampled_from(sorted(SIZES)),
+    rank=st.sampled_from([8, 64, 256]),
+    length=st.sampled_from([None, 512, 16_384]),
+    itemsize=st.sampled_from([2.0, 4.0]),
+)
+def test_no_plan_is_above_the_card(
+    gib: float, host: float, model: str, rank: int, length: int | None, itemsize: float
+) -> None:
+    here = Card("a card", int(gib * GIB), int(host * GIB))
+    wanted = Demand(model, SIZES[model], itemsize, itemsize, rank, 4, max_seq_length=length)
+    try:
+        plan = make_plan(here, wanted, FIGURES)
+    except InvalidInput:
+        return
+    check(here, wanted, plan)
+
+
+def test_size_of_a_real_folder() -> None:
+    read = read_model_size(TINY_DIR)
+    policy = Policy(str(TINY_DIR), torch.float32)
+    assert read.num_parameters == policy.num_parameters
+    policy.init_adapter(LoRAConfig(rank=4), 0)
+    assert 4 * read.lora_width == sum(each.numel() for each in policy.parameters.values())
+    config = json.loads((TINY_DIR / "config.json").read_text())
+    assert read.kv_width == 2 * config["num_key_value_heads"] * config["head_dim"]
+
+
+def test_size_of_a_mixture_and_of_latent_attention(tmp_path: Path) -> None:
+    config = {
+        "text_config": {
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 4,
+            "num_experts_per_tok": 3,
+            "kv_lora_rank": 5,
+            "qk_rope_head_dim": 2,
+            "max_position_embeddings": 100,
+        }
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {"model.layers.0.experts": torch.zeros(6, 4, 8), "lm_head": torch.zeros(8, 16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    read = read_model_size(tmp_path)
+    assert (read.intermediate, read.kv_width, read.lora_width) == (12, 7, 6 * 12)
+    assert read.num_parameters == 6 * 4 * 8 + 8 * 16
+
+
+def test_quantised_weights_keep_their_size(tmp_path: Path) -> None:
+    config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        "model.layers.0.q_proj.weight": torch.zeros(32, 1, dtype=torch.uint8),
+        "model.norm": torch.zeros(8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    read = read_model_size(tmp_path)
+    assert (read.num_parameters, read.quantized_bytes) == (8, 32)
+    assert read.weights(2) == 8 * 2 + 32
+    assert read.lora_width == 2 * (4 * 8 + 2 * 16 + 3 * (8 + 32))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "awq", "gptq", "compressed-tensors"])
+def test_a_base_that_cannot_be_trained_is_refused(tmp_path: Path, method: str) -> None:
+    config = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidInput, match=f"quantised by '{method}'") as refused:
+        check_trainable(BaseModel("a base", tmp_path))
+    assert refused.value.code == "not_trainable"
+    config["quantization_config"]["quant_method"] = "bitsandbytes"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_trainable(BaseModel("a base", tmp_path))
+    check_trainable(BaseModel("art/tiny", TINY_DIR))
