@@ -21,6 +21,9 @@ GARBAGE = 20_000
 
 PR_SET_PDEATHSIG = 1
 
+CORES_VARIABLE = "ART_CORES"
+"""The cores that a child keeps to, with commas; unset: all."""
+
 
 def _stat(pid: int) -> tuple[int, int, str] | None:
     """(session id, start time in clock ticks since boot, state) of a process, None when there is none."""
@@ -63,8 +66,8 @@ def wake_in_batches() -> None:
 
 
 def be_child() -> None:
-    """For a process that a server started: scheduled as others are, and killed by the kernel when the one that started it
-    ends, however it ends (Linux; prctl(2), PR_SET_PDEATHSIG).
+    """For a process that a server started: scheduled as others are, on the cores that it was given, and killed by the
+    kernel when the one that started it ends, however it ends (Linux; prctl(2), PR_SET_PDEATHSIG).
 
     Raises:
         OSError: the kernel refuses.
@@ -72,6 +75,8 @@ def be_child() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if cores := os.environ.get(CORES_VARIABLE):
+            os.sched_setaffinity(0, {int(each) for each in cores.split(",")})
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 

@@ -5,6 +5,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -140,6 +141,21 @@ def make_parser() -> argparse.ArgumentParser:
         help="number type of the base weights in the trainer (auto: float32 on a CPU, bfloat16 on CUDA)",
     )
     add(
+        "--serve-devices",
+        type=device_list,
+        default=(),
+        metavar="LIST",
+        help="devices of the engine alone, as 0 or 0,1 or 0-3: GPUs, or a CPU's cores; with --train-devices sampling goes "
+        "on while the trainer works (they share)",
+    )
+    add(
+        "--train-devices",
+        type=device_list,
+        default=(),
+        metavar="LIST",
+        help="devices of the trainer alone: one GPU, or a CPU's cores",
+    )
+    add(
         "--handover",
         choices=("auto", "none", "kv_cache", "sleep"),
         default="auto",
@@ -242,6 +258,8 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         "dtype": flags.dtype,
         "trainer": flags.trainer,
         "trainer_dtype": flags.trainer_dtype,
+        "serve_devices": flags.serve_devices,
+        "train_devices": flags.train_devices,
         "handover": flags.handover,
         "max_tokens_per_micro_batch": flags.max_tokens_per_micro_batch,
         "exact": flags.exact,
@@ -260,6 +278,8 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         return ServerConfig.model_validate(settings)
     except ValidationError as error:
         problem = error.errors()[0]
+        if not problem["loc"]:  # of several flags
+            raise UsageError(problem["msg"].removeprefix("Value error, ")) from error
         flag = "--" + str(problem["loc"][0]).replace("_", "-").removesuffix("-seconds")
         raise UsageError(f"{flag}: {problem['msg']}") from error
 
@@ -310,6 +330,21 @@ def read_engine_args(texts: Sequence[str]) -> dict[str, str]:
             )
         arguments[name] = value.strip()
     return arguments
+
+
+def device_list(text: str) -> tuple[int, ...]:
+    """A list of numbers and ranges, as "0,2-4".
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if numbers is None:
+            raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers such as 0,2-4")
+        found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+    return tuple(dict.fromkeys(found))
 
 
 def is_loopback(host: str) -> bool:

@@ -24,6 +24,7 @@ from art.wire import (
 from art_server import __version__, base_models
 from art_server.base_models import BaseModel, find_base_model
 from art_server.children import Children
+from art_server.device.assignment import check_devices, device_environment
 from art_server.device.figures import read_figures
 from art_server.device.model_size import read_model_size
 from art_server.device.owner import DeviceOwner
@@ -59,6 +60,7 @@ class Service:
         self._lock_file = lock_path(config)
         self.machine = probe()
         self.device: Device = self.machine.kind
+        check_devices(config, self.machine)
         self.owner = DeviceOwner()
         children = Children(config.server_dir)
         left = children.reap()
@@ -74,13 +76,15 @@ class Service:
         self.engine = Engine(
             config,
             self.device,
+            device_environment(config.serve_devices, self.machine),
             self.owner,
             children,
             self._on_prompt,
             self._on_samples,
             lambda: self.gate.is_busy,
         )
-        self.trainer = Trainer(config, self.device, children)
+        kept_to = device_environment(config.train_devices, self.machine)
+        self.trainer = Trainer(config, self.device, kept_to, children)
         bars = gap_bars(config.number_types(self.device), config.exact, config.gap_limit)
         self.runner = JobRunner(
             self.queue,
@@ -89,7 +93,7 @@ class Service:
             self.engine,
             self.gate,
             self.trainer,
-            self.owner,
+            self.owner if config.takes_turns else None,
             bars,
         )
         self._base_lock = asyncio.Lock()
@@ -164,8 +168,9 @@ class Service:
             self.trainer.set_base(base.path, plan)
             self.engine.start(base, wishes or {}, plan)
             if plan is None or plan.is_base_resident:
+                is_shared = plan is not None and self.config.takes_turns
                 self._warming = asyncio.create_task(
-                    self._warm_trainer(self.owner.held_by("trainer") if plan is not None else None),
+                    self._warm_trainer(self.owner.held_by("trainer") if is_shared else None),
                     name="trainer's first load",
                 )
             self._base_known.set()
@@ -195,8 +200,14 @@ class Service:
         config = self.config.with_wishes(wishes, size.max_positions)
         engine, trainer = (4 if each == "float32" else 2 for each in config.number_types("cuda"))
         given = config.engine_args.get("gpu_memory_utilization")
-        gpu = self.machine.gpus[0]
-        card = Card(gpu.name, gpu.total, self.machine.host)
+        tensor_parallel = config.engine_args.get("tensor_parallel_size")
+
+        def card_of(index: int) -> Card:
+            gpu = self.machine.gpus[index]
+            return Card(gpu.name, gpu.total, self.machine.host)
+
+        card = card_of(next(iter(config.serve_devices), 0))
+        own = card_of(config.train_devices[0]) if config.train_devices else None
         demand = Demand(
             base_model=base.name,
             size=size,
@@ -207,6 +218,8 @@ class Service:
             max_seq_length=config.max_seq_length,
             utilization=float(given) if given is not None else None,
             handover=None if config.handover == "auto" else config.handover,
+            num_serving=int(tensor_parallel or len(config.serve_devices) or 1),
+            training_card=own,
         )
         plan = make_plan(card, demand, read_figures())
         logger.info("%s", plan.table(card))

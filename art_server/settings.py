@@ -67,6 +67,10 @@ class ServerConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trainer: Literal["auto", "peft", "unsloth"] = "auto"
     trainer_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    serve_devices: tuple[int, ...] = ()
+    train_devices: tuple[int, ...] = ()
+    """Engine and trainer each have devices of their own, and take no turns: GPUs as torch counts them, or a CPU's cores.
+    Empty: they share."""
     handover: Literal["auto"] | Handover = "auto"
     """What the engine gives up for a step on a GPU that the trainer uses too (`device/plan.py`)."""
     max_tokens_per_micro_batch: int | None = Field(default=None, ge=64)
@@ -95,6 +99,23 @@ class ServerConfig(BaseModel):
         if self.exact and {self.dtype, self.trainer_dtype} - {"auto", "float32"}:
             raise ValueError("--exact computes in float32: leave out --dtype and --trainer-dtype")
         return self
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        if bool(self.serve_devices) != bool(self.train_devices):
+            raise ValueError("--serve-devices and --train-devices go together: give both, or none")
+        if both := set(self.serve_devices) & set(self.train_devices):
+            raise ValueError(f"device {min(both)} is both in --serve-devices and --train-devices")
+        if self.train_devices and self.handover != "auto":
+            raise ValueError(
+                "--handover is for a GPU that both use: leave it out with --train-devices"
+            )
+        return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engine and trainer use the same devices."""
+        return not self.train_devices
 
     def number_types(self, device: Device) -> tuple[str, str]:
         """Of the engine and of the trainer's base weights: float32 on a CPU, where it costs the engine nothing and

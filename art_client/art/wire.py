@@ -267,6 +267,9 @@ class TrainConfig(LossConfig):
     sampling: Literal["as_sampled", "raw"] = "as_sampled"
     """What a token's log-probability means, for the sampler's figure and the trainer's alike: under the distribution that
     it was really sampled from (temperature, kept set, logit bias), or the model's own at temperature 1."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Tokens that were sampled more steps before the one which the job starts from are context only, and counted. None:
+    the truncated weight is all that bounds them."""
     allow_training_without_logprobs: bool = False
     """Also train assistant messages that were not sampled here: plain dictionaries, and choices of which no tokens are
     known. They are tokenised, and the trainer takes its own log-probabilities for them."""

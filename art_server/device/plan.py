@@ -7,7 +7,8 @@ Both keep what they can. What differs between the cases is what leaves the card:
     kv_cache    its KV cache                        stays, or leaves
     sleep       all but its graphs                  leaves
 
-The first case in this order that leaves room for long batches is taken, else the one that leaves most.
+The first case in this order that leaves room for long batches is taken, else the one that leaves most. A trainer with a
+card of its own takes no turns: nothing leaves.
 """
 
 from dataclasses import dataclass
@@ -70,6 +71,10 @@ class Demand:
     """As asked for."""
     handover: Handover | None = None
     """As asked for."""
+    num_serving: int = 1
+    """Cards that share the engine's weights and cache (tensor parallel)."""
+    training_card: Card | None = None
+    """The trainer's own; None: it shares the engine's first."""
 
     @property
     def row_tokens(self) -> int:
@@ -109,6 +114,8 @@ class Plan:
     host: float
     """Bytes of main memory that weights and processes take."""
     lines: tuple[Line, ...]
+    training_card: Card | None = None
+    """The trainer's own: the table's second column is that card's."""
 
     def used(self) -> tuple[float, float]:
         """Bytes while sampling, and while training."""
@@ -116,20 +123,26 @@ class Plan:
 
     def table(self, card: Card) -> str:
         """For people, in GiB."""
+        own = self.training_card
         sampling, training = self.used()
-        free = Line("free", card.total - sampling, card.total - training)
+        free = Line("free", card.total - sampling, (own or card).total - training)
         width = max(len(each.what) for each in self.lines)
-        rows = [f"{'GiB':{width}}  sampling  training"]
+        heads = ("serving", "trainer") if own else ("sampling", "training")
+        rows = [f"{'GiB':{width}}  {heads[0]:>8}  {heads[1]:>8}"]
         rows += [
             f"{each.what:{width}}  {each.sampling / GIB:8.1f}  {each.training / GIB:8.1f}"
             for each in (*self.lines, free)
         ]
         leaves = "stays" if self.is_base_resident else "leaves the card between steps"
         again = "" if self.is_base_resident or self.has_host_copy else " and is read again"
+        turns = (
+            f"the trainer has {own.name}, {own.total / GIB:.1f} GiB, to itself"
+            if own
+            else f"handover: {self.handover}; the trainer's base {leaves}{again}"
+        )
         return "\n".join(
             [
-                f"memory plan for {card.name}, {card.total / GIB:.1f} GiB (handover: {self.handover}; "
-                f"the trainer's base {leaves}{again}):",
+                f"memory plan for {card.name}, {card.total / GIB:.1f} GiB ({turns}):",
                 *rows,
                 f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB; tokens at a time in training: "
                 f"{self.tokens:,}, {self.checkpointed_tokens:,} with gradient checkpointing",
@@ -145,8 +158,8 @@ def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
     """
     plans = [
         plan
-        for handover, is_resident in CASES
-        if demand.handover in (None, handover)
+        for handover, is_resident in (CASES[:1] if demand.training_card else CASES)
+        if demand.training_card or demand.handover in (None, handover)
         for plan in [_make(card, demand, figures, handover, is_resident)]
     ]
     fitting = [plan for plan in plans if not _missing(card, demand, plan)]
@@ -159,10 +172,10 @@ def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
 def _make(
     card: Card, demand: Demand, figures: Figures, handover: Handover, is_resident: bool
 ) -> Plan:
-    size = demand.size
-    engine_weights = size.weights(demand.engine_itemsize)
+    size, own = demand.size, demand.training_card
+    engine_weights = size.weights(demand.engine_itemsize) / demand.num_serving
     adapter = size.lora_width * demand.lora_rank
-    slots = adapter * demand.max_loras * demand.engine_itemsize
+    slots = adapter * demand.max_loras * demand.engine_itemsize / demand.num_serving
     base = size.weights(demand.trainer_itemsize)
     context, graphs = figures.context_gib * GIB, figures.graphs_gib * GIB
     fixed = engine_weights + slots + figures.engine_step_gib * GIB
@@ -173,9 +186,9 @@ def _make(
     # Each layer's input, and one layer at a time whole.
     checkpointed = (size.num_layers * size.hidden + layer) * demand.trainer_itemsize
 
-    beside = 2 * context + graphs
-    between = base if is_resident else 0.0
-    if handover == "none":
+    beside = (1 if own else 2) * context + graphs
+    between = base if is_resident and not own else 0.0
+    if handover == "none" and not own:
         # Half of what is left, where long batches fit it, is worth the third of the time that checkpointing takes.
         half = (card.total - beside - fixed - trainer) / 2
         long = max(GOOD_TOKENS, demand.row_tokens) * checkpointed
@@ -187,30 +200,31 @@ def _make(
         utilization = demand.utilization
     kv = utilization * card.total - fixed
     kept = {"none": fixed + kv, "kv_cache": fixed, "sleep": 0.0}[handover]
-    room = card.total - beside - kept - trainer
+    room = own.total - context - trainer if own else card.total - beside - kept - trainer
     tokens = max(0, min(MAX_TOKENS, int(room / per_token)))
     checkpointed_tokens = max(0, int(room / checkpointed))
     activations = max(tokens * per_token, min(checkpointed_tokens, MAX_TOKENS) * checkpointed)
 
     host = figures.process_gib * GIB + (engine_weights + slots if handover == "sleep" else 0.0)
     has_copy = not is_resident and host + base <= HOST_SHARE * card.host
-    is_awake = handover == "none"
+    # What of the engine is on the trainer's card during a step, and of the trainer on the engine's card between steps.
+    has_cache, has_weights = handover == "none" and not own, handover != "sleep" and not own
     lines = (
-        Line("engine: context, CUDA graphs", context + graphs, context + graphs),
-        Line("engine: weights", engine_weights, 0.0 if handover == "sleep" else engine_weights),
-        Line("engine: LoRA slots", slots, 0.0 if handover == "sleep" else slots),
+        Line("engine: context, CUDA graphs", context + graphs, 0.0 if own else context + graphs),
+        Line("engine: weights", engine_weights, engine_weights * has_weights),
+        Line("engine: LoRA slots", slots, slots * has_weights),
         Line(
             "engine: largest batch",
             fixed - engine_weights - slots,
-            0.0 if handover == "sleep" else fixed - engine_weights - slots,
+            (fixed - engine_weights - slots) * has_weights,
         ),
         Line(
             f"engine: KV cache, {_tokens(kv, demand):,} tokens",
             max(kv, 0.0),
-            max(kv, 0.0) if is_awake else 0.0,
+            max(kv, 0.0) * has_cache,
         ),
-        Line("trainer: context", context, context),
-        Line("trainer: base weights", base if is_resident else 0.0, base),
+        Line("trainer: context", 0.0 if own else context, context),
+        Line("trainer: base weights", base if is_resident and not own else 0.0, base),
         Line("trainer: adapter, gradients, optimizer", 0.0, trainer - base),
         Line("trainer: activations", 0.0, activations),
     )
@@ -224,11 +238,13 @@ def _make(
         checkpointed_tokens=checkpointed_tokens,
         host=host + (base if has_copy else 0.0),
         lines=lines,
+        training_card=own,
     )
 
 
 def _tokens(kv: float, demand: Demand) -> int:
-    return max(0, int(kv / (demand.size.kv_per_token * demand.engine_itemsize)))
+    per_token = demand.size.kv_per_token * demand.engine_itemsize / demand.num_serving
+    return max(0, int(kv / per_token))
 
 
 def _comfort(plan: Plan) -> float:

@@ -16,6 +16,8 @@ MIN_DRIVER = 580
 class Gpu:
     index: int
     """As torch and vLLM count, among the visible ones."""
+    uuid: str
+    """What CUDA_VISIBLE_DEVICES may call it."""
     name: str
     total: int
     """Bytes."""
@@ -29,6 +31,8 @@ class Machine:
     gpus: tuple[Gpu, ...]
     host: int
     """Bytes of main memory."""
+    cores: tuple[int, ...] = ()
+    """Of the CPU, as the kernel counts those that we may use."""
 
 
 def probe() -> Machine:
@@ -38,9 +42,10 @@ def probe() -> Machine:
         InvalidInput: `no_gpu`, the CUDA build is installed and no usable GPU answers; nothing falls back to a CPU in silence.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not _has_cuda_build():
-        return Machine("cpu", (), host)
-    return Machine("cuda", _find_gpus(), host)
+    is_linux = hasattr(os, "sched_getaffinity")
+    cores = sorted(os.sched_getaffinity(0)) if is_linux else range(os.cpu_count() or 1)
+    gpus = _find_gpus() if _has_cuda_build() else ()
+    return Machine("cuda" if gpus else "cpu", gpus, host, tuple(cores))
 
 
 def _has_cuda_build() -> bool:
@@ -81,6 +86,7 @@ def _find_gpus() -> tuple[Gpu, ...]:
         return tuple(
             Gpu(
                 index,
+                _text(pynvml.nvmlDeviceGetUUID(handle)),
                 _text(pynvml.nvmlDeviceGetName(handle)),
                 int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
             )

@@ -76,6 +76,8 @@ def engine_command(
     if device == "cpu":
         switches.append("enforce-eager")
         arguments["block-size"] = str(CPU_BLOCK_SIZE)
+    if device == "cuda" and len(config.serve_devices) > 1:
+        arguments["tensor-parallel-size"] = str(len(config.serve_devices))
     if plan is not None:
         arguments["gpu-memory-utilization"] = str(plan.utilization)
         if plan.handover != "none":
@@ -118,15 +120,11 @@ def engine_environment(
         environment["TORCHDYNAMO_DISABLE"] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
         cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-        is_large = (
-            sum(file.stat().st_size for file in base.path.glob("*.safetensors")) > LARGE_BYTES
-        )
-        if (
-            is_large
-            and len(cores) <= FEW_CORES
-            and "tensor_parallel_size" not in config.engine_args
-        ):
-            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+        size = sum(file.stat().st_size for file in base.path.glob("*.safetensors"))
+        takes_all = size > LARGE_BYTES and len(cores) <= FEW_CORES
+        if "tensor_parallel_size" not in config.engine_args and (takes_all or config.serve_devices):
+            bound = ",".join(map(str, config.serve_devices or cores))
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
     else:
         # The runner and the sampler of which `kept_sets.py` knows what they sample from.
         environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")

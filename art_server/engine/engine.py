@@ -87,6 +87,7 @@ class Engine:
         self,
         config: ServerConfig,
         device: Device,
+        kept_to: Mapping[str, str],
         owner: DeviceOwner,
         children: Children,
         on_prompt: PromptHandler,
@@ -101,6 +102,8 @@ class Engine:
         self._config = config
         """With the wishes of the client whose model started the engine."""
         self._device: Device = device
+        self._kept_to = kept_to
+        """Variables that keep vLLM to devices of its own."""
         self._owner = owner
         self._plan: Plan | None = None
         self._seq_length: int | None = None
@@ -264,7 +267,7 @@ class Engine:
             return await asyncio.create_subprocess_exec(
                 *engine_command(self._config, base, self._device, run_dir, self._plan),
                 env=engine_environment(self._config, base, self._device, os.environ)
-                | {FILE_VARIABLE: str(self._work_file)},
+                | {FILE_VARIABLE: str(self._work_file), **self._kept_to},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

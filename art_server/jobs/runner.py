@@ -17,7 +17,7 @@ import logging
 import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from art.wire import ErrorDetail, JobEvent, TrainRequest
@@ -56,6 +56,18 @@ class Position:
     phase: str = "queued"
     completed: int | None = None
     total: int | None = None
+    since: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the phases before this one."""
+
+    def move(self, phase: str, completed: int | None = None, total: int | None = None) -> None:
+        """Go on, within the phase or to another."""
+        if phase != self.phase:
+            now = time.monotonic()
+            name = self.phase.partition(" ")[0]  # "train 2 of 3" is training
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.since
+            self.since = now
+        self.phase, self.completed, self.total = phase, completed, total
 
 
 class JobRunner:
@@ -69,7 +81,7 @@ class JobRunner:
         engine: Engine,
         gate: Gate,
         trainer: Trainer,
-        owner: DeviceOwner,
+        owner: DeviceOwner | None,
         gap_bars: GapBars | None,
     ):
         self._queue = queue
@@ -79,6 +91,7 @@ class JobRunner:
         self._gate = gate
         self._trainer = trainer
         self._owner = owner
+        """Of the device that engine and trainer share; None where they take no turns."""
         self._gap_bars = gap_bars
         self._positions: dict[str, Position] = {}
         self._changed = asyncio.Event()
@@ -232,34 +245,31 @@ class JobRunner:
     async def _train(self, model: Model, job: Job, step: int) -> None:
         payload = await asyncio.to_thread(self._queue.payload, job.job_id)
         started = time.monotonic()
-        self._gate.close()
-        async with self._owner.held_by("trainer"):
-            self._move(job, "pause")
-            await self._engine.pause()
-            try:
-                self._move(job, "train")
-                temporary = await asyncio.to_thread(model.folder.new_checkpoint_dir)
-                task = TrainTask(
-                    lora=model.record.lora,
-                    in_dir=str(model.folder.checkpoint_dir(step - 1)),
-                    out_dir=str(temporary),
-                    config=job.config,
-                    batch=payload.batch,
-                    start_step=step - 1,
-                    seed=zlib.crc32(model.adapter_name(step).encode()),
-                    gap_bars=self._gap_bars,
-                )
-                done = await self._run_trainer(job, task)
-                metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}
-                record = CheckpointRecord(
-                    step=step,
-                    job_id=job.job_id,
-                    metrics=metrics,
-                    unchanged=done.unchanged,
-                    notes=done.notes,
-                    created_at=time.time(),
-                )
-                await asyncio.to_thread(model.folder.commit_checkpoint, temporary, record)
+        async with self._turn(job):
+            self._move(job, "train")
+            temporary = await asyncio.to_thread(model.folder.new_checkpoint_dir)
+            task = TrainTask(
+                lora=model.record.lora,
+                in_dir=str(model.folder.checkpoint_dir(step - 1)),
+                out_dir=str(temporary),
+                config=job.config,
+                batch=payload.batch,
+                start_step=step - 1,
+                seed=zlib.crc32(model.adapter_name(step).encode()),
+                gap_bars=self._gap_bars,
+            )
+            done = await self._run_trainer(job, task)
+            metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}
+            record = CheckpointRecord(
+                step=step,
+                job_id=job.job_id,
+                metrics=metrics,
+                unchanged=done.unchanged,
+                notes=done.notes,
+                created_at=time.time(),
+            )
+            await asyncio.to_thread(model.folder.commit_checkpoint, temporary, record)
+            if self._owner is not None:
                 self._move(job, "load")
                 await self._engine.wake_weights()
                 await self._engine.load_adapter(
@@ -268,19 +278,30 @@ class JobRunner:
                     ENGINE_WAIT_SECONDS,
                     holds_device=True,
                 )
+        await asyncio.to_thread(model.folder.clear_temporary)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, job: Job) -> AsyncIterator[None]:
+        """The trainer's turn on a device that the engine uses too: nobody samples meanwhile."""
+        if self._owner is None:
+            yield
+            return
+        self._gate.close()
+        async with self._owner.held_by("trainer"):
+            self._move(job, "pause")
+            await self._engine.pause()
+            try:
+                yield
             finally:
                 # Frozen requests go on whatever happens to the job.
                 await self._engine.resume()
-        await asyncio.to_thread(model.folder.clear_temporary)
 
     async def _run_trainer(self, job: Job, task: TrainTask) -> Done:
         waking: asyncio.Task[None] | None = None
 
         def on_progress(progress: Progress) -> None:
             nonlocal waking
-            position = Position(progress.phase, progress.completed, progress.total)
-            self._positions[job.job_id] = position
-            self._notify()
+            self._move(job, progress.phase, progress.completed, progress.total)
             if progress.phase == "save" and waking is None:
                 # The trainer has left the device: the engine takes its weights back while the step is written.
                 waking = asyncio.create_task(self._engine.wake_weights())
@@ -309,6 +330,7 @@ class JobRunner:
         )
         model.step = step
         self._gate.open()
+        self._move(job, "finish")
         logger.info("%s serves", name)
         kept = {model.adapter_name(step - back) for back in range(ADAPTERS_KEPT_LOADED)}
         for loaded in self._engine.loaded_adapters():
@@ -321,6 +343,11 @@ class JobRunner:
         record = model.folder.read_checkpoint(step)
         metrics = record.metrics | trajectory_metrics(payload.groups, "train")
         metrics |= step_metrics(job.report.sampled_steps)
+        metrics |= {
+            f"time/job_{phase}_s": seconds
+            for phase, seconds in self._positions[job.job_id].seconds.items()
+            if phase != "queued"
+        }
         report = job.report.model_copy(update={"notes": [*job.report.notes, *record.notes]})
         await asyncio.to_thread(model.folder.write_trajectories, "train", step, payload.groups)
         await asyncio.to_thread(model.folder.add_history, step, metrics, job.job_id)
@@ -340,8 +367,10 @@ class JobRunner:
             logger.error("job %s stays as it is: %s", job_id, second)
         await asyncio.sleep(RETRY_SECONDS)
 
-    def _move(self, job: Job, phase: str) -> None:
-        self._positions[job.job_id] = Position(phase)
+    def _move(
+        self, job: Job, phase: str, completed: int | None = None, total: int | None = None
+    ) -> None:
+        self._positions.setdefault(job.job_id, Position()).move(phase, completed, total)
         self._notify()
 
     def _notify(self) -> None:

@@ -189,6 +189,40 @@ def make_train_rows(
     )
 
 
+def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
+    """The batch with the tokens that were sampled before step `oldest` as context only, and how many those are."""
+    num_dropped = 0
+
+    def cut(row: Row) -> Row:
+        nonlocal num_dropped
+        stale = {
+            i for each in row.spans if each.step < oldest for i in range(each.start, each.stop)
+        }
+        stale &= set(trained_positions(row))
+        if not stale:
+            return row
+        num_dropped += len(stale)
+        return row.model_copy(
+            update={
+                "logprobs": [None if i in stale else value for i, value in enumerate(row.logprobs)],
+                "recompute": [i for i in row.recompute if i not in stale],
+            }
+        )
+
+    groups = [
+        group.model_copy(
+            update={
+                "trajectories": [
+                    each.model_copy(update={"rows": [cut(row) for row in each.rows]})
+                    for each in group.trajectories
+                ]
+            }
+        )
+        for group in batch.groups
+    ]
+    return batch.model_copy(update={"groups": groups}), num_dropped
+
+
 def make_uses(
     rows: Sequence[TrainRow], config: LossConfig | None = None, start_step: int | None = None
 ) -> Uses:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -100,8 +100,11 @@ class TrainerProcess:
     Use it from the main thread's event loop: the worker dies with the thread that starts it.
     """
 
-    def __init__(self, command: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._command = list(command)
+        self._environment = {**QUIET_THREADS, **os.environ, **(environment or {})}
         self._log_path = log_path
         self._log_start = 0
         self._process: Process | None = None
@@ -172,7 +175,7 @@ class TrainerProcess:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
-                env={**QUIET_THREADS, **os.environ},
+                env=self._environment,
                 limit=MAX_ANSWER_BYTES,
                 start_new_session=True,
             )

@@ -23,6 +23,7 @@ from art_server.training.batches import (
     TrainRow,
     TrainRows,
     Uses,
+    drop_stale,
     largest_unit,
     make_micro_batches,
     make_train_rows,
@@ -153,8 +154,13 @@ def train(
     policy.come_back()
     rate, rule = base_learning_rate(config, policy.model_type, policy.hidden_size)
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
+    num_too_stale = 0
+    if config.max_staleness is not None:
+        batch, num_too_stale = drop_stale(task.batch, task.start_step - config.max_staleness)
+        task = task.model_copy(update={"batch": batch})
     rows = make_train_rows(task.batch, config)
     metrics, notes = data_metrics(rows), [rule] if rule else []
+    metrics["data/step_num_tokens_too_stale"] = float(num_too_stale)
     reset_peak_memory(policy.device)
     # An earlier step may have needed it.
     policy.use_checkpointing(False)

@@ -1,6 +1,6 @@
 """The trainer of the server's base model: its process, started once the base is known, and listed among the children."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from art_server.children import Children
@@ -23,9 +23,13 @@ MIN_TOKENS = 64
 class Trainer:
     """Runs tasks in one worker process; starts another when that dies."""
 
-    def __init__(self, config: ServerConfig, device: Device, children: Children):
+    def __init__(
+        self, config: ServerConfig, device: Device, kept_to: Mapping[str, str], children: Children
+    ):
         self._config = config
         self._device: Device = device
+        self._kept_to = kept_to
+        """Variables that keep the process to devices of its own."""
         self._dtype = config.number_types(device)[1]
         self._children = children
         self._process: TrainerProcess | None = None
@@ -48,10 +52,12 @@ class Trainer:
             dtype=self._dtype,
             device="cpu" if self._device == "cpu" else "cuda:0",
             between_steps=_between_steps(plan),
+            threads=len(self._config.train_devices) or None if self._device == "cpu" else None,
             max_tokens_per_micro_batch=tokens,
             checkpointing_factor=factor,
         )
-        self._process = TrainerProcess(command, self._config.log_dir / "trainer.log")
+        log_path = self._config.log_dir / "trainer.log"
+        self._process = TrainerProcess(command, log_path, self._kept_to)
 
     async def run(
         self,

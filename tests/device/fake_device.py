@@ -273,7 +273,7 @@ class FakeTrainer:
     """A trainer's process that books what the plan says it takes."""
 
     def __init__(self, world: "World", between_steps: str):
-        self.world, self.device, self.plan = world, world.device, world.plan
+        self.world, self.device, self.plan = world, world.trainer_device, world.plan
         self.between_steps = between_steps
         self.is_loaded = False
         self.lock = asyncio.Lock()
@@ -342,6 +342,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.device = FakeDevice(self.card)
+        own = self.plan.training_card
+        self.trainer_device = self.device if own is None else FakeDevice(own)
         self.children = FakeChildren()
         self.process: FakeProcess | None = None
         self.seen: list[str] = []

@@ -42,8 +42,9 @@ CASES = {
     "none": ("4B", 79.1),
     "kv_cache": ("14B", 79.1),
     "sleep": ("8B", 23.6),
+    "own": ("8B", 23.6),
 }
-"""A model and a card for each way to share it."""
+"""A model and a card for each way to share it; the last has a second card for the trainer."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +60,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def make_world(case: str, happens: dict[str, list[str]]) -> World:
     model, gib = CASES[case]
     card = Card("a card", int(gib * GIB), 256 * GIB)
-    demand = Demand(model, SIZES[model], 2, 2, 16, 4)
+    own = card if case == "own" else None
+    demand = Demand(model, SIZES[model], 2, 2, 16, 4, training_card=own)
     plan = make_plan(card, demand, read_figures())
-    assert plan.handover == case
+    assert plan.handover == ("none" if own else case)
     return World(card, demand, plan, happens)
 
 
@@ -75,6 +77,7 @@ class House:
         self.engine: Engine = FakeEngine(
             config,
             "cuda",
+            {},
             self.owner,
             world.children,  # type: ignore[arg-type]
             lambda *_: None,
@@ -101,7 +104,7 @@ class House:
             self.engine,
             self.gate,
             self.trainer,
-            self.owner,
+            self.owner if world.plan.training_card is None else None,
             None,
         )
 
@@ -196,8 +199,9 @@ async def play(world: World, folder: Path, num_jobs: int = 3) -> House:
 
 
 def assert_right(world: World) -> None:
-    assert world.device.wrongs == []
-    assert world.device.highest <= world.card.total
+    for device in (world.device, world.trainer_device):
+        assert device.wrongs == []
+        assert device.highest <= world.card.total
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -206,8 +210,31 @@ async def test_steps_without_trouble(case: str, tmp_path: Path) -> None:
     await play(world, tmp_path)
     assert_right(world)
     told = {"none": "pause", "kv_cache": "release_kv_cache_memory", "sleep": "sleep"}
-    assert world.seen.count(told[case]) == 3
+    assert world.seen.count(told.get(case, "pause")) == (0 if case == "own" else 3)
     assert world.seen.count("engine starts") == 1
+
+
+async def test_a_trainer_with_a_device_of_its_own_stops_nobody(tmp_path: Path) -> None:
+    """A request is answered while the trainer works."""
+    world = make_world("own", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        reach = world.reach
+
+        async def wait_in_training(phase: str) -> str:
+            if phase == "backward":
+                begun.set()
+                await go_on.wait()
+            return await reach(phase)
+
+        world.reach = wait_in_training  # type: ignore[method-assign]
+        job = house.add_job("a")
+        house.runner._wake.set()
+        await begun.wait()
+        assert await house.ask("a") == "p/a@0"
+        go_on.set()
+        await house.wait_jobs([job])
+        assert await house.ask("a") == "p/a@1"
 
 
 PHASES = ("engine starts", "engine loads", "adapter loads", "pause", "sleep", "trains", "backward")
@@ -254,7 +281,7 @@ async def test_an_engine_wakes_whole_when_a_job_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["refuse", "hang"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "own"])
 @pytest.mark.parametrize("told", ["before", "after"])
 async def test_an_engine_that_does_not_pause_or_wake_is_started_again(
     case: str, told: str, path: str, tmp_path: Path

@@ -1,6 +1,7 @@
 """The memory plan: what must fit fits, what cannot is refused with the numbers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_as_little_leaves_the_card_as_fits() -> None:
     assert make_plan(card("80 GB"), demand("8B"), FIGURES).handover == "none"
     assert make_plan(card("80 GB"), demand("14B"), FIGURES).handover == "kv_cache"
     assert make_plan(card("24 GB"), demand("8B"), FIGURES).handover == "sleep"
+
+
+def test_a_trainer_with_a_card_of_its_own_takes_no_turns() -> None:
+    own, wanted = card("24 GB"), replace(demand("8B"), training_card=card("24 GB"))
+    plan = make_plan(card("24 GB"), wanted, FIGURES)
+    check(own, wanted, plan)
+    assert (plan.handover, plan.is_base_resident) == ("none", True)
+    assert plan.utilization > 0.9 and plan.tokens > make_plan(own, demand("8B"), FIGURES).tokens / 2
+    assert "serving   trainer" in plan.table(own) and "to itself" in plan.table(own)
+    with pytest.raises(InvalidInput, match="training has room for 0 tokens"):
+        small = replace(demand("14B"), training_card=card("24 GB"), num_serving=2)
+        make_plan(card("48 GB"), small, FIGURES)
+
+
+def test_several_cards_share_the_engine() -> None:
+    wanted = replace(demand("32B"), training_card=card("80 GB"))
+    with pytest.raises(InvalidInput, match="KV cache"):
+        make_plan(card("48 GB"), wanted, FIGURES)
+    one = make_plan(card("80 GB"), wanted, FIGURES).kv_tokens
+    two = make_plan(card("80 GB"), replace(wanted, num_serving=2), FIGURES).kv_tokens
+    assert two > 4 * one
+    check(card("80 GB"), wanted, make_plan(card("48 GB"), replace(wanted, num_serving=2), FIGURES))
 
 
 @pytest.mark.parametrize("handover", [case[0] for case in CASES])

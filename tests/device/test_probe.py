@@ -1,14 +1,21 @@
 """The device is found once: never a CPU in silence where a GPU was installed for."""
 
 import importlib.metadata
+import os
+import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from art_server.base_models import TINY_DIR, BaseModel
 from art_server.device import probe
+from art_server.device.assignment import check_devices, device_environment
+from art_server.engine.command import engine_environment
 from art_server.errors import InvalidInput
+from art_server.settings import ServerConfig
 
 
 class NVMLError(Exception):
@@ -105,3 +112,48 @@ def test_a_gpu_build_without_a_gpu_is_refused(
     with pytest.raises(InvalidInput, match=f"{reason}.*--gpus all") as refused:
         probe.probe()
     assert refused.value.code == "no_gpu"
+
+
+def test_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "vllm")
+    fake_nvml(monkeypatch)
+    machine = probe.probe()
+    config = ServerConfig(serve_devices=(1,), train_devices=(0,))
+    check_devices(config, machine)
+    kept_to = device_environment(config.serve_devices, machine)
+    assert kept_to == {"CUDA_VISIBLE_DEVICES": "GPU-bbbb"}
+    assert device_environment((), machine) == {}
+    with pytest.raises(InvalidInput, match="--serve-devices: there is no GPU 2 here, only 0, 1"):
+        check_devices(ServerConfig(serve_devices=(2,), train_devices=(0,)), machine)
+    with pytest.raises(InvalidInput, match="the trainer uses one GPU"):
+        third = replace(machine, gpus=(*machine.gpus, replace(machine.gpus[0], index=2)))
+        check_devices(ServerConfig(serve_devices=(0,), train_devices=(1, 2)), third)
+
+
+def test_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5})
+    machine = probe.probe()
+    config = ServerConfig(serve_devices=(0, 5), train_devices=(3,))
+    check_devices(config, machine)
+    assert device_environment(config.serve_devices, machine) == {
+        "ART_CORES": "0,5",
+        "OMP_NUM_THREADS": "2",
+    }
+    environment = engine_environment(config, BaseModel("art/tiny", TINY_DIR), "cpu", {})
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,5"
+    with pytest.raises(InvalidInput, match="no core 1"):
+        check_devices(ServerConfig(serve_devices=(1,), train_devices=(0,)), machine)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are bound on Linux")
+def test_a_child_keeps_to_its_cores() -> None:
+    core = min(os.sched_getaffinity(0))
+    code = "import os; from art_server.children import be_child; be_child(); print(os.sched_getaffinity(0))"
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ART_CORES": str(core)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    assert output.strip() == f"{{{core}}}"

@@ -58,6 +58,21 @@ def test_values_out_of_range_name_their_flag() -> None:
         parse(["--wait-limit", "-1"])
 
 
+def test_devices_are_lists_and_go_together() -> None:
+    config = parse(["--serve-devices", "0,2-4", "--train-devices", "1"])
+    assert (config.serve_devices, config.train_devices) == ((0, 2, 3, 4), (1,))
+    assert not config.takes_turns and parse([]).takes_turns
+    with pytest.raises(UsageError, match="go together"):
+        parse(["--train-devices", "1"])
+    with pytest.raises(UsageError, match="device 1 is both"):
+        parse(["--serve-devices", "0-1", "--train-devices", "1"])
+    with pytest.raises(UsageError, match="leave it out"):
+        parse(["--serve-devices", "0", "--train-devices", "1", "--handover", "sleep"])
+    for wrong in ("", "a", "1-", "-1", "1,,2"):
+        with pytest.raises(SystemExit):
+            parse(["--serve-devices", wrong, "--train-devices", "9"])
+
+
 def test_art_run_is_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         art(["run", "--host", "0.0.0.0", "--port", "7999"])

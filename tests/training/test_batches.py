@@ -4,8 +4,13 @@ from hypothesis import strategies as st
 
 from art.wire import TrainConfig
 from art_server.training.advantages import has_signal
-from art_server.training.batches import make_micro_batches, make_train_rows, make_uses
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.training.batches import (
+    drop_stale,
+    make_micro_batches,
+    make_train_rows,
+    make_uses,
+)
+from art_server.training.task import Batch, Row, Span, TrainableGroup, TrainableTrajectory
 
 
 def group(*rewards_and_rows: tuple[float, list[Row]]) -> TrainableGroup:
@@ -109,6 +114,20 @@ def test_truncated_trajectories_can_be_left_out_of_loss_and_denominators() -> No
     assert [row.trajectory for row in masked.rows] == [1]
     assert (masked.num_tokens, masked.num_trajectories_masked) == (2, 1)
     assert len(make_train_rows(batch, TrainConfig()).rows) == 2
+
+
+def test_tokens_that_are_too_stale_are_context_and_counted() -> None:
+    spans = [Span(start=2, stop=3, step=1), Span(start=3, stop=4, step=4)]
+    old, unknown = ROW.model_copy(update={"spans": spans}), ROW
+    batch = Batch(groups=[group((1.0, [old]), (0.0, [unknown]))])
+    kept, num_dropped = drop_stale(batch, 2)
+    first, second = make_train_rows(kept).rows
+    assert (num_dropped, first.targets, first.token_ids) == (1, [8], [5, 6, 7])
+    assert second.targets == [7, 8], "whose step is unknown is trained"
+    assert drop_stale(batch, 1) == (batch, 0)
+    without = ROW.model_copy(update={"logprobs": [None] * 5, "recompute": [2, 3], "spans": spans})
+    kept, num_dropped = drop_stale(Batch(groups=[group((1.0, [without]))]), 2)
+    assert (num_dropped, kept.groups[0].trajectories[0].rows[0].recompute) == (1, [3])
 
 
 def test_weights_of_each_normalisation_by_hand() -> None:

@@ -1,0 +1,39 @@
+"""An art-server whose trainer also sleeps for so long a step, as one on a device of its own would take.
+
+python scripts/bench/sleeping_server.py SECONDS [art-server's flags]
+"""
+
+import sys
+import time
+from typing import Any
+
+
+def serve() -> None:
+    from art_server import cli
+    from art_server.training import trainer
+
+    seconds, command = sys.argv.pop(1), trainer.worker_command
+
+    def sleeping(*args: Any, **kwargs: Any) -> list[str]:
+        return [sys.executable, __file__, "--worker", seconds, *command(*args, **kwargs)[3:]]
+
+    trainer.worker_command = sleeping
+    cli.main()
+
+
+def work() -> None:
+    from art_server.training import worker
+
+    sys.argv.pop(1)
+    seconds, train = float(sys.argv.pop(1)), worker.train
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return train(*args, **kwargs)
+
+    worker.train = slowly
+    worker.main()
+
+
+if __name__ == "__main__":
+    work() if sys.argv[1] == "--worker" else serve()
