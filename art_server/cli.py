@@ -169,7 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--exact",
         action="store_true",
-        help="float32 in engine and trainer; a step whose log-probabilities differ by more than 4e-6 on average, or 4e-4 at "
+        help="float32 in engine and trainer; a step whose log-probabilities differ by more than 4e-5 on average, or 4e-4 at "
         "most, trains nothing",
     )
     add(

@@ -2,8 +2,10 @@
 
 A patch of peft 0.21 (peft/tuners/lora/layer.py, `Linear.forward`), for speed alone: there base(x) + B(A(x)) * scale is
 three products and two more passes over the output, and again in backward; here the small product is added inside the
-matrix product. It applies to float32 layers with one adapter, without dropout or other variants, and elsewhere PEFT's
-own forward stays. It can go when PEFT itself adds the small product inside the matrix product.
+matrix product. Beside bfloat16 weights PEFT also casts all that goes through the adapter to float32; here its products
+are bfloat16 too, as vLLM's are, and only the gradients of its weights are float32. It applies to float32 and bfloat16
+layers with one adapter, without dropout or other variants, and elsewhere PEFT's own forward stays. It can go when PEFT
+itself adds the small product inside the matrix product.
 """
 
 from types import MethodType
@@ -24,14 +26,15 @@ def fuse_lora(model: torch.nn.Module) -> int:
 
 
 def _qualifies(layer: Linear) -> bool:
-    weights = [layer.get_base_layer().weight, layer.lora_A[ADAPTER].weight]
+    base = layer.get_base_layer()
     return (
-        type(layer.get_base_layer()) is torch.nn.Linear
+        type(base) is torch.nn.Linear
+        and base.weight.dtype in (torch.float32, torch.bfloat16)
+        and layer.lora_A[ADAPTER].weight.dtype == torch.float32
         and layer.active_adapters == [ADAPTER]
         and isinstance(layer.lora_dropout[ADAPTER], torch.nn.Identity)
         and not layer.lora_variant
         and layer.lora_B[ADAPTER].bias is None
-        and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in weights)
     )
 
 
@@ -40,12 +43,14 @@ def _forward(layer: Linear, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor
     base = layer.get_base_layer()
     if layer.disable_adapters:
         return base(x)
+    if x.dtype != base.weight.dtype:
+        return Linear.forward(layer, x)
     down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     return _LoRALinear.apply(x, base.weight, base.bias, down, up, layer.scaling[ADAPTER])  # pyright: ignore[reportReturnType]  # apply is untyped
 
 
 class _LoRALinear(torch.autograd.Function):
-    """y = x W' + bias + scale * (x A') B', for a frozen W.
+    """y = x W' + bias + scale * (x A') B', for a frozen W, in W's number type; A and B and their gradients are float32.
 
     Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
     """
@@ -61,6 +66,7 @@ class _LoRALinear(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
+        down, up = down.to(weight.dtype), up.to(weight.dtype)
         y_TE = x_TD @ weight.T if bias is None else torch.addmm(bias, x_TD, weight.T)
         small_TR = x_TD @ down.T
         y_TE.addmm_(small_TR, up.T, alpha=scale)
@@ -73,10 +79,17 @@ class _LoRALinear(torch.autograd.Function):
         x_TD, small_TR, weight, down, up = ctx.saved_tensors
         grad_TE = gradients[0].reshape(-1, weight.shape[0])
         grad_small_TR = (grad_TE @ up).mul_(ctx.scale)
-        grad_down = grad_small_TR.T @ x_TD
+        grad_down = _float32_product(grad_small_TR.T, x_TD)
         # This way round, because a product with 8 columns runs at a sixth of the speed of one with 8 rows.
-        grad_up = (small_TR.T @ grad_TE).mul_(ctx.scale).T
+        grad_up = _float32_product(small_TR.T, grad_TE).mul_(ctx.scale).T
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad_TE @ weight).addmm_(grad_small_TR, down).view(ctx.shape)
         return grad_x, None, None, grad_down, grad_up, None
+
+
+def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Sums over thousands of tokens, which bfloat16 would round to eight bits."""
+    if a.dtype != torch.float32 and a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

@@ -4,9 +4,13 @@ The figures depend on the machine and the model only, so the same job splits the
 """
 
 import ctypes
+import json
 import os
+from pathlib import Path
 
 import torch
+
+from art_server.store import files
 
 SHARES = {"cpu": 1 / 8, "cuda": 1 / 3}
 """Of the device's memory: beside an engine, weights and what else runs there."""
@@ -43,6 +47,33 @@ def default_tokens(
     bytes_per_token = dtype.itemsize * num_layers * (28 * hidden + 8 * intermediate)
     fitting = int(SHARES.get(device.type, 1 / 8) * _device_memory(device) / bytes_per_token)
     return max(MIN_TOKENS, min(MAX_TOKENS.get(device.type, 4096), fitting))
+
+
+class Budgets:
+    """What running out of memory taught: how many tokens at a time fit, by device, base, adapter rank and longest row. One
+    JSON file, so that no later step or server tries in vain; whoever deletes it has all tried again."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+
+    def find(self, key: str) -> int | None:
+        return self._read().get(key)
+
+    def learn(self, key: str, tokens: int) -> None:
+        if self.file is not None:
+            files.write_json(self.file, self._read() | {key: tokens})
+
+    def _read(self) -> dict[str, int]:
+        if self.file is None or not self.file.exists():
+            return {}
+        return json.loads(self.file.read_text())
+
+
+def budget_key(device: torch.device, base_model: str, rank: int, longest_row: int) -> str:
+    """Rows count by powers of two."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    length = 1 << (longest_row - 1).bit_length()
+    return f"{name}, {_device_memory(device)} bytes; {base_model}; rank {rank}; rows of {length}"
 
 
 def fill_tokens(device: torch.device) -> int | None:

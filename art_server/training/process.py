@@ -80,6 +80,7 @@ def worker_command(
     threads: int | None = None,
     max_tokens_per_micro_batch: int | None = None,
     checkpointing_factor: float | None = None,
+    budgets: Path | None = None,
 ) -> list[str]:
     """The command line of a worker in this interpreter."""
     command = [sys.executable, "-m", "art_server.training.worker"]
@@ -91,6 +92,8 @@ def worker_command(
         command += ["--max-tokens-per-micro-batch", str(max_tokens_per_micro_batch)]
     if checkpointing_factor is not None:
         command += ["--checkpointing-factor", str(checkpointing_factor)]
+    if budgets is not None:
+        command += ["--budgets", str(budgets)]
     return command
 
 

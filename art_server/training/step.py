@@ -39,7 +39,7 @@ from art_server.training.loss import (
     policy_loss,
     shape_advantages,
 )
-from art_server.training.memory import fill_tokens, is_out_of_memory
+from art_server.training.memory import Budgets, budget_key, fill_tokens, is_out_of_memory
 from art_server.training.metrics import (
     batch_metrics,
     check_finite,
@@ -114,23 +114,32 @@ class _Memory:
     policy: Policy
     notes: list[str]
     budget: int
+    learn: Callable[[int], None]
+    """Told of a budget that fitted where a larger one did not."""
     num_retries: int = 0
+    has_shrunk: bool = False
 
     def run(self, compute: Callable[[int], T]) -> T:
         """What `compute` makes of the budget; tried again with half of it and with gradient checkpointing when it runs out
         of memory."""
         while True:
             try:
-                return compute(self.budget)
+                result = compute(self.budget)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or self.budget // 2 < MIN_TOKENS_PER_MICRO_BATCH:
                     raise
+            else:
+                if self.has_shrunk:
+                    self.learn(self.budget)
+                    self.has_shrunk = False
+                return result
             # Outside of the handler: its traceback holds the failed step's tensors.
             self.budget, self.num_retries = self.budget // 2, self.num_retries + 1
             self.policy.use_checkpointing(True)
             gc.collect()
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
+            self.has_shrunk = True
             self.notes.append(f"out of memory: tried again with {self.budget} tokens at a time")
             logger.warning(self.notes[-1])
 
@@ -142,11 +151,12 @@ def train(
     report: Callable[[Progress], None],
     *,
     between_steps: BetweenSteps = "stay",
+    budgets: Budgets | None = None,
 ) -> Done:
     """Take the steps of one job from in_dir to out_dir and tell what happened.
 
     A batch without learning signal writes the same weights and optimizer state again. A policy that does not stay
-    gives the device up before it reports that it saves.
+    gives the device up before it reports that it saves. `budgets` remembers what fitted after memory ran out.
     Raises FloatingPointError, with nothing written, when the loss, its gradient or a metric is not finite;
     GapTooLarge when the engine's log-probabilities are not those of this policy.
     """
@@ -162,9 +172,19 @@ def train(
     metrics, notes = data_metrics(rows), [rule] if rule else []
     metrics["data/step_num_tokens_too_stale"] = float(num_too_stale)
     reset_peak_memory(policy.device)
+    budgets = budgets or Budgets(None)
+    longest = max((len(row.token_ids) for row in rows.rows), default=1)
+    key = budget_key(policy.device, policy.base_model, task.lora.rank, longest)
+    learned = budgets.find(key)
     # An earlier step may have needed it.
-    policy.use_checkpointing(False)
-    memory = _Memory(policy, notes, max_tokens_per_micro_batch)
+    policy.use_checkpointing(learned is not None)
+    budget = min(max_tokens_per_micro_batch, learned or max_tokens_per_micro_batch)
+    memory = _Memory(policy, notes, budget, functools.partial(budgets.learn, key))
+    if learned is not None:
+        notes.append(
+            f"{budget} tokens at a time, with gradient checkpointing: an earlier step ran out of memory with more. "
+            f"{budgets.file} remembers it; delete it to try again"
+        )
 
     if rows.rows:
         parts = divide(task, rows, notes)

@@ -55,6 +55,7 @@ class Trainer:
             threads=len(self._config.train_devices) or None if self._device == "cpu" else None,
             max_tokens_per_micro_batch=tokens,
             checkpointing_factor=factor,
+            budgets=self._config.server_dir / "budgets.json",
         )
         log_path = self._config.log_dir / "trainer.log"
         self._process = TrainerProcess(command, log_path, self._kept_to)

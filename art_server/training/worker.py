@@ -23,6 +23,7 @@ from art_server.training.checkpoint import write_first_checkpoint
 from art_server.training.gap import GapTooLarge
 from art_server.training.memory import (
     CHECKPOINTING_FACTOR,
+    Budgets,
     is_out_of_memory,
     return_freed_memory,
 )
@@ -61,6 +62,7 @@ def main() -> None:
         between_steps=arguments.between_steps,
         max_tokens_per_micro_batch=arguments.max_tokens_per_micro_batch,
         checkpointing_factor=arguments.checkpointing_factor,
+        budgets=Budgets(arguments.budgets),
         answers=answers,
     )
     worker.serve(sys.stdin.buffer)
@@ -85,6 +87,7 @@ class Worker:
         between_steps: BetweenSteps = "stay",
         max_tokens_per_micro_batch: int | None,
         checkpointing_factor: float = CHECKPOINTING_FACTOR,
+        budgets: Budgets | None = None,
         answers: BinaryIO,
     ) -> None:
         self._base_model = base_model
@@ -94,6 +97,7 @@ class Worker:
         self._between_steps: BetweenSteps = between_steps
         self._max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self._checkpointing_factor = checkpointing_factor
+        self._budgets = budgets
         self._answers = answers
         self._policy: Policy | None = None
 
@@ -138,7 +142,14 @@ class Worker:
             return Done(metrics={"num_parameters": float(policy.num_parameters)})
         max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
         try:
-            return train(policy, task, max_tokens, self._answer, between_steps=self._between_steps)
+            return train(
+                policy,
+                task,
+                max_tokens,
+                self._answer,
+                between_steps=self._between_steps,
+                budgets=self._budgets,
+            )
         finally:
             if self._between_steps == "reload":
                 del policy
@@ -236,6 +247,9 @@ def _parse_arguments() -> argparse.Namespace:
         type=float,
         default=CHECKPOINTING_FACTOR,
         help="so many times as many tokens fit with gradient checkpointing",
+    )
+    parser.add_argument(
+        "--budgets", type=Path, help="the file that remembers what fitted after memory ran out"
     )
     return parser.parse_args()
 

@@ -1,4 +1,5 @@
 import base64
+import json
 import math
 import random
 from pathlib import Path
@@ -18,6 +19,7 @@ from art_server.training.batches import MicroBatch, TrainRow, make_train_rows
 from art_server.training.checkpoint import write_first_checkpoint
 from art_server.training.gap import GapTooLarge
 from art_server.training.kept_set import pack_set
+from art_server.training.memory import Budgets, budget_key
 from art_server.training.policy import ADAPTER_FILE, Policy
 from art_server.training.step import compute_gradient, divide, train
 from art_server.training.task import (
@@ -539,6 +541,38 @@ def test_step_out_of_memory_is_tried_again_with_half_the_tokens_and_is_the_same_
     with pytest.raises(torch.OutOfMemoryError):
         step(tight, adapter_dir, tmp_path / "hopeless", batch, config, budget=400)
     assert not (tmp_path / "hopeless").exists()
+
+
+def test_what_fitted_after_memory_ran_out_is_remembered(
+    base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    tight, budgets = TightPolicy(str(base_dir), torch.float32), Budgets(tmp_path / "budgets.json")
+    tight.limit = 100
+
+    def take(number: int, seed: int = 22) -> Done:
+        task = TrainTask(
+            lora=LoRAConfig(),
+            in_dir=str(adapter_dir),
+            out_dir=str(tmp_path / str(number)),
+            config=TrainConfig(),
+            batch=make_batch(seed),
+        )
+        return train(tight, task, 400, lambda _: None, budgets=budgets)
+
+    take(1)
+    assert tight.num_failures == 2
+    done = take(2)
+    assert tight.num_failures == 2 and done.metrics["data/step_num_out_of_memory_retries"] == 0
+    assert done.notes[-1].startswith("100 tokens at a time, with gradient checkpointing")
+    assert str(tmp_path / "budgets.json") in done.notes[-1]
+    (key,) = json.loads((tmp_path / "budgets.json").read_text())
+    assert key.startswith("CPU, ") and f"{base_dir}; rank 8; rows of 32" in key
+    tight.limit = 10
+    with pytest.raises(torch.OutOfMemoryError):
+        take(3)
+    assert json.loads((tmp_path / "budgets.json").read_text()) == {key: 100}
+    other = budget_key(tight.device, str(base_dir), 16, 64)
+    assert other != key and budgets.find(other) is None
 
 
 def test_checkpointing_changes_no_gradient(
