@@ -33,6 +33,7 @@ from art.types import LoRAConfig, Messages, MessagesAndChoices, Tools, TrainConf
 if TYPE_CHECKING:
     from art.backend import Backend
     from art.local import LocalBackend
+    from art.skypilot import SkyPilotBackend
 
 __all__ = [
     "ArtConnectionError",
@@ -47,6 +48,7 @@ __all__ = [
     "MessagesAndChoices",
     "Model",
     "Rollout",
+    "SkyPilotBackend",
     "Tools",
     "TrainConfig",
     "TrainResult",
@@ -67,9 +69,13 @@ __all__ = [
     "types",
 ]
 
-_MODULE_BY_LAZY_NAME = {"Backend": "art.backend", "LocalBackend": "art.local"}
+_MODULE_BY_LAZY_NAME = {
+    "Backend": "art.backend",
+    "LocalBackend": "art.local",
+    "SkyPilotBackend": "art.skypilot",
+}
 """They import httpx, which takes as long as everything else together."""
-_LAZY_MODULES = ("backend", "local")
+_LAZY_MODULES = ("backend", "local", "skypilot")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ def test_exported_names_are_those_of_all():
     private = {"annotations", "importlib", "TYPE_CHECKING", "Any"}
     modules = {name for name in vars(art) if f"art.{name}" in sys.modules} - {"dev", "types"}
     public = {name for name in vars(art) if not name.startswith("_")} - private - modules
-    assert public | {"Backend", "LocalBackend"} == set(art.__all__)
+    assert public | {"Backend", "LocalBackend", "SkyPilotBackend"} == set(art.__all__)
     assert sorted(art.__all__) == sorted(set(art.__all__))
     assert all(getattr(art, name) is not None for name in art.__all__)
 
@@ -30,7 +30,7 @@ import pydantic, asyncio
 start = time.perf_counter()
 import art
 seconds = time.perf_counter() - start
-heavy = "openai httpx httpx2 torch vllm transformers fastapi wandb numpy".split()
+heavy = "openai httpx httpx2 sky yaml torch vllm transformers fastapi wandb numpy".split()
 print(json.dumps([seconds, [name for name in heavy if name in sys.modules]]))
 """
 
@@ -46,7 +46,8 @@ def test_names_of_arts_modules_are_there():
     code = (
         "import art; art.types.TrainConfig(beta=0); art.types.TrainSFTConfig(); art.types.TrainResult;"
         "art.backend.AnyModel; art.backend.AnyTrainableModel; art.trajectories.TrajectoryGroup;"
-        "assert art.local.LocalBackend is art.LocalBackend; from art import dev; dev.TrainSFTConfig()"
+        "assert art.local.LocalBackend is art.LocalBackend; from art import dev; dev.TrainSFTConfig();"
+        "from art.skypilot.backend import SkyPilotBackend; assert SkyPilotBackend is art.SkyPilotBackend"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

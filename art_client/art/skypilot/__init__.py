@@ -1,0 +1,5 @@
+"""`SkyPilotBackend`: an art-server on a machine that SkyPilot rents. Importing this does not import SkyPilot."""
+
+from art.skypilot.backend import SkyPilotBackend
+
+__all__ = ["SkyPilotBackend"]

@@ -1,0 +1,246 @@
+"""`SkyPilotBackend`: an art-server on a machine that SkyPilot rents, reached through an SSH tunnel.
+
+What the machine runs stands in sky.yaml beside this file. No port of the machine is opened. SkyPilot's calls block, so
+they run in threads.
+"""
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from subprocess import DEVNULL, PIPE
+from typing import Any, Self
+
+from art.backend import Backend
+from art.errors import ArtConnectionError, ArtError
+from art.skypilot.task import TASK_NAME, import_sky, make_task, read_environment
+from art.skypilot.tunnel import Tunnel, run_command, run_ssh
+from art.wire import Health
+
+logger = logging.getLogger(__name__)
+
+SERVER_PORT = 7623
+READ_KEY = "cat art/api-key"
+"""The key as the task's `run` has written it."""
+SKY = [sys.executable, "-c", "from sky.cli import cli; cli()"]
+"""SkyPilot's command line, for what its Python interface lacks: an entry in ~/.ssh/config, and leaving a log."""
+ENDED = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "FAILED_DRIVER", "CANCELLED")
+"""Statuses of a job in which no server runs."""
+
+
+class SkyPilotBackend(Backend):
+    """An art-server on a cluster of SkyPilot's; `initialize_cluster` makes one.
+
+    `close` ends the connection, and the machine runs on. `down` gives the machine back, with its disk.
+    """
+
+    _poll_seconds = 5.0
+
+    def __init__(self, cluster_name: str = "art") -> None:
+        super().__init__("http://127.0.0.1:0")
+        self._cluster_name = cluster_name
+        self._sky = import_sky()
+        self._launching: str | None = None
+        """SkyPilot's name for a launch under way."""
+        self._tunnel: Tunnel | None = None
+
+    @classmethod
+    async def initialize_cluster(
+        cls,
+        *,
+        cluster_name: str = "art",
+        gpu: str | None = None,
+        resources: Any = None,
+        art_version: str | None = None,
+        env_path: str | os.PathLike[str] | None = None,
+        force_restart: bool = False,
+        tail_logs: bool = True,
+        start_timeout_seconds: float = 3600,
+    ) -> Self:
+        """Launches the cluster, or takes up the one of this name, and returns when its server answers.
+
+        `gpu` is a name such as "H100" or "H100:2"; `resources` (sky.Resources) replaces all that sky.yaml asks for.
+        The server is installed from the checkout that `art_version` names as a folder, else from the one that this
+        client runs from, else as the release of this client's version. The variables of the file `env_path` are set
+        on the machine, as secrets. `force_restart` ends a server that runs, and starts it anew.
+        `start_timeout_seconds` bounds installing and starting, not the search for a machine.
+
+        When it fails, a machine that it has got is given back, and one that it has woken is stopped again.
+        Raises ImportError without SkyPilot; SkyPilot's own exceptions; ArtError when the server does not come up.
+        """
+        backend = cls(cluster_name)
+        environment = read_environment(env_path)
+        key = environment.get("ART_API_KEY") or backend._connection.api_key
+        environment["ART_API_KEY"] = key = key or secrets.token_urlsafe(32)
+        task = make_task(backend._sky, environment, gpu, resources, art_version)
+        before = await backend._fetch_cluster_status()
+        try:
+            job = await backend._find_server_job() if before == "UP" else None
+            if job is not None and force_restart:
+                await backend._ask(backend._sky.cancel, cluster_name, job_ids=[job])
+                job = None
+            is_new = job is None
+            logger.info("cluster '%s': %s", cluster_name, "launch" if is_new else "runs already")
+            if job is None:
+                job = await backend._launch(task, tail_logs)
+            await backend._open_tunnel()
+            await backend._wait_until_ready(job, start_timeout_seconds, tail_logs)
+            if not is_new:
+                key = (await run_ssh(cluster_name, READ_KEY)).strip()
+            backend._connection.api_key = key
+            await backend._connection.close()  # the next request takes the key
+        except BaseException as error:
+            await backend.close()
+            error.add_note(await backend._undo(before))
+            raise
+        logger.info("cluster '%s': ready: %s", cluster_name, backend)
+        return backend
+
+    async def down(self) -> None:
+        """Closes the connections and gives the machine back; its disk and the checkpoints on it are deleted."""
+        await self.close()
+        with contextlib.suppress(self._sky.exceptions.ClusterDoesNotExist):
+            await self._ask(self._sky.down, self._cluster_name)
+        logger.info("cluster '%s' is down", self._cluster_name)
+
+    async def close(self) -> None:
+        """Closes the connections and the tunnel. The machine runs on, and costs what it costs, until `down`."""
+        await super().close()
+        if self._tunnel is not None:
+            self._tunnel.close()
+            self._tunnel = None
+
+    def _check_server(self) -> None:
+        if self._tunnel is None:
+            raise ArtError(
+                f"there is no connection to cluster '{self._cluster_name}': this SkyPilotBackend is closed, or was not "
+                "made by SkyPilotBackend.initialize_cluster(...)"
+            )
+
+    async def _launch(self, task: Any, shows_output: bool) -> int:
+        """Gets the machine and starts the task; returns its job."""
+
+        def submit() -> None:
+            self._launching = self._sky.launch(task, cluster_name=self._cluster_name)
+
+        submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+        try:
+            await asyncio.shield(submitting)
+        finally:
+            await asyncio.wait([submitting])  # only what is submitted can be called off
+        follow = self._sky.stream_and_get if shows_output else self._sky.get
+        job, _ = await asyncio.to_thread(follow, self._launching)
+        self._launching = None
+        return job
+
+    async def _open_tunnel(self) -> None:
+        await run_command([*SKY, "status", self._cluster_name])  # writes the entry for ssh
+        await run_ssh(self._cluster_name, "true")
+        self._tunnel = Tunnel(self._cluster_name, SERVER_PORT)
+        self._connection.base_url = self._tunnel.url
+
+    async def _wait_until_ready(self, job: int, timeout_seconds: float, tail_logs: bool) -> None:
+        """Returns when the engine is ready, or is to start with the first model."""
+        log = asyncio.ensure_future(self._follow_log(job)) if tail_logs else None
+        begin, state = time.monotonic(), ""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while (told := state) not in ("engine ready", "engine none"):
+                    state = await self._fetch_state(job)
+                    if state == told:
+                        await asyncio.sleep(self._poll_seconds)
+                        continue
+                    seconds = time.monotonic() - begin
+                    logger.info("cluster '%s': %s (%.0f s)", self._cluster_name, state, seconds)
+        except TimeoutError as error:
+            raise ArtError(
+                f"art-server on cluster '{self._cluster_name}' was not ready after {timeout_seconds:.0f} s, "
+                f"start_timeout_seconds: {state}.\n{await self._fetch_log_tail(job)}"
+            ) from error
+        finally:
+            if log is not None:
+                log.cancel()
+                await asyncio.gather(log, return_exceptions=True)
+
+    async def _fetch_state(self, job: int) -> str:
+        """The job's status, or the engine's once the server answers. Raises ArtError when either has failed."""
+        found = (await self._ask(self._sky.job_status, self._cluster_name, [job]))[job]
+        status = "PENDING" if found is None else found.value
+        if status in ENDED:
+            raise ArtError(
+                f"art-server on cluster '{self._cluster_name}' ended: {status}.\n"
+                f"{await self._fetch_log_tail(job)}"
+            )
+        if status != "RUNNING":  # a server that still answers is an earlier one
+            return status
+        try:
+            reply = await self._connection.request(
+                "GET", "/health", timeout_seconds=10, reconnect_seconds=0
+            )
+        except ArtConnectionError:
+            return status
+        health = Health.model_validate_json(reply)
+        if health.engine == "failed":
+            raise ArtError(f"the engine on cluster '{self._cluster_name}' failed: {health.detail}")
+        return f"engine {health.engine}"
+
+    async def _fetch_cluster_status(self) -> str | None:
+        """None: there is no cluster of this name."""
+        refresh = self._sky.StatusRefreshMode.AUTO  # asks the cloud about what stops by itself
+        records = await self._ask(self._sky.status, [self._cluster_name], refresh=refresh)
+        return records[0]["status"].value if records else None
+
+    async def _find_server_job(self) -> int | None:
+        """The job of a server that runs, or is being installed."""
+        jobs = await self._ask(
+            self._sky.queue, self._cluster_name, skip_finished=True, all_users=True
+        )
+        return next((job["job_id"] for job in jobs if job["job_name"] == TASK_NAME), None)
+
+    async def _fetch_log_tail(self, job: int) -> str:
+        log = io.StringIO()
+        name = self._cluster_name
+        await asyncio.to_thread(
+            self._sky.tail_logs, name, job, follow=False, tail=40, output_stream=log
+        )
+        return f"The end of its log:\n{log.getvalue()}"
+
+    async def _follow_log(self, job: int) -> None:
+        """Prints the job's log until it ends or this is cancelled."""
+        process = await asyncio.create_subprocess_exec(
+            *SKY, "logs", self._cluster_name, str(job), stdin=DEVNULL, stdout=PIPE
+        )
+        assert process.stdout is not None, "a pipe was asked for"
+        try:
+            while text := await process.stdout.read(65536):
+                print(text.decode(errors="replace"), end="", flush=True)
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+
+    async def _undo(self, before: str | None) -> str:
+        """Gives back what a failed launch has got; returns what became of the cluster."""
+        name = self._cluster_name
+        if self._launching is not None:
+            await self._ask(self._sky.api_cancel, [self._launching])
+        if before is None:
+            logger.warning(
+                "cluster '%s': giving it back; should that fail: sky down %s", name, name
+            )
+            await self.down()
+            return f"cluster '{name}' was given back, as it was not there before"
+        if before == "STOPPED":
+            logger.warning("cluster '%s': stopping it; should that fail: sky stop %s", name, name)
+            await self._ask(self._sky.stop, name)
+            return f"cluster '{name}' was stopped again, its disk kept: `sky down {name}` gives it back"
+        return f"cluster '{name}' is left as it is: see `sky logs {name}`; `sky down {name}` gives it back"
+
+    async def _ask(self, request: Callable[..., str], *arguments: Any, **options: Any) -> Any:
+        """The result of one of SkyPilot's requests."""
+        return await asyncio.to_thread(lambda: self._sky.get(request(*arguments, **options)))
