@@ -1,6 +1,6 @@
 """One competitor of scripts/bench/trainer, in a process of its own: a line in, a step, its figures as a JSON line out.
 
-arms.py ours|rows|trl_best|trl_shipped FOLDER
+arms.py ours|rows|trl_best|trl_checkpointed|trl_shipped FOLDER
 """
 
 import json
@@ -93,7 +93,7 @@ def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) ->
             "computed_tokens": metrics["data/step_computed_tokens"],
         }
         weights = {key.replace(".default", ""): each for key, each in policy.parameters.items()}
-        if index == settings["steps"] - 1:
+        if index == settings["steps"] - 1 and policy.device.type == "cpu":
             figures["gemm_share"] = measure_gemm_share(take_step)
         answer(name, root, index, figures, weights)
 
@@ -106,11 +106,25 @@ def prepare_ours(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Callable[[], dict[str, float]], Any]:
     """A function that takes a step and returns its metrics, and the policy."""
+    from art.wire import LoRAConfig
+    from art_server.training.memory import return_freed_memory
+    from art_server.training.policy import Policy
+
+    return_freed_memory()
+    policy = Policy(str(root / "base"), dtype)
+    policy.load_adapter(LoRAConfig(), root / "adapter")
+    if name == "rows":
+        policy.use_trees(False)
+    return prepare_step(policy, groups, settings["budget"]), policy
+
+
+def prepare_step(
+    policy: Any, groups: list[list[dict]], budget: int = 0
+) -> Callable[[], dict[str, float]]:
+    """A function that takes a step of the policy on these groups."""
     from art.wire import LoRAConfig, TrainConfig
     from art_server.training.batches import make_train_rows
-    from art_server.training.memory import return_freed_memory
     from art_server.training.optimizer import make_optimizer
-    from art_server.training.policy import Policy
     from art_server.training.step import compute_gradient
     from art_server.training.task import (
         Batch,
@@ -120,13 +134,6 @@ def prepare_ours(
         TrainTask,
     )
 
-    return_freed_memory()
-    lora = LoRAConfig()
-    policy = Policy(str(root / "base"), dtype)
-    policy.load_adapter(lora, root / "adapter")
-    if name == "rows":
-        policy.use_trees(False)
-    budget = settings["budget"] or policy.default_tokens
     optimizer = make_optimizer(policy.parameters, LEARNING_RATE)
 
     def trajectory(row: dict) -> TrainableTrajectory:
@@ -140,7 +147,7 @@ def prepare_ours(
         return TrainableTrajectory(reward=row["reward"], rows=[trained])
 
     task = TrainTask(
-        lora=lora,
+        lora=LoRAConfig(),
         in_dir="",
         out_dir="",
         config=TrainConfig(scaling="none", max_grad_norm=1e9),
@@ -154,11 +161,13 @@ def prepare_ours(
     def take_step() -> dict[str, float]:
         optimizer.zero_grad(set_to_none=True)
         rows = make_train_rows(task.batch, task.config)
-        metrics = compute_gradient(policy, task, rows, budget, lambda _: None, [])
+        metrics = compute_gradient(
+            policy, task, rows, budget or policy.default_tokens, lambda _: None, []
+        )
         optimizer.step()
         return metrics
 
-    return take_step, policy
+    return take_step
 
 
 def measure_gemm_share(take_step: Any) -> float:
@@ -175,15 +184,15 @@ def measure_gemm_share(take_step: Any) -> float:
 
 
 def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> None:
-    """TRL 1.16's GRPOTrainer. "trl_best": only completion positions go through its output head, which it otherwise does
-    with Triton alone."""
+    """TRL 1.16's GRPOTrainer. But for "trl_shipped" only completion positions go through its output head, which it otherwise
+    does with Triton alone; "trl_checkpointed" with gradient checkpointing, its default."""
     import trl.trainer.utils
     from datasets import Dataset
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    if name == "trl_best":
+    if name != "trl_shipped":
         trl.trainer.utils._use_triton = lambda device: True
     size = len(groups[0])
     num_rows = sum(len(rows) for rows in groups)
@@ -264,7 +273,7 @@ def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> 
             max_grad_norm=1e9,
             max_completion_length=max(map(len, completions)),
             bf16=False,
-            gradient_checkpointing=False,
+            gradient_checkpointing=name == "trl_checkpointed",
             use_cpu=not torch.cuda.is_available(),
             shuffle_dataset=False,
             logging_steps=1,

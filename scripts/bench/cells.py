@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 GRID: list[dict] = [
     {"name": "P=512 R=64", "prompt": 512, "completion": 64},
@@ -23,17 +24,12 @@ GRID: list[dict] = [
 """Cells of the published table; what is not said is the command line's default."""
 
 
-def make_model(root: Path, settings: dict) -> None:
-    """ROOT/base, and ROOT/adapter whose B is not zero, so that every matrix has a gradient."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_config(settings: dict) -> Any:
+    """Of a Qwen3 of this shape; Any: transformers' configuration."""
+    from transformers import Qwen3Config
 
-    from art.wire import LoRAConfig
-    from art_server.training.policy import Policy
-
-    hidden = settings["hidden"]
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    hidden, window = settings["hidden"], settings.get("window")
+    return Qwen3Config(
         vocab_size=settings["vocab"],
         hidden_size=hidden,
         intermediate_size=settings.get("intermediate") or 3 * hidden,
@@ -45,16 +41,37 @@ def make_model(root: Path, settings: dict) -> None:
         pad_token_id=1,
         eos_token_id=2,
         bos_token_id=0,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        max_window_layers=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(root / "base")
-    policy = Policy(str(root / "base"), torch.float32)
-    policy.init_adapter(LoRAConfig(), seed=1)
-    with torch.no_grad():
-        for name, parameter in policy.parameters.items():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
-    (root / "adapter").mkdir()
-    policy.save_adapter(root / "adapter")
+
+
+def make_model(root: Path, settings: dict) -> None:
+    """ROOT/base, made on the device in its number type, and ROOT/adapter whose B is not zero, so that every matrix has a
+    gradient."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3ForCausalLM
+
+    from art.wire import LoRAConfig
+    from art_server.training.policy import ADAPTER_FILE, write_fresh_adapter
+
+    torch.manual_seed(0)
+    with torch.device(settings.get("device", "cpu")):
+        model = Qwen3ForCausalLM._from_config(
+            make_config(settings), dtype=getattr(torch, settings.get("dtype", "float32"))
+        )
+    model.save_pretrained(root / "base")
+    del model
+    file = root / "adapter" / ADAPTER_FILE
+    write_fresh_adapter(str(root / "base"), LoRAConfig(), 1, root / "adapter")
+    chance = torch.Generator().manual_seed(2)
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "lora_B" in name:
+            tensor.normal_(std=0.02, generator=chance)
+    save_file(tensors, file, metadata={"format": "pt"})
     _make_tokenizer(root / "base", settings["vocab"])
 
 
