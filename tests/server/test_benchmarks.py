@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
@@ -29,6 +31,7 @@ def test_ledger_finds_what_it_recorded() -> None:
     assert told["disk_bytes_per_completion_1_turn"] > 0
 
 
+@pytest.mark.slow
 def test_gpu_check_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     """At toy size on a CPU every check runs, and none claims to have seen a device."""
     out = tmp_path / "gpu.jsonl"
