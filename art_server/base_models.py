@@ -1,5 +1,6 @@
 """Finding a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -42,9 +43,27 @@ def find_base_model(name: str, cache_dir: Path) -> BaseModel:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return BaseModel(name, _check_folder(folder, name))
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not is_hub_id(name):
         raise _unknown(name, [f"the folder {folder} (not there)"])
     return BaseModel(name, _fetch_from_hub(name, name))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether finding it may take a download."""
+    is_other = name == "art/tiny" or Path(name).expanduser().is_dir()
+    return not is_other and not name.startswith((".", "/", "~")) and name.count("/") == 1
+
+
+def download_progress(hub_id: str) -> str:
+    """How much of a model that is being fetched lies on this machine (blocking: looks at the hub's cache)."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    blobs = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "blobs"
+    size = 0
+    for file in blobs.glob("*") if blobs.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):  # renamed: it is whole now
+            size += file.stat().st_size
+    return f"downloading {hub_id}: {size / 1e9:.1f} GB so far"
 
 
 def _check_folder(folder: Path, name: str) -> Path:

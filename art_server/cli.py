@@ -445,10 +445,13 @@ def run(config: ServerConfig) -> None:
         sockets = [control] + ([inference] if inference is not None else [])
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=sockets))
-            while config.exit_with_parent and not serving.done():
-                if os.getppid() != parent:
+            while not serving.done():
+                is_orphan = config.exit_with_parent and os.getppid() != parent
+                if is_orphan or service.fatal is not None:
                     server.should_exit = True
                 await asyncio.wait({serving}, timeout=1.0)
+        if service.fatal is not None:
+            raise service.fatal
 
     collect_seldom()
     wake_in_batches()

@@ -33,7 +33,7 @@ from art_server.device.probe import probe
 from art_server.engine.engine import Engine
 from art_server.engine.gate import Gate
 from art_server.engine.records import REQUEST_ID, Sample
-from art_server.errors import Conflict, InvalidInput, Unavailable
+from art_server.errors import Conflict, InvalidInput, ServerError, Unavailable
 from art_server.jobs.metrics import trajectory_metrics
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
@@ -50,6 +50,9 @@ from art_server.training.task import InitTask, LoadTask
 from art_server.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+DOWNLOAD_LOG_SECONDS = 10.0
+"""Between two lines of a download."""
 
 
 class Service:
@@ -103,6 +106,11 @@ class Service:
         self._register_lock = asyncio.Lock()
         self._runner_task: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self._fetched: str | None = None
+        """The base model that is looked for right now, on a hub perhaps."""
+        self.fatal: ServerError | None = None
+        """Why the server cannot do what its command line asks; whoever runs it ends it."""
 
     # --- life ---
 
@@ -110,12 +118,18 @@ class Service:
         """Load the base model that the command line names, else the one that served last; then run what is queued.
 
         Raises:
-            InvalidInput: `--base-model` cannot be found.
+            InvalidInput: `--base-model` cannot be found; of a hub's model `fatal` says so later.
         """
         remembered = self._base_file
         if self.config.base_model is not None:
             self.is_base_wanted = True
-            await self._load_base(self.config.base_model)
+            if base_models.is_hub_id(self.config.base_model):
+                # The port is open while it is fetched.
+                self._fetching = asyncio.create_task(
+                    self._fetch(self.config.base_model), name="base model"
+                )
+            else:
+                await self._load_base(self.config.base_model)
         elif remembered.exists():
             name = json.loads(remembered.read_text())["base_model"]
             try:
@@ -124,7 +138,14 @@ class Service:
                 logger.warning("the base model of last time is gone: %s", error.message)
         self._runner_task = asyncio.create_task(self._run_jobs(), name="job runner")
 
+    async def _fetch(self, name: str) -> None:
+        try:
+            await self._load_base(name)
+        except ServerError as error:
+            self.fatal = error
+
     async def stop(self) -> None:
+        await cancel(self._fetching)
         await cancel(self._runner_task)
         await cancel(self._warming)
         await self.trainer.stop()
@@ -157,7 +178,13 @@ class Service:
             if loaded is not None and loaded.name == name:
                 return loaded
             cache = Path.home() / ".cache" / "art"
-            base = await asyncio.to_thread(find_base_model, name, cache)
+            self._fetched = name
+            telling = asyncio.create_task(self._tell_download(name))
+            try:
+                base = await asyncio.to_thread(find_base_model, name, cache)
+            finally:
+                self._fetched = None
+                await cancel(telling)
             if loaded is not None and same_weights(loaded, base):
                 return loaded
             base_models.check_trainable(base)
@@ -176,6 +203,11 @@ class Service:
             self._base_known.set()
             await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
+
+    async def _tell_download(self, name: str) -> None:
+        while base_models.is_hub_id(name):
+            await asyncio.sleep(DOWNLOAD_LOG_SECONDS)
+            logger.info("%s", await asyncio.to_thread(base_models.download_progress, name))
 
     async def _warm_trainer(
         self, hold: contextlib.AbstractAsyncContextManager[None] | None
@@ -422,7 +454,10 @@ class Service:
         return session_trajectory(self.ledger.find_session(project, name, session))
 
     def health(self) -> Health:
-        base = self.engine.base
+        base, fetched = self.engine.base, self._fetched
+        if base is None and fetched is not None and base_models.is_hub_id(fetched):
+            detail = base_models.download_progress(fetched)
+            return Health(engine="starting", version=__version__, detail=detail)
         return Health(
             engine=self.engine.state,
             base_model=base.name if base is not None else None,

@@ -1,7 +1,9 @@
-"""A server without --base-model: what served last, and what gives way."""
+"""Which base model a server loads: what is fetched from a hub, what served last, and what gives way."""
 
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -34,4 +36,50 @@ def test_a_base_model_that_merely_served_last_gives_way(tmp_path: Path) -> None:
             assert refused.status_code == 409
             assert refused.json()["error"]["code"] == "base_model_differs"
     finally:
+        server.stop()
+
+
+class SlowHub(BaseHTTPRequestHandler):
+    """A hub that answers when it is told to, and then has nothing."""
+
+    go_on = threading.Event()
+
+    def do_GET(self) -> None:
+        self.go_on.wait(60)
+        self.send_response(404)
+        self.send_header("x-error-code", "RepoNotFound")
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_the_port_is_open_while_a_base_model_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), SlowHub)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    blobs = tmp_path / "hub" / "hub" / "models--org--large" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "abc.incomplete").write_bytes(b"x" * 250_000_000)
+    server = Server(tmp_path)
+    server.arguments = ["--base-model", "org/large"]
+    try:
+        server.start()
+        with server.client() as client:
+            health = client.get("/health").json()
+            assert (health["status"], health["engine"]) == ("ok", "starting")
+            assert health["detail"] == "downloading org/large: 0.2 GB so far"
+            assert client.get("/ready").status_code == 503
+        SlowHub.go_on.set()
+        assert server.process is not None and server.process.wait(timeout=60) == 2
+        assert "base_model 'org/large' cannot be loaded" in server.log_tail()
+    finally:
+        SlowHub.go_on.set()
+        hub.shutdown()
+        hub.server_close()
         server.stop()
