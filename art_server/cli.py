@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from art_server import __version__
 from art_server.children import collect_seldom, wake_in_batches
 from art_server.errors import ServerError
+from art_server.installation import check_builds, installed_builds
 from art_server.settings import ENGINE_ARGS, LORA_RANKS, ApiKey, ServerConfig
 
 logger = logging.getLogger("art_server")
@@ -411,6 +412,7 @@ def run(config: ServerConfig) -> None:
             f"'{error.name}' is not installed: pip install 'agent-reinforcement-trainer[server]' (CPU) or "
             "'agent-reinforcement-trainer[gpu]'"
         ) from error
+    check_builds(installed_builds())
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
