@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 from art_server.store import files
 
@@ -46,6 +47,13 @@ def kill_session(pid: int) -> None:
                 os.kill(int(entry.name), signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def claim_stdout() -> BinaryIO:
+    """The original stdout, for answers alone; whatever libraries print goes to stderr from here on."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
 
 
 def collect_seldom() -> None:

@@ -133,7 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--trainer",
         choices=("auto", "peft", "unsloth"),
         default="auto",
-        help="auto: unsloth on CUDA, else peft",
+        help="auto is peft; unsloth needs CUDA and the extra `gpu` (docs/training.md)",
     )
     add(
         "--trainer-dtype",

@@ -26,17 +26,41 @@ MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 where rounding alone brings single tokens apart by tenths."""
 
 
-@torch.no_grad()
 def check_trees(policy: Policy, batch: MicroBatch, rows: list[TrainRow]) -> str | None:
     """Compare the trees of a micro-batch with its rows one by one; None where they agree, else what is different.
 
     Leaves the policy on trees or on unshared rows accordingly.
     """
-    raw = replace(batch, distributions_N=torch.full_like(batch.distributions_N, RAW))
     try:
-        logprobs_N, _ = policy.logprobs(raw)
+        policy.tree_gap = _gap(policy, batch, rows)
     except NotImplementedError as error:
         return _give_up(policy, str(error))
+    if policy.tree_gap <= MAX_GAP[policy.dtype]:
+        return None
+    return _give_up(
+        policy, f"log-probabilities differ by {policy.tree_gap:.2g} from those of single rows"
+    )
+
+
+def check_rows(policy: Policy, batch: MicroBatch, rows: list[TrainRow]) -> None:
+    """The same for unshared rows, which have nothing to fall back on.
+
+    Raises ValueError where they differ.
+    """
+    policy.row_gap = _gap(policy, batch, rows)
+    if not policy.row_gap <= MAX_GAP[policy.dtype]:
+        raise ValueError(
+            f"--trainer {policy.name} computes another policy than {policy.base_model}: log-probabilities differ by "
+            f"{policy.row_gap:.2g} from those of transformers with the same weights, and at most {MAX_GAP[policy.dtype]:.2g} is "
+            "rounding. Nothing was trained; use --trainer peft"
+        )
+
+
+@torch.no_grad()
+def _gap(policy: Policy, batch: MicroBatch, rows: list[TrainRow]) -> float:
+    """Between the log-probabilities of a micro-batch and those of its rows one by one (`Policy.row_logprobs`)."""
+    raw = replace(batch, distributions_N=torch.full_like(batch.distributions_N, RAW))
+    logprobs_N, _ = policy.logprobs(raw)
     differences: list[torch.Tensor] = []
     for indices, row in _longest_first(batch, rows):
         chosen = torch.arange(0, len(indices), max(1, len(indices) // MAX_CHECKED_PLACES))
@@ -44,11 +68,7 @@ def check_trees(policy: Policy, batch: MicroBatch, rows: list[TrainRow]) -> str 
         expected = policy.row_logprobs([*row.token_ids, row.targets[-1]], positions)
         differences.append((logprobs_N[indices[chosen].to(logprobs_N.device)] - expected).abs())
     gaps = torch.cat(differences)
-    gap = float(gaps.max() if policy.dtype == torch.float32 else gaps.mean())
-    policy.tree_gap = gap
-    if gap <= MAX_GAP[policy.dtype]:
-        return None
-    return _give_up(policy, f"log-probabilities differ by {gap:.2g} from those of single rows")
+    return float(gaps.max() if policy.dtype == torch.float32 else gaps.mean())
 
 
 def _longest_first(batch: MicroBatch, rows: list[TrainRow]) -> list[tuple[torch.Tensor, TrainRow]]:

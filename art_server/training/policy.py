@@ -34,11 +34,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class Policy:
-    """PEFT on whatever device torch finds; the trainer's default where Unsloth does not run."""
+    """PEFT on whatever device torch finds."""
 
     name = "peft"
     can_share = True
     """Whether trees may be tried at all."""
+    checks_rows = False
+    """Whether unshared rows, too, are computed by other code than transformers', and checked against it."""
 
     def __init__(
         self,
@@ -60,7 +62,9 @@ class Policy:
         self.attention: Way | None = None
         """How attention over trees is computed; None takes what fits the device."""
         self.tree_gap: float | None = None
-        """The largest difference that `check_trees` saw; None before it ran for this model."""
+        """The difference that `check_trees` saw; None before it ran for this model."""
+        self.row_gap: float | None = None
+        """The same of `check_rows`."""
         self.checkpointing_factor: float = CHECKPOINTING_FACTOR
         """With gradient checkpointing so many times the tokens fit."""
         self._away: HostCopy | None = None
@@ -236,9 +240,10 @@ class Policy:
         def select(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
             return (inputs[0][:, places],)
 
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
+        model = self._plain_model()
+        hook = model.get_output_embeddings().register_forward_pre_hook(select)
         try:
-            logits_NV = self._forward(token_ids_1T)[0].float()
+            logits_NV = model(input_ids=token_ids_1T, use_cache=False).logits[0].float()
         finally:
             hook.remove()
             self.use_trees(shared)
@@ -257,12 +262,7 @@ class Policy:
 
         It is taken at the output head's door, so that whatever the model does before it has been done.
         """
-        forest = batch.forest
-        if batch.is_shared:
-            arguments, indices_N = self._tree_arguments(forest), batch.places_N
-        else:
-            arguments = {"token_ids_BT": _pad_rows(forest).to(self.device)}
-            indices_N = _padded_places(forest, batch.places_N)
+        arguments, indices_N = self._arguments(batch)
         taken: list[torch.Tensor] = []
 
         def take(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -276,6 +276,16 @@ class Policy:
             hook.remove()
         assert len(taken) == 1, "the model passed its output head by"
         return taken[0]
+
+    def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """What the model takes for a micro-batch, and where its predicting places are in that: N.
+
+        Any: tensors, and the forest for our attention.
+        """
+        if batch.is_shared:
+            return self._tree_arguments(batch.forest), batch.places_N
+        rows_BT = _pad_rows(batch.forest).to(self.device)
+        return {"token_ids_BT": rows_BT}, _padded_places(batch.forest, batch.places_N)
 
     def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
         way = default_way(self.device) if self.attention is None else self.attention
@@ -320,6 +330,10 @@ class Policy:
     def _forward(self, token_ids_BT: torch.Tensor, **arguments: Any) -> torch.Tensor:
         # Any: position_ids and the forest, which transformers hands down to its attention function.
         return self.model(input_ids=token_ids_BT, use_cache=False, **arguments).logits
+
+    def _plain_model(self) -> Any:
+        """The model with its adapter, as transformers computes it. Any: its forward is untyped."""
+        return self.model
 
     def _load_base(self) -> PreTrainedModel:
         return load_base(self.base_model, self.dtype, self.device)

@@ -40,10 +40,6 @@ ANSWER = TypeAdapter[Ready | Progress | Done | Failed](Answer)
 MAX_ANSWER_BYTES = 2**26
 """Answers are metrics and messages; a line above this is not one of ours."""
 
-QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""OpenMP threads otherwise spin at each barrier. Beside an engine on the same cores that is ruinous: a step of 45 ms
-took 2.1 s with both of two cores busy elsewhere."""
-
 NUM_LOG_LINES = 20
 
 MAX_TAIL_BYTES = 2**16
@@ -77,15 +73,19 @@ def worker_command(
     dtype: str = "auto",
     device: str = "auto",
     between_steps: BetweenSteps = "stay",
+    max_seq_length: int | None = None,
     threads: int | None = None,
     max_tokens_per_micro_batch: int | None = None,
     checkpointing_factor: float | None = None,
     budgets: Path | None = None,
 ) -> list[str]:
     """The command line of a worker in this interpreter."""
-    command = [sys.executable, "-m", "art_server.training.worker"]
+    module = "unsloth_worker" if trainer == "unsloth" else "worker"
+    command = [sys.executable, "-m", f"art_server.training.{module}"]
     command += ["--base-model", base_model, "--trainer", trainer, "--dtype", dtype]
     command += ["--device", device, "--between-steps", between_steps]
+    if max_seq_length is not None:
+        command += ["--max-seq-length", str(max_seq_length)]
     if threads is not None:
         command += ["--threads", str(threads)]
     if max_tokens_per_micro_batch is not None:
@@ -97,6 +97,20 @@ def worker_command(
     return command
 
 
+def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a worker. Unsloth writes the code that it compiles into `cache_dir`."""
+    # OpenMP threads otherwise spin at each barrier. Beside an engine on the same cores that is ruinous: a step of 45 ms took
+    # 2.1 s with both of two cores busy elsewhere.
+    return {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **inherited,
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "UNSLOTH_COMPILE_LOCATION": str(cache_dir.resolve()),
+    }
+
+
 class TrainerProcess:
     """One worker process: started by the first task, started again after a death, one task at a time.
 
@@ -106,9 +120,10 @@ class TrainerProcess:
     def __init__(
         self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
     ) -> None:
+        """`environment` is this process's where it is None."""
         self._command = list(command)
-        self._environment = {**QUIET_THREADS, **os.environ, **(environment or {})}
         self._log_path = log_path
+        self._environment = environment
         self._log_start = 0
         self._process: Process | None = None
         self._is_ready = False

@@ -29,7 +29,7 @@ from art_server.training.batches import (
     make_train_rows,
     make_uses,
 )
-from art_server.training.checking import check_trees
+from art_server.training.checking import check_rows, check_trees
 from art_server.training.checkpoint import load_checkpoint, save_checkpoint
 from art_server.training.gap import judge_gap
 from art_server.training.loss import (
@@ -410,6 +410,8 @@ def _plan(policy: Policy, rows: TrainRows, max_tokens: int, notes: list[str]) ->
         if different is not None:
             notes.append(different)
             micro_batches = make(False)
+    if not policy.shares_prefixes and policy.checks_rows and policy.row_gap is None:
+        check_rows(policy, micro_batches[0], rows.rows)
     return micro_batches
 
 

@@ -1,12 +1,13 @@
 """The trainer of the server's base model: its process, started once the base is known, and listed among the children."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from art_server.children import Children
 from art_server.device.plan import Plan
 from art_server.settings import Device, ServerConfig
-from art_server.training.process import TrainerProcess, worker_command
+from art_server.training.process import TrainerProcess, worker_command, worker_environment
 from art_server.training.task import (
     BetweenSteps,
     Done,
@@ -52,13 +53,15 @@ class Trainer:
             dtype=self._dtype,
             device="cpu" if self._device == "cpu" else "cuda:0",
             between_steps=_between_steps(plan),
+            max_seq_length=self._config.max_seq_length,
             threads=len(self._config.train_devices) or None if self._device == "cpu" else None,
             max_tokens_per_micro_batch=tokens,
             checkpointing_factor=factor,
             budgets=self._config.server_dir / "budgets.json",
         )
+        environment = worker_environment(self._config.server_dir / "unsloth", os.environ)
         log_path = self._config.log_dir / "trainer.log"
-        self._process = TrainerProcess(command, log_path, self._kept_to)
+        self._process = TrainerProcess(command, log_path, environment | self._kept_to)
 
     async def run(
         self,

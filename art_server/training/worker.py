@@ -7,9 +7,7 @@ Every task starts from the checkpoint that it names, so a failed one leaves noth
 
 import argparse
 import gc
-import importlib.util
 import logging
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import BinaryIO, get_args
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from art_server.children import be_child
+from art_server.children import be_child, claim_stdout
 from art_server.training.checkpoint import write_first_checkpoint
 from art_server.training.gap import GapTooLarge
 from art_server.training.memory import (
@@ -43,10 +41,9 @@ DTYPES = {
 }
 
 
-def main() -> None:
-    """Load the base model, say Ready, and work until stdin ends."""
+def main(answers: BinaryIO) -> None:
+    """Say Ready, and work until stdin ends."""
     arguments = _parse_arguments()
-    answers = _claim_stdout()
     be_child()
     return_freed_memory()
     logging.basicConfig(
@@ -60,6 +57,7 @@ def main() -> None:
         dtype=DTYPES[arguments.dtype],
         device=find_device(arguments.device),
         between_steps=arguments.between_steps,
+        max_seq_length=arguments.max_seq_length,
         max_tokens_per_micro_batch=arguments.max_tokens_per_micro_batch,
         checkpointing_factor=arguments.checkpointing_factor,
         budgets=Budgets(arguments.budgets),
@@ -85,6 +83,7 @@ class Worker:
         dtype: torch.dtype | None,
         device: torch.device | None = None,
         between_steps: BetweenSteps = "stay",
+        max_seq_length: int | None = None,
         max_tokens_per_micro_batch: int | None,
         checkpointing_factor: float = CHECKPOINTING_FACTOR,
         budgets: Budgets | None = None,
@@ -95,6 +94,7 @@ class Worker:
         self._dtype = dtype
         self._device = device
         self._between_steps: BetweenSteps = between_steps
+        self._max_seq_length = max_seq_length
         self._max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self._checkpointing_factor = checkpointing_factor
         self._budgets = budgets
@@ -163,13 +163,26 @@ class Worker:
 
     def _load_policy(self) -> Policy:
         if self._policy is None:
-            make = _policy_class(self._trainer)
-            self._policy = make(self._base_model, self._dtype, self._device)
+            self._policy = self._make_policy()
             self._policy.checkpointing_factor = self._checkpointing_factor
             logger.info(
                 "loaded %s with %s on %s", self._base_model, self._policy.name, self._policy.device
             )
         return self._policy
+
+    def _make_policy(self) -> Policy:
+        if self._trainer != "unsloth":
+            return Policy(self._base_model, self._dtype, self._device)
+        try:
+            # Here, because whoever has not asked for Unsloth need not have it, nor wait for it.
+            from art_server.training.unsloth_policy import UnslothPolicy
+        except (ImportError, RuntimeError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"--trainer unsloth: Unsloth cannot be imported here ({reason}): install "
+                "'agent-reinforcement-trainer[gpu]' on a machine with a GPU, or use --trainer peft"
+            ) from error
+        return UnslothPolicy(self._base_model, self._dtype, self._device, self._max_seq_length)
 
     def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
         self._answers.write(answer.model_dump_json().encode() + b"\n")
@@ -188,31 +201,6 @@ def find_device(name: str) -> torch.device | None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: torch finds no GPU here")
     return device
-
-
-def _policy_class(trainer: str) -> type[Policy]:
-    """Unsloth where it is asked for, or where it can run; else PEFT.
-
-    Raises ValueError when Unsloth is asked for and there is no CUDA.
-    """
-    if trainer == "unsloth" and not torch.cuda.is_available():
-        raise ValueError(
-            "--trainer unsloth needs CUDA, which torch does not find here; use --trainer peft"
-        )
-    has_unsloth = torch.cuda.is_available() and importlib.util.find_spec("unsloth") is not None
-    if trainer == "unsloth" or (trainer == "auto" and has_unsloth):
-        # Here, because importing Unsloth patches transformers and needs CUDA.
-        from art_server.training.unsloth_policy import UnslothPolicy
-
-        return UnslothPolicy
-    return Policy
-
-
-def _claim_stdout() -> BinaryIO:
-    """The original stdout, for answers alone; whatever libraries print goes to stderr from here on."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return answers
 
 
 def _empty_cache() -> None:
@@ -238,6 +226,11 @@ def _parse_arguments() -> argparse.Namespace:
         default="stay",
         help="whether the base stays on the device, leaves it for main memory, or is read again from its files",
     )
+    parser.add_argument(
+        "--max-seq-length",
+        type=int,
+        help="of the rows that Unsloth is loaded for (the model's own)",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
     parser.add_argument(
         "--max-tokens-per-micro-batch", type=int, help="the default fits the device"
@@ -255,4 +248,4 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    main(claim_stdout())

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from art.wire import LoRAConfig
-from art_server.training.process import TrainerDied, TrainerError, TrainerProcess, worker_command
+from art_server.training.process import (
+    TrainerDied,
+    TrainerError,
+    TrainerProcess,
+    worker_command,
+    worker_environment,
+)
 from art_server.training.task import InitTask, Progress
 
 pytestmark = pytest.mark.anyio
@@ -175,6 +181,29 @@ def test_command_names_only_what_is_set() -> None:
         *("--trainer", "peft", "--dtype", "auto", "--device", "auto"),
         *("--between-steps", "stay", "--threads", "2"),
     ]
+
+
+def test_unsloth_has_a_worker_of_its_own_which_imports_it_first() -> None:
+    command = worker_command("base", trainer="unsloth", max_seq_length=512)
+    assert command[2] == "art_server.training.unsloth_worker"
+    assert command[-2:] == ["--max-seq-length", "512"]
+    for trainer in ("auto", "peft"):
+        assert worker_command("base", trainer=trainer)[2] == "art_server.training.worker"
+    code = "import sys, art_server.training.unsloth_worker; print({'transformers', 'peft', 'torch'} & sys.modules.keys())"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "set()"
+
+
+def test_the_workers_environment_allows_no_statistics_and_names_where_code_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = worker_environment(Path("data/unsloth"), {"A": "b", "DO_NOT_TRACK": "0"})
+    assert environment["A"] == "b"
+    assert environment["DO_NOT_TRACK"] == environment["UNSLOTH_DISABLE_STATISTICS"] == "1"
+    assert environment["UNSLOTH_COMPILE_LOCATION"] == str(tmp_path / "data/unsloth")
 
 
 async def _wait_for_end(pid: int) -> None:

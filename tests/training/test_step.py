@@ -717,6 +717,24 @@ def test_trees_that_differ_from_rows_are_noticed_before_they_train(
     assert expected.metrics["data/step_shared_token_saving"] > 0
 
 
+class DistortedRowsPolicy(Policy):
+    """Neither its trees nor its rows are what the plain model computes."""
+
+    checks_rows = True
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        return super()._hidden(batch) * 1.5
+
+
+def test_rows_that_differ_from_the_plain_model_train_nothing(
+    base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    distorted = DistortedRowsPolicy(str(base_dir), torch.float32)
+    with pytest.raises(ValueError, match="computes another policy than"):
+        step(distorted, adapter_dir, tmp_path / "1", make_batch(28), TrainConfig())
+    assert not (tmp_path / "1").exists()
+
+
 def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_of_the_start(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
 ) -> None:

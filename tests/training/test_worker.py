@@ -138,12 +138,13 @@ def serve(
     base_dir: Path,
     *tasks: BaseModel,
     between_steps: BetweenSteps = "stay",
+    trainer: str = "peft",
 ) -> list[dict]:
     """What a worker in this process answers, without progress."""
     answers = io.BytesIO()
     worker = worker_class(
         base_model=str(base_dir),
-        trainer="peft",
+        trainer=trainer,
         dtype=None,
         between_steps=between_steps,
         max_tokens_per_micro_batch=None,
@@ -177,6 +178,24 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     assert find_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="torch finds no GPU here"):
         find_device("cuda:0")
+
+
+def test_unsloth_that_cannot_be_imported_is_said_in_one_sentence(
+    base_dir: Path, tmp_path: Path
+) -> None:
+    init = InitTask(lora=LORA, out_dir=str(tmp_path / "0"))
+    _, made, *refused = serve(Worker, base_dir, init, LoadTask(), LoadTask(), trainer="unsloth")
+    assert made["event"] == "done"
+    for each in refused:
+        assert (each["event"], each["code"]) == ("failed", "trainer_error")
+        assert "--trainer unsloth: Unsloth cannot be imported here (" in each["message"]
+        assert each["message"].endswith("or use --trainer peft") and "\n" not in each["message"]
+
+
+def test_auto_is_peft(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "unsloth", None)
+    _, loaded = serve(Worker, base_dir, LoadTask(), trainer="auto")
+    assert loaded["event"] == "done"
 
 
 def test_adapter_that_peft_refuses_half_way_leaves_nothing_behind(
