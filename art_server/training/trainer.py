@@ -61,7 +61,7 @@ class Trainer:
         )
         environment = worker_environment(self._config.server_dir / "unsloth", os.environ)
         log_path = self._config.log_dir / "trainer.log"
-        self._process = TrainerProcess(command, log_path, environment | self._kept_to)
+        self._process = TrainerProcess(command, log_path, {**environment, **self._kept_to})
 
     async def run(
         self,
