@@ -26,6 +26,7 @@ ALIASES = {
 LOCKED = sorted(set(EXTRAS) - set(ALIASES))
 PYTHONS = ("3.11", "3.12", "3.13")
 PACKAGES = {
+    "unsloth_zoo": "unsloth-zoo",
     "huggingface_hub": "huggingface-hub",
     "pydantic_core": "pydantic",  # of which it is a part
     "pynvml": "nvidia-ml-py",
@@ -173,4 +174,5 @@ def test_what_the_server_imports_is_declared() -> None:
     needed = set(imported("art_server")) - {"art", "art_server"}
     assert needed <= declared("gpu")
     # On a CPU vLLM has another name, and there is neither Unsloth nor NVIDIA's driver.
-    assert needed - {"vllm", "unsloth", "nvidia-ml-py"} <= declared("server")
+    of_cuda = {"vllm", "unsloth", "unsloth-zoo", "accelerate", "nvidia-ml-py"}
+    assert needed - of_cuda <= declared("server")
