@@ -6,6 +6,7 @@ they run in threads.
 
 import asyncio
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -79,7 +80,8 @@ class SkyPilotBackend(Backend):
         environment["ART_API_KEY"] = key = key or secrets.token_urlsafe(32)
         task = make_task(backend._sky, environment, gpu, resources, art_version)
         before = await backend._fetch_cluster_status()
-        try:
+        async with contextlib.AsyncExitStack() as on_failure:
+            on_failure.push_async_exit(functools.partial(backend._after_failure, before))
             job = await backend._find_server_job() if before == "UP" else None
             if job is not None and force_restart:
                 await backend._ask(backend._sky.cancel, cluster_name, job_ids=[job])
@@ -94,10 +96,6 @@ class SkyPilotBackend(Backend):
                 key = (await run_ssh(cluster_name, READ_KEY)).strip()
             backend._connection.api_key = key
             await backend._connection.close()  # the next request takes the key
-        except BaseException as error:
-            await backend.close()
-            error.add_note(await backend._undo(before))
-            raise
         logger.info("cluster '%s': ready: %s", cluster_name, backend)
         return backend
 
@@ -223,6 +221,14 @@ class SkyPilotBackend(Backend):
             if process.returncode is None:
                 process.terminate()
             await process.wait()
+
+    async def _after_failure(
+        self, before: str | None, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
+        """Of a launch that was interrupted too; one that succeeded has nothing to undo."""
+        if error is not None:
+            await self.close()
+            error.add_note(await self._undo(before))
 
     async def _undo(self, before: str | None) -> str:
         """Gives back what a failed launch has got; returns what became of the cluster."""
