@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What is fetched from a hub: safetensors only, never pickled weights or code."""
 TRAINABLE_QUANTIZATIONS = ("bitsandbytes",)
 """Of 4 and 8 bits. FP8, MXFP4, AWQ, GPTQ and others are made for inference."""
+WITHOUT_ADAPTERS = ("llama4", "llama4_text")
+"""Families whose adapters vLLM applies wrongly: it reorders the weights of Llama 4's queries and keys when it loads them, and
+not their adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,8 @@ def _convert_smollm2_package(folder: Path) -> Path:
 def check_trainable(base: BaseModel) -> None:
     """
     Raises:
-        InvalidInput: its weights are quantised in a way through which no adapter can be trained.
+        InvalidInput: its weights are quantised in a way through which no adapter can be trained, or vLLM does not serve
+            what is trained.
     """
     config = json.loads((base.path / "config.json").read_text())
     quantized = config.get("quantization_config") or {}
@@ -157,6 +162,13 @@ def check_trainable(base: BaseModel) -> None:
         raise InvalidInput(
             f"base_model '{base.name}' is quantised by '{method}', and its weights pass no gradient to an adapter: take the model "
             f"without quantisation, or one quantised by {' or '.join(TRAINABLE_QUANTIZATIONS)}",
+            code="not_trainable",
+            param="base_model",
+        )
+    if config.get("model_type") in WITHOUT_ADAPTERS:
+        raise InvalidInput(
+            f"base_model '{base.name}' is of the family '{config['model_type']}', whose adapters vLLM applies wrongly: take a "
+            "model of another family",
             code="not_trainable",
             param="base_model",
         )
@@ -182,6 +194,23 @@ def vocab_size(folder: Path) -> int:
 def max_positions(folder: Path) -> int:
     """The longest context that the model's configuration allows, in tokens."""
     return int(_text_config(folder).get("max_position_embeddings", 2048))
+
+
+def has_experts(text_config: Mapping[str, Any]) -> bool:
+    """Whether it is a mixture of experts. An adapter is trained on its attention alone: routers are left as they are, and
+    vLLM adapts experts on few devices."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any((text_config.get(name) or 0) > 1 for name in names)
+
+
+def is_mixture(folder: Path) -> bool:
+    """`has_experts` of the model in `folder`."""
+    return has_experts(_text_config(folder))
+
+
+def is_attention(name: str) -> bool:
+    """Whether a module or tensor of this name lies in a layer's attention."""
+    return any("attn" in part for part in name.split("."))
 
 
 def _text_config(folder: Path) -> dict[str, Any]:

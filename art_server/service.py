@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from art.wire import (
     DeleteCheckpointsReply,
@@ -33,7 +34,7 @@ from art_server.device.probe import probe
 from art_server.engine.engine import Engine
 from art_server.engine.gate import Gate
 from art_server.engine.records import REQUEST_ID, Sample
-from art_server.errors import Conflict, InvalidInput, ServerError, Unavailable
+from art_server.errors import Conflict, InvalidInput, Unavailable
 from art_server.jobs.metrics import trajectory_metrics
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
@@ -106,11 +107,9 @@ class Service:
         self._register_lock = asyncio.Lock()
         self._runner_task: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
-        self._fetching: asyncio.Task[None] | None = None
-        self._fetched: str | None = None
-        """The base model that is looked for right now, on a hub perhaps."""
-        self.fatal: ServerError | None = None
-        """Why the server cannot do what its command line asks; whoever runs it ends it."""
+        self._fetching: asyncio.Task[BaseModel] | None = None
+        self._downloading: str | None = None
+        """The hub's model that is fetched right now."""
 
     # --- life ---
 
@@ -126,7 +125,7 @@ class Service:
             if base_models.is_hub_id(self.config.base_model):
                 # The port is open while it is fetched.
                 self._fetching = asyncio.create_task(
-                    self._fetch(self.config.base_model), name="base model"
+                    self._load_base(self.config.base_model), name="base model"
                 )
             else:
                 await self._load_base(self.config.base_model)
@@ -138,14 +137,16 @@ class Service:
                 logger.warning("the base model of last time is gone: %s", error.message)
         self._runner_task = asyncio.create_task(self._run_jobs(), name="job runner")
 
-    async def _fetch(self, name: str) -> None:
-        try:
-            await self._load_base(name)
-        except ServerError as error:
-            self.fatal = error
+    @property
+    def fatal(self) -> BaseException | None:
+        """Why the server cannot do what its command line asks; whoever runs it ends it."""
+        fetching = self._fetching
+        ended = fetching is not None and fetching.done() and not fetching.cancelled()
+        return fetching.exception() if fetching is not None and ended else None
 
     async def stop(self) -> None:
-        await cancel(self._fetching)
+        if self.fatal is None:
+            await cancel(self._fetching)
         await cancel(self._runner_task)
         await cancel(self._warming)
         await self.trainer.stop()
@@ -178,12 +179,14 @@ class Service:
             if loaded is not None and loaded.name == name:
                 return loaded
             cache = Path.home() / ".cache" / "art"
-            self._fetched = name
-            telling = asyncio.create_task(self._tell_download(name))
+            telling = None
+            if base_models.is_hub_id(name):
+                self._downloading = name
+                telling = asyncio.create_task(self._tell_download(name))
             try:
                 base = await asyncio.to_thread(find_base_model, name, cache)
             finally:
-                self._fetched = None
+                self._downloading = None
                 await cancel(telling)
             if loaded is not None and same_weights(loaded, base):
                 return loaded
@@ -205,7 +208,7 @@ class Service:
             return base
 
     async def _tell_download(self, name: str) -> None:
-        while base_models.is_hub_id(name):
+        while True:
             await asyncio.sleep(DOWNLOAD_LOG_SECONDS)
             logger.info("%s", await asyncio.to_thread(base_models.download_progress, name))
 
@@ -454,9 +457,9 @@ class Service:
         return session_trajectory(self.ledger.find_session(project, name, session))
 
     def health(self) -> Health:
-        base, fetched = self.engine.base, self._fetched
-        if base is None and fetched is not None and base_models.is_hub_id(fetched):
-            detail = base_models.download_progress(fetched)
+        base = self.engine.base
+        if base is None and self._downloading is not None:
+            detail = base_models.download_progress(self._downloading)
             return Health(engine="starting", version=__version__, detail=detail)
         return Health(
             engine=self.engine.state,
@@ -466,7 +469,7 @@ class Service:
         )
 
 
-async def cancel(task: asyncio.Task[None] | None) -> None:
+async def cancel(task: asyncio.Task[Any] | None) -> None:
     """End a task of ours, if there is one."""
     if task is not None:
         task.cancel()

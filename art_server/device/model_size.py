@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from art_server.base_models import has_experts, is_attention
+
 FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names."""
 
@@ -26,6 +28,8 @@ class ModelSize:
     lora_width: int
     """Inputs and outputs of all linear layers that LoRA adapts: an adapter has so many parameters per rank."""
     max_positions: int
+    lora_modules: tuple[str, ...] = ()
+    """Names of the layers that LoRA adapts; none where it is all linear ones."""
     quantized_bytes: int = 0
     """Weights that keep their size in whatever number type the model runs."""
 
@@ -48,8 +52,11 @@ def read_model_size(folder: Path) -> ModelSize:
     quantized = [math.prod(shape) for _, dtype, shape in tensors if dtype not in FLOATS]
     hidden = int(text["hidden_size"])
     inner = int(text.get("intermediate_size") or 4 * hidden)
-    if experts := text.get("num_experts_per_tok"):
-        inner = int(text.get("moe_intermediate_size") or inner) * int(experts)
+    adapted = floats
+    if is_mixture := has_experts(text):
+        active = int(text.get("num_experts_per_tok") or 1)
+        inner = int(text.get("moe_intermediate_size") or inner) * active
+        adapted = [(name, shape) for name, shape in floats if is_attention(name)]
     return ModelSize(
         num_parameters=sum(math.prod(shape) for _, shape in floats),
         quantized_bytes=sum(quantized),
@@ -59,8 +66,9 @@ def read_model_size(folder: Path) -> ModelSize:
         kv_width=_kv_width(text),
         lora_width=_usual_lora_width(text, inner)
         if quantized
-        else sum(_lora_width(name, shape) for name, shape in floats),
+        else sum(_lora_width(name, shape) for name, shape in adapted),
         max_positions=int(text.get("max_position_embeddings", 2048)),
+        lora_modules=_attention_layers(tensors) if is_mixture else (),
     )
 
 
@@ -71,6 +79,13 @@ def _read_head(file: Path) -> list[tuple[str, str, list[int]]]:
         head = json.loads(opened.read(length))
     head.pop("__metadata__", None)
     return [(name, entry["dtype"], entry["shape"]) for name, entry in head.items()]
+
+
+def _attention_layers(tensors: list[tuple[str, str, list[int]]]) -> tuple[str, ...]:
+    weights = (
+        name.split(".") for name, _, shape in tensors if is_attention(name) and len(shape) > 1
+    )
+    return tuple(sorted({parts[-2] for parts in weights}))
 
 
 def _kv_width(text: dict[str, Any]) -> int:
@@ -88,7 +103,5 @@ def _usual_lora_width(text: dict[str, Any], inner: int) -> int:
 
 
 def _lora_width(name: str, shape: list[int]) -> int:
-    """Of a weight matrix inside a layer, or of a stack of experts' matrices."""
-    if len(shape) < 2 or ".layers." not in name:
-        return 0
-    return math.prod(shape[:-2]) * sum(shape[-2:])
+    """Of a weight matrix inside a layer."""
+    return sum(shape) if len(shape) == 2 and ".layers." in name else 0

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_server.base_models import BaseModel, max_positions
+from art_server.base_models import BaseModel, is_mixture, max_positions
+from art_server.device.model_size import read_model_size
 from art_server.device.plan import Plan
 from art_server.engine import vllm_plugin
 from art_server.engine.families import choose_parsers
@@ -91,6 +92,8 @@ def engine_command(
         else:
             arguments[name] = value
     flags = [part for key, value in arguments.items() for part in (f"--{key}", value)]
+    if modules := read_model_size(base.path).lora_modules:
+        flags += ["--lora-target-modules", *modules]
     return [
         sys.executable,
         "-m",
@@ -118,6 +121,8 @@ def engine_environment(
     if device == "cpu":
         # Without dynamo the first request with log-probabilities compiles nothing (8-15 s), at no cost on a CPU.
         environment["TORCHDYNAMO_DISABLE"] = "1"
+        if is_mixture(base.path):
+            environment[vllm_plugin.EXPERTS_SWITCH] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
         cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
         size = sum(file.stat().st_size for file in base.path.glob("*.safetensors"))

@@ -5,6 +5,7 @@ type, and a token without an adapter (index -1) is left as it is.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -101,3 +102,22 @@ def install() -> None:
             if not hasattr(punica_cpu, name):
                 raise ImportError(f"vLLM's CPU wrapper no longer uses {name}")
             setattr(punica_cpu, name, ours)
+
+
+def leave_experts_out() -> None:
+    """Experts run by vLLM's kernels for CPUs, as without LoRA: with it vLLM takes Triton's for them, which need a GPU.
+
+    Our adapters leave experts alone (`--lora-target-modules`).
+
+    Raises:
+        ImportError: vLLM's choice of kernels has changed.
+    """
+    # Here, because it takes seconds.
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    choose = method.select_unquantized_moe_backend
+    if "is_lora_enabled" not in {each.name for each in fields(method.FusedMoEConfig)}:
+        raise ImportError("vLLM no longer chooses the kernels of experts by is_lora_enabled")
+    method.select_unquantized_moe_backend = lambda moe_config: choose(
+        moe_config=replace(moe_config, is_lora_enabled=False)
+    )

@@ -5,11 +5,15 @@ import re
 CAUSES = (
     (
         re.compile(r"^.*\b((?:ImportError|ModuleNotFoundError): .+)$", re.MULTILINE),
-        "vLLM cannot be imported here: {0}. Install the server anew (scripts/setup)",
+        "vLLM cannot be imported here, or not for this base model: {0}. Install what is missing, or the server anew (scripts/setup)",
     ),
     (
         re.compile(r"Model architectures? (\[.+?\]) .*not supported"),
         "vLLM does not serve the architecture {0}: take another base model",
+    ),
+    (
+        re.compile(r"(\w+) does not support LoRA"),
+        "vLLM serves {0} without adapters only: take another base model",
     ),
     (
         re.compile(r"(Free memory on device .+? GPU memory utilization \(.+?\))"),

@@ -5,6 +5,8 @@ import time
 
 SWITCH = "ART_ENGINE_DEVICE"
 """Set in the environment of our engines, so that other vLLMs of the same installation stay as they are."""
+EXPERTS_SWITCH = "ART_ENGINE_EXPERTS"
+"""Set where the base is a mixture of experts."""
 
 SPIN_SECONDS = 0.0005
 """A wait spins for this long, which serves answers that come at once best..."""
@@ -41,8 +43,8 @@ class Pause:
 
 
 def install() -> None:
-    """Figures of what each token was sampled from, and of the work done; on a CPU also faster LoRA, and waits that leave the cores to those that
-    have work."""
+    """Figures of what each token was sampled from, and of the work done; on a CPU also faster LoRA, mixtures of experts, and
+    waits that leave the cores to those that have work."""
     device = os.environ.get(SWITCH)
     if device is None:
         return
@@ -58,6 +60,8 @@ def install() -> None:
     from art_server.engine import cpu_lora
 
     cpu_lora.install()
+    if EXPERTS_SWITCH in os.environ:
+        cpu_lora.leave_experts_out()
     if not hasattr(shm_broadcast, "sched_yield"):
         raise ImportError("vLLM's message queue no longer calls sched_yield")
     shm_broadcast.sched_yield = Pause()

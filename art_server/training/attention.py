@@ -110,7 +110,9 @@ def tree_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if forest.way == "segments":
         segments = forest.get(sliding_window, make_segments)
-        out = _SegmentAttention.apply(query, key, value, segments, scale)
+        size = value.shape[-1]
+        padded = _to_one_size(query, key, value)
+        out = _SegmentAttention.apply(*padded, segments, scale)[..., :size]
     elif forest.way == "flex":
         block_mask = forest.get(sliding_window, make_block_mask)
         out = _flex()(
@@ -318,6 +320,12 @@ class _SegmentAttention(torch.autograd.Function):
 
 def _cast(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
     return None if mask is None else mask.to(like.dtype)
+
+
+def _to_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Heads filled with zeros up to the largest, for kernels that take one size; latent attention has two."""
+    size = max(each.shape[-1] for each in tensors)
+    return [torch.nn.functional.pad(each, (0, size - each.shape[-1])) for each in tensors]
 
 
 def _is_grouped(query: torch.Tensor, key: torch.Tensor) -> bool:

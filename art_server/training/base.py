@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from art.wire import LoRAConfig
+from art_server.base_models import has_experts, is_attention
 
 LANGUAGE_MODEL = "language_model"
 """What transformers calls the part of a larger model that reads and writes text."""
@@ -70,10 +71,11 @@ def usual_attention(model_class: Any) -> str:
 
 
 def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
-    """PEFT's configuration of an adapter of this model; by default of all linear layers of its language model."""
+    """PEFT's configuration of an adapter of this model; by default of all linear layers of its language model, in a mixture
+    of experts of those of its attention."""
     targets: Any = lora.target_modules
     if targets is None:
-        targets = _language_layers(model) or "all-linear"
+        targets = _attention_layers(model) or _language_layers(model) or "all-linear"
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and divides it by r
@@ -82,6 +84,14 @@ def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
         bias="none",
         task_type="CAUSAL_LM",
     )
+
+
+def _attention_layers(model: PreTrainedModel) -> list[str] | None:
+    """Names of a mixture's layers that take an adapter; None for other models."""
+    if not has_experts(model.config.get_text_config().to_dict()):
+        return None
+    linear = (name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
+    return sorted({name.rpartition(".")[2] for name in linear if is_attention(name)})
 
 
 def _language_layers(model: PreTrainedModel) -> str | None:

@@ -22,6 +22,7 @@ def serve() -> None:
 
 
 def work() -> None:
+    from art_server.children import claim_stdout
     from art_server.training import worker
 
     sys.argv.pop(1)
@@ -32,7 +33,7 @@ def work() -> None:
         return train(*args, **kwargs)
 
     worker.train = slowly
-    worker.main()
+    worker.main(claim_stdout())
 
 
 if __name__ == "__main__":

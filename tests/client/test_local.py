@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import art
@@ -80,14 +80,6 @@ def make_model() -> art.TrainableModel:
     return art.TrainableModel(name="a", project="p", base_model="b")
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def server_pid(script: Path) -> int:
     return json.loads((script.parent / "art/.server/address.json").read_text())["pid"]
 
@@ -97,9 +89,9 @@ async def test_server_starts_with_the_first_model_and_stops_with_close(script: P
     first, second = make_model(), make_model()
     await asyncio.gather(first.register(backend), second.register(backend))
     pid = server_pid(script)
-    assert is_alive(pid) and first.inference_base_url == second.inference_base_url
+    assert psutil.pid_exists(pid) and first.inference_base_url == second.inference_base_url
     await backend.close()
-    assert not is_alive(pid)
+    assert not psutil.pid_exists(pid)
     log = (script.parent / "art/logs/server.log").read_text()
     flags = f"--host 127.0.0.1 --port 0 --inference-port 0 --path {script.parent / 'art'}"
     assert log.startswith(f"flags {flags} --exit-with-parent --port 7623\n")
@@ -111,8 +103,8 @@ async def test_async_with_starts_and_stops_and_it_can_start_again(script: Path):
     for _ in range(2):
         async with backend:
             pid = server_pid(script)
-            assert is_alive(pid)
-        assert not is_alive(pid)
+            assert psutil.pid_exists(pid)
+        assert not psutil.pid_exists(pid)
     assert (script.parent / "art/logs/server.log").read_text().count("stopped") == 2
 
 
@@ -142,7 +134,7 @@ async def test_server_that_dies_is_told_instead_of_waited_for_and_can_be_started
             with pytest.raises(art.ArtError, match="ended with exit code 1"):
                 await model.get_step()
         await model.register(backend)
-        assert is_alive(server_pid(script))
+        assert psutil.pid_exists(server_pid(script))
 
 
 async def test_closed_backend_says_that_its_server_is_not_running(script: Path):
@@ -169,7 +161,7 @@ asyncio.run(FakeLocalBackend(path=Path(sys.argv[1]).parent / "art").start())
 
 def test_server_stops_with_a_program_that_never_closed_it(script: Path):
     subprocess.run([sys.executable, "-c", PROGRAM, str(script)], check=True, timeout=60)
-    assert not is_alive(server_pid(script))
+    assert not psutil.pid_exists(server_pid(script))
     assert "stopped" in (script.parent / "art/logs/server.log").read_text()
 
 

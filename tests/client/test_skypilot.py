@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import art
@@ -198,20 +199,12 @@ class Place:
     def tunnels(self) -> list[int]:
         """Processes of the fake ssh and of SkyPilot's command line that still run."""
         started = [int(line[0]) for log in ("ssh.log", "cli.log") for line in self.lines(log)]
-        return [pid for pid in started if is_alive(pid)]
+        return [pid for pid in started if psutil.pid_exists(pid)]
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
             while not condition():  # noqa: ASYNC110 - of other processes
                 await asyncio.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 class QuickBackend(art.SkyPilotBackend):

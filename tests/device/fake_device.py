@@ -61,6 +61,10 @@ class FakeDevice:
             del self.held[key]
 
 
+TURNS = 10
+"""Of the event loop; to set up a connection takes fewer."""
+
+
 class FakeProcess:
     """What the supervisor sees of vLLM's process, and its HTTP side."""
 
@@ -80,6 +84,7 @@ class FakeProcess:
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._site: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
         self._starting = asyncio.create_task(self._start())
 
     # --- life ---
@@ -104,7 +109,7 @@ class FakeProcess:
         except Full:
             self.kill(1)
             return
-        app = web.Application()
+        app = web.Application(middlewares=[self._while_it_lives])
         app.add_routes(
             [
                 web.get("/health", self._ok),
@@ -124,9 +129,10 @@ class FakeProcess:
                 ),
             ]
         )
-        self._site = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        self._site = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._site.setup()
-        await web.UnixSite(self._site, str(self._socket)).start()
+        assert self._site.server is not None
+        self._listening = await self._loop.create_unix_server(self._site.server, self._socket)
 
     def kill(self, status: int = -9) -> None:
         """From any thread."""
@@ -139,13 +145,35 @@ class FakeProcess:
         self.device.give(self.name)
         self._starting.cancel()
         self._socket.unlink(missing_ok=True)
+        self._abort_connections()
         self._ended.set()
         self.world.background(self._close())
+
+    def _abort_connections(self) -> None:
+        """At once, as an operating system does."""
+        if self._site is not None and self._site.server is not None:
+            for connection in self._site.server.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+    @web.middleware
+    async def _while_it_lives(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """A connection may be accepted while the process ends."""
+        if self.returncode is None:
+            return await handler(request)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError
 
     async def _close(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await self._starting
-        if self._site is not None:
+        if self._listening is not None and self._site is not None:
+            # asyncio leaves a connection open for ever that it has accepted and not set up when the server closes.
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            self._abort_connections()
+            self._listening.close()
             await self._site.cleanup()
 
     async def wait(self) -> int:

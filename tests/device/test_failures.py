@@ -12,11 +12,15 @@ TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):
     [
         (
             "ImportError: libcudart.so.13: cannot open shared object file",
-            "cannot be imported here: ImportError: libcudart.so.13",
+            "cannot be imported here, or not for this base model: ImportError: libcudart.so.13",
         ),
         (
             "ValueError: Model architectures ['MambaXForCausalLM'] are not supported for now. Supported",
             "does not serve the architecture ['MambaXForCausalLM']",
+        ),
+        (
+            "ValueError: BloomModel does not support LoRA yet.",
+            "serves BloomModel without adapters only",
         ),
         (
             "ValueError: Free memory on device cuda:0 (3.1/23.6 GiB) on startup is less than desired GPU memory "

@@ -164,6 +164,7 @@ def test_size_of_a_mixture_and_of_latent_attention(tmp_path: Path) -> None:
             "num_attention_heads": 2,
             "intermediate_size": 64,
             "moe_intermediate_size": 4,
+            "n_routed_experts": 6,
             "num_experts_per_tok": 3,
             "kv_lora_rank": 5,
             "qk_rope_head_dim": 2,
@@ -171,11 +172,18 @@ def test_size_of_a_mixture_and_of_latent_attention(tmp_path: Path) -> None:
         }
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = {"model.layers.0.experts": torch.zeros(6, 4, 8), "lm_head": torch.zeros(8, 16)}
+    tensors = {
+        "model.layers.0.mlp.experts.down_proj": torch.zeros(6, 4, 8),
+        "model.layers.0.mlp.shared_expert.up_proj.weight": torch.zeros(4, 8),
+        "model.layers.0.self_attn.q_proj.weight": torch.zeros(10, 8),
+        "model.layers.0.self_attn.q_norm.weight": torch.zeros(10),
+        "lm_head": torch.zeros(8, 16),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     read = read_model_size(tmp_path)
-    assert (read.intermediate, read.kv_width, read.lora_width) == (12, 7, 6 * 12)
-    assert read.num_parameters == 6 * 4 * 8 + 8 * 16
+    assert (read.intermediate, read.kv_width, read.lora_width) == (12, 7, 10 + 8)
+    assert read.lora_modules == ("q_proj",)
+    assert read.num_parameters == sum(each.numel() for each in tensors.values())
 
 
 def test_quantised_weights_keep_their_size(tmp_path: Path) -> None:
@@ -203,3 +211,10 @@ def test_a_base_that_cannot_be_trained_is_refused(tmp_path: Path, method: str) -
     (tmp_path / "config.json").write_text(json.dumps(config))
     check_trainable(BaseModel("a base", tmp_path))
     check_trainable(BaseModel("art/tiny", TINY_DIR))
+
+
+def test_a_family_whose_adapters_vllm_applies_wrongly_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama4"}')
+    with pytest.raises(InvalidInput, match="vLLM applies wrongly") as refused:
+        check_trainable(BaseModel("a base", tmp_path))
+    assert refused.value.code == "not_trainable"

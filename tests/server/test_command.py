@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.engine import command
+from art_server.engine import command, vllm_plugin
 from art_server.engine.command import engine_command, engine_environment
 from art_server.settings import ServerConfig
+from tests.toy_models import make_model
 
 TINY = BaseModel("art/tiny", TINY_DIR)
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -28,12 +29,25 @@ def test_short_prompts_fill_blocks_of_a_cpus_cache() -> None:
     assert value_of(made, "--block-size") == "64" and made.count("--block-size") == 1
 
 
+def test_of_a_mixture_only_attention_is_adapted(tmp_path: Path) -> None:
+    mixture = BaseModel("a mixture", make_model("qwen3_moe", tmp_path / "base"))
+    config = ServerConfig(path=Path("x"))
+    made = engine_command(config, mixture, "cpu", Path("y"))
+    start = made.index("--lora-target-modules") + 1
+    assert made[start : start + 4] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert made[start + 4].startswith("--")
+    assert engine_environment(config, mixture, "cpu", {})[vllm_plugin.EXPERTS_SWITCH] == "1"
+    assert "--lora-target-modules" not in engine_command(config, TINY, "cpu", Path("y"))
+    assert vllm_plugin.EXPERTS_SWITCH not in engine_environment(config, TINY, "cpu", {})
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux")
 def test_a_large_model_gets_all_of_a_few_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
     monkeypatch.setattr(command, "LARGE_BYTES", 10)
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 11)
     large, config = BaseModel("large", tmp_path), ServerConfig(path=Path("x"))
     assert engine_environment(config, large, "cpu", {})[BIND] == "0,3"

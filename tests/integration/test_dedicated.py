@@ -1,0 +1,49 @@
+"""Engine and trainer on cores of their own: sampling goes on while a step trains."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.live import PROJECT, Server, chat, find_process, register, sampled_group
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cores are given to processes on Linux")
+def test_the_gate_stays_open_while_a_step_trains(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("takes two cores")
+    server = Server(tmp_path)
+    server.arguments = ["--base-model", "art/tiny", "--max-seq-length", "1024"]
+    server.arguments += ["--serve-devices", str(cores[0]), "--train-devices", str(cores[1])]
+    server.start()
+    try:
+        server.wait_ready()
+        register(server, "a")
+        model = f"{PROJECT}/a"
+        trainer = find_process(server, "art_server.training.worker")
+        engine = find_process(server, "art_server.engine.child")
+        assert psutil.Process(trainer).cpu_affinity() == [cores[1]]
+        workers = [psutil.Process(engine), *psutil.Process(engine).children(recursive=True)]
+        assert all(worker.cpu_affinity() == [cores[0]] for worker in workers)
+        with server.client() as client:
+            body = {"groups": [sampled_group(client, model)]}
+            os.kill(trainer, signal.SIGSTOP)  # a step that lasts as long as we like
+            with client.stream("POST", f"/api/models/{PROJECT}/a/train", json=body) as response:
+                events = (json.loads(line) for line in response.iter_lines())
+                next(event for event in events if event.get("phase") == "train")
+                with server.client() as other:
+                    meanwhile = chat(other, model, n=4)
+                os.kill(trainer, signal.SIGCONT)
+                done = list(events)[-1]
+            assert [choice["art"]["step"] for choice in meanwhile["choices"]] == [0] * 4
+            assert (done["event"], done["step"]) == ("done", 1)
+            assert chat(client, model)["choices"][0]["art"]["step"] == 1
+    finally:
+        server.stop()

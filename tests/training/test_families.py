@@ -1,0 +1,52 @@
+"""Each family of models trains a step, at toy size with random weights."""
+
+from pathlib import Path
+
+import pytest
+from conftest import random_batch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+from art.wire import LoRAConfig, TrainConfig
+from art_server.device.model_size import read_model_size
+from art_server.training.checkpoint import write_first_checkpoint
+from art_server.training.policy import Policy
+from art_server.training.step import train
+from art_server.training.task import TrainTask
+from tests.toy_models import FAMILIES, WITHOUT_TREES, make_model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_moves_layers_that_the_engine_adapts(family: str, tmp_path: Path) -> None:
+    base = make_model(family, tmp_path / "base")
+    lora = LoRAConfig(rank=4)
+    write_first_checkpoint(str(base), lora, 0, tmp_path / "0000")
+    policy = Policy(str(base))
+    task = TrainTask(
+        lora=lora,
+        in_dir=str(tmp_path / "0000"),
+        out_dir=str(tmp_path / "0001"),
+        config=TrainConfig(learning_rate=1e-3),
+        batch=random_batch(0, num_openings=2),
+    )
+    done = train(policy, task, 4096, lambda _: None)
+    assert done.metrics["loss/grad_norm"] > 0
+    assert (policy.shares_prefixes, done.notes == []) == (family not in WITHOUT_TREES,) * 2
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.parameters}
+    if modules := read_model_size(base).lora_modules:
+        assert layers == set(modules)
+    assert not layers & {"router", "gate", "experts", "shared_expert_gate", "lm_head"}
+    assert all(each.grad is not None for each in policy.parameters.values())
+
+
+def test_of_a_model_that_sees_only_the_language_model_is_adapted(tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    small |= {"num_hidden_layers": 1}
+    text = small | {"vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16}
+    sees = Gemma3Config(
+        text_config=text, vision_config=small | {"image_size": 28, "patch_size": 14}
+    )
+    Gemma3ForConditionalGeneration(sees).save_pretrained(tmp_path / "base")
+    policy = Policy(str(tmp_path / "base"))
+    policy.init_adapter(LoRAConfig(rank=4), 0)
+    assert policy.parameters and all(".language_model." in name for name in policy.parameters)
