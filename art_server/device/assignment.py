@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 
 from art_server.children import CORES_VARIABLE
-from art_server.device.probe import Machine
+from art_server.device.probe import Gpu, Machine
 from art_server.errors import InvalidInput
 from art_server.settings import ServerConfig
 
+FIRST_BFLOAT16 = (8, 0)
+"""The compute capability of Ampere, the first cards that have it."""
+
 
 def check_devices(config: ServerConfig, machine: Machine) -> None:
-    """See that the devices of `--serve-devices` and `--train-devices` are there.
+    """See that the devices of `--serve-devices` and `--train-devices` are there, and compute in the number types asked for.
 
     Raises:
-        InvalidInput: `no_such_device`, or several GPUs for the trainer.
+        InvalidInput: `no_such_device`, several GPUs for the trainer, or bfloat16 on a card that has none.
     """
     there = [gpu.index for gpu in machine.gpus] if machine.gpus else list(machine.cores)
     kind = "GPU" if machine.gpus else "core"
@@ -30,6 +33,18 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
         raise InvalidInput(
             "--train-devices: the trainer uses one GPU; give the others to --serve-devices",
             code="no_such_device",
+        )
+    for index in (*config.serve_devices, *config.train_devices) or (0,):
+        if machine.gpus and "bfloat16" in config.number_types("cuda"):
+            _check_bfloat16(machine.gpus[index])
+
+
+def _check_bfloat16(gpu: Gpu) -> None:
+    if gpu.capability < FIRST_BFLOAT16:
+        raise InvalidInput(
+            f"{gpu.name} has no bfloat16: start the server with --dtype float16 --trainer-dtype float32",
+            code="no_such_number_type",
+            param="dtype",
         )
 
 

@@ -21,6 +21,8 @@ class Gpu:
     name: str
     total: int
     """Bytes."""
+    capability: tuple[int, int]
+    """CUDA's version of what the card computes: 8.0 is Ampere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def _find_gpus() -> tuple[Gpu, ...]:
                 _text(pynvml.nvmlDeviceGetUUID(handle)),
                 _text(pynvml.nvmlDeviceGetName(handle)),
                 int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
             )
             for index, handle in enumerate(visible)
         )

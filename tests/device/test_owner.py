@@ -214,6 +214,26 @@ async def test_steps_without_trouble(case: str, tmp_path: Path) -> None:
     assert world.seen.count("engine starts") == 1
 
 
+async def test_the_engine_wakes_while_the_step_is_written(tmp_path: Path) -> None:
+    world = make_world("sleep", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        assert house.engine.max_seq_length == 4096, "what vLLM says that it took"
+        reach, awake = world.reach, asyncio.Event()
+
+        async def in_order(phase: str) -> str:
+            event = await reach(phase)
+            if phase == "wake_up":
+                awake.set()
+            if phase == "saves":
+                await awake.wait()
+            return event
+
+        world.reach = in_order  # type: ignore[method-assign]
+        await house.wait_jobs([house.add_job("a")])
+    assert_right(world)
+
+
 async def test_a_trainer_with_a_device_of_its_own_stops_nobody(tmp_path: Path) -> None:
     """A request is answered while the trainer works."""
     world = make_world("own", {})

@@ -43,6 +43,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         "nvmlDeviceGetHandleByIndex": cards.__getitem__,
         "nvmlDeviceGetUUID": lambda card: card[0],
         "nvmlDeviceGetName": lambda card: card[1].encode(),
+        "nvmlDeviceGetCudaComputeCapability": lambda card: (8, 9) if card is cards[0] else (9, 0),
         "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=card[2] * 2**30),
     }
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**(made | changes)))
@@ -62,6 +63,7 @@ def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> No
     first, second = probe.probe().gpus
     assert (first.index, first.name, first.total) == (0, "NVIDIA L4", 24 * 2**30)
     assert (second.index, second.name) == (1, "NVIDIA H200")
+    assert (first.capability, second.capability) == ((8, 9), (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -157,3 +159,14 @@ def test_a_child_keeps_to_its_cores() -> None:
         check=True,
     ).stdout
     assert output.strip() == f"{{{core}}}"
+
+
+def test_a_card_without_bfloat16_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, "vllm")
+    fake_nvml(monkeypatch, nvmlDeviceGetCudaComputeCapability=lambda _: (7, 5))
+    machine = probe.probe()
+    with pytest.raises(InvalidInput, match=r"L4 has no bfloat16: .* --dtype float16"):
+        check_devices(ServerConfig(), machine)
+    check_devices(ServerConfig(dtype="float16", trainer_dtype="float32"), machine)

@@ -29,6 +29,14 @@ def test_short_prompts_fill_blocks_of_a_cpus_cache() -> None:
     assert value_of(made, "--block-size") == "64" and made.count("--block-size") == 1
 
 
+def test_on_cuda_the_context_is_what_the_cache_holds_unless_it_is_given() -> None:
+    made = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"))
+    assert value_of(made, "--max-model-len") == "auto"
+    given = ServerConfig(path=Path("x"), max_seq_length=2048)
+    made = engine_command(given, TINY, "cuda", Path("y"))
+    assert value_of(made, "--max-model-len") == "2048"
+
+
 def test_of_a_mixture_only_attention_is_adapted(tmp_path: Path) -> None:
     mixture = BaseModel("a mixture", make_model("qwen3_moe", tmp_path / "base"))
     config = ServerConfig(path=Path("x"))
