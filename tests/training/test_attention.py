@@ -192,13 +192,14 @@ def test_single_row_is_plain_causal_attention(way: Way) -> None:
 @pytest.mark.slow
 def test_lengths_and_windows_share_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch traces them; on a CPU it knows no gradient of FlexAttention, which doubles the graphs."""
-    counter, compile_ = CompileCounter(), torch.compile
+    counter = CompileCounter()
+    compile_: Any = torch.compile
     monkeypatch.setattr(attention, "_compiled_flex", [])
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, **more: compile_(function, **(more | {"backend": counter})),
-    )
+
+    def traced(function: Any, **options: Any) -> Any:
+        return compile_(function, **(options | {"backend": counter}))
+
+    monkeypatch.setattr(torch, "compile", traced)
     torch._dynamo.reset()
     for length, window in itertools.product((256, 384, 640, 1024, 1152), (None, 16)):
         rows = [[token % 7 for token in range(length)]]
