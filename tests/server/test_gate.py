@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from art_server.engine import gate as gate_module
 from art_server.engine.gate import Gate
 from art_server.errors import Unavailable
 
@@ -16,6 +17,29 @@ async def test_requests_wait_while_the_gate_is_closed() -> None:
     assert not waiting.done()
     gate.open()
     await waiting
+
+
+@pytest.mark.anyio
+async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate_module, "HEAD_START_SECONDS", 0.01)
+    gate = Gate()
+    gate.close()
+    waiting = [asyncio.create_task(gate.wait_open(5)) for _ in range(10)]
+    await asyncio.sleep(0)
+    gate.open()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [task.done() for task in waiting] == [True] * gate_module.FIRST + [False] * (
+        10 - gate_module.FIRST
+    )
+    gate.close()
+    await asyncio.sleep(0.05)
+    assert sum(task.done() for task in waiting) == gate_module.FIRST
+    gate.open()
+    await asyncio.gather(*waiting)
+    await asyncio.wait_for(gate.wait_open(0), 1)
 
 
 @pytest.mark.anyio
