@@ -1,4 +1,3 @@
-import itertools
 import random
 from typing import Any
 
@@ -6,10 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention
 
-from art_server.training import attention
 from art_server.training.attention import (
     ForestAttention,
     Way,
@@ -187,26 +184,3 @@ def test_single_row_is_plain_causal_attention(way: Way) -> None:
     out, _ = tree_attention(torch.nn.Module(), states, states, states, None, forest=forest)
     expected = scaled_dot_product_attention(states, states, states, is_causal=True)
     torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_lengths_and_windows_share_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch traces them; on a CPU it knows no gradient of FlexAttention, which doubles the graphs."""
-    counter = CompileCounter()
-    compile_: Any = torch.compile
-    monkeypatch.setattr(attention, "_compiled_flex", [])
-
-    def traced(function: Any, **options: Any) -> Any:
-        return compile_(function, **(options | {"backend": counter}))
-
-    monkeypatch.setattr(torch, "compile", traced)
-    torch._dynamo.reset()
-    for length, window in itertools.product((256, 384, 640, 1024, 1152), (None, 16)):
-        rows = [[token % 7 for token in range(length)]]
-        forest = ForestAttention.of(lay_out(rows, sort_rows(rows, min_shared=1)), "flex", CPU)
-        query = torch.randn(1, 4, length, 16)
-        key, value = torch.randn(2, 1, 2, length, 16)
-        attention.tree_attention(
-            torch.nn.Module(), query, key, value, None, sliding_window=window, forest=forest
-        )
-    assert 0 < counter.frame_count <= 4 < attention.MAX_GRAPHS
