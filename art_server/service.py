@@ -141,8 +141,9 @@ class Service:
     def fatal(self) -> BaseException | None:
         """Why the server cannot do what its command line asks; whoever runs it ends it."""
         fetching = self._fetching
-        ended = fetching is not None and fetching.done() and not fetching.cancelled()
-        return fetching.exception() if fetching is not None and ended else None
+        if fetching is None or not fetching.done() or fetching.cancelled():
+            return None
+        return fetching.exception()
 
     async def stop(self) -> None:
         if self.fatal is None:

@@ -111,8 +111,9 @@ def tree_attention(
     if forest.way == "segments":
         segments = forest.get(sliding_window, make_segments)
         size = value.shape[-1]
-        padded = _to_one_size(query, key, value)
-        out = _SegmentAttention.apply(*padded, segments, scale)[..., :size]
+        if size != query.shape[-1]:  # latent attention
+            query, key, value = _to_one_size(query, key, value)
+        out = _SegmentAttention.apply(query, key, value, segments, scale)[..., :size]
     elif forest.way == "flex":
         block_mask = forest.get(sliding_window, make_block_mask)
         out = _flex()(
@@ -323,7 +324,7 @@ def _cast(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
 
 
 def _to_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Heads filled with zeros up to the largest, for kernels that take one size; latent attention has two."""
+    """Heads filled with zeros up to the largest, for kernels that take one size."""
     size = max(each.shape[-1] for each in tensors)
     return [torch.nn.functional.pad(each, (0, size - each.shape[-1])) for each in tensors]
 
