@@ -149,11 +149,11 @@ def _convert_smollm2_package(folder: Path) -> Path:
     return folder
 
 
-def check_trainable(base: BaseModel) -> None:
+def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
     """
     Raises:
-        InvalidInput: its weights are quantised in a way through which no adapter can be trained, or vLLM does not serve
-            what is trained.
+        InvalidInput: its weights are quantised in a way through which no adapter can be trained (by this `--trainer`), or
+            vLLM does not serve what is trained.
     """
     config = json.loads((base.path / "config.json").read_text())
     quantized = config.get("quantization_config") or {}
@@ -162,6 +162,13 @@ def check_trainable(base: BaseModel) -> None:
         raise InvalidInput(
             f"base_model '{base.name}' is quantised by '{method}', and its weights pass no gradient to an adapter: take the model "
             f"without quantisation, or one quantised by {' or '.join(TRAINABLE_QUANTIZATIONS)}",
+            code="not_trainable",
+            param="base_model",
+        )
+    if trainer == "unsloth" and quantized.get("load_in_8bit"):
+        raise InvalidInput(
+            f"base_model '{base.name}' is quantised to 8 bits, which Unsloth has no kernels for: start the server with "
+            "--trainer peft, or take the model in 4 bits or without quantisation",
             code="not_trainable",
             param="base_model",
         )

@@ -191,7 +191,7 @@ class Service:
                 await cancel(telling)
             if loaded is not None and same_weights(loaded, base):
                 return loaded
-            base_models.check_trainable(base)
+            base_models.check_trainable(base, self.config.trainer)
             plan = await asyncio.to_thread(self._plan, base, wishes or {})
             if loaded is not None:
                 await self._unload_base(loaded, name)

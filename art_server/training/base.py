@@ -72,10 +72,20 @@ def usual_attention(model_class: Any) -> str:
 
 def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
     """PEFT's configuration of an adapter of this model; by default of all linear layers of its language model, in a mixture
-    of experts of those of its attention."""
+    of experts of those of its attention.
+
+    Raises ValueError for layers of a mixture that take no adapter.
+    """
+    attention = _attention_layers(model)
     targets: Any = lora.target_modules
     if targets is None:
-        targets = _attention_layers(model) or _language_layers(model) or "all-linear"
+        targets = attention or _language_layers(model) or "all-linear"
+    elif attention and not set(targets) <= set(attention):
+        beyond = ", ".join(sorted(set(targets) - set(attention)))
+        raise ValueError(
+            f"lora.target_modules names {beyond}, and of a mixture of experts only the attention takes an adapter: name "
+            f"some of {', '.join(attention)}, or leave target_modules out"
+        )
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and divides it by r

@@ -62,10 +62,6 @@ class UnslothPolicy(Policy):
     def _load_base(self) -> PreTrainedModel:
         config = read_config(self.base_model)
         quantised = getattr(config, "quantization_config", None) or {}
-        if quantised.get("load_in_8bit"):
-            raise ValueError(
-                f"{self.base_model} is quantised to 8 bits, which Unsloth has no kernels for: use --trainer peft"
-            )
         base, _ = FastLanguageModel.from_pretrained(
             model_name=self.base_model,
             max_seq_length=self.max_length,

@@ -213,6 +213,14 @@ def test_a_base_that_cannot_be_trained_is_refused(tmp_path: Path, method: str) -
     check_trainable(BaseModel("art/tiny", TINY_DIR))
 
 
+def test_eight_bits_are_refused_with_unsloth_only(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_trainable(BaseModel("a base", tmp_path), "peft")
+    with pytest.raises(InvalidInput, match="--trainer peft"):
+        check_trainable(BaseModel("a base", tmp_path), "unsloth")
+
+
 def test_a_family_whose_adapters_vllm_applies_wrongly_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama4"}')
     with pytest.raises(InvalidInput, match="vLLM applies wrongly") as refused:
