@@ -9,13 +9,17 @@ import contextlib
 import ctypes
 import gc
 import json
+import logging
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import BinaryIO
 
+from art_server.errors import StorageFull
 from art_server.store import files
+
+logger = logging.getLogger(__name__)
 
 GARBAGE = 20_000
 """Objects made between two looks for garbage; Python's 700 take 6% of the time of a process that answers requests."""
@@ -26,27 +30,21 @@ CORES_VARIABLE = "ART_CORES"
 """The cores that a child keeps to, with commas; unset: all."""
 
 
-def _stat(pid: int) -> tuple[int, int, str] | None:
-    """(session id, start time in clock ticks since boot, state) of a process, None when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text.rpartition(")")[2].split()
-    return int(fields[3]), int(fields[19]), fields[0]
-
-
-def kill_session(pid: int) -> None:
-    """SIGKILL every process of the session that `pid` leads or led."""
+def _session(leader: int) -> list[int]:
+    """The processes of the session that `leader` leads or led. Its id is no other program's while any of them runs."""
+    members: list[int] = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        stat = _stat(int(entry.name))
-        if stat is not None and stat[0] == pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(entry.name), signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        if entry.name.isdigit():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry.name)) == leader:
+                    members.append(int(entry.name))
+    return members
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def claim_stdout() -> BinaryIO:
@@ -92,39 +90,46 @@ def be_child() -> None:
 class Children:
     """The list of running children, kept in one file under the server's folder."""
 
-    def __init__(self, server_dir: Path):
+    def __init__(self, server_dir: Path, log_dir: Path):
         self._file = server_dir / "children.json"
-        self._started: dict[int, int] = {}
+        self._log_dir = log_dir
+        self._pids: list[int] = []
 
     def reap(self) -> list[int]:
         """Kill what an earlier server left behind. Returns the session leaders' process ids."""
         if not self._file.exists():
             return []
         left: list[int] = []
-        for text, start_time in json.loads(self._file.read_text()).items():
-            self._kill(int(text), start_time)
-            left.append(int(text))
+        for leader in map(int, json.loads(self._file.read_text())):
+            session = _session(leader)
+            if any(self._is_ours(pid) for pid in session):
+                _kill(session)
+                left.append(leader)
         self._file.unlink()
         return left
 
     def add(self, pid: int) -> None:
-        stat = _stat(pid)
-        if stat is not None:
-            self._started[pid] = stat[1]
-            self._write()
+        self._pids.append(pid)
+        self._write()
 
     def remove(self, pid: int) -> None:
         """Kill a child with all of its session, and forget it."""
-        start_time = self._started.pop(pid, None)
-        if start_time is not None:
-            self._kill(pid, start_time)
+        if pid in self._pids:
+            self._pids.remove(pid)
+            _kill(_session(pid))
             self._write()
 
-    @staticmethod
-    def _kill(pid: int, start_time: int) -> None:
-        leader = _stat(pid)
-        if leader is None or leader[1] == start_time:  # else the id was taken by another program
-            kill_session(pid)
+    def _is_ours(self, pid: int) -> bool:
+        """Whether a process writes its errors into our logs. Its id may have been another program's since the list was
+        written, and the list may have been copied with the server's folder."""
+        try:
+            return Path(os.readlink(f"/proc/{pid}/fd/2")).is_relative_to(self._log_dir.resolve())
+        except OSError:  # gone, or somebody else's
+            return False
 
     def _write(self) -> None:
-        files.write_json(self._file, {str(pid): start for pid, start in self._started.items()})
+        """A disk that is full must not keep an engine from being restarted: the kernel ends what is not on the list."""
+        try:
+            files.write_json(self._file, [str(pid) for pid in self._pids])
+        except (OSError, StorageFull) as error:
+            logger.warning("the list of running children is not written: %s", error)

@@ -202,6 +202,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--max-body-mb", type=int, default=512, help="largest request body (%(default)s)")
     add(
+        "--max-queued-jobs",
+        type=int,
+        default=1000,
+        help="train jobs that may wait; further ones are refused with a 429 (%(default)s)",
+    )
+    add(
         "--no-splicing",
         action="store_true",
         help="sample from re-rendered conversations instead of their exact tokens; reports count the difference",
@@ -269,6 +275,7 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         "engine_args": read_engine_args(flags.engine_arg),
         "wait_limit_seconds": flags.wait_limit,
         "max_body_mb": flags.max_body_mb,
+        "max_queued_jobs": flags.max_queued_jobs,
         "splicing": not flags.no_splicing,
         "ledger_max_gb": flags.ledger_max_gb,
         "ledger_max_age_days": flags.ledger_max_age_days,

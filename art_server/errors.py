@@ -7,8 +7,9 @@ ServerError
   NotFound           no such model, step or job
   Conflict           the request contradicts what is there
   TooLarge           a body above the limit
+  TooMany            more requests or jobs than are taken at a time
   Unavailable        cannot now, may later: the same request may be repeated
-  StorageFull        the disk does not take the write
+  StorageFull        the disk does not take the write: it is full, read-only or broken
 """
 
 
@@ -46,6 +47,12 @@ class Conflict(ServerError):
 
 class TooLarge(ServerError):
     """The body is above the server's limit."""
+
+
+class TooMany(ServerError):
+    """More than is taken at a time; fewer, or later."""
+
+    retryable = True
 
 
 class Unavailable(ServerError):

@@ -23,6 +23,7 @@ from art.wire import (
     SessionReply,
 )
 from art_server import __version__, base_models
+from art_server.background import Background, LoopWatch
 from art_server.base_models import BaseModel, find_base_model
 from art_server.children import Children
 from art_server.device.assignment import check_devices, device_environment
@@ -33,8 +34,8 @@ from art_server.device.plan import Card, Demand, Plan, make_plan
 from art_server.device.probe import probe
 from art_server.engine.engine import Engine
 from art_server.engine.gate import Gate
-from art_server.engine.records import REQUEST_ID, Sample
-from art_server.errors import Conflict, InvalidInput, Unavailable
+from art_server.engine.records import REQUEST_ID, RecordReceiver, Sample
+from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.metrics import trajectory_metrics
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
@@ -46,12 +47,16 @@ from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry, merge_lora
 from art_server.training.gap import gap_bars
-from art_server.training.process import TrainerDied, TrainerError
+from art_server.training.process import TrainerError
 from art_server.training.task import InitTask, LoadTask
 from art_server.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+PRUNE_SECONDS = 60.0
+"""Between two looks at what the ledger and the queue need not keep."""
+RECORDS = "records"
+"""The name under which `/health` tells of records that are lost."""
 DOWNLOAD_LOG_SECONDS = 10.0
 """Between two lines of a download."""
 
@@ -66,7 +71,9 @@ class Service:
         self.device: Device = self.machine.kind
         check_devices(config, self.machine)
         self.owner = DeviceOwner()
-        children = Children(config.server_dir)
+        self.background = Background()
+        self.loop_watch = LoopWatch()
+        children = Children(config.server_dir, config.log_dir)
         left = children.reap()
         if left:
             logger.warning("killed what an earlier server left running: %s", left)
@@ -76,16 +83,16 @@ class Service:
         )
         self.ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
         self.registry = Registry(config.path)
-        self.queue = JobQueue(config.server_dir / "jobs.sqlite")
+        self.queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs)
         self.engine = Engine(
             config,
             self.device,
             device_environment(config.serve_devices, self.machine),
             self.owner,
             children,
-            self._on_prompt,
-            self._on_samples,
+            RecordReceiver(self._on_prompt, self._on_samples, self._on_lost),
             lambda: self.gate.is_busy,
+            self.background,
         )
         kept_to = device_environment(config.train_devices, self.machine)
         self.trainer = Trainer(config, self.device, kept_to, children)
@@ -101,11 +108,9 @@ class Service:
             bars,
         )
         self._base_lock = asyncio.Lock()
-        self._base_known = asyncio.Event()
         self.is_base_wanted = False
         """Whether anybody asked for the base model that is loaded; one that merely served last may give way."""
         self._register_lock = asyncio.Lock()
-        self._runner_task: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BaseModel] | None = None
         self._downloading: str | None = None
@@ -135,7 +140,9 @@ class Service:
                 await self._load_base(name)
             except InvalidInput as error:
                 logger.warning("the base model of last time is gone: %s", error.message)
-        self._runner_task = asyncio.create_task(self._run_jobs(), name="job runner")
+        self.background.start("job runner", self.runner.run_forever)
+        self.background.start("pruning", self._prune)
+        self.background.start("loop watch", self.loop_watch.run)
 
     @property
     def fatal(self) -> BaseException | None:
@@ -148,18 +155,20 @@ class Service:
     async def stop(self) -> None:
         if self.fatal is None:
             await cancel(self._fetching)
-        await cancel(self._runner_task)
+        await self.background.stop("job runner")
         await cancel(self._warming)
         await self.trainer.stop()
         await self.engine.stop()
+        await self.background.stop()
         self.ledger.close()
         self.queue.close()
         os.close(self._lock_file)
 
-    async def _run_jobs(self) -> None:
-        """Jobs of an earlier server wait until a base model is there."""
-        await self._base_known.wait()
-        await self.runner.run_forever()
+    async def _prune(self) -> None:
+        while True:
+            await asyncio.to_thread(self.ledger.prune)
+            await asyncio.to_thread(self.queue.prune)
+            await asyncio.sleep(PRUNE_SECONDS)
 
     @property
     def _base_file(self) -> Path:
@@ -204,8 +213,8 @@ class Service:
                     self._warm_trainer(self.owner.held_by("trainer") if is_shared else None),
                     name="trainer's first load",
                 )
-            self._base_known.set()
-            await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
+            with contextlib.suppress(StorageFull):  # it serves all the same
+                await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
 
     async def _tell_download(self, name: str) -> None:
@@ -294,6 +303,12 @@ class Service:
                 index = position * sample.sampling["n"] + sample.index
                 taken.append((found[1], index, position, sample))
         self.ledger.take_samples(taken)
+        self.background.is_well(RECORDS)
+
+    def _on_lost(self, engine_request_id: str, index: int, num: int, error: Exception) -> None:
+        self.background.is_faulty(RECORDS, error)
+        if found := REQUEST_ID.search(engine_request_id):
+            self.ledger.lose(found[1], int(found[2] or 0) * num + index, str(error))
 
     # --- models ---
 
@@ -367,9 +382,9 @@ class Service:
             await self.trainer.run(InitTask(lora=record.lora, out_dir=str(temporary)))
             first = CheckpointRecord(step=0, created_at=time.time())
             await asyncio.to_thread(folder.commit_checkpoint, temporary, first)
-        except TrainerDied as error:
-            raise Unavailable(error.message, code=error.code) from error
         except TrainerError as error:
+            if error.retryable:
+                raise Unavailable(error.message, code=error.code) from error
             raise InvalidInput(
                 f"no adapter of this shape can be made for '{record.base_model}': {error.message}",
                 code=error.code,
@@ -461,13 +476,20 @@ class Service:
         base = self.engine.base
         if base is None and self._downloading is not None:
             detail = base_models.download_progress(self._downloading)
-            return Health(engine="starting", version=__version__, detail=detail)
+            return Health(engine="starting", version=__version__, detail=detail, waits_for=detail)
         return Health(
             engine=self.engine.state,
             base_model=base.name if base is not None else None,
             version=__version__,
             detail=self.engine.detail,
+            waits_for=self.gate.waits_for or self._start_waited_for(),
+            faults=self.background.faults,
         )
+
+    def _start_waited_for(self) -> str | None:
+        if self.engine.state != "starting":
+            return None
+        return f"the engine, which starts. {self.engine.detail or ''}".rstrip()
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:

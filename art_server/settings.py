@@ -85,6 +85,8 @@ class ServerConfig(BaseModel):
     engine_args: Mapping[str, str] = {}
     wait_limit_seconds: float = Field(default=1800.0, gt=0)
     """How long an inference request waits for a training step or an engine start before it gets a 503."""
+    max_queued_jobs: int = Field(default=1000, ge=1)
+    """Jobs that may wait; further train requests get a 429."""
     max_body_mb: int = Field(default=512, ge=1)
     splicing: bool = True
     """Give the engine the exact tokens of a conversation's past in place of their re-rendering."""

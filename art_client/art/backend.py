@@ -91,9 +91,14 @@ class Backend:
                 base_model=model.base_model,
                 lora=model.lora,
             )
-            info = await self._call(
-                ModelInfo, "POST", "/api/models", request, timeout_seconds=REGISTER_TIMEOUT_SECONDS
-            )
+            with self._connection.waiting.call(f"registering '{model.name}'"):
+                info = await self._call(
+                    ModelInfo,
+                    "POST",
+                    "/api/models",
+                    request,
+                    timeout_seconds=REGISTER_TIMEOUT_SECONDS,
+                )
             logger.info("registered %s at step %d", info.inference_name, info.step)
             add_backend(self)
         self._models.append(model)
@@ -106,6 +111,7 @@ class Backend:
         *,
         verbose: bool = False,
         idempotency_key: str | None = None,
+        expected_step: int | None = None,
         **options: Any,
     ) -> TrainResult:
         """Makes one step; see `TrainableModel.train`.
@@ -114,7 +120,7 @@ class Backend:
         `kl_penalty_coef`...), and what is not given by ART's defaults: CISPO, each trajectory with the same weight.
         """
         config = _to_config(config, options)
-        body = await asyncio.to_thread(build_train_request, groups, config)
+        body = await asyncio.to_thread(build_train_request, groups, config, expected_step)
         key = idempotency_key or uuid.uuid4().hex
         report = JobReport()
 

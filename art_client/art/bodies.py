@@ -12,7 +12,9 @@ from art.trajectories import Trajectory, TrajectoryGroup
 from art.wire import LogRequest, TrainConfig, TrainRequest
 
 
-def build_train_request(groups: Iterable[TrajectoryGroup], config: TrainConfig) -> bytes:
+def build_train_request(
+    groups: Iterable[TrajectoryGroup], config: TrainConfig, expected_step: int | None = None
+) -> bytes:
     """The JSON body of a train call. Raises ValueError that names what cannot be trained on."""
     groups = list(groups)
     if not groups:
@@ -22,7 +24,8 @@ def build_train_request(groups: Iterable[TrajectoryGroup], config: TrainConfig) 
             raise TypeError(f"groups[{index}] is {type(group).__name__}, not art.TrajectoryGroup")
         if not group.trajectories and not group.exceptions:
             raise ValueError(f"groups[{index}] holds neither a trajectory nor a failed rollout")
-    return _encode(TrainRequest, {"groups": groups, "config": config})
+    fields = {"groups": groups, "config": config, "expected_step": expected_step}
+    return _encode(TrainRequest, fields)
 
 
 def build_log_request(

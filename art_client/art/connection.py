@@ -13,6 +13,7 @@ import httpx
 from pydantic import ValidationError
 
 from art.errors import ArtConnectionError, ArtError, ArtStatusError
+from art.waiting import Waiting, waiting_for
 from art.wire import IDEMPOTENCY_HEADER, ErrorBody, ErrorDetail, JobEvent
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ class Connection:
         the same job; after that it takes up the job's events again.
         """
         job_id: str | None = None
+        number: int | None = None
+        started = time.monotonic()
         outage = _Outage(self.base_url, self._reconnect_seconds, self._check_server)
         while True:
             try:
@@ -93,7 +96,8 @@ class Connection:
                     headers = {IDEMPOTENCY_HEADER: key, "content-type": "application/json"}
                     request = self._send("POST", path, body, headers, ACCEPT_TIMEOUT_SECONDS)
                 else:
-                    events = f"/api/jobs/{job_id}/events"
+                    after = "" if number is None else f"?after={number}"
+                    events = f"/api/jobs/{job_id}/events{after}"
                     request = self._send("GET", events, None, {}, EVENTS_TIMEOUT_SECONDS)
                 async with request as response:
                     async for line in response.aiter_lines():
@@ -103,6 +107,10 @@ class Connection:
                         outage.is_over()
                         if event.event == "accepted":
                             job_id = event.job_id
+                        if event.number is not None:
+                            number = event.number
+                        if event.waits_for is not None:
+                            self.waiting.tell(f"job {event.job_id[:8]}", started, event.waits_for)
                         on_event(event)
                         if event.event in ("done", "error"):
                             return event
@@ -113,6 +121,11 @@ class Connection:
                 if not error.retryable:
                     raise
                 await outage.wait(error)
+
+    @property
+    def waiting(self) -> Waiting:
+        """Tells what calls to this server wait for."""
+        return waiting_for(self.base_url, self.api_key)
 
     @property
     def is_open(self) -> bool:

@@ -214,11 +214,15 @@ class TrainableModel(Model):
         *,
         trajectory_groups: Iterable[TrajectoryGroup] = (),
         idempotency_key: str | None = None,
+        expected_step: int | None = None,
     ) -> TrainResult:
         """Makes one step from groups of trajectories, and returns when inference serves it.
 
         Survives a restart of the server: it reconnects to the same job. A program that repeats a call itself, with the
         same groups, passes an `idempotency_key`: under the same key it gets the same job instead of a second step.
+
+        With `expected_step` the call is refused (ArtStatusError, code "step_moved") where the model is at another step, or
+        has a job that will move it: of two programs that train one model, each trains on what it sampled itself.
 
         `verbose` shows the progress bar where there is no terminal, too. `trajectory_groups` is ART's name for
         `groups`; `_config` holds options by ART's names, which win over `config`.
@@ -242,6 +246,7 @@ class TrainableModel(Model):
             config,
             verbose=verbose,
             idempotency_key=idempotency_key,
+            expected_step=expected_step,
         )
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:

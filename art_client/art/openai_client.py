@@ -7,6 +7,7 @@ from openai import AsyncOpenAI, Timeout
 from openai.types.chat import ChatCompletion
 
 from art.sessions import headers_for
+from art.waiting import waiting_for
 
 READ_TIMEOUT_SECONDS = 1200
 """A request waits on the server while a step trains; a long completion on a CPU takes minutes as well."""
@@ -29,7 +30,9 @@ class InferenceClient(AsyncOpenAI):
     async def post(self, path: str, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if path == "/chat/completions" and isinstance(kwargs.get("body"), dict):
             kwargs["body"] = {"logprobs": True, **kwargs["body"]}
-        answer: Any = await super().post(path, **kwargs)
+        server = str(self.base_url).rstrip("/").removesuffix("/v1")
+        with waiting_for(server, self.api_key).call("a request"):
+            answer: Any = await super().post(path, **kwargs)
         if isinstance(answer, ChatCompletion) and answer.model_extra:
             prompt_token_ids = answer.model_extra.get("prompt_token_ids")
             for choice in answer.choices if prompt_token_ids is not None else []:

@@ -11,8 +11,11 @@ Routes, all under the control port:
     POST   /api/models/{project}/{name}/log          LogRequest -> LogReply
     POST   /api/models/{project}/{name}/checkpoints/delete   DeleteCheckpointsRequest -> DeleteCheckpointsReply
     GET    /api/models/{project}/{name}/sessions/{session}   -> SessionReply
+    GET    /api/jobs[?state=queued,running&limit=100]        -> JobList
     GET    /api/jobs/{job_id}                        -> JobInfo
-    GET    /api/jobs/{job_id}/events                 -> NDJSON of JobEvent
+    GET    /api/jobs/{job_id}/events[?after=NUMBER]  -> NDJSON of JobEvent
+    DELETE /api/jobs/{job_id}                        cancels it -> JobInfo
+    POST   /api/jobs/{job_id}/move                   MoveJobRequest -> JobList
     GET    /health, /ready                           -> Health
 """
 
@@ -308,6 +311,9 @@ class TrainConfig(LossConfig):
 class TrainRequest(Body):
     groups: list[TrajectoryGroupBody] = Field(min_length=1)
     config: TrainConfig = TrainConfig()
+    expected_step: int | None = Field(default=None, ge=0)
+    """The step that the trajectories were sampled with: where the model has another by now, or a job that will move it, the
+    request is refused."""
 
 
 class Dropped(Reply):
@@ -347,7 +353,7 @@ class JobReport(Reply):
     """What else the client should know: settings without effect, and what the trainer decided by itself."""
 
 
-JobState = Literal["queued", "running", "done", "failed"]
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 class JobInfo(Reply):
@@ -360,6 +366,21 @@ class JobInfo(Reply):
     metrics: dict[str, float] = {}
     report: JobReport = JobReport()
     error: ErrorDetail | None = None
+    """Why it failed; of a queued job, why its last try did not end."""
+    created_at: float = 0.0
+    """Seconds since 1970."""
+    waits_for: str | None = None
+    """What keeps it from going on."""
+
+
+class JobList(Reply):
+    jobs: list[JobInfo]
+    """Those that have not ended in the order in which they run, then the others, the latest first."""
+
+
+class MoveJobRequest(Body):
+    before: str | None = None
+    """The queued job that it is to run before; None: the end of the queue."""
 
 
 class JobEvent(Reply):
@@ -367,10 +388,14 @@ class JobEvent(Reply):
 
     event: Literal["accepted", "progress", "waiting", "done", "error"]
     job_id: str
+    number: int | None = None
+    """Grows from one to the next; `GET /api/jobs/{job_id}/events?after=NUMBER` goes on behind it."""
     phase: str | None = None
     """With `progress` and `waiting`: "queued", "train", "save", "load"..."""
     completed: int | None = None
     total: int | None = None
+    waits_for: str | None = None
+    """What keeps the job from going on: other jobs, the engine's start, another try after an error."""
     step: int | None = None
     metrics: dict[str, float] = {}
     report: JobReport | None = None
@@ -435,3 +460,7 @@ class Health(Reply):
     version: str = ""
     detail: str | None = None
     """While the engine is not ready: why, with its last log line."""
+    waits_for: str | None = None
+    """What inference waits for, while it waits."""
+    faults: dict[str, str] = {}
+    """Parts of the server that do not work just now, each with its last error: "job runner", "records"..."""

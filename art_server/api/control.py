@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Annotated, cast, get_args
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from art.wire import (
@@ -12,10 +13,13 @@ from art.wire import (
     DeleteCheckpointsRequest,
     Health,
     JobInfo,
+    JobList,
+    JobState,
     LogReply,
     LogRequest,
     ModelInfo,
     ModelList,
+    MoveJobRequest,
     RegisterRequest,
     SessionReply,
     TrainRequest,
@@ -53,7 +57,7 @@ def install(app: FastAPI, service: Service) -> None:
     @router.get("/ready")
     async def ready() -> JSONResponse:
         state = service.health()
-        status = 200 if state.engine == "ready" else 503
+        status = 200 if state.engine == "ready" and not state.faults else 503
         return JSONResponse(state.model_dump(mode="json"), status_code=status)
 
     @router.post("/api/models")
@@ -85,7 +89,7 @@ def install(app: FastAPI, service: Service) -> None:
                 param=IDEMPOTENCY_HEADER,
             )
         body = await read_body(request, max_mb)
-        job = await service.runner.find(caller.owner, model, key, digest(body))
+        job = await service.runner.find(model, key, digest(body))
         if job is None:
             parsed = await parse_body(body, TrainRequest)
             job = await service.runner.accept(
@@ -117,18 +121,64 @@ def install(app: FastAPI, service: Service) -> None:
         model_of(request, project, name)
         return await asyncio.to_thread(service.session, project, name, session)
 
+    @router.get("/api/jobs")
+    async def jobs(
+        request: Request,
+        state: Annotated[str, Query(max_length=100)] = "queued,running",
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> JobList:
+        states = read_states(state)
+        return JobList(jobs=await service.runner.jobs(projects_of(request), states, limit))
+
     @router.get("/api/jobs/{job_id}")
     async def job(request: Request, job_id: str) -> JobInfo:
-        return job_of(request, await service.runner.get(job_id)).info()
+        job_of(request, await service.runner.get(job_id))
+        return await service.runner.info(job_id)
 
     @router.get("/api/jobs/{job_id}/events")
-    async def job_events(request: Request, job_id: str) -> Response:
+    async def job_events(request: Request, job_id: str, after: int = -1) -> Response:
         job_of(request, await service.runner.get(job_id))
-        return StreamingResponse(event_lines(service, job_id), media_type="application/x-ndjson")
+        lines = event_lines(service, job_id, after)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    @router.delete("/api/jobs/{job_id}")
+    async def cancel_job(request: Request, job_id: str) -> JobInfo:
+        job_of(request, await service.runner.get(job_id))
+        await service.runner.cancel(job_id)
+        return await service.runner.info(job_id)
+
+    @router.post("/api/jobs/{job_id}/move")
+    async def move_job(request: Request, job_id: str) -> JobList:
+        job_of(request, await service.runner.get(job_id))
+        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), MoveJobRequest)
+        if body.before is not None:
+            job_of(request, await service.runner.get(body.before))
+        await service.runner.move(job_id, body.before)
+        return JobList(jobs=await service.runner.jobs(projects_of(request), ("queued",), 1000))
 
     app.include_router(router)
 
 
-async def event_lines(service: Service, job_id: str) -> AsyncIterator[bytes]:
-    async for event in service.runner.follow(job_id):
+def projects_of(request: Request) -> frozenset[str] | None:
+    caller: Caller = request.state.caller
+    return caller.projects
+
+
+def read_states(text: str) -> list[JobState]:
+    """
+    Raises:
+        InvalidInput: a state that no job has.
+    """
+    states = text.split(",")
+    if unknown := set(states) - set(get_args(JobState)):
+        raise InvalidInput(
+            f"state '{min(unknown)}' is none of {', '.join(get_args(JobState))}",
+            code="bad_state",
+            param="state",
+        )
+    return cast("list[JobState]", states)
+
+
+async def event_lines(service: Service, job_id: str, after: int = -1) -> AsyncIterator[bytes]:
+    async for event in service.runner.follow(job_id, after):
         yield event.model_dump_json(exclude_none=True).encode() + b"\n"

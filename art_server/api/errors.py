@@ -18,12 +18,13 @@ STATUS: Mapping[type[errors.ServerError], int] = {
     errors.NotFound: 404,
     errors.Conflict: 409,
     errors.TooLarge: 413,
+    errors.TooMany: 429,
     errors.Unavailable: 503,
     errors.StorageFull: 507,
 }
 
 RETRY_AFTER_SECONDS = 5
-"""What a client that got a 503 is told to wait."""
+"""What a client that got a 429 or 503 is told to wait."""
 
 MAX_FIELDS_SHOWN = 3
 
@@ -47,7 +48,7 @@ def detail_of(error: errors.ServerError) -> ErrorDetail:
 def answer(error: errors.ServerError) -> JSONResponse:
     """The HTTP answer to an error."""
     status = status_of(error)
-    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status == 503 else {}
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = ErrorBody(error=detail_of(error)).model_dump(mode="json")

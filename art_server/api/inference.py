@@ -51,8 +51,8 @@ OPENING_ROLES = frozenset({"system", "developer", "user"})
 CLIENT_CLOSED_REQUEST = 499
 """The status that nginx gives a request whose client is gone; nobody reads it."""
 
-ATTEMPTS = 3
-"""How often a request is given to an engine, when engines die under it."""
+MAX_FAILED, MAX_KILLED = 2, 10
+"""How many engines may die under a request, by themselves (it may be the cause) or killed by somebody, until it is given up."""
 LOST_SECONDS = 1.0
 """Time for the supervisor to see that the engine is gone, before a request waits for the next one."""
 PATIENCE_SECONDS = 3.0
@@ -96,13 +96,14 @@ class Ask:
         """Several choices are asked for, so that a stream's events are of one or the other."""
         return self.body.get("n") not in (None, 1)
 
-    def art_mark(self, request_id: str, index: int) -> dict[str, Any]:
-        """What a choice carries to be found again."""
-        return {
-            "id": ledger.choice_id(request_id, index),
+    def art_mark(self, opened: OpenRequest, index: int) -> dict[str, Any]:
+        """What a choice carries to be found again; or why it cannot be found."""
+        mark = {
+            "id": ledger.choice_id(opened.request.request_id, index),
             "step": self.step,
             "model": self.model.id if self.model is not None else None,
         }
+        return mark | ({"unrecorded": opened.lost[index]} if index in opened.lost else {})
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -270,6 +271,24 @@ async def engine_answer(
             raise EngineLost from error
 
 
+class Losses:
+    """The engines that died under one request."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._num_failed = self._num_killed = 0
+
+    async def is_again(self, request_id: str) -> bool:
+        """Count one, and wait until the supervisor has seen it; whether the request is to be sampled again."""
+        await asyncio.sleep(LOST_SECONDS)
+        if self._service.engine.was_killed:
+            self._num_killed += 1
+        else:
+            self._num_failed += 1
+        logger.warning("the engine died under request %s", request_id)
+        return self._num_failed < MAX_FAILED and self._num_killed < MAX_KILLED
+
+
 class EngineLost(Unavailable):
     """The engine ended under a request."""
 
@@ -303,7 +322,8 @@ async def cancel_at_disconnect(receive: Receive, answering: anyio.CancelScope) -
 
 
 async def sample_whole(service: Service, ask: Ask) -> Response:
-    for attempt in range(ATTEMPTS):
+    losses = Losses(service)
+    while True:
         request_id = new_request_id(ask.is_first_turn)
         try:
             async with engine_answer(service, ask, request_id) as (response, opened):
@@ -318,9 +338,8 @@ async def sample_whole(service: Service, ask: Ask) -> Response:
                     background=BackgroundTask(delivered, service, opened),
                 )
         except EngineLost:
-            logger.warning("the engine died under request %s (attempt %d)", request_id, attempt + 1)
-            await asyncio.sleep(LOST_SECONDS)
-    raise EngineLost
+            if not await losses.is_again(request_id):
+                raise
 
 
 async def delivered(service: Service, opened: OpenRequest) -> None:
@@ -338,7 +357,7 @@ async def finish_body(content: bytes, ask: Ask, opened: OpenRequest) -> bytes:
     body = msgspec.json.decode(content)
     for choice in body["choices"]:
         record = await opened.wait(choice["index"])
-        choice["art"] = ask.art_mark(opened.request.request_id, choice["index"])
+        choice["art"] = ask.art_mark(opened, choice["index"])
         calls = choice.get("message", {}).get("tool_calls") or ()
         opened.ledger.name_calls(
             ledger.choice_id(opened.request.request_id, choice["index"]),
@@ -379,7 +398,7 @@ def keep_turn(ask: Ask, opened: OpenRequest, choices: dict[int, dict[str, Any]])
             "index": index,
             "finish_reason": made["finish_reason"] if made else record.finish_reason,
             "message": {key: value for key, value in message.items() if value is not None},
-            "art": ask.art_mark(opened.request.request_id, index),
+            "art": ask.art_mark(opened, index),
         }
     tools = ask.body.get("tools")
     turn = {
@@ -447,7 +466,8 @@ async def stream_events(service: Service, ask: Ask) -> AsyncGenerator[bytes, Non
     Raises:
         StreamRefused: no stream came to be.
     """
-    for attempt in range(ATTEMPTS):
+    losses = Losses(service)
+    while True:
         request_id = new_request_id(ask.is_first_turn)
         is_begun = False
         try:
@@ -480,14 +500,13 @@ async def stream_events(service: Service, ask: Ask) -> AsyncGenerator[bytes, Non
                     yield rest
                 return
         except EngineLost as error:
-            logger.warning("the engine died under stream %s (attempt %d)", request_id, attempt + 1)
             if is_begun:
                 yield error_event(error, ask)
                 return
-            await asyncio.sleep(LOST_SECONDS)
+            if not await losses.is_again(request_id):
+                raise refused_by(error) from error
         except ServerError as error:
             raise refused_by(error) from error
-    raise refused_by(EngineLost())
 
 
 def refused_by(error: ServerError) -> StreamRefused:
@@ -632,8 +651,8 @@ async def finish_event(
             chunk = msgspec.json.decode(data)
             for choice in chunk["choices"]:
                 if choice.get("finish_reason") is not None:
-                    choice["art"] = ask.art_mark(opened.request.request_id, choice["index"])
                     await opened.wait(choice["index"])
+                    choice["art"] = ask.art_mark(opened, choice["index"])
                     keep_turn(ask, opened, received)
             return prefix + b"data: " + msgspec.json.encode(chunk) + EVENT_END
     elif is_last:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,14 @@ from typing import Any, BinaryIO, Literal
 
 import aiohttp
 
+from art_server.background import Background
 from art_server.base_models import BaseModel, max_positions
 from art_server.children import Children
 from art_server.device.owner import DeviceOwner
 from art_server.device.plan import Plan
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.failures import why_hopeless
-from art_server.engine.records import PromptHandler, RecordReceiver, SamplesHandler
+from art_server.engine.records import RecordReceiver
 from art_server.engine.work import FILE_VARIABLE, make_file, read_work
 from art_server.errors import InvalidInput, Unavailable
 from art_server.settings import Device, Handover, ServerConfig
@@ -64,6 +66,9 @@ WAKE: dict[Handover, tuple[str, ...]] = {
 }
 """What makes it go on; one that slept is given its weights before, and then adapters are loaded."""
 CONNECT_SECONDS = 10.0
+SUPERVISOR = "engine supervisor"
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a process that somebody ended; one that fails ends with another."""
 LOG_TAIL_LINES, LOG_SEARCH_LINES = 12, 200
 ENGINE_DEFAULTS = {
     "max_logprobs": "20",
@@ -80,6 +85,16 @@ class EngineDied(Unavailable):
         super().__init__(message, code="engine_failed")
 
 
+class AdapterRefused(EngineDied):
+    """vLLM runs, and does not take an adapter: the same again would end the same way."""
+
+    retryable = False
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.code = "adapter_refused"
+
+
 class Engine:
     """vLLM's process, its state, and the adapters that it holds."""
 
@@ -90,9 +105,9 @@ class Engine:
         kept_to: Mapping[str, str],
         owner: DeviceOwner,
         children: Children,
-        on_prompt: PromptHandler,
-        on_samples: SamplesHandler,
+        receiver: RecordReceiver,
         is_busy: Callable[[], bool],
+        background: Background,
     ):
         self.state: State = "none"
         self.detail: str | None = None
@@ -109,8 +124,9 @@ class Engine:
         self._seq_length: int | None = None
         """As vLLM says, once it is ready."""
         self._children = children
-        self._receiver = RecordReceiver(on_prompt, on_samples)
+        self._receiver = receiver
         self._is_busy = is_busy
+        self._background = background
         self._adapters: dict[str, Path] = {}
         self._paused = False
         self._has_weights = True
@@ -118,7 +134,8 @@ class Engine:
         """Why we ended the process ourselves; the supervisor says it."""
         self._changed = asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
-        self._supervisor: asyncio.Task[None] | None = None
+        self.was_killed = False
+        """Whether somebody else ended the last process: what it worked on is not to blame."""
         self._log_start = 0
         self._run_dir: Path | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -128,21 +145,17 @@ class Engine:
     def start(self, base: BaseModel, wishes: Mapping[str, str], plan: Plan | None = None) -> None:
         """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves. `wishes` are a client's,
         as in `ServerConfig.with_wishes`; the plan is that of a device that the trainer uses too."""
-        assert self._supervisor is None, "an engine serves one base model"
+        assert self.base is None, "an engine serves one base model"
         self._config = self._given.with_wishes(wishes, max_positions(base.path))
         self._seq_length = seq_length(self._config, base, self._device)
         self._plan = plan
         self.base = base
         self.state = "starting"
-        self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+        self._background.start(SUPERVISOR, self._supervise)
 
     async def stop(self) -> None:
         """End vLLM; the engine may be started again, with another base model."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
-            self._supervisor = None
+        await self._background.stop(SUPERVISOR)
         await self._end_process()
         if self._http is not None:
             await self._http.close()
@@ -220,18 +233,22 @@ class Engine:
     # --- supervision ---
 
     async def _supervise(self) -> None:
+        """Until the engine is given up. An error of our own side (a disk that is full) is met by `Background`: the process of
+        the last try is ended, and the next one started after a pause, as often as it takes."""
         failures = 0
+        await self._end_process()
+        await self._set_state("starting", self._why_restarted())
         while failures < MAX_FAILED_STARTS:
             # Never onto a device that the trainer holds.
             async with self._owner.held_by("engine"):
+                await self._start_process()
                 try:
-                    await self._start_process()
                     await self._bring_up()
-                except (EngineDied, aiohttp.ClientError, OSError) as error:
+                except (EngineDied, aiohttp.ClientError) as error:
                     failures += 1
                     hopeless = why_hopeless(self.log_tail(lines=LOG_SEARCH_LINES))
                     self.detail = hopeless or f"{error}; last log lines:\n{self.log_tail()}"
-                    logger.error("engine start %d came to nothing: %s", failures, self.detail)
+                    logger.error("engine start %d failed: %s", failures, self.detail)
                     await self._end_process()
                     if hopeless is not None:
                         break
@@ -245,6 +262,10 @@ class Engine:
             )
             await self._end_process()
         await self._set_state("failed", self.detail)
+
+    def _why_restarted(self) -> str | None:
+        fault = self._background.faults.get(SUPERVISOR)
+        return f"It is restarted, because of {fault}." if fault else self.detail
 
     async def _start_process(self) -> None:
         assert self.base is not None
@@ -304,8 +325,12 @@ class Engine:
             await asyncio.sleep(READY_POLL_SECONDS)
         self._paused, self._has_weights, self._ended = False, True, None
         self._seq_length = await self._read_seq_length()
-        for name, path in self._adapters.items():
-            await self._post_load(name, path)
+        for name, path in list(self._adapters.items()):
+            try:
+                await self._post_load(name, path)
+            except AdapterRefused as error:  # whoever asks for it is told
+                logger.error("%s", error.message)
+                self._adapters.pop(name, None)
         await self._sample_once(timeout_seconds=START_TIMEOUT_SECONDS)
         await self._set_state("ready")
 
@@ -347,6 +372,7 @@ class Engine:
             while True:
                 done, _ = await asyncio.wait({exited}, timeout=HEALTH_SECONDS)
                 if done:
+                    self.was_killed = self._ended is None and exited.result() in KILLED
                     return self._ended or f"vLLM ended with exit code {exited.result()}"
                 if await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS):
                     answered = time.monotonic()
@@ -452,11 +478,12 @@ class Engine:
         that holds the device says so; it comes back at once where the engine is down, which loads it when it starts.
 
         Raises:
+            AdapterRefused: vLLM does not take it.
             Unavailable: the engine is not ready in time.
         """
         if holds_device:
             if self.state == "ready":
-                with contextlib.suppress(aiohttp.ClientError):
+                with contextlib.suppress(aiohttp.ClientError, AdapterRefused):
                     await self._load(name, path)
             return
         while name not in self._adapters:
@@ -489,7 +516,7 @@ class Engine:
             "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}
         )
         if status != 200:
-            raise EngineDied(f"vLLM refused adapter '{name}': {text[:500]}")
+            raise AdapterRefused(f"vLLM refused adapter '{name}': {text[:500]}")
 
 
 def is_running(task: asyncio.Task[None] | None) -> bool:
@@ -498,10 +525,12 @@ def is_running(task: asyncio.Task[None] | None) -> bool:
 
 def make_run_dir(server_dir: Path) -> Path:
     """A private folder for the engine's sockets, under the system's temporary folder because a socket's path must be
-    short. The one of an earlier server that was killed is removed."""
-    note = server_dir / "run_dir"
+    short. The one of an earlier, killed server on the same path is removed; a copied path names another server's."""
+    note, path = server_dir / "run_dir", str(server_dir.resolve())
     if note.exists():
-        shutil.rmtree(note.read_text(), ignore_errors=True)
+        last, _, owner = note.read_text().partition("\n")
+        if owner == path:
+            shutil.rmtree(last, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="art-"))
-    files.write_file(note, str(folder).encode())
+    files.write_file(note, f"{folder}\n{path}".encode())
     return folder

@@ -22,6 +22,7 @@ class Gate:
         self._open = asyncio.Event()
         self._open.set()
         self._num_waiting = 0
+        self._reason: str | None = None
         self._inside: Counter[str] = Counter()
 
     @property
@@ -29,10 +30,17 @@ class Gate:
         """Whether any request is with the engine."""
         return self._inside.total() > 0
 
-    def close(self) -> None:
+    @property
+    def waits_for(self) -> str | None:
+        """Why it is closed, None while it is open."""
+        return self._reason
+
+    def close(self, reason: str) -> None:
+        self._reason = reason
         self._open.clear()
 
     def open(self) -> None:
+        self._reason = None
         self._open.set()
 
     async def wait_open(self, timeout_seconds: float) -> None:
@@ -51,7 +59,7 @@ class Gate:
                     await asyncio.sleep(0 if is_first else HEAD_START_SECONDS)
         except TimeoutError as error:
             raise Unavailable(
-                f"a training step has kept inference waiting for {timeout_seconds:.0f} s; repeat the request, "
+                f"inference waited for {timeout_seconds:.0f} s for {self._reason}; repeat the request, "
                 "or start the server with a larger --wait-limit",
                 code="training_in_progress",
             ) from error

@@ -65,18 +65,34 @@ class Line:
     prompt: list[int] | None = None
 
 
+class Name(msgspec.Struct):
+    """What a line that cannot be taken still tells."""
+
+    request_id: str = ""
+    index: int = 0
+    sampling: dict[str, Any] = {}
+
+
 PromptHandler = Callable[[str, list[int]], list[int] | None]
 """From vLLM's request id and a rendered prompt to the tokens to sample from instead, if any."""
 
 SamplesHandler = Callable[[Sequence[Sample]], None]
 
+LostHandler = Callable[[str, int, int, Exception], None]
+"""Told of a choice of which no record could be taken: vLLM's request id, the choice's index in it, the choices of a prompt,
+and why."""
+
 
 class RecordReceiver:
-    """Listens on a Unix socket; answers prompts and hands samples on, those that came together as one batch."""
+    """Listens on a Unix socket; answers prompts and hands samples on, those that came together as one batch.
 
-    def __init__(self, on_prompt: PromptHandler, on_samples: SamplesHandler):
+    What cannot be taken is lost alone: its request is answered without a record, and the engine goes on.
+    """
+
+    def __init__(self, on_prompt: PromptHandler, on_samples: SamplesHandler, on_lost: LostHandler):
         self._on_prompt = on_prompt
         self._on_samples = on_samples
+        self._on_lost = on_lost
         self._server: asyncio.Server | None = None
 
     async def listen(self, socket_path: Path) -> None:
@@ -99,14 +115,50 @@ class RecordReceiver:
                 *lines, rest = rest.split(b"\n")
                 samples: list[Sample] = []
                 for line in lines:
-                    asked = msgspec.json.decode(line, type=Line)
-                    if asked.prompt is None:
-                        samples.append(msgspec.json.decode(line, type=Sample))
+                    try:
+                        asked = msgspec.json.decode(line, type=Line)
+                        if asked.prompt is None:
+                            samples.append(msgspec.json.decode(line, type=Sample))
+                            continue
+                    except (
+                        msgspec.MsgspecError,
+                        RecursionError,
+                    ) as error:  # a log-probability that is no number
+                        self._lose(line, error)
                         continue
-                    token_ids = self._on_prompt(asked.request_id, asked.prompt)
-                    answer = {"request_id": asked.request_id, "token_ids": token_ids}
+                    answer = {"request_id": asked.request_id, "token_ids": self._answer(asked)}
                     writer.write(msgspec.json.encode(answer) + b"\n")
                 if samples:
-                    self._on_samples(samples)
+                    self._take(samples)
             if rest:
                 logger.warning("the engine ended in the middle of a record")
+
+    def _answer(self, asked: Line) -> list[int] | None:
+        assert asked.prompt is not None
+        try:
+            return self._on_prompt(asked.request_id, asked.prompt)
+        except Exception as error:  # whatever it is, the engine samples from what it rendered
+            logger.error("no exact tokens for a prompt of %s: %r", asked.request_id, error)
+            return None
+
+    def _take(self, samples: Sequence[Sample]) -> None:
+        try:
+            self._on_samples(samples)
+            return
+        except Exception as error:  # of one of them: the others are taken alone
+            first = error
+        for sample in samples:
+            try:
+                if len(samples) == 1:
+                    raise first
+                self._on_samples([sample])
+            except Exception as error:
+                self._on_lost(sample.request_id, sample.index, sample.sampling.get("n", 1), error)
+
+    def _lose(self, line: bytes | bytearray, error: Exception) -> None:
+        try:
+            name = msgspec.json.decode(line, type=Name)
+        except (msgspec.MsgspecError, RecursionError):
+            logger.error("the engine wrote a line that cannot be read: %s", error)
+            return
+        self._on_lost(name.request_id, name.index, name.sampling.get("n", 1), error)

@@ -3,24 +3,28 @@
 A job is written with its resolved payload and the client's idempotency key before it is acknowledged; the same key
 returns the same job, now and after a restart. Commits are synchronous: what was acknowledged survives a power loss.
 
-    queued -> running -> done | failed
+    queued <-> running -> done | failed        queued, running -> cancelled        failed -> queued (the same key again)
 """
 
-import contextlib
 import hashlib
 import json
-import sqlite3
 import threading
-import time
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from art.wire import ErrorDetail, JobInfo, JobReport, JobState, TrainConfig, TrajectoryGroupBody
-from art_server.errors import Conflict, NotFound
-from art_server.store import files
+from art_server import clock
+from art_server.errors import Conflict, NotFound, TooMany
+from art_server.store.database import (
+    add_columns,
+    database_errors,
+    open_database,
+    transaction,
+)
+from art_server.store.model_folder import trajectory_row
 from art_server.training.task import Batch
 
 SCHEMA = """
@@ -35,39 +39,53 @@ CREATE TABLE IF NOT EXISTS jobs (
     state TEXT NOT NULL,
     target_step INTEGER,
     config TEXT NOT NULL,
-    payload BLOB,
+    batch BLOB,
+    trajectories BLOB,
     report TEXT NOT NULL,
     metrics TEXT NOT NULL DEFAULT '{}',
     error TEXT,
     created_at REAL NOT NULL,
-    finished_at REAL
+    finished_at REAL,
+    place REAL,             -- in the queue; NULL: its number
+    starts INTEGER NOT NULL DEFAULT 0
 );
-CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_key ON jobs (owner, project, name, idempotency_key);
+CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_request ON jobs (project, name, idempotency_key);
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, number);
 """
+
+FAILED_PAYLOAD_SECONDS = 3 * 86400.0
+"""How long the payload of a failed job is kept, so that the same key may run it again."""
+MAX_ENDED = 10_000
+"""Rows of ended jobs that are kept."""
+ENDED = ("done", "failed", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a job trains, and what it leaves in the model's folder. Dropped when the job has ended."""
+    """What a job trains, and what it leaves in the model's folder, as they are stored. Dropped when the job is done."""
 
-    batch: Batch
-    groups: list[TrajectoryGroupBody]
-
-    def pack(self) -> bytes:
-        value = {
-            "batch": self.batch.model_dump(mode="json"),
-            "groups": [group.model_dump(mode="json") for group in self.groups],
-        }
-        return zlib.compress(json.dumps(value).encode(), 1)
+    batch: bytes
+    """JSON of a `training.task.Batch`."""
+    trajectories: bytes
+    """Lines of the trajectories file."""
 
     @staticmethod
-    def unpack(blob: bytes) -> "Payload":
-        value = json.loads(zlib.decompress(blob))
-        return Payload(
-            Batch.model_validate(value["batch"]),
-            [TrajectoryGroupBody.model_validate(group) for group in value["groups"]],
-        )
+    def make(batch: Batch, groups: Sequence[TrajectoryGroupBody]) -> "Payload":
+        """A group at a time: other threads wait while one call of a JSON library lasts."""
+        shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
+        trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
+        start, end = shared.split(b'"groups":[]')
+        lines = (json.dumps(trajectory_row(group)).encode() + b"\n" for group in groups)
+        return Payload(start + b'"groups":[' + trained + b"]" + end, b"".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A job that has not ended, as the runner chooses among them."""
+
+    job_id: str
+    model_id: str
+    target_step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +98,34 @@ class Job:
     state: JobState
     target_step: int | None
     """The step that it makes, set when it begins to run."""
-    config: TrainConfig
+    config: str
+    """JSON of a `TrainConfig`."""
     report: JobReport
     metrics: dict[str, float]
+    """Of its trajectories; when done, also of its training."""
     error: ErrorDetail | None
+    """Why it failed; of a queued job, why its last try did not end."""
     request_digest: str
+    created_at: float
+    starts: int
+    """How often it began to run."""
 
-    def info(self) -> JobInfo:
+    def info(self, waits_for: str | None = None) -> JobInfo:
         return JobInfo(
             job_id=self.job_id,
             project=self.project,
             name=self.name,
             state=self.state,
             step=self.target_step if self.state == "done" else None,
-            metrics=self.metrics,
+            metrics=self.metrics if self.state == "done" else {},
             report=self.report,
             error=self.error,
+            created_at=self.created_at,
+            waits_for=waits_for,
         )
 
 
-COLUMNS = (
-    "job_id, project, name, state, target_step, config, report, metrics, error, request_digest"
-)
+COLUMNS = "job_id, project, name, state, target_step, config, report, metrics, error, request_digest, created_at, starts"
 
 
 def _job(row: tuple[str, ...]) -> Job:
@@ -112,11 +136,13 @@ def _job(row: tuple[str, ...]) -> Job:
         name=row[2],
         state=state,
         target_step=int(row[4]) if row[4] is not None else None,
-        config=TrainConfig.model_validate_json(row[5]),
+        config=row[5],
         report=JobReport.model_validate_json(row[6]),
         metrics=json.loads(row[7]),
         error=ErrorDetail.model_validate_json(row[8]) if row[8] is not None else None,
         request_digest=row[9],
+        created_at=float(row[10]),
+        starts=int(row[11]),
     )
 
 
@@ -128,33 +154,27 @@ def digest(body: bytes) -> str:
 class JobQueue:
     """Blocking calls of a few milliseconds; callers on the event loop go through `asyncio.to_thread`."""
 
-    def __init__(self, file: Path):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, file: Path, max_queued: int = 1000):
+        self._max_queued = max_queued
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(SCHEMA)
+        self._db = open_database(file, SCHEMA, is_durable=True)
+        later = {"batch": "BLOB", "trajectories": "BLOB", "place": "REAL"}
+        add_columns(self._db, "jobs", later | {"starts": "INTEGER NOT NULL DEFAULT 0"})
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
 
-    def find_key(
-        self, owner: str, project: str, name: str, key: str, body_digest: str
-    ) -> Job | None:
-        """The job that an earlier request with the same key made.
+    # --- requests ---
+
+    def find_key(self, project: str, name: str, key: str, body_digest: str) -> Job | None:
+        """The job that an earlier request with the same key made, whoever sent it.
 
         Raises:
             Conflict: the key was used for another content.
         """
-        rows = self._select(
-            "owner = ? AND project = ? AND name = ? AND idempotency_key = ?",
-            owner,
-            project,
-            name,
-            key,
-        )
+        where = "project = ? AND name = ? AND idempotency_key = ?"
+        rows = self._select(where, project, name, key)
         if not rows:
             return None
         if rows[0].request_digest != body_digest:
@@ -175,9 +195,18 @@ class JobQueue:
         config: TrainConfig,
         payload: Payload,
         report: JobReport,
+        metrics: dict[str, float] | None = None,
+        *,
+        must_be_alone: bool = False,
     ) -> Job:
         """Write a job; when it returns, the job survives anything. A request without a key is always a new job; of two
-        with the same key that come at once, the second gets the first one's job."""
+        with the same key that come at once, the second gets the first one's job.
+
+        Raises:
+            TooMany: the queue is full.
+            Conflict: `must_be_alone`, and the model has jobs that have not ended.
+            StorageFull: the disk does not take it.
+        """
         job_id = uuid.uuid4().hex
         values = (
             job_id,
@@ -187,21 +216,42 @@ class JobQueue:
             project,
             name,
             config.model_dump_json(),
-            payload.pack(),
+            zlib.compress(payload.batch, 1),
+            zlib.compress(payload.trajectories, 1),
             report.model_dump_json(),
-            time.time(),
+            json.dumps(metrics or {}),
+            clock.now(),
         )
-        with self._lock, full_disk_errors():
+        with self._lock, database_errors("the job"):
+            waiting = self._db.execute(
+                "SELECT project, name FROM jobs WHERE state IN ('queued', 'running')"
+            ).fetchall()
+            self._check_room(len(waiting))
+            if must_be_alone and (project, name) in waiting:
+                raise Conflict(
+                    f"expected_step: '{project}/{name}' has a job that has not ended, so that its step will move: "
+                    "wait for the job, and send what was sampled then",
+                    code="step_moved",
+                    param="expected_step",
+                )
             self._db.execute(
                 "INSERT OR IGNORE INTO jobs (job_id, idempotency_key, owner, request_digest, project, name, state, config,"
-                " payload, report, created_at) VALUES (?,?,?,?,?,?,'queued',?,?,?,?)",
+                " batch, trajectories, report, metrics, created_at) VALUES (?,?,?,?,?,?,'queued',?,?,?,?,?,?)",
                 values,
             )
         if key is not None:
-            job = self.find_key(owner, project, name, key, body_digest)
+            job = self.find_key(project, name, key, body_digest)
             assert job is not None, "just written"
             return job
         return self.get(job_id)
+
+    def _check_room(self, num_waiting: int) -> None:
+        if num_waiting >= self._max_queued:
+            raise TooMany(
+                f"{num_waiting} jobs wait, and the queue takes no more: wait until some have ended, cancel some "
+                "(DELETE /api/jobs/JOB), or start the server with a larger --max-queued-jobs",
+                code="queue_full",
+            )
 
     def get(self, job_id: str) -> Job:
         """
@@ -213,57 +263,141 @@ class JobQueue:
             raise NotFound(f"no job '{job_id[:80]}' here", code="unknown_job", param="job_id")
         return rows[0]
 
-    def payload(self, job_id: str) -> Payload:
+    def jobs(self, projects: frozenset[str] | None, states: Sequence[str], limit: int) -> list[Job]:
+        """The newest jobs that a caller with access to `projects` (None: all) may see; in the order of the queue those
+        that have not ended, the latest first of those that have."""
+        marks = ",".join("?" * len(states))
+        where = f"state IN ({marks})"
+        values: list[object] = [*states]
+        if projects is not None:
+            where += f" AND project IN ({','.join('?' * len(projects))})"
+            values += sorted(projects)
+        order = "CASE WHEN finished_at IS NULL THEN COALESCE(place, number) ELSE 1e12 - number END"
+        return self._select(
+            f"{where} ORDER BY finished_at IS NOT NULL, {order} LIMIT ?", *values, limit
+        )
+
+    # --- the runner's side ---
+
+    def waiting(self) -> list[Waiting]:
+        """Jobs that have not ended, in the order in which they run: those that were interrupted first."""
         with self._lock:
-            row = self._db.execute(
-                "SELECT payload FROM jobs WHERE job_id = ?", (job_id,)
-            ).fetchone()
-        return Payload.unpack(row[0])
+            rows = self._db.execute(
+                "SELECT job_id, project || '/' || name, target_step FROM jobs WHERE state IN ('running', 'queued')"
+                " ORDER BY state = 'queued', COALESCE(place, number)"
+            ).fetchall()
+        return [Waiting(*row) for row in rows]
 
     def next(self) -> Job | None:
-        """The job to run: one that was interrupted, else the oldest that waits."""
-        rows = self._select(
-            "state IN ('running', 'queued') ORDER BY state = 'queued', number LIMIT 1"
-        )
-        return rows[0] if rows else None
+        """The job that runs or will run first."""
+        waiting = self.waiting()
+        return self.get(waiting[0].job_id) if waiting else None
 
-    def set_running(self, job_id: str, target_step: int) -> None:
-        self._update(job_id, "state = 'running', target_step = ?", target_step)
+    def batch(self, job_id: str) -> bytes:
+        """JSON of what the job trains."""
+        return self._blob("batch", job_id)
+
+    def trajectories(self, job_id: str) -> bytes:
+        """Lines of what it leaves in the model's folder."""
+        return self._blob("trajectories", job_id)
+
+    def _blob(self, column: str, job_id: str) -> bytes:
+        with self._lock:
+            (blob,) = self._db.execute(
+                f"SELECT {column} FROM jobs WHERE job_id = ?", (job_id,)
+            ).fetchone()
+        return zlib.decompress(blob)
+
+    def set_running(self, job_id: str, target_step: int) -> bool:
+        """False for a job that has ended meanwhile."""
+        return self._update(
+            job_id,
+            "state = 'running', starts = starts + 1, target_step = ?",
+            target_step,
+            where="state IN ('queued', 'running')",
+        )
+
+    def set_waiting(self, job_id: str, error: ErrorDetail) -> None:
+        """Back into the queue, with the reason."""
+        self._update(job_id, "state = 'queued', error = ?", error.model_dump_json())
 
     def set_done(self, job_id: str, metrics: dict[str, float], report: JobReport) -> None:
         self._update(
             job_id,
-            "state = 'done', metrics = ?, report = ?, payload = NULL, finished_at = ?",
+            "state = 'done', metrics = ?, report = ?, error = NULL, batch = NULL, trajectories = NULL, finished_at = ?",
             json.dumps(metrics),
             report.model_dump_json(),
-            time.time(),
+            clock.now(),
         )
 
     def set_failed(self, job_id: str, error: ErrorDetail) -> None:
+        """Its payload stays for some days."""
         self._update(
             job_id,
-            "state = 'failed', error = ?, payload = NULL, finished_at = ?",
+            "state = 'failed', error = ?, finished_at = ?",
             error.model_dump_json(),
-            time.time(),
+            clock.now(),
         )
+
+    def set_cancelled(self, job_id: str, *, is_running: bool) -> bool:
+        """Whether it could be cancelled: a job that runs only by who runs it."""
+        states = "('queued', 'running')" if is_running else "('queued')"
+        change = "state = 'cancelled', batch = NULL, trajectories = NULL, finished_at = ?"
+        return self._update(job_id, change, clock.now(), where=f"state IN {states}")
+
+    def revive(self, job_id: str) -> bool:
+        """Queue a failed job again. False when its payload is gone."""
+        change = "state = 'queued', finished_at = NULL, place = NULL"
+        return self._update(job_id, change, where="state = 'failed' AND batch IS NOT NULL")
+
+    def move(self, job_id: str, before: str | None) -> None:
+        """Put a queued job before another one, or at the end.
+
+        Raises:
+            Conflict: one of them does not wait.
+        """
+        with self._lock, database_errors("the queue"), transaction(self._db):
+            queued = self._db.execute(
+                "SELECT job_id, COALESCE(place, number) FROM jobs WHERE state = 'queued'"
+                " ORDER BY COALESCE(place, number)"
+            ).fetchall()
+            names = [name for name, _ in queued]
+            for name in (job_id, before):
+                if name is not None and name not in names:
+                    raise Conflict(
+                        f"job '{name[:80]}' does not wait", code="not_queued", param="job_id"
+                    )
+            names.remove(job_id)
+            names.insert(
+                len(names) if before is None or before == job_id else names.index(before), job_id
+            )
+            places = sorted(place for _, place in queued)
+            self._db.executemany(
+                "UPDATE jobs SET place = ? WHERE job_id = ?", list(zip(places, names, strict=True))
+            )
+
+    def prune(self) -> None:
+        """Drop the payloads of jobs that failed days ago, and the oldest rows of ended jobs."""
+        ended = f"state IN {ENDED}"
+        with self._lock, database_errors("the queue"):
+            self._db.execute(
+                "UPDATE jobs SET batch = NULL, trajectories = NULL WHERE state = 'failed' AND finished_at < ?",
+                (clock.now() - FAILED_PAYLOAD_SECONDS,),
+            )
+            self._db.execute(
+                f"DELETE FROM jobs WHERE {ended} AND number <= (SELECT number FROM jobs WHERE {ended}"
+                " ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (MAX_ENDED,),
+            )
 
     def _select(self, where: str, *values: object) -> list[Job]:
         with self._lock:
             rows = self._db.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values).fetchall()
         return [_job(row) for row in rows]
 
-    def _update(self, job_id: str, assignments: str, *values: object) -> None:
-        with self._lock, full_disk_errors():
-            self._db.execute(f"UPDATE jobs SET {assignments} WHERE job_id = ?", (*values, job_id))
-
-
-@contextlib.contextmanager
-def full_disk_errors() -> Iterator[None]:
-    """SQLite tells of a full disk in its own words; say it in ours."""
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        if "full" not in str(error):
-            raise
-        with files.disk_errors("the job"):
-            raise OSError(files.FULL_DISK[0], str(error)) from error
+    def _update(self, job_id: str, assignments: str, *values: object, where: str = "1") -> bool:
+        with self._lock, database_errors("the job"):
+            changed = self._db.execute(
+                f"UPDATE jobs SET {assignments} WHERE job_id = ? AND {where}", (*values, job_id)
+            )
+        return changed.rowcount > 0

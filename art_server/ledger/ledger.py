@@ -18,7 +18,6 @@ import json
 import logging
 import sqlite3
 import threading
-import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from art_server import clock
 from art_server.engine.records import Sample
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
@@ -41,6 +41,7 @@ from art_server.ledger.splice import (
     prefix_hashes,
 )
 from art_server.ledger.template import TemplateRules, find_rules
+from art_server.store.database import add_columns, open_database, transaction
 from art_server.training.kept_set import MASK
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ CREATE TABLE IF NOT EXISTS records (
     beginnings BLOB,
     sampled_from BLOB
 );
+CREATE INDEX IF NOT EXISTS prompts_by_parent ON prompts (parent) WHERE parent IS NOT NULL;
 CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
 DROP INDEX IF EXISTS records_by_request;
 CREATE INDEX IF NOT EXISTS records_by_session ON records (session) WHERE session IS NOT NULL;
@@ -123,8 +125,8 @@ NAMED_CALLS = 20_000
 USED_SECONDS = 3600.0
 """A kept set's time of use is written again when it is older than this."""
 
-PRUNE_EVERY = 1000
-"""Records between two looks at age and size."""
+PRUNED_AT_A_TIME = 500
+"""Records that are dropped in one transaction; a thousand take some 50 ms, in which no prompt is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
 
 
+IN_LIST = "IN (SELECT value FROM json_each(?))"
 OF_REQUEST = "choice_id > ? AND choice_id < ?"
 
 
@@ -231,39 +234,28 @@ class Ledger:
     """Writes are committed as they come (WAL); a record costs well under a millisecond. Safe to use from threads."""
 
     def __init__(self, file: Path, retention: Retention = Retention(), is_splicing: bool = True):
-        file.parent.mkdir(parents=True, exist_ok=True)
         self._file = file
         self._retention = retention
         self._is_splicing = is_splicing
         self._decoder: Decoder | None = None
         self._rules = TemplateRules()
         self._lock = threading.RLock()
-        self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db = open_database(file, SCHEMA, is_durable=False)
         self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
-        self._db.executescript(SCHEMA)
-        self._add_columns("records", ("sampled_from", "beginnings"))
-        self._add_columns("prompts", ("cut", "tail"))
+        add_columns(self._db, "records", {"sampled_from": "BLOB", "beginnings": "BLOB"})
+        add_columns(self._db, "prompts", {"cut": "BLOB", "tail": "BLOB"})
         self._sets: dict[int, bytes] = {}
         self._open: dict[str, OpenRequest] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
         self._callers: OrderedDict[str, str] = OrderedDict()
-        self._since_pruning = 0
+        with transaction(self._db):  # of requests that never got an answer
+            self._drop_unused_prompts("?", "1", "[]")
         self._fill_index()
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
-
-    def _add_columns(self, table: str, wanted: tuple[str, ...]) -> None:
-        """What a file of an earlier version lacks."""
-        there = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
-        for column in wanted:
-            if column not in there:
-                self._db.execute(f"ALTER TABLE {table} ADD COLUMN {column} BLOB")
 
     def use_tokenizer(self, folder: Path) -> None:
         """Read answers with a base model's tokenizer; before this, and without one, nothing is spliced."""
@@ -303,7 +295,7 @@ class Ledger:
         with self._lock, contextlib.ExitStack() as undo:
             # What came to nothing leaves numbers of prompts in memory that others will be given.
             undo.callback(self._fill_index)
-            with self._transaction():
+            with transaction(self._db):
                 for request_id, index, position, sample in samples:
                     opened = self._open.get(request_id)
                     if opened is None:
@@ -322,13 +314,17 @@ class Ledger:
                         record = self._make_record(opened.request, index, prompt, sample)
                         self._write(record, prompt)
                         made.append((opened, index, record))
+                    else:
+                        opened.lose(index, "its prompt could not be recorded")
             undo.pop_all()
         for opened, index, record in made:
             opened.add(index, record)
-        self._since_pruning += len(made)
-        if self._since_pruning >= PRUNE_EVERY:
-            self._since_pruning = 0
-            self.prune()
+
+    def lose(self, request_id: str, index: int, reason: str) -> None:
+        """Say that there will be no record of a choice, so that nobody waits for it."""
+        opened = self._open.get(request_id)
+        if opened is not None:
+            opened.lose(index, reason)
 
     def _make_record(self, request: Request, index: int, prompt: Prompt, sample: Sample) -> Record:
         assert len(sample.token_ids) == len(sample.logprobs), (
@@ -346,7 +342,7 @@ class Ledger:
             sampled_logprobs=sample.sampled_logprobs,
             kept=sample.kept,
             sets=sample.sets,
-            created_at=time.time(),
+            created_at=clock.now(),
             continues=prompt.continues,
             link=prompt.link,
             said=conversation.said(text),
@@ -643,7 +639,7 @@ class Ledger:
 
     def mark_delivered(self, request_id: str) -> None:
         """The answer went out in full."""
-        with self._lock:
+        with self._lock, tolerated("that an answer went out"):
             self._db.execute(
                 f"UPDATE records SET is_delivered = 1 WHERE {OF_REQUEST}", of_request(request_id)
             )
@@ -651,7 +647,7 @@ class Ledger:
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
         """Keep what a session's request and its choices look like to the agent."""
         blob = zlib.compress(json.dumps(turn).encode(), 1)
-        with self._lock:
+        with self._lock, tolerated("a session's turn"):
             self._db.execute("INSERT OR REPLACE INTO turns VALUES (?,?)", (request_id, blob))
 
     # --- finding ---
@@ -763,21 +759,35 @@ class Ledger:
                 index.add(scope, hashed % (1 << 64), prompt)
 
     def prune(self) -> int:
-        """Drop what is too old, and the oldest tenth while the file is too large. Returns how many records went."""
+        """Drop what is too old, and the oldest while the file is too large. Returns how many records went. A few at a time:
+        requests wait meanwhile."""
+        dropped = 0
+        while part := self._prune_some():
+            dropped += part
+        if dropped:
+            logger.info("ledger: %d records dropped by age or size", dropped)
+        return dropped
+
+    def _prune_some(self) -> int:
+        now = clock.now()
         with self._lock:
-            oldest = time.time() - self._retention.max_age_seconds
-            first = self._db.execute(
-                "SELECT created_at FROM records ORDER BY number LIMIT 1"
-            ).fetchone()
-            is_due = first is not None and first[0] < oldest
-            dropped = self._drop("created_at < ?", oldest) if is_due else 0
-            while self._size() > self._retention.max_bytes:
-                (count,) = self._db.execute("SELECT COUNT(*) FROM records").fetchone()
-                if not count:
-                    break
-                tenth = "number IN (SELECT number FROM records ORDER BY number LIMIT ?)"
-                dropped += self._drop(tenth, max(1, count // 10))
-            return dropped
+            oldest = self._db.execute(
+                "SELECT number, created_at FROM records ORDER BY number LIMIT ?",
+                (PRUNED_AT_A_TIME,),
+            ).fetchall()
+            self._db.execute(  # made while the clock ran ahead: their age counts from here
+                "UPDATE records SET created_at = ? WHERE number <= ? AND created_at > ?",
+                (now, oldest[-1][0] if oldest else 0, now),
+            )
+            too_old = now - self._retention.max_age_seconds
+            doomed = [number for number, created_at in oldest if created_at < too_old]
+            if not doomed and self._size() > self._retention.max_bytes:
+                (newest,) = self._db.execute("SELECT MAX(number) FROM records").fetchone()
+                tenth = max(1, (newest - oldest[0][0]) // 10) if oldest else 0
+                doomed = [number for number, _ in oldest[:tenth]]
+            if doomed:
+                self._drop(doomed)
+            return len(doomed)
 
     def _size(self) -> int:
         """Bytes in use; free pages are filled before the file grows."""
@@ -786,50 +796,63 @@ class Ledger:
         (page_size,) = self._db.execute("PRAGMA page_size").fetchone()
         return (pages - free) * page_size
 
-    def _drop(self, where: str, value: float) -> int:
-        asked = [made.number for one in [*self._open.values()] for made in one.prompts.values()]
-        with self._transaction():
-            doomed = f"SELECT choice_id FROM records WHERE {where}"
-            kept_prompts = (
-                f"SELECT prompt FROM records WHERE choice_id NOT IN ({doomed})"
-                " UNION ALL SELECT value FROM json_each(?)"  # with the engine, without a record
-            )
-            orphans = self._db.execute(
-                f"SELECT number FROM prompts WHERE parent IN ({doomed}) AND number IN ({kept_prompts})",
-                (value, value, json.dumps(asked)),
+    def _drop(self, numbers: Sequence[int]) -> None:
+        """Drop records, with all that nothing else needs."""
+        asked = json.dumps(
+            [p.number for one in [*self._open.values()] for p in one.prompts.values()]
+        )
+        rows = self._db.execute(
+            f"SELECT choice_id, prompt, request_id FROM records WHERE number {IN_LIST}",
+            (json.dumps(numbers),),
+        ).fetchall()
+        choices, prompts, requests = (
+            json.dumps(list(set(each))) for each in zip(*rows, strict=True)
+        )
+        with transaction(self._db):
+            stay = self._db.execute(
+                f"SELECT number FROM prompts WHERE parent {IN_LIST} AND (number {IN_LIST} OR EXISTS"
+                f" (SELECT 1 FROM records WHERE prompt = prompts.number AND NOT choice_id {IN_LIST}))",
+                (choices, asked, choices),
             ).fetchall()
-            for (number,) in orphans:  # their past goes: store them whole
+            for (number,) in stay:  # their past goes: store them whole
                 whole, rendering = self._load_prompt(number), self._load_rendering(number)
                 self._db.execute(
                     "UPDATE prompts SET parent = NULL, delta = ?, cut = NULL, tail = ? WHERE number = ?",
                     (_pack(whole), _pack(rendering) if rendering != whole else None, number),
                 )
-            dropped = self._db.execute(f"DELETE FROM records WHERE {where}", (value,)).rowcount
+            self._db.execute(f"DELETE FROM records WHERE choice_id {IN_LIST}", (choices,))
+            self._db.execute(f"DELETE FROM prompts WHERE parent {IN_LIST}", (choices,))
+            self._drop_unused_prompts(f"number {IN_LIST}", prompts, asked)
             self._db.execute(
-                "DELETE FROM prompts WHERE number NOT IN"
-                " (SELECT prompt FROM records UNION ALL SELECT value FROM json_each(?))",
-                (json.dumps(asked),),
+                f"DELETE FROM turns WHERE request_id {IN_LIST} AND NOT EXISTS (SELECT 1 FROM records WHERE"
+                " choice_id > turns.request_id || '-' AND choice_id < turns.request_id || '.')",
+                (requests,),
             )
             self._db.execute(
-                "DELETE FROM turns WHERE request_id NOT IN (SELECT request_id FROM records)"
-            )
-            self._db.execute(
-                "DELETE FROM kept_sets WHERE used_at <"
-                " (SELECT COALESCE(MIN(created_at), 1e99) FROM records) - ?",
+                "DELETE FROM kept_sets WHERE used_at < COALESCE("
+                " (SELECT created_at FROM records ORDER BY number LIMIT 1), 1e99) - ?",
                 (USED_SECONDS,),
             )
-        if dropped:
-            self._prompts.clear()
-            self._renderings.clear()
-            self._sets.clear()
-            logger.info("ledger: %d records dropped by age or size", dropped)
-        return dropped
+        self._prompts.clear()
+        self._renderings.clear()
+        self._sets.clear()
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        with self._db:
-            yield
+    def _drop_unused_prompts(self, where: str, values: str, asked: str) -> None:
+        """Of these prompts, drop those that neither a record nor a request that is with the engine has."""
+        self._db.execute(
+            f"DELETE FROM prompts WHERE {where} AND NOT number {IN_LIST}"
+            " AND NOT EXISTS (SELECT 1 FROM records WHERE prompt = prompts.number)",
+            (values, asked),
+        )
+
+
+@contextlib.contextmanager
+def tolerated(what: str) -> Iterator[None]:
+    """A disk that takes no write must not cost an answer."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        logger.error("%s is not recorded: %s", what, error)
 
 
 def _signed(hashed: int) -> int:
@@ -863,6 +886,8 @@ class OpenRequest:
     request: Request
     prompts: dict[int, Prompt] = field(default_factory=dict)
     records: dict[int, Record] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    """Choices of which there is no record, with the reason."""
     _came: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __enter__(self) -> "OpenRequest":
@@ -876,14 +901,18 @@ class OpenRequest:
         self.records[index] = record
         self._came.set()
 
+    def lose(self, index: int, reason: str) -> None:
+        self.lost[index] = reason
+        self._came.set()
+
     async def wait(self, index: int) -> Record | None:
-        """The record of choice `index`, None when it does not come."""
+        """The record of choice `index`; None when there is none, and `lost` tells why."""
         try:
             async with asyncio.timeout(RECORD_WAIT_SECONDS):
-                while index not in self.records:
+                while index not in self.records and index not in self.lost:
                     self._came.clear()
                     await self._came.wait()
         except TimeoutError:
             logger.error("no record came for choice %d of %s", index, self.request.request_id)
-            return None
-        return self.records[index]
+            self.lost[index] = f"no record came within {RECORD_WAIT_SECONDS:.0f} s"
+        return self.records.get(index)

@@ -12,22 +12,24 @@ from typing import Any
 
 from art_server.errors import StorageFull
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""What a disk says that takes no write: full, above the quota, read-only, broken."""
 
 
 @contextlib.contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn a full disk into an error that says so.
+    """Turn a disk that takes no write into an error that says so.
 
     Raises:
-        StorageFull: the disk, or the quota, has no room for `what`.
+        StorageFull: the disk has no room for `what`, or cannot be written.
     """
     try:
         yield
     except OSError as error:
-        if error.errno in FULL_DISK:
+        if error.errno in NO_ROOM:
             raise StorageFull(
-                f"no disk space for {what}: free some room under the server's --path and repeat the request",
+                f"the disk does not take {what} ({error.strerror}): free some room under the server's --path, see that it "
+                "can be written, and repeat the request",
                 code="no_disk_space",
             ) from error
         raise
@@ -105,7 +107,8 @@ def remove_folder(folder: Path) -> None:
 def clear_temporary(folder: Path) -> None:
     """Delete what an earlier process left unfinished in `folder`."""
     for entry in folder.glob(".*.tmp"):
+        # Another thread may be deleting the same.
         if entry.is_dir():
-            shutil.rmtree(entry)
+            shutil.rmtree(entry, ignore_errors=True)
         else:
-            entry.unlink()
+            entry.unlink(missing_ok=True)

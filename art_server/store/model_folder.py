@@ -183,9 +183,12 @@ class ModelFolder:
 
     def write_trajectories(self, split: str, step: int, groups: list[TrajectoryGroupBody]) -> None:
         """Write trajectories/SPLIT/%04d.jsonl, one group a line, replacing what the step had."""
-        lines = [json.dumps(trajectory_row(group)) for group in groups]
-        data = "".join(line + "\n" for line in lines).encode()
-        files.write_file(self.path / "trajectories" / split / f"{step:04d}.jsonl", data)
+        lines = (json.dumps(trajectory_row(group)).encode() + b"\n" for group in groups)
+        self.write_lines(split, step, b"".join(lines))
+
+    def write_lines(self, split: str, step: int, lines: bytes) -> None:
+        """The same, of lines that are made already."""
+        files.write_file(self.path / "trajectories" / split / f"{step:04d}.jsonl", lines)
 
 
 def trajectory_row(group: TrajectoryGroupBody) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,25 +46,28 @@ NUM_LOG_LINES = 20
 MAX_TAIL_BYTES = 2**16
 
 
+FIRST_PROGRESS_SECONDS = 1800.0
+"""A process that has finished no task loads a base and compiles kernels before it shows any progress."""
+SHORTEST_LIMIT_SECONDS, TIMES_ITS_PACE = 300.0, 20.0
+"""A process is hung that shows no progress for so many times its longest pause so far, and at least for so long."""
+
+
 class TrainerError(Exception):
     """The trainer refused or failed a task, and goes on."""
 
-    retryable = False
-    """True: the same task may succeed later, unchanged."""
-
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, retryable: bool = False) -> None:
+        """`retryable`: the same task may succeed later, unchanged."""
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+        self.retryable = retryable
 
 
 class TrainerDied(TrainerError):
     """The process ended under a task or while starting; the next task starts another."""
 
-    retryable = True
-
     def __init__(self, message: str) -> None:
-        super().__init__("trainer_died", message)
+        super().__init__("trainer_died", message, retryable=True)
 
 
 def worker_command(
@@ -127,6 +131,8 @@ class TrainerProcess:
         self._log_start = 0
         self._process: Process | None = None
         self._is_ready = False
+        self._has_finished_one = False
+        self._longest_pause = 0.0
         self._lock = asyncio.Lock()
 
     @property
@@ -146,10 +152,12 @@ class TrainerProcess:
         self,
         task: InitTask | LoadTask | TrainTask,
         on_progress: Callable[[Progress], None] | None = None,
+        batch: bytes | None = None,
     ) -> Done:
-        """Have a task done. A cancelled call kills the process: a step cannot be interrupted otherwise.
+        """Have a task done. `batch` is the JSON of a train task's batch, which is not read here. A cancelled call kills the
+        process; `cancel` ends a step and keeps it.
 
-        Raises TrainerError when the task fails, TrainerDied when the process ends.
+        Raises TrainerError when the task fails, TrainerDied when the process ends or hangs.
         """
         async with self._lock:
             await self._ensure_started()
@@ -157,17 +165,41 @@ class TrainerProcess:
             assert process is not None
             async with contextlib.AsyncExitStack() as on_failure:
                 on_failure.push_async_callback(self.stop)
-                line = await asyncio.to_thread(task.model_dump_json)
-                await _send(process, line.encode() + b"\n")
+                await _send(process, _task_line(task, batch))
                 while True:
-                    answer = await self._receive(process)
+                    answer = await self._receive_in_time(process)
                     if isinstance(answer, Done | Failed):
                         break
                     if isinstance(answer, Progress) and on_progress is not None:
                         on_progress(answer)
                 on_failure.pop_all()
+                self._has_finished_one = True
         if isinstance(answer, Failed):
-            raise TrainerError(answer.code, answer.message)
+            raise TrainerError(answer.code, answer.message, answer.retryable)
+        return answer
+
+    def cancel(self) -> None:
+        """Ask for the end of the train task under way, before its next micro-batch; it then fails as "cancelled"."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGUSR1)
+
+    async def _receive_in_time(self, process: Process) -> Ready | Progress | Done | Failed:
+        """
+        Raises TrainerDied when the process shows nothing for much longer than its own pace.
+        """
+        limit = FIRST_PROGRESS_SECONDS
+        if self._has_finished_one:
+            limit = max(SHORTEST_LIMIT_SECONDS, TIMES_ITS_PACE * self._longest_pause)
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(limit):
+                answer = await self._receive(process)
+        except TimeoutError as error:
+            raise TrainerDied(
+                f"the trainer process was ended: it showed no progress for {limit:.0f} s; its last lines:\n{self._log_tail()}"
+            ) from error
+        self._longest_pause = max(self._longest_pause, time.monotonic() - started)
         return answer
 
     async def stop(self) -> None:
@@ -197,10 +229,10 @@ class TrainerProcess:
                 limit=MAX_ANSWER_BYTES,
                 start_new_session=True,
             )
-        self._process = process
+        self._process, self._has_finished_one, self._longest_pause = process, False, 0.0
         async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_callback(self.stop)
-            answer = await self._receive(process)
+            answer = await self._receive_in_time(process)
             assert isinstance(answer, Ready), f"the trainer's first line is {answer!r}"
             on_failure.pop_all()
         self._is_ready = True
@@ -227,6 +259,12 @@ class TrainerProcess:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - MAX_TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-NUM_LOG_LINES:])
+
+
+def _task_line(task: InitTask | LoadTask | TrainTask, batch: bytes | None) -> bytes:
+    if batch is None:
+        return task.model_dump_json().encode() + b"\n"
+    return task.model_dump_json(exclude={"batch"}).encode()[:-1] + b',"batch":' + batch + b"}\n"
 
 
 async def _send(process: Process, line: bytes) -> None:

@@ -3,7 +3,7 @@
 Token rows are resolved before they come here; nothing in the trainer knows of messages, templates or engines.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -113,13 +113,16 @@ class TrainTask(Record):
     in_dir: str
     out_dir: str
     config: TrainConfig
-    batch: Batch
+    batch: Batch = Batch(groups=[])
+    """The server holds it as JSON, and passes it on unread (`TrainerProcess.run`)."""
     start_step: int = 0
     """The model's step in in_dir: tokens that it sampled show the gap between engine and trainer."""
     seed: int = 0
     """Fixes the order of groups in several optimizer steps."""
     gap_bars: GapBars | None = None
     """None: the gap is measured, and not judged."""
+    budget_divisor: int = Field(default=1, ge=1)
+    """How many times fewer tokens go through the model at a time than usually: for a job under which the process died."""
     reference_dir: str | None = None
     """Checkpoint whose adapter is the reference of the KL penalty; None is the base model."""
 
@@ -153,7 +156,8 @@ class Failed(Record):
     event: Literal["failed"] = "failed"
     code: str
     message: str
-    detail: dict[str, Any] = {}
+    retryable: bool = False
+    """The same task may succeed later, unchanged."""
 
 
 Answer = Annotated[Ready | Progress | Done | Failed, Field(discriminator="event")]

@@ -67,12 +67,18 @@ class Trainer:
         self,
         task: InitTask | LoadTask | TrainTask,
         on_progress: Callable[[Progress], None] | None = None,
+        batch: bytes | None = None,
     ) -> Done:
-        """Have a task done; raises what `TrainerProcess.run` raises."""
+        """Have a task done; takes and raises what `TrainerProcess.run` does."""
         assert self._process is not None, "set_base() comes first"
         await self._process.start()
         self._list(self._process.pid)
-        return await self._process.run(task, on_progress)
+        return await self._process.run(task, on_progress, batch)
+
+    def cancel(self) -> None:
+        """End the train task under way, as `TrainerProcess.cancel` does."""
+        if self._process is not None:
+            self._process.cancel()
 
     async def stop(self) -> None:
         if self._process is not None:

@@ -8,6 +8,7 @@ Every task starts from the checkpoint that it names, so a failed one leaves noth
 import argparse
 import gc
 import logging
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server.children import be_child, claim_stdout
+from art_server.store import files
 from art_server.training.checkpoint import write_first_checkpoint
 from art_server.training.gap import GapTooLarge
 from art_server.training.memory import (
@@ -26,7 +28,7 @@ from art_server.training.memory import (
     return_freed_memory,
 )
 from art_server.training.policy import Policy
-from art_server.training.step import train
+from art_server.training.step import MIN_TOKENS_PER_MICRO_BATCH, train
 from art_server.training.task import BetweenSteps, Done, Failed, Progress, Ready, Task
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,10 @@ def main(answers: BinaryIO) -> None:
     worker.serve(sys.stdin.buffer)
 
 
+class Cancelled(Exception):
+    """The server asked for the end of the task."""
+
+
 OUT_OF_MEMORY_ADVICE = (
     "Lower the trainer's --max-tokens-per-micro-batch, send shorter trajectories, or register the model with a lower"
     " LoRA rank"
@@ -100,9 +106,12 @@ class Worker:
         self._budgets = budgets
         self._answers = answers
         self._policy: Policy | None = None
+        self._is_cancelled = False
 
     def serve(self, tasks: BinaryIO) -> None:
-        """Answer each line; return at the end of the stream, which is also how a vanished parent shows."""
+        """Answer each line; return at the end of the stream, which is also how a vanished parent shows. SIGUSR1 ends a train
+        task before its next micro-batch."""
+        signal.signal(signal.SIGUSR1, self._cancel)
         self._answer(Ready())
         while line := tasks.readline():
             self._answer(self._handle(line))
@@ -122,10 +131,16 @@ class Worker:
             return Failed(code="non_finite", message=str(error))
         except GapTooLarge as error:
             return Failed(code="gap_too_large", message=str(error))
+        except Cancelled:
+            return Failed(code="cancelled", message="the job was cancelled", retryable=True)
+        except torch.AcceleratorError:
+            raise  # no later call on the device would succeed: the server starts another process
         except Exception as error:
             # The process's outermost handler: the server decides what becomes of the job.
             traceback.print_exc()
-            if is_out_of_memory(error):
+            if is_disk_full(error):
+                failed = Failed(code="no_disk_space", message=str(error), retryable=True)
+            elif is_out_of_memory(error):
                 failed = Failed(code="out_of_memory", message=f"{error}. {OUT_OF_MEMORY_ADVICE}")
             else:
                 failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
@@ -141,20 +156,33 @@ class Worker:
         if task.kind == "load":
             return Done(metrics={"num_parameters": float(policy.num_parameters)})
         max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
+        has_left = self._between_steps == "stay"
         try:
-            return train(
+            done = train(
                 policy,
                 task,
-                max_tokens,
-                self._answer,
+                max(max_tokens // task.budget_divisor, MIN_TOKENS_PER_MICRO_BATCH),
+                self._report,
                 between_steps=self._between_steps,
                 budgets=self._budgets,
             )
+            has_left = has_left or self._between_steps == "leave"
+            return done
         finally:
-            if self._between_steps == "reload":
+            self._is_cancelled = False
+            if not has_left:  # read anew for the next step, or stopped before it left: the engine wants the device
                 del policy
                 self._drop_policy()
             _empty_cache()
+
+    def _cancel(self, *_: object) -> None:
+        self._is_cancelled = True
+
+    def _report(self, progress: Progress) -> None:
+        """Tell the server; between micro-batches the place to stop."""
+        if self._is_cancelled and progress.phase != "save":
+            raise Cancelled
+        self._answer(progress)
 
     def _drop_policy(self) -> None:
         self._policy = None
@@ -187,6 +215,13 @@ class Worker:
     def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
         self._answers.write(answer.model_dump_json().encode() + b"\n")
         self._answers.flush()
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Whether a disk took no write; safetensors says so in words only."""
+    return (isinstance(error, OSError) and error.errno in files.NO_ROOM) or (
+        "No space left on device" in str(error)
+    )
 
 
 def find_device(name: str) -> torch.device | None:

@@ -310,7 +310,9 @@ class FakeTrainer:
         self,
         task: InitTask | LoadTask | TrainTask,
         on_progress: Callable[[Progress], None] | None = None,
+        batch: bytes | None = None,
     ) -> Done:
+        del batch
         async with self.lock:
             lines = {line.what: line.training for line in self.plan.lines}
             if isinstance(task, InitTask):

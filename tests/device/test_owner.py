@@ -4,6 +4,7 @@ gate and runner."""
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from art.wire import JobReport, LoRAConfig, TrainConfig
+from art_server import background as background_module
+from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.device.figures import read_figures
 from art_server.device.owner import DeviceOwner
 from art_server.device.plan import GIB, Card, Demand, make_plan
 from art_server.engine import engine as engine_module
-from art_server.engine.engine import Engine
+from art_server.engine.engine import AdapterRefused, Engine
 from art_server.engine.gate import Gate
+from art_server.engine.records import RecordReceiver
 from art_server.errors import Unavailable
 from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import JobQueue, Payload, digest
@@ -54,6 +58,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(engine_module, "WAKE_SECONDS", 0.3)
     monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
     monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
+    monkeypatch.setattr(runner_module, "DEATH_PAUSES", (0.01, 0.01))
     yield
 
 
@@ -74,15 +80,16 @@ class House:
         self.world = world
         config = ServerConfig(path=folder)
         self.owner, self.gate = DeviceOwner(), Gate()
+        self.background = Background()
         self.engine: Engine = FakeEngine(
             config,
             "cuda",
             {},
             self.owner,
             world.children,  # type: ignore[arg-type]
-            lambda *_: None,
-            lambda _: None,
+            RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
             lambda: self.gate.is_busy,
+            self.background,
         )
         self.engine.world = world  # type: ignore[attr-defined]
         between = "stay" if world.plan.is_base_resident else "leave"
@@ -110,7 +117,7 @@ class House:
 
     def start(self) -> None:
         self.engine.start(BaseModel("base", TINY_DIR), {}, self.world.plan)
-        self.running = asyncio.create_task(self.runner.run_forever())
+        self.background.start("job runner", self.runner.run_forever)
         if self.world.plan.is_base_resident:
             self.world.background(self._warm())
 
@@ -119,15 +126,14 @@ class House:
             await self.trainer.run(LoadTask())
 
     async def stop(self) -> None:
-        self.running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.running
+        await self.background.stop("job runner")
         await self.engine.stop()
+        assert self.background.num_faults == {}
         await self.world.settle()
         self.queue.close()
 
     def add_job(self, name: str) -> str:
-        payload = Payload(Batch(groups=[]), [])
+        payload = Payload.make(Batch(groups=[]), [])
         report = JobReport(num_rows=0)
         key = digest(name.encode())
         return self.queue.add("me", "p", name, None, key, TrainConfig(), payload, report).job_id
@@ -191,7 +197,7 @@ async def play(world: World, folder: Path, num_jobs: int = 3) -> House:
             model = house.registry.get("p", name)
             assert await house.ask(name) == model.adapter_name(model.step)
         done = [house.queue.get(job).state for job in jobs]
-        if world.num_trainer_deaths < runner_module.MAX_TRAINER_DEATHS:
+        if world.num_trainer_deaths <= len(runner_module.DEATH_PAUSES):
             assert done == ["done"] * num_jobs, [house.queue.get(job).error for job in jobs]
             steps = {name: house.registry.get("p", name).step for name in MODELS}
             assert steps == {"a": (num_jobs + 1) // 2, "b": num_jobs // 2}
@@ -257,6 +263,49 @@ async def test_a_trainer_with_a_device_of_its_own_stops_nobody(tmp_path: Path) -
         assert await house.ask("a") == "p/a@1"
 
 
+async def test_a_disk_without_room_delays_an_engines_restart_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_module, "FIRST_PAUSE_SECONDS", 0.01)
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        launch, num_full = house.engine._launch, 5
+
+        async def full(*arguments: Any) -> Any:
+            nonlocal num_full
+            if num_full:
+                num_full -= 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return await launch(*arguments)
+
+        monkeypatch.setattr(house.engine, "_launch", full)
+        assert world.process is not None
+        world.process.kill()
+        while not house.background.faults:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert house.engine.state == "starting"
+        assert await house.ask("a") == "p/a@0", "more failures than an engine of its own may have"
+        assert house.background.num_faults.pop("engine supervisor") == 5
+    assert_right(world)
+
+
+async def test_an_adapter_that_does_not_load_at_a_restart_is_refused_alone(tmp_path: Path) -> None:
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        assert await house.ask("b") == "p/b@0"
+        (house.registry.get("p", "a").folder.checkpoint_dir(0) / "adapter").unlink()
+        assert world.process is not None
+        world.process.kill()
+        assert await house.ask("b") == "p/b@0"
+        assert house.engine.loaded_adapters() == ["p/b@0"]
+        with pytest.raises(AdapterRefused, match="no such adapter"):
+            folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
+            await house.engine.load_adapter("p/a@0", folder, SECONDS)
+        assert house.engine.state == "ready"
+
+
 PHASES = ("engine starts", "engine loads", "adapter loads", "pause", "sleep", "trains", "backward")
 PHASES += ("saves", "wake_up", "resume", "release_kv_cache_memory")
 EVENTS = ("", "slow", "kill engine")
@@ -293,7 +342,7 @@ def test_all_orders(
 
 
 async def test_an_engine_wakes_whole_when_a_job_fails(tmp_path: Path) -> None:
-    world = make_world("sleep", {"trains": ["die", "die"]})
+    world = make_world("sleep", {"trains": ["die"] * 5})
     house = await play(world, tmp_path)
     assert_right(world)
     assert world.seen.count("engine starts") == 1
@@ -367,17 +416,17 @@ async def test_mutation_trainer_kept_resident(tmp_path: Path) -> None:
 async def test_mutation_restart_during_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervise = Engine._supervise
+    start = Engine.start
 
-    async def unlocked(self: Engine) -> None:
-        shared, self._owner = self._owner, DeviceOwner()
-        self.load_adapter = lambda *args, **kwargs: with_lock(shared, *args, **kwargs)  # type: ignore[method-assign]
-        await supervise(self)
+    def unlocked(self: Engine, *arguments: Any) -> None:
+        self._owner = DeviceOwner()
+        start(self, *arguments)
 
-    async def with_lock(_: DeviceOwner, *__: Any, **___: Any) -> None:
+    async def load_nothing(*_: Any, **__: Any) -> None:
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(Engine, "_supervise", unlocked)
+    monkeypatch.setattr(Engine, "start", unlocked)
+    monkeypatch.setattr(Engine, "load_adapter", load_nothing)
     monkeypatch.setattr(f"{__name__}.SECONDS", 5.0)
     world = make_world("sleep", {"trains": ["kill engine"], "backward": ["slow"]})
     assert "vLLM is started with" in await ruined(world, tmp_path)

@@ -64,7 +64,8 @@ def check_record(record: Record) -> None:
 
 
 def test_events_pass_none_of_the_middleware_of_vllm(server: Server, model: str) -> None:
-    run_dir = Path((server.path / "art" / ".server" / "run_dir").read_text())
+    note = (server.path / "art" / ".server" / "run_dir").read_text()
+    run_dir = Path(note.splitlines()[0])
     transport = httpx.HTTPTransport(uds=str(run_dir / SOCKET_NAME))
     with httpx.Client(transport=transport, base_url="http://engine") as engine:
         answer = engine.get("/health", headers={"origin": "http://elsewhere"})

@@ -1,5 +1,7 @@
 import contextlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,9 +23,20 @@ def session_members(leader: int) -> list[int]:
     return members
 
 
+def children(path: Path) -> Children:
+    return Children(path, path / "logs")
+
+
+def start(logs: Path, command: list[str]) -> "subprocess.Popen[bytes]":
+    """A process that writes its errors into a server's logs, as our children do."""
+    logs.mkdir(exist_ok=True)
+    with open(logs / "engine.log", "ab") as log:
+        return subprocess.Popen(command, start_new_session=True, stderr=log)
+
+
 def test_what_a_killed_server_left_is_killed_with_all_that_it_spawned(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", SPAWNS], start_new_session=True)
-    Children(tmp_path).add(child.pid)
+    child = start(tmp_path / "logs", [sys.executable, "-c", SPAWNS])
+    children(tmp_path).add(child.pid)
     deadline = time.monotonic() + 10
     while len(session_members(child.pid)) < 2:
         assert time.monotonic() < deadline
@@ -31,17 +44,39 @@ def test_what_a_killed_server_left_is_killed_with_all_that_it_spawned(tmp_path: 
     child.kill()  # the leader is gone, what it spawned is not
     child.wait()
     assert session_members(child.pid)
-    assert Children(tmp_path).reap() == [child.pid]
+    assert children(tmp_path).reap() == [child.pid]
     while session_members(child.pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert Children(tmp_path).reap() == []
+    assert children(tmp_path).reap() == []
 
 
 def test_a_process_id_that_another_program_took_is_left_alone(tmp_path: Path) -> None:
     other = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    (tmp_path / "children.json").write_text(f'{{"{other.pid}": 1}}')
-    Children(tmp_path).reap()
+    (tmp_path / "children.json").write_text(f'["{other.pid}"]')
+    assert children(tmp_path).reap() == []
     assert other.poll() is None
     other.kill()
     other.wait()
+
+
+def test_a_server_on_a_copied_folder_leaves_the_first_ones_children_alone(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    child = start(tmp_path / "one" / "logs", ["sleep", "60"])
+    first = children(tmp_path / "one")
+    first.add(child.pid)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert children(tmp_path / "two").reap() == []
+    assert child.poll() is None
+    first.remove(child.pid)
+    assert child.wait(10) == -signal.SIGKILL
+
+
+def test_a_full_disk_does_not_keep_a_child_from_being_ended(tmp_path: Path) -> None:
+    child = start(tmp_path / "logs", ["sleep", "60"])
+    listed = Children(
+        Path("/dev/full"), tmp_path / "logs"
+    )  # no folder: nothing can be written in it
+    listed.add(child.pid)
+    listed.remove(child.pid)
+    assert child.wait(10) == -signal.SIGKILL

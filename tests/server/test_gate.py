@@ -11,7 +11,7 @@ from art_server.errors import Unavailable
 async def test_requests_wait_while_the_gate_is_closed() -> None:
     gate = Gate()
     await gate.wait_open(0.01)
-    gate.close()
+    gate.close("a step")
     waiting = asyncio.create_task(gate.wait_open(5))
     await asyncio.sleep(0.01)
     assert not waiting.done()
@@ -25,7 +25,7 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
 ) -> None:
     monkeypatch.setattr(gate_module, "HEAD_START_SECONDS", 0.01)
     gate = Gate()
-    gate.close()
+    gate.close("a step")
     waiting = [asyncio.create_task(gate.wait_open(5)) for _ in range(10)]
     await asyncio.sleep(0)
     gate.open()
@@ -34,7 +34,7 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
     assert [task.done() for task in waiting] == [True] * gate_module.FIRST + [False] * (
         10 - gate_module.FIRST
     )
-    gate.close()
+    gate.close("a step")
     await asyncio.sleep(0.05)
     assert sum(task.done() for task in waiting) == gate_module.FIRST
     gate.open()
@@ -45,7 +45,7 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
 @pytest.mark.anyio
 async def test_past_the_limit_the_request_may_be_repeated() -> None:
     gate = Gate()
-    gate.close()
+    gate.close("a step")
     with pytest.raises(Unavailable, match="repeat the request") as error:
         await gate.wait_open(0.01)
     assert error.value.retryable

@@ -1,15 +1,32 @@
+import json
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from art.wire import ErrorDetail, JobReport, TrainConfig
-from art_server.errors import Conflict, NotFound
+from art.wire import ErrorDetail, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
+from art_server import clock
+from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
+from art_server.jobs import queue as queue_module
 from art_server.jobs.queue import Job, JobQueue, Payload, digest
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.training.task import (
+    Batch,
+    Distribution,
+    Row,
+    TrainableGroup,
+    TrainableTrajectory,
+)
 
 ROW = Row(token_ids=[1, 2, 3], logprobs=[None, -0.5, -0.25])
 GROUP = TrainableGroup(trajectories=[TrainableTrajectory(reward=1.0, rows=[ROW])])
-PAYLOAD = Payload(Batch(groups=[GROUP]), [])
+PAYLOAD = Payload.make(
+    Batch(groups=[GROUP, GROUP], distributions=[Distribution(temperature=0.5)]),
+    [
+        TrajectoryGroupBody(
+            trajectories=[TrajectoryBody(reward=1.0, messages_and_choices=[])], metadata={"a": 1}
+        )
+    ],
+)
 
 
 def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x") -> Job:
@@ -24,8 +41,9 @@ def test_jobs_and_payloads_survive_a_restart(tmp_path: Path) -> None:
     queue.close()
     queue = JobQueue(tmp_path / "jobs.sqlite")
     assert queue.get(job.job_id) == job
-    assert queue.payload(job.job_id) == PAYLOAD
-    assert queue.find_key("me", "p", "a", "k", digest(b"x")) == job
+    assert queue.batch(job.job_id) == PAYLOAD.batch
+    assert queue.trajectories(job.job_id) == PAYLOAD.trajectories
+    assert queue.find_key("p", "a", "k", digest(b"x")) == job
 
 
 def test_an_interrupted_job_runs_before_those_that_wait(tmp_path: Path) -> None:
@@ -43,17 +61,119 @@ def test_an_interrupted_job_runs_before_those_that_wait(tmp_path: Path) -> None:
     assert queue.get(first.job_id).info().step is None
 
 
-def test_the_same_key_is_one_job_for_each_owner_and_model(tmp_path: Path) -> None:
+def test_the_same_key_is_one_job_for_each_model(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path / "jobs.sqlite")
     one = add(queue, "k")
     assert add(queue, "k") == one, "two requests at once"
     assert add(queue, "k", name="b").job_id != one.job_id
-    assert queue.find_key("other", "p", "a", "k", digest(b"x")) is None
     with pytest.raises(Conflict, match="new key"):
-        queue.find_key("me", "p", "a", "k", digest(b"y"))
+        queue.find_key("p", "a", "k", digest(b"y"))
     assert add(queue).job_id != add(queue).job_id, "without a key every request is a job"
 
 
 def test_unknown_jobs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         JobQueue(tmp_path / "jobs.sqlite").get("nothing")
+
+
+def test_a_payload_is_the_batch_and_the_trajectories_as_they_are_read_later() -> None:
+    batch = Batch.model_validate_json(PAYLOAD.batch)
+    assert batch.groups == [GROUP, GROUP] and batch.distributions[0].temperature == 0.5
+    (line,) = PAYLOAD.trajectories.splitlines()
+    assert json.loads(line)["trajectories"][0]["reward"] == 1.0
+
+
+def test_a_failed_job_runs_again_as_long_as_its_payload_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+    job = add(queue, "k")
+    assert not queue.revive(job.job_id), "it has not failed"
+    queue.set_failed(job.job_id, ErrorDetail(message="no room", retryable=True))
+    queue.prune()
+    assert queue.revive(job.job_id) and queue.get(job.job_id).state == "queued"
+    assert queue.batch(job.job_id) == PAYLOAD.batch
+    queue.set_failed(job.job_id, ErrorDetail(message="no room", retryable=True))
+    later = clock.now() + queue_module.FAILED_PAYLOAD_SECONDS + 1
+    monkeypatch.setattr(clock, "now", lambda: later)
+    queue.prune()
+    assert not queue.revive(job.job_id) and queue.get(job.job_id).state == "failed"
+
+
+def test_a_full_queue_takes_no_more(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path / "jobs.sqlite", max_queued=2)
+    first = add(queue)
+    add(queue)
+    with pytest.raises(TooMany, match="--max-queued-jobs"):
+        add(queue)
+    queue.set_done(first.job_id, {}, JobReport())
+    add(queue)
+
+
+def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+
+    def add_alone(name: str) -> Job:
+        report = JobReport()
+        return queue.add(
+            "me", "p", name, None, "d", TrainConfig(), PAYLOAD, report, must_be_alone=True
+        )
+
+    add_alone("a")
+    add_alone("b")
+    with pytest.raises(Conflict, match="expected_step"):
+        add_alone("a")
+
+
+def test_jobs_are_moved_and_listed_in_their_order(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+    one, two, three, four = (add(queue, name=name).job_id for name in "abcd")
+
+    def order() -> list[str]:
+        return [waiting.job_id for waiting in queue.waiting()]
+
+    queue.move(four, before=two)
+    assert order() == [one, four, two, three]
+    queue.move(one, before=None)
+    assert order() == [four, two, three, one]
+    queue.set_running(two, 1)
+    assert order() == [two, four, three, one], "what was interrupted comes first"
+    with pytest.raises(Conflict, match="does not wait"):
+        queue.move(two, before=one)
+    assert queue.set_cancelled(four, is_running=False)
+    assert not queue.set_cancelled(two, is_running=False) and queue.get(two).state == "running"
+    listed = queue.jobs(None, ("queued", "cancelled"), limit=10)
+    assert [job.job_id for job in listed] == [three, one, four]
+    assert queue.jobs(frozenset({"other"}), ("queued",), limit=10) == []
+
+
+def test_only_the_latest_ended_jobs_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "MAX_ENDED", 2)
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+    waits = add(queue)
+    ended = [add(queue) for _ in range(4)]
+    for job in ended:
+        queue.set_done(job.job_id, {}, JobReport())
+    queue.prune()
+    kept = {job.job_id for job in queue.jobs(None, ("queued", "done"), limit=10)}
+    assert kept == {waits.job_id, ended[2].job_id, ended[3].job_id}
+
+
+def test_a_disk_that_takes_nothing_and_a_locked_file_are_told_apart(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+    job = add(queue)
+    with sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(Unavailable, match="another program"):
+            queue.set_running(job.job_id, 1)
+        other.execute("ROLLBACK")
+    other.close()
+    (pages,) = queue._db.execute("PRAGMA page_count").fetchone()
+    queue._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StorageFull, match="free some room"):
+        for _ in range(50):
+            add(queue)
+    queue._db.execute("PRAGMA max_page_count = 100000")
+    add(queue)

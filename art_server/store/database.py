@@ -1,0 +1,64 @@
+"""SQLite files: opened alike, and their faults told in our words."""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from art_server.errors import StorageFull, Unavailable
+
+LOCK_SECONDS = 0.1
+"""How long a write waits for another program (a backup, a shell) that holds the file. The server waits itself, beside its
+event loop, where more is wanted."""
+
+
+def open_database(file: Path, schema: str, *, is_durable: bool) -> sqlite3.Connection:
+    """A connection for all threads, in autocommit mode. What a durable one has committed survives a power loss."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(
+        file, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    database.execute("PRAGMA auto_vacuum=INCREMENTAL")
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
+    database.executescript(schema)
+    return database
+
+
+def add_columns(database: sqlite3.Connection, table: str, wanted: Mapping[str, str]) -> None:
+    """Columns, with their types, that a file of an earlier version lacks."""
+    there = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
+    for column, kind in wanted.items():
+        if column not in there:
+            database.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+
+
+@contextlib.contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """All statements of the block, or none."""
+    database.execute("BEGIN IMMEDIATE")
+    with database:
+        yield
+
+
+@contextlib.contextmanager
+def database_errors(what: str) -> Iterator[None]:
+    """Say what stops a write.
+
+    Raises:
+        StorageFull: the disk is full, read-only or broken.
+        Unavailable: another program holds the file.
+    """
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error) or "busy" in str(error):
+            raise Unavailable(
+                f"another program holds the database that {what} goes into: repeat the request",
+                code="database_locked",
+            ) from error
+        raise StorageFull(
+            f"the disk does not take {what} ({error}): free some room under the server's --path, see that it can be "
+            "written, and repeat the request",
+            code="no_disk_space",
+        ) from error

@@ -1,0 +1,68 @@
+import asyncio
+
+import pytest
+
+import art
+from art import waiting
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "_known", {})
+
+
+async def test_what_a_request_waits_for_is_said_once_a_minute(server, answer, capsys) -> None:
+    health = {"engine": "ready", "waits_for": "a step of 'p/b', which trains"}
+    server.on("GET", "/health", answer(200, health))
+    calls = waiting.waiting_for(server.url, "secret")
+    with calls.call("a request"), calls.call("a request"):
+        await asyncio.sleep(0.4)
+    told = capsys.readouterr().err
+    assert told.count("art: a request has waited 0 s for a step of 'p/b', which trains") == 1
+    assert server.sent("GET", "/health")[0].headers["authorization"] == "Bearer secret"
+    assert "secret" not in told
+
+
+async def test_a_request_that_is_worked_on_waits_for_nothing(server, answer, capsys) -> None:
+    server.on("GET", "/health", answer(200, {"engine": "ready"}))
+    with waiting.waiting_for(server.url, None).call("a request"):
+        await asyncio.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+async def test_a_server_that_does_not_answer_is_named(capsys) -> None:
+    with waiting.waiting_for("http://127.0.0.1:9", None).call("a request"):
+        await asyncio.sleep(0.3)
+    assert "for the server at http://127.0.0.1:9, which does not answer" in capsys.readouterr().err
+
+
+async def test_what_a_job_waits_for_is_said_and_events_go_on_behind_the_last(
+    server, answer, model, groups, capsys
+) -> None:
+    accepted = {"event": "accepted", "job_id": "j1"}
+    waits = {"event": "waiting", "job_id": "j1", "number": 7, "waits_for": "2 earlier jobs, of p/b"}
+    done = {"event": "done", "job_id": "j1", "step": 1, "metrics": {}}
+
+    def slowly():
+        yield accepted
+        yield waits
+
+    server.on("POST", "/api/models/demo/agent/train", answer(lines=slowly(), hang_up=True))
+    server.on("GET", "/api/jobs/j1/events?after=7", answer(lines=[waits, done]))
+    result = await model.train(groups, expected_step=0)
+    assert result.step == 1
+    (request,) = server.sent("POST", "/api/models/demo/agent/train")
+    assert request.json()["expected_step"] == 0
+    assert "art: job j1 has waited" in capsys.readouterr().err
+
+
+async def test_a_moved_step_is_refused(server, answer, model, groups) -> None:
+    error = {"message": "the model is at step 3", "code": "step_moved"}
+    server.on("POST", "/api/models/demo/agent/train", answer(409, {"error": error}))
+    with pytest.raises(art.ArtStatusError) as refused:
+        await model.train(groups, expected_step=2)
+    assert refused.value.code == "step_moved"

@@ -1,0 +1,106 @@
+"""Engine and trainer as the rest of the server sees them, without processes: what they do next is told to them."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.engine.engine import AdapterRefused, State
+from art_server.errors import Unavailable
+from art_server.training.process import TrainerError
+from art_server.training.task import Done, InitTask, LoadTask, Progress, TrainTask
+
+BASE = BaseModel("base", TINY_DIR)
+
+
+class FakeEngine:
+    """Speaks `engine.Engine`'s interface."""
+
+    def __init__(self) -> None:
+        self.state: State = "ready"
+        self.detail: str | None = None
+        self.base: BaseModel | None = BASE
+        self.max_seq_length = 4096
+        self.is_paused = False
+        self.refused: set[str] = set()
+        """Adapters that it does not take."""
+        self.adapters: dict[str, Path] = {}
+
+    async def wait_ready(self, timeout_seconds: float) -> None:
+        del timeout_seconds
+        await asyncio.sleep(0)
+        if self.state != "ready":
+            raise Unavailable("the engine could not be started", code="engine_failed")
+
+    async def pause(self) -> None:
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        self.is_paused = False
+
+    async def wake_weights(self) -> None: ...
+
+    async def load_adapter(
+        self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False
+    ) -> None:
+        if not holds_device:
+            await self.wait_ready(timeout_seconds)
+        if name in self.refused:
+            if not holds_device:
+                raise AdapterRefused(f"vLLM refused adapter '{name}': its rank is too high")
+        elif self.state == "ready":
+            self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        self.adapters.pop(name, None)
+
+    def loaded_adapters(self) -> list[str]:
+        return list(self.adapters)
+
+
+class FakeTrainer:
+    """Speaks `trainer.Trainer`'s interface. `events` are what the next tasks do, in turn: an error is raised, a function is
+    called with the task; what is not there writes an adapter."""
+
+    def __init__(self) -> None:
+        self.events: list[Exception | Callable[[TrainTask], Any]] = []
+        self.tasks: list[TrainTask] = []
+        self.batches: list[Any] = []
+        self.is_waiting = asyncio.Event()
+        """A task that waits to be cancelled has begun."""
+        self._cancelled = asyncio.Event()
+
+    async def run(
+        self,
+        task: InitTask | LoadTask | TrainTask,
+        on_progress: Callable[[Progress], None] | None = None,
+        batch: bytes | None = None,
+    ) -> Done:
+        await asyncio.sleep(0)
+        if isinstance(task, TrainTask):
+            self.tasks.append(task)
+            self.batches.append(json.loads(batch or b"null"))
+            event = self.events.pop(0) if self.events else None
+            if isinstance(event, Exception):
+                raise event
+            if event is not None:
+                await event(task)
+            if on_progress is not None:
+                on_progress(Progress(phase="save", completed=0, total=1))
+        if not isinstance(task, LoadTask):
+            folder = Path(task.out_dir)
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / "adapter_model.safetensors").write_bytes(b"weights")
+        return Done(metrics={"loss/train": 0.5})
+
+    async def wait_to_be_cancelled(self, task: TrainTask) -> None:
+        """An event: a task between two micro-batches."""
+        del task
+        self.is_waiting.set()
+        await self._cancelled.wait()
+        raise TrainerError("cancelled", "the job was cancelled", retryable=True)
+
+    def cancel(self) -> None:
+        self._cancelled.set()

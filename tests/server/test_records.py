@@ -1,0 +1,79 @@
+"""The line from the engine's process: what cannot be taken is lost alone."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_server.engine.records import RecordReceiver, Sample
+
+pytestmark = pytest.mark.anyio
+
+
+def sample(request_id: str, **changed: Any) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "index": 0,
+        "text": "yes",
+        "token_ids": [1],
+        "logprobs": [-0.5],
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "sampling": {"n": 2},
+    } | changed
+
+
+class Server:
+    """What the receiver's handlers take and lose."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.lost: list[tuple[str, int, int]] = []
+
+    def on_prompt(self, request_id: str, rendered: list[int]) -> list[int] | None:
+        if request_id == "broken":
+            raise RuntimeError("the ledger's disk is full")
+        return [*rendered, 7]
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        if any(each.request_id == "refused" for each in samples):
+            raise RecursionError("maximum recursion depth exceeded")
+        self.taken += [each.request_id for each in samples]
+
+    def on_lost(self, request_id: str, index: int, num: int, error: Exception) -> None:
+        assert str(error)
+        self.lost.append((request_id, index, num))
+
+
+async def test_what_cannot_be_taken_is_lost_alone_and_the_line_stays(tmp_path: Path) -> None:
+    server = Server()
+    receiver = RecordReceiver(server.on_prompt, server.on_samples, server.on_lost)
+    await receiver.listen(tmp_path / "records.sock")
+    reader, writer = await asyncio.open_unix_connection(tmp_path / "records.sock")
+    lines = [
+        sample("first"),
+        sample("no number", logprobs=[None], index=1),
+        sample("refused"),
+        {"request_id": "broken", "prompt": [1, 2]},
+        sample("last"),
+        {"request_id": "asks", "prompt": [1, 2]},
+    ]
+    content = [json.dumps(line).encode() for line in lines]
+    content.insert(3, b"this is no JSON")
+    writer.write(b"\n".join(content) + b"\n")
+    answers = [json.loads(await asyncio.wait_for(reader.readline(), 5)) for _ in range(2)]
+    assert answers == [
+        {"request_id": "broken", "token_ids": None},
+        {"request_id": "asks", "token_ids": [1, 2, 7]},
+    ]
+    writer.write(json.dumps(sample("after")).encode() + b"\n")
+    async with asyncio.timeout(5):
+        while "after" not in server.taken:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert server.taken == ["first", "last", "after"]
+    assert server.lost == [("no number", 1, 2), ("refused", 0, 2)]
+    writer.close()
+    await receiver.close()

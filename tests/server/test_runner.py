@@ -1,0 +1,346 @@
+"""What becomes of jobs when engine, trainer, disk and database fail: only a job's own fault ends it."""
+
+import asyncio
+import contextlib
+import errno
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art.wire import JobEvent, JobReport, LoRAConfig, TrainConfig, TrajectoryGroupBody
+from art_server.background import Background
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.device.owner import DeviceOwner
+from art_server.engine.gate import Gate
+from art_server.errors import Conflict, StorageFull
+from art_server.jobs import runner as runner_module
+from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs.runner import JobRunner
+from art_server.store.model_folder import CheckpointRecord, ModelRecord
+from art_server.store.registry import Model, Registry
+from art_server.training.process import TrainerDied, TrainerError
+from art_server.training.task import Batch
+from tests.fakes import FakeEngine, FakeTrainer
+
+pytestmark = pytest.mark.anyio
+
+SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(runner_module, "LONGEST_RETRY_SECONDS", 0.04)
+    monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
+    monkeypatch.setattr(runner_module, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(runner_module, "DEATH_PAUSES", (0.01, 0.01, 0.01))
+
+
+class House:
+    """A job runner over real folders and a real queue."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), Gate()
+        self.background = Background()
+        self.registry = Registry(folder)
+        self.queue = JobQueue(folder / "jobs.sqlite")
+        self.runner = JobRunner(
+            self.queue,
+            self.registry,
+            None,  # type: ignore[arg-type]  # the ledger is asked when a job is accepted
+            self.engine,  # type: ignore[arg-type]
+            self.gate,
+            self.trainer,  # type: ignore[arg-type]
+            DeviceOwner(),
+            None,
+        )
+
+    def add_model(self, name: str, base_model: str = "base") -> Model:
+        folder = self.registry.folder("p", name)
+        record = ModelRecord(name=name, project="p", base_model=base_model, lora=LoRAConfig())
+        first = folder.new_checkpoint_dir()
+        folder.commit_checkpoint(first, CheckpointRecord(step=0))
+        folder.create(record, self.folder / "engine.log")
+        return self.registry.add(folder, record)
+
+    def add_job(self, name: str, key: str | None = None) -> str:
+        groups = [TrajectoryGroupBody(trajectories=[])]
+        payload = Payload.make(Batch(groups=[]), groups)
+        metrics = {"train/reward": 0.25}
+        return self.queue.add(
+            "me", "p", name, key, "digest", TrainConfig(), payload, JobReport(), metrics
+        ).job_id
+
+    def state(self, job: str) -> str:
+        return self.queue.get(job).state
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not is_so():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    async def wait(self, *jobs: str) -> list[str]:
+        await self.until(
+            lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs)
+        )
+        await self.until(lambda: self.runner._running is None)
+        return [self.state(job) for job in jobs]
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, *models: str) -> AsyncIterator[House]:
+    house = House(folder)
+    for name in models:
+        house.add_model(name)
+    house.background.start("job runner", house.runner.run_forever)
+    yield house
+    await house.background.stop()
+    house.queue.close()
+
+
+async def test_a_job_becomes_a_step(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        job = house.add_job("a")
+        assert await house.wait(job) == ["done"]
+        model = house.registry.get("p", "a")
+        assert model.step == 1 and list(house.engine.adapters) == ["p/a@1"]
+        (row,) = model.folder.history()
+        assert row["train/reward"] == 0.25 and row["loss/train"] == 0.5
+        assert (model.folder.path / "trajectories" / "train" / "0001.jsonl").read_text()
+        assert house.trainer.batches == [{"groups": [], "distributions": []}]
+
+
+ENVIRONMENT: dict[str, Exception] = {
+    "disk full": StorageFull("no room", code="no_disk_space"),
+    "disk full in the trainer": TrainerError("no_disk_space", "os error 28", retryable=True),
+    "read-only": OSError(errno.EROFS, "Read-only file system"),
+    "database": sqlite3.OperationalError("disk I/O error"),
+}
+
+
+@pytest.mark.parametrize("error", ENVIRONMENT.values(), ids=ENVIRONMENT.keys())
+async def test_an_error_of_the_environment_leaves_a_job_queued(
+    error: Exception, tmp_path: Path
+) -> None:
+    async with running(tmp_path, "a", "b") as house:
+        house.trainer.events = [error] * 8
+        first, second, other = house.add_job("a"), house.add_job("a"), house.add_job("b")
+        await house.until(lambda: house.queue.get(first).error is not None)
+        assert house.state(first) == "queued" and not house.engine.is_paused
+        assert await house.wait(first, second, other) == ["done"] * 3
+        model = house.registry.get("p", "a")
+        assert model.step == 2 and len(model.folder.history()) == 2
+        assert house.queue.get(first).target_step == 1, "a model's jobs keep their order"
+
+
+async def test_an_engine_that_was_given_up_costs_no_job(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.engine.state = "failed"
+        jobs = [house.add_job("a") for _ in range(3)]
+        await house.until(lambda: house.queue.get(jobs[0]).error is not None)
+        info = await house.runner.info(jobs[0])
+        assert info.state == "queued" and "another try in" in (info.waits_for or "")
+        house.engine.state = "ready"
+        assert await house.wait(*jobs) == ["done"] * 3
+
+
+async def test_jobs_of_another_base_model_wait_and_stop_nobody(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.add_model("elsewhere", base_model="another base")
+        waits, runs = house.add_job("elsewhere"), house.add_job("a")
+        assert await house.wait(runs) == ["done"]
+        info = await house.runner.info(waits)
+        assert info.state == "queued" and "'another base'" in (info.waits_for or "")
+        house.engine.base = BaseModel("another base", TINY_DIR)
+        assert await house.wait(waits) == ["done"]
+
+
+async def test_a_finished_step_whose_base_is_gone_is_finished_without_serving(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, "a") as house:
+        model = house.add_model("elsewhere", base_model="another base")
+        committed, runs = house.add_job("elsewhere"), house.add_job("a")
+        house.queue.set_running(committed, 1)
+        model.folder.commit_checkpoint(
+            model.folder.new_checkpoint_dir(), CheckpointRecord(step=1, job_id=committed)
+        )
+        assert await house.wait(committed, runs) == ["done", "done"]
+        assert model.step == 1 and len(model.folder.history()) == 1
+        assert house.trainer.tasks[0].in_dir.endswith("a/checkpoints/0000"), "not trained again"
+
+
+async def test_a_step_that_the_engine_refuses_is_done_and_said(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as house:
+        house.engine.refused = {"p/a@1"}
+        job, other = house.add_job("a"), house.add_job("b")
+        assert await house.wait(job, other) == ["done", "done"]
+        assert house.registry.get("p", "a").step == 0
+        assert "its rank is too high" in house.queue.get(job).report.notes[-1]
+        assert await house.wait(house.add_job("a")) == ["done"]
+        assert house.registry.get("p", "a").step == 2
+
+
+async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_tokens_last(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, "a", "b") as house:
+        job = house.add_job("a", key="k")
+        house.trainer.events = [TrainerDied("killed")] * 4
+        assert await house.wait(job) == ["failed"]
+        assert [task.budget_divisor for task in house.trainer.tasks] == [1, 1, 1, 2]
+        error = house.queue.get(job).error
+        assert error is not None and error.retryable and "killed" in error.message
+        model = house.registry.get("p", "a")
+        again = await house.runner.find(model, "k", "digest")
+        assert again is not None and again.job_id == job, "the same request, the same job"
+        assert await house.wait(job) == ["done"]
+
+
+async def test_a_jobs_own_fault_ends_it_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.trainer.events = [TrainerError("non_finite", "the loss is NaN")]
+        job, other = house.add_job("a", key="k"), house.add_job("a")
+        assert await house.wait(job, other) == ["failed", "done"]
+        model = house.registry.get("p", "a")
+        again = await house.runner.find(model, "k", "digest")
+        assert again is not None and again.state == "failed"
+
+
+async def test_an_unforeseen_error_is_tried_again_and_then_told(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.trainer.events = [KeyError("what")] * 4
+        job = house.add_job("a")
+        assert await house.wait(job) == ["failed"]
+        error = house.queue.get(job).error
+        assert error is not None and "KeyError" in error.message
+        assert not house.engine.is_paused and house.gate.waits_for is None
+
+
+async def test_one_error_of_the_database_does_not_end_the_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path, "a") as house:
+        waiting, fails = house.queue.waiting, [3]
+
+        def fail_thrice() -> Any:
+            if fails[0]:
+                fails[0] -= 1
+                raise sqlite3.OperationalError("disk I/O error")
+            return waiting()
+
+        monkeypatch.setattr(house.queue, "waiting", fail_thrice)
+        job = house.add_job("a")
+        await house.until(lambda: house.background.faults)
+        assert "disk I/O error" in house.background.faults["job runner"]
+        assert await house.wait(job) == ["done"]
+
+
+async def test_a_row_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        broken = house.add_job("a")
+        unreadable = house.add_job("a")
+        house.queue._db.execute(
+            "UPDATE jobs SET config = ? WHERE job_id = ?", ('{"invented": 1}', broken)
+        )
+        house.queue._db.execute(
+            "UPDATE jobs SET report = ? WHERE job_id = ?", ('{"num_rows": "x"}', unreadable)
+        )
+        job = house.add_job("a")
+        assert await house.wait(broken, job) == ["failed", "done"]
+        (state,) = house.queue._db.execute(
+            "SELECT state FROM jobs WHERE job_id = ?", (unreadable,)
+        ).fetchone()
+        assert state == "failed"
+
+
+async def test_the_end_of_a_job_that_cannot_be_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path, "a") as house:
+        set_done, fails = house.queue.set_done, [3]
+
+        def fail_thrice(*arguments: Any) -> None:
+            if fails[0]:
+                fails[0] -= 1
+                raise sqlite3.OperationalError("database is locked")
+            set_done(*arguments)
+
+        monkeypatch.setattr(house.queue, "set_done", fail_thrice)
+        job = house.add_job("a")
+        assert await house.wait(job) == ["done"]
+        assert len(house.trainer.tasks) == 1, "one training"
+        assert len(house.registry.get("p", "a").folder.history()) == 1
+
+
+async def test_a_model_that_is_gone_fails_its_jobs(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        job, other = house.add_job("gone"), house.add_job("a")
+        assert await house.wait(job, other) == ["failed", "done"]
+
+
+# --- cancelling, following, expecting ---
+
+
+async def test_jobs_are_cancelled_in_the_queue_and_between_micro_batches(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.trainer.events = [house.trainer.wait_to_be_cancelled]
+        runs, waits, other = (house.add_job("a") for _ in range(3))
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        await house.runner.cancel(waits)
+        await house.runner.cancel(runs)
+        assert await house.wait(runs, waits, other) == ["cancelled", "cancelled", "done"]
+        assert house.registry.get("p", "a").step == 1
+        with pytest.raises(Conflict, match="it is done"):
+            await house.runner.cancel(other)
+        last = [event async for event in house.runner.follow(runs)][-1]
+        assert last.event == "error" and last.error is not None and last.error.code == "cancelled"
+
+
+async def test_a_signal_that_comes_too_late_cancels_no_other_job(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.trainer.events = [TrainerError("cancelled", "late", retryable=True)]
+        assert await house.wait(house.add_job("a")) == ["done"]
+
+
+async def test_events_are_numbered_and_taken_up_behind_a_number(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.trainer.events = [house.trainer.wait_to_be_cancelled]
+        job, waits = house.add_job("a"), house.add_job("a")
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        seen: list[JobEvent] = []
+        async for event in house.runner.follow(job):
+            seen.append(event)
+            if event.number is not None:
+                break
+        (accepted, running_event) = seen
+        assert accepted.event == "accepted" and running_event.phase == "train"
+        following = house.runner.follow(job, after=running_event.number or 0)
+        await house.runner.cancel(job)
+        assert "accepted" not in [event.event async for event in following]
+        assert await house.wait(waits) == ["done"]
+
+
+async def test_what_a_job_waits_for_is_said(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as house:
+        house.trainer.events = [house.trainer.wait_to_be_cancelled]
+        job, waits = house.add_job("a"), house.add_job("b")
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        assert (await house.runner.info(waits)).waits_for == "1 earlier job, of p/a"
+        assert house.gate.waits_for == "a step of 'p/a', which trains"
+        await house.runner.cancel(job)
+        await house.wait(waits)
+
+
+async def test_a_job_killed_while_it_ran_goes_on_under_a_new_server(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.trainer.events = [house.trainer.wait_to_be_cancelled]
+        job = house.add_job("a")
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+    async with running(tmp_path) as house:
+        assert await house.wait(job) == ["done"]
+        assert house.queue.get(job).starts == 2
