@@ -16,6 +16,15 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """What a disk says that takes no write: full, above the quota, read-only, broken."""
 
 
+def keep_private(root: Path) -> None:
+    """Have what this process and its children write be readable by their user only, and shut the folders that an earlier
+    server made under its path."""
+    os.umask(0o077)
+    for folder in (root / ".server", root / "logs", *root.glob("*/models")):
+        if folder.is_dir():
+            folder.chmod(0o700)
+
+
 @contextlib.contextmanager
 def disk_errors(what: str) -> Iterator[None]:
     """Turn a disk that takes no write into an error that says so.

@@ -44,7 +44,7 @@ def check_name(value: str, field: str) -> str:
     Raises:
         InvalidInput: not usable as a folder's name.
     """
-    if not _NAME.match(value):
+    if not _NAME.fullmatch(value):
         shown = value if len(value) <= 80 else value[:80] + "..."
         raise InvalidInput(
             f"{field} '{shown}' ({len(value)} characters) is not a name: use 1 to 128 letters, digits, '.', '_' or "
@@ -148,7 +148,7 @@ class Registry:
         model = found[0]
         if not step_text:
             return Policy(model, model.step)
-        if not step_text.isdigit() or len(step_text) > 9:
+        if not re.fullmatch(r"[0-9]{1,9}", step_text):
             raise NotFound(
                 f"'{step_text[:80]}' is not a step: write {model.id}@{model.step}",
                 code="unknown_step",

@@ -1,11 +1,61 @@
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from art.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import StorageFull
+from art_server.jobs.queue import JobQueue
+from art_server.ledger.ledger import Ledger
 from art_server.store import files
+from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Iterator[Path]:
+    """A server's path, kept private."""
+    before = os.umask(0o022)
+    files.keep_private(tmp_path / "art")
+    yield tmp_path / "art"
+    os.umask(before)
+
+
+def readable_by_others(root: Path) -> list[Path]:
+    return [path for path in [root, *root.rglob("*")] if path.lstat().st_mode & 0o077]
+
+
+def test_whatever_the_stores_write_is_their_user_s_only(private: Path) -> None:
+    queue = JobQueue(private / ".server" / "jobs.sqlite")
+    ledger = Ledger(private / ".server" / "ledger.sqlite")
+    files.write_json(private / ".server" / "base.json", {})
+    folder = ModelFolder(private, "p", "a")
+    folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
+    folder.create(
+        ModelRecord(name="a", project="p", base_model="b", lora=LoRAConfig()),
+        private / "logs" / "engine.log",
+    )
+    (folder.path / "logs" / "vllm.log").unlink()  # a link, whose own mode says nothing
+    folder.add_history(0, {"val/reward": 1.0})
+    trajectory = TrajectoryBody(messages_and_choices=[], reward=1.0)
+    folder.write_trajectories("val", 0, [TrajectoryGroupBody(trajectories=[trajectory])])
+    assert len(list(private.rglob("*.sqlite-wal"))) == 2, "they are in use"
+    assert readable_by_others(private) == []
+    ledger.close()
+    queue.close()
+
+
+def test_folders_from_before_are_shut_and_the_user_s_own_are_left(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    ours = [tmp_path / name for name in (".server", "logs", "p/models")]
+    others = [tmp_path / name for name in ("p", "own/logs", "own")]
+    for folder in (*ours, *others):
+        folder.mkdir(parents=True, exist_ok=True)
+    files.keep_private(tmp_path)
+    os.umask(before)
+    assert [folder.stat().st_mode & 0o777 for folder in ours] == [0o700] * 3
+    assert [folder.stat().st_mode & 0o777 for folder in others] == [0o755] * 3
 
 
 def test_a_written_file_replaces_the_old_one_and_leaves_no_temporary(tmp_path: Path) -> None:

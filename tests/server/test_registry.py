@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from art.wire import LoRAConfig
+from art.wire import LogRequest, LoRAConfig, RegisterRequest
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.metrics import step_metrics
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
@@ -57,7 +58,17 @@ def test_models_of_other_projects_are_not_even_named(tmp_path: Path) -> None:
     assert "known models: none" in error.value.message
 
 
-@pytest.mark.parametrize("step", ["9", "x", "-1", "1" * 400, "1@2"])
+@pytest.mark.parametrize("name", ["abc\n", "\nabc", "a b", "é", "a" * 129, "", ".", "..", "a/b"])
+def test_a_name_is_nothing_but_a_name(name: str) -> None:
+    with pytest.raises(InvalidInput):
+        check_name(name, "project")
+    with pytest.raises(ValidationError):
+        RegisterRequest(name=name, project="p", base_model="b")
+    with pytest.raises(ValidationError):
+        LogRequest(split=name)
+
+
+@pytest.mark.parametrize("step", ["9", "x", "-1", "1" * 400, "1@2", "²", "٣", "0\n"])
 def test_steps_that_are_not_there_are_refused(tmp_path: Path, step: str) -> None:
     make_model(tmp_path, "p", "a")
     with pytest.raises(NotFound):
