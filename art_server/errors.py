@@ -2,7 +2,7 @@
 
 ServerError
   InvalidInput       the request is wrong; the message names the field and the remedy
-  Unauthorized       no key, or an unknown one
+  Unauthorized       no key, an unknown one, or one that expired
   Forbidden          the key may not do this
   NotFound           no such model, step or job
   Conflict           the request contradicts what is there
@@ -30,7 +30,7 @@ class InvalidInput(ServerError):
 
 
 class Unauthorized(ServerError):
-    """No key, or an unknown one."""
+    """No key, an unknown one, or one that expired."""
 
 
 class Forbidden(ServerError):
@@ -53,6 +53,10 @@ class TooMany(ServerError):
     """More than is taken at a time; fewer, or later."""
 
     retryable = True
+
+    def __init__(self, message: str, *, code: str, retry_after_seconds: int | None = None):
+        super().__init__(message, code=code)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class Unavailable(ServerError):

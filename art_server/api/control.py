@@ -1,6 +1,7 @@
 """The control routes: register, train, log, checkpoints, jobs, health. Bodies are those of `art.wire`."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from typing import Annotated, cast, get_args
 
@@ -24,7 +25,7 @@ from art.wire import (
     SessionReply,
     TrainRequest,
 )
-from art_server.api.bodies import parse_body, read_body
+from art_server.api.bodies import GroupBodies, beside, parse_body, read_body
 from art_server.api.door import Caller
 from art_server.errors import InvalidInput
 from art_server.jobs.queue import Job, digest
@@ -39,6 +40,7 @@ def install(app: FastAPI, service: Service) -> None:
     """Add the control routes."""
     router = APIRouter()
     max_mb = service.config.max_body_mb
+    bodies = GroupBodies()
 
     def model_of(request: Request, project: str, name: str) -> Model:
         caller: Caller = request.state.caller
@@ -89,11 +91,15 @@ def install(app: FastAPI, service: Service) -> None:
                 param=IDEMPOTENCY_HEADER,
             )
         body = await read_body(request, max_mb)
-        job = await service.runner.find(model, key, digest(body))
+        body_digest = await beside(digest, body)
+        job = await service.runner.find(model, key, body_digest)
         if job is None:
-            parsed = await parse_body(body, TrainRequest)
-            job = await service.runner.accept(
-                model, parsed, caller.owner, key, digest(body), limits
+            job = await bodies.read(
+                body,
+                TrainRequest,
+                lambda parsed: service.runner.accept(
+                    model, parsed, caller.owner, key, body_digest, limits
+                ),
             )
         return StreamingResponse(
             event_lines(service, job.job_id), media_type="application/x-ndjson"
@@ -102,9 +108,8 @@ def install(app: FastAPI, service: Service) -> None:
     @router.post("/api/models/{project}/{name}/log")
     async def log(request: Request, project: str, name: str) -> LogReply:
         model = model_of(request, project, name)
-        return await service.log(
-            model, await parse_body(await read_body(request, max_mb), LogRequest)
-        )
+        body = await read_body(request, max_mb)
+        return await bodies.read(body, LogRequest, functools.partial(service.log, model))
 
     @router.post("/api/models/{project}/{name}/checkpoints/delete")
     async def delete_checkpoints(

@@ -1,6 +1,6 @@
 """From errors to answers: one table of statuses, one shape of body, the shape that OpenAI clients already read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -49,10 +49,18 @@ def answer(error: errors.ServerError) -> JSONResponse:
     """The HTTP answer to an error."""
     status = status_of(error)
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
+    if isinstance(error, errors.TooMany) and error.retry_after_seconds is not None:
+        headers["retry-after"] = str(error.retry_after_seconds)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = ErrorBody(error=detail_of(error)).model_dump(mode="json")
     return JSONResponse(body, status_code=status, headers=headers)
+
+
+def too_deep() -> errors.InvalidInput:
+    return errors.InvalidInput(
+        "the body, or JSON in one of its texts, is nested too deeply: flatten it", code="too_deep"
+    )
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
@@ -65,11 +73,17 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return path
 
 
+def problems_of(error: ValidationError) -> list[dict[str, Any]]:
+    """What is wrong, without the content."""
+    return [dict(problem) for problem in error.errors(include_url=False, include_input=False)]
+
+
 def invalid_body(error: ValidationError) -> errors.InvalidInput:
+    return invalid_fields(problems_of(error))
+
+
+def invalid_fields(problems: Sequence[Mapping[str, Any]]) -> errors.InvalidInput:
     """What is wrong with a body, field by field, without echoing its content."""
-    problems: list[dict[str, Any]] = [
-        dict(problem) for problem in error.errors(include_url=False, include_input=False)
-    ]
     shown = [f"{field_path(p['loc']) or 'body'}: {p['msg']}" for p in problems[:MAX_FIELDS_SHOWN]]
     more = len(problems) - len(shown)
     text = "; ".join(shown) + (f"; and {more} more" if more else "")
@@ -88,6 +102,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(errors.ServerError)
     async def _server_error(_: Request, error: errors.ServerError) -> JSONResponse:
         return answer(error)
+
+    @app.exception_handler(RecursionError)
+    async def _too_deep(_: Request, error: RecursionError) -> JSONResponse:
+        """Nothing here recurses but readers and writers of JSON."""
+        return answer(too_deep())
 
     @app.exception_handler(HTTPException)
     async def _http_error(_: Request, error: HTTPException) -> JSONResponse:

@@ -25,9 +25,10 @@ from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
 from art.wire import STEP_HEADER, ErrorBody
-from art_server.api.bodies import read_body
+from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
 from art_server.api.door import Caller
 from art_server.api.errors import answer, detail_of
+from art_server.api.grammars import check_grammars
 from art_server.engine.records import new_request_id
 from art_server.errors import Conflict, InvalidInput, ServerError, Unavailable
 from art_server.ledger import conversation, ledger
@@ -111,8 +112,8 @@ def install(app: FastAPI, service: Service) -> None:
     router = APIRouter()
 
     async def forward(request: Request) -> Response:
-        body = await read_body(request, service.config.max_body_mb)
-        ask = make_ask(request, body)
+        body = await read_body(request, v1_limit_mb(service.engine.max_seq_length), SHORTER)
+        ask = await beside(functools.partial(make_ask, request), body)
         resolve_policy(service, ask)  # a wrong name is told at once, not after a wait
         if ask.is_stream:
             return await answer_stream(service, ask)
@@ -132,18 +133,16 @@ def install(app: FastAPI, service: Service) -> None:
 def make_ask(request: Request, body: bytes) -> Ask:
     """
     Raises:
-        InvalidInput: not a JSON object with a model.
+        InvalidInput: not a JSON object with a model, or a grammar above its limits.
     """
-    try:
-        data = msgspec.json.decode(body)
-    except ValueError as error:
-        raise InvalidInput(f"the body is not JSON: {error}", code="invalid_body") from error
+    data = decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("model"), str):
         raise InvalidInput(
             "the body needs `model`: 'PROJECT/NAME', 'NAME' or the base model's name",
             code="missing_model",
             param="model",
         )
+    check_grammars(data)
     path = request.scope["path"]
     api = PATHS[path]
     passed_on = ("anthropic-version", "anthropic-beta")

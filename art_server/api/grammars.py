@@ -1,0 +1,114 @@
+"""Bounds on what constrains sampling: schemas, regular expressions, grammars, choices, tools.
+
+vLLM compiles them in the engine's process (xgrammar 0.2.8), which samples for nobody meanwhile. The time grows with the
+third power of some sizes. With these bounds the worst that we found takes about two seconds on one core.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from art_server.api.bodies import is_deeper
+from art_server.errors import InvalidInput
+
+FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
+"""Where requests of the four APIs hold them (`text.format` is of /v1/responses, `output_config.format` of /v1/messages)."""
+MAX_BYTES = 64 * 1024
+"""Of a field, or of one tool's schema."""
+MAX_TOOLS, MAX_TOOLS_BYTES = 128, 256 * 1024
+MAX_DEPTH = 32
+MAX_MEMBERS, MAX_ITEMS = 128, 1024
+"""Of one object, of one list. 800 optional properties take five seconds, 2,000 take minutes."""
+MAX_TEXT = 256
+"""Characters of a name, a choice or a constant."""
+MAX_LENGTHS = {"regex": 512, "pattern": 512, "whitespace_pattern": 512, "grammar": 2048}
+"""Characters of what is parsed as an expression: 600 times `"a"?` take ten seconds."""
+PROSE = frozenset({"description", "title", "default", "examples", "$comment"})
+"""Members whose texts constrain nothing."""
+JSON_PATHS = frozenset({"structured_outputs.json", "structured_outputs.structural_tag"})
+"""Where a text may hold JSON."""
+
+
+def check_grammars(body: dict[str, Any]) -> None:
+    """
+    Raises:
+        InvalidInput: a field of a request that is above a bound.
+    """
+    for field in FIELDS:
+        if body.get(field) is not None:
+            check_field(field, msgspec.json.encode(body[field]))
+
+
+@functools.lru_cache(maxsize=128)
+def check_field(field: str, text: bytes) -> None:
+    """An agent sends the same tools with each request: they are walked through once."""
+    value = msgspec.json.decode(text)
+    if field != "tools" or not isinstance(value, list):
+        check_document(field, value)
+        return
+    check_number(field, "tools", len(value), MAX_TOOLS)
+    check_number(field, "bytes", len(text), MAX_TOOLS_BYTES)
+    for index, tool in enumerate(value):
+        for place, schema in schemas_of(tool):
+            check_document(f"tools[{index}].{place}", schema)
+
+
+def schemas_of(tool: Any) -> Iterator[tuple[str, Any]]:
+    """What of a tool can become a grammar, as the three APIs write it. The rest is prose for the model."""
+    if isinstance(tool, dict):
+        for name in ("parameters", "input_schema"):
+            yield name, tool.get(name)
+        if isinstance(function := tool.get("function"), dict):
+            yield "function.parameters", function.get("parameters")
+
+
+def check_document(path: str, value: Any) -> None:
+    check_number(path, "bytes", len(msgspec.json.encode(value)), MAX_BYTES)
+    if is_deeper(value, MAX_DEPTH):
+        raise too_large(path, f"objects and arrays nest more than {MAX_DEPTH} times")
+    check_value(path, path, value)
+
+
+def check_value(path: str, name: str, value: Any) -> None:
+    """Check what stands under `name`, directly or in a list."""
+    if isinstance(value, dict):
+        check_number(path, "members", len(value), MAX_MEMBERS)
+        for key, inner in value.items():
+            check_number(path, "characters in a name", len(key), MAX_TEXT)
+            check_value(f"{path}.{key}", key, inner)
+    elif isinstance(value, list):
+        check_number(path, "items", len(value), MAX_ITEMS)
+        for index, inner in enumerate(value):
+            check_value(f"{path}[{index}]", name, inner)
+    elif isinstance(value, str) and path in JSON_PATHS:
+        check_json(path, value)
+    elif isinstance(value, str) and name not in PROSE:
+        check_number(path, "characters", len(value), MAX_LENGTHS.get(name, MAX_TEXT))
+
+
+def check_json(path: str, text: str) -> None:
+    check_number(path, "characters", len(text), MAX_BYTES)
+    try:
+        value = msgspec.json.decode(text)
+    except RecursionError as error:
+        raise too_large(path, f"objects and arrays nest more than {MAX_DEPTH} times") from error
+    except ValueError as error:
+        raise InvalidInput(
+            f"{path} is not JSON: {error}", code="invalid_body", param=path
+        ) from error
+    check_document(path, value)
+
+
+def check_number(path: str, what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise too_large(path, f"{number} {what} are more than {limit}")
+
+
+def too_large(path: str, reason: str) -> InvalidInput:
+    return InvalidInput(
+        f"{path[:MAX_TEXT]}: {reason}; such a grammar could stall the engine: make it smaller",
+        code="grammar_too_large",
+        param=path[:MAX_TEXT],
+    )

@@ -1,0 +1,131 @@
+"""What constrains sampling is bounded, whichever API it comes by."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art_server.api import grammars
+from art_server.api.grammars import check_grammars
+from art_server.errors import InvalidInput
+from tests.server.test_art_wire import client, make
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "prose " * 2000, "pattern": "[a-z ]{1,40}"},
+        "days": {"type": "array", "items": {"enum": ["today", "tomorrow"]}, "maxItems": 14},
+    },
+    "required": ["city"],
+}
+
+
+def places(schema: Any) -> list[dict[str, Any]]:
+    """A request with the schema for each place that vLLM takes one in."""
+    named = {"name": "s", "schema": schema}
+    function = {"name": "f", "description": "prose " * 2000, "parameters": schema}
+    structures = [{"begin": "<f>", "schema": schema, "end": "</f>"}]
+    return [
+        {"response_format": {"type": "json_schema", "json_schema": named}},
+        {"response_format": {"type": "structural_tag", "structures": structures, "triggers": []}},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+        {"structured_outputs": {"structural_tag": json.dumps({"structures": structures})}},
+        {"text": {"format": {"type": "json_schema", **named}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        {"tools": [{"type": "function", "function": function}]},
+        {"tools": [{"type": "function", **function}]},
+        {"tools": [{"name": "f", "input_schema": schema}]},
+    ]
+
+
+def nested(depth: int) -> Any:
+    value: Any = {"type": "string"}
+    for _ in range(depth):
+        value = {"not": value}
+    return value
+
+
+@pytest.mark.parametrize("body", places(SCHEMA))
+def test_usual_schemas_pass(body: dict[str, Any]) -> None:
+    check_grammars(body)
+
+
+HOSTILE = {
+    "depth": nested(40),
+    "members": {"type": "object", "properties": {f"p{i}": {} for i in range(200)}},
+    "items": {"enum": list(range(2000))},
+    "constant": {"const": "x" * 300},
+    "pattern": {"type": "string", "pattern": "(ab?)*" * 100},
+    "name": {"type": "object", "properties": {"x" * 300: {}}},
+    "size": {"anyOf": [{"$comment": "x" * 1000} for _ in range(70)]},
+    "hidden in prose": {"description": {"const": "x" * 300}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schemas_are_refused_at_every_place(name: str) -> None:
+    for body in places(HOSTILE[name]):
+        with pytest.raises(InvalidInput) as error:
+            check_grammars(body)
+        (field,) = body
+        assert error.value.param is not None and error.value.param.startswith(field)
+        assert len(error.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("regex", "a?" * 300),
+        ("grammar", "root ::= " + '"a"? ' * 600),
+        ("choice", ["yes", "n" * 300]),
+        ("choice", [str(each) for each in range(2000)]),
+        ("whitespace_pattern", " ?" * 300),
+        ("json", "[" * 50_000),
+        ("json", '{"const": NaN, "enum": ["' + "x" * 300 + '"]}'),
+    ],
+)
+def test_structured_outputs_are_bounded_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidInput) as error:
+        check_grammars({"structured_outputs": {field: value}})
+    assert str(error.value.param).startswith(f"structured_outputs.{field}")
+
+
+@pytest.mark.anyio
+async def test_the_gate_refuses_them_by_name(tmp_path: Path) -> None:
+    app, _ = make(tmp_path)
+    body = {"model": "run", "messages": [], "structured_outputs": {"regex": "a?" * 300}}
+    async with client(app) as http:
+        response = await http.post("/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (422, "structured_outputs.regex")
+    assert error["code"] == "grammar_too_large" and "600 characters" in error["message"]
+
+
+def test_many_tools_are_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    check_grammars({"tools": [tool] * 20})
+    for tools in ([{}] * 129, [tool] * 30):
+        with pytest.raises(InvalidInput, match="tools"):
+            check_grammars({"tools": tools})
+
+
+@given(
+    st.sampled_from(grammars.FIELDS),
+    st.recursive(
+        st.none() | st.integers(-9, 9) | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+        max_leaves=8,
+    ),
+    st.integers(0, 60),
+)
+def test_small_values_pass_and_deep_ones_do_not(field: str, value: Any, depth: int) -> None:
+    check_grammars({field: value})
+    for _ in range(depth):
+        value = {"schema": value}
+    if depth > grammars.MAX_DEPTH:
+        with pytest.raises(InvalidInput, match="nest more"):
+            check_grammars({"structured_outputs": value})
