@@ -8,12 +8,13 @@ from fastapi import FastAPI
 from art_server import __version__
 from art_server.api import art_wire, control, errors, inference
 from art_server.api.door import Door
+from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
 from art_server.service import Service
 
 
 def make_app(service: Service, inference_port: int | None) -> FastAPI:
-    """The ASGI application; its lifespan starts and stops the service."""
+    """The ASGI application; its lifespan starts and stops the service. `state.keys` holds the API keys."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -25,9 +26,16 @@ def make_app(service: Service, inference_port: int | None) -> FastAPI:
 
     app = FastAPI(title="art-server", version=__version__, lifespan=lifespan)
     errors.install(app)
-    keys = ModelKeys(read_secret(service.config.server_dir / "model_keys_secret"))
+    keys = app.state.keys = Keys(service.config.api_keys)
+    model_keys = ModelKeys(read_secret(service.config.server_dir / "model_keys_secret"))
     inference.install(app, service)  # first, for routes are tried in order
     control.install(app, service)
-    art_wire.install(app, service, keys, inference_port)
-    app.add_middleware(Door, config=service.config, inference_port=inference_port, model_keys=keys)
+    art_wire.install(app, service, keys, model_keys, inference_port)
+    app.add_middleware(
+        Door,
+        config=service.config,
+        inference_port=inference_port,
+        keys=keys,
+        model_keys=model_keys,
+    )
     return app

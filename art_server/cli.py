@@ -6,12 +6,14 @@ import ipaddress
 import logging
 import os
 import re
+import signal
 import socket
+import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -21,9 +23,16 @@ from art_server.errors import ServerError
 from art_server.installation import check_builds, installed_builds
 from art_server.settings import ENGINE_ARGS, LORA_RANKS, ApiKey, ServerConfig
 
+if TYPE_CHECKING:
+    from art_server.api.keys import Keys
+
 logger = logging.getLogger("art_server")
 
 KEY_VARIABLE = "ART_API_KEY"
+KEY_LINE = (
+    "KEY [SCOPES [PROJECTS]] [name=NAME] [expires=TIME] [requests_per_minute=N] [concurrent=N]"
+)
+KEY_OPTIONS = {"name", "expires", "requests_per_minute", "concurrent"}
 GRACE_SECONDS = 10
 """How long open answers may go on after SIGTERM."""
 IDLE_CONNECTION_SECONDS = 600
@@ -37,8 +46,7 @@ class UsageError(Exception):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the server until it is told to stop; exits with 2 and one sentence when it cannot start."""
     try:
-        config = parse(arguments)
-        run(config)
+        run(parse(arguments), lambda: parse(arguments).api_keys)
     except (UsageError, ServerError) as error:
         print(f"art-server: {error}", file=sys.stderr)
         sys.exit(2)
@@ -103,8 +111,16 @@ def make_parser() -> argparse.ArgumentParser:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="a key a line: KEY [SCOPES [PROJECTS]], scopes 'infer', 'train' or 'infer,train', projects by comma",
+        help=f"a key a line: {KEY_LINE}; scopes are 'infer', 'train' or 'infer,train', times UTC (SECURITY.md); read again "
+        "on SIGHUP",
     )
+    add(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="certificate (PEM, with its chain): both ports speak HTTPS; with --tls-key",
+    )
+    add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key (PEM)")
     add(
         "--max-seq-length",
         type=int,
@@ -259,6 +275,9 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         "path": flags.path,
         "base_model": flags.base_model,
         "api_keys": keys,
+        "api_key_file": flags.api_key_file,
+        "tls_cert": flags.tls_cert,
+        "tls_key": flags.tls_key,
         "max_seq_length": flags.max_seq_length,
         "max_lora_rank": flags.max_lora_rank,
         "max_loras": flags.max_loras,
@@ -307,20 +326,41 @@ def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> 
         lines = file.read_text().splitlines()
     except OSError as error:
         raise UsageError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--api-key-file {file} is no text file") from error
     for number, line in enumerate(lines, start=1):
-        fields = line.split()
-        if not fields or fields[0].startswith("#"):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
-        scopes = fields[1].split(",") if len(fields) > 1 else ["infer", "train"]
-        projects = frozenset(fields[2].split(",")) if len(fields) > 2 else None
-        if len(fields) > 3 or "::" in fields[0] or not set(scopes) <= {"infer", "train"}:
+        try:
+            keys.append(read_key(line))
+        except ValueError as error:
             raise UsageError(
-                f"--api-key-file {file}, line {number}: write KEY [infer,train [PROJECT,...]]"
-            )
-        keys.append(
-            ApiKey.model_validate({"key": fields[0], "scopes": scopes, "projects": projects})
-        )
+                f"--api-key-file {file}, line {number}: {error}; write {KEY_LINE}"
+            ) from None
     return tuple(keys)
+
+
+def read_key(line: str) -> ApiKey:
+    """A line of the key file.
+
+    Raises:
+        ValueError: it is none; the message holds nothing of the line.
+    """
+    key, *fields = line.split()
+    options = dict(field.split("=", 1) for field in fields if "=" in field)
+    places = [field.split(",") for field in fields if "=" not in field]
+    if "::" in key:
+        raise ValueError("a key holds no '::', for what follows it names a session")
+    if len(places) > 2 or len(places) + len(options) < len(fields):
+        raise ValueError("a field too many")
+    if not options.keys() <= KEY_OPTIONS:
+        raise ValueError("an unknown field")
+    lists = dict(zip(("scopes", "projects"), places, strict=False))
+    try:
+        return ApiKey.model_validate({"key": key, **lists, **options})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(f"{problem['loc'][0]}: {problem['msg']}") from None
 
 
 def read_engine_args(texts: Sequence[str]) -> dict[str, str]:
@@ -405,8 +445,45 @@ def open_ports(config: ServerConfig) -> tuple[socket.socket, socket.socket | Non
         return control, None
 
 
-def run(config: ServerConfig) -> None:
-    """Serve until a signal."""
+def check_tls(config: ServerConfig) -> None:
+    """
+    Raises:
+        UsageError: certificate and key cannot be read, or do not belong together.
+    """
+    if config.tls_cert is None or config.tls_key is None:
+        return
+    for flag, file in (("--tls-cert", config.tls_cert), ("--tls-key", config.tls_key)):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{flag} {file} cannot be read: {error.strerror}") from error
+    try:
+        # The empty password keeps OpenSSL from asking on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.tls_cert, config.tls_key, password=""
+        )
+    except ssl.SSLError as error:
+        raise UsageError(
+            f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} are no PEM certificate and its key without a "
+            f"password: {error.reason or error}"
+        ) from error
+
+
+def replace_keys(keys: "Keys", reread: Callable[[], Sequence[ApiKey]]) -> None:
+    """Accept the keys as they are configured by now; those from before, where these cannot be read."""
+    try:
+        found = reread()
+        if not found:
+            raise UsageError("no key is left; to do without keys, start the server again")
+    except UsageError as error:
+        logger.error("SIGHUP: the API keys stay as they are: %s", error)
+        return
+    keys.replace(found)
+    logger.info("SIGHUP: %d API keys are accepted", len(found))
+
+
+def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> None:
+    """Serve until a signal; at SIGHUP accept what `reread_keys` returns."""
     try:
         import uvicorn
         import uvloop
@@ -420,6 +497,14 @@ def run(config: ServerConfig) -> None:
             "'agent-reinforcement-trainer[gpu]'"
         ) from error
     check_builds(installed_builds())
+    check_tls(config)
+    try:
+        files.keep_private(config.path)
+    except OSError as error:
+        raise UsageError(
+            f"--path {config.path}: {error.filename} cannot be made private ({error.strerror}): it has to belong to the "
+            "user who runs art-server"
+        ) from error
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -430,8 +515,8 @@ def run(config: ServerConfig) -> None:
     if config.legacy_without_key and config.api_keys:
         logger.warning("--legacy-without-key: whoever reaches this address can train every model")
     control, inference = open_ports(config)
-    url = address(config.host, control)
-    inference_url = address(config.host, inference) if inference is not None else url
+    url = address(config, control)
+    inference_url = address(config, inference) if inference is not None else url
 
     async def serve() -> None:
         service = Service(config)
@@ -442,10 +527,16 @@ def run(config: ServerConfig) -> None:
                 log_level="warning",
                 access_log=False,
                 proxy_headers=False,
+                ssl_certfile=config.tls_cert,
+                ssl_keyfile=config.tls_key,
                 timeout_graceful_shutdown=GRACE_SECONDS,
                 timeout_keep_alive=IDLE_CONNECTION_SECONDS,
             )
         )
+        if config.api_key_file is not None:
+            asyncio.get_running_loop().add_signal_handler(
+                signal.SIGHUP, replace_keys, app.state.keys, reread_keys
+            )
         parent = os.getppid()
         address_file = config.server_dir / "address.json"
         content = {"pid": os.getpid(), "url": url, "inference_url": inference_url}
@@ -467,9 +558,10 @@ def run(config: ServerConfig) -> None:
     uvloop.run(serve())
 
 
-def address(host: str, opened: socket.socket) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{opened.getsockname()[1]}"
+def address(config: ServerConfig, opened: socket.socket) -> str:
+    scheme = "https" if config.tls_cert is not None else "http"
+    shown = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{shown}:{opened.getsockname()[1]}"
 
 
 if __name__ == "__main__":

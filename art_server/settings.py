@@ -1,10 +1,15 @@
 """The server's settings: one frozen record, built once in `cli.py` and passed on explicitly."""
 
+import functools
+import hashlib
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from art.wire import Name
 
 Scope = Literal["infer", "train"]
 Device = Literal["cpu", "cuda"]
@@ -35,15 +40,40 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The maximal ranks that vLLM can be started with."""
 
 
-class ApiKey(BaseModel):
-    """One key and what it opens."""
+def _in_utc(time: datetime) -> datetime:
+    return time.astimezone(UTC) if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
-    model_config = ConfigDict(frozen=True)
+
+class ApiKey(BaseModel):
+    """One key, what it opens, and its limits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str = Field(min_length=1, repr=False)
     scopes: frozenset[Scope] = frozenset({"infer", "train"})
     projects: frozenset[str] | None = None
     """None: every project."""
+    name: Name | None = None
+    """Whose key it is. Jobs and limits are the name's, so that they outlive the key."""
+    expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None
+    """The first moment at which the key is refused; without a time zone it is UTC."""
+    requests_per_minute: int | None = Field(default=None, ge=1, le=100_000)
+    """In any sixty seconds. At most 100,000, because the time of each is kept."""
+    concurrent: int | None = Field(default=None, ge=1)
+    """Requests at a time; a stream counts until it ends."""
+
+    @functools.cached_property
+    def owner(self) -> str:
+        """The name, else a hash that does not reveal the key."""
+        return self.name or hashlib.sha256(self.key.encode()).hexdigest()[:16]
+
+    @property
+    def is_expired(self) -> bool:
+        return self.expires is not None and self.expires <= datetime.now(UTC)
+
+    @property
+    def is_limited(self) -> bool:
+        return self.requests_per_minute is not None or self.concurrent is not None
 
 
 class ServerConfig(BaseModel):
@@ -59,6 +89,11 @@ class ServerConfig(BaseModel):
     path: Path = Path(".art")
     base_model: str | None = None
     api_keys: tuple[ApiKey, ...] = ()
+    api_key_file: Path | None = None
+    """Where some of the keys come from; read again on SIGHUP."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """PEM files. Both, or neither for plain HTTP."""
     max_seq_length: int | None = Field(default=None, ge=16)
     """Tokens of prompt plus completion; None takes the model's own, at most 8,192 on a CPU."""
     max_lora_rank: int = 16
@@ -100,6 +135,12 @@ class ServerConfig(BaseModel):
     def _check_exact(self) -> Self:
         if self.exact and {self.dtype, self.trainer_dtype} - {"auto", "float32"}:
             raise ValueError("--exact computes in float32: leave out --dtype and --trainer-dtype")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together: give both, or none")
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ def main(url: str) -> None:
     with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
         health = json.load(answer)
     if health["engine"] == "failed":
-        sys.exit(f"the engine has failed: {health['detail']}")
+        sys.exit(f"the engine has failed: {health['detail'] or 'the server logs why'}")
     print(f"engine: {health['engine']}")
 
 

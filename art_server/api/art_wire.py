@@ -30,10 +30,11 @@ from art.wire import (
     TrajectoryBody,
     TrajectoryGroupBody,
 )
-from art_server.api.bodies import parse_body, read_body
+from art_server.api.bodies import beside, parse_body, read_body
 from art_server.api.control import MAX_SMALL_BODY_MB
 from art_server.api.door import Caller
 from art_server.api.errors import detail_of, invalid_body
+from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
 from art_server.errors import InvalidInput, ServerError
 from art_server.jobs.queue import digest
@@ -119,7 +120,13 @@ class DeleteFilesBody(ArtBody):
     steps_to_keep: list[int]
 
 
-def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int | None) -> None:
+def install(
+    app: FastAPI,
+    service: Service,
+    keys: Keys,
+    model_keys: ModelKeys,
+    inference_port: int | None,
+) -> None:
     """Add the routes, which the door lists as `ART_PATHS`."""
     router = APIRouter()
     max_mb = service.config.max_body_mb
@@ -171,7 +178,7 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
         await service.engine.wait_ready(service.config.wait_limit_seconds)
         port = request.url.port if inference_port is None else inference_port
         caller: Caller = request.state.caller
-        key = keys.make(model.id, caller.owner) if service.config.api_keys else NO_KEY
+        key = model_keys.make(model.id, caller.owner) if keys else NO_KEY
         return [str(request.url.replace(port=port, path="/v1", query="")), key]
 
     @router.post("/_train_model")
@@ -185,7 +192,8 @@ def install(app: FastAPI, service: Service, keys: ModelKeys, inference_port: int
             asked, notes = await asyncio.to_thread(read_train_request, body, service.device)
             tell(model.id, notes)
             limits = service.limits(model)
-            job = await service.runner.accept(model, asked, owner, None, digest(raw), limits, notes)
+            raw_digest = await beside(digest, raw)
+            job = await service.runner.accept(model, asked, owner, None, raw_digest, limits, notes)
         except ServerError as error:
             return Response(error_line(detail_of(error)), media_type="application/x-ndjson")
         return StreamingResponse(

@@ -26,7 +26,7 @@ from art.wire import (
     TrainRequest,
 )
 from art_server.api.bodies import GroupBodies, beside, parse_body, read_body
-from art_server.api.door import Caller
+from art_server.api.door import STRANGER, Caller
 from art_server.errors import InvalidInput
 from art_server.jobs.queue import Job, digest
 from art_server.service import Service
@@ -52,15 +52,20 @@ def install(app: FastAPI, service: Service) -> None:
         caller.check_project(job.project)
         return job
 
+    def shown(state: Health, caller: Caller) -> Health:
+        """Strangers see the engine's state only: the rest may name files and hold lines of the log."""
+        return Health(engine=state.engine) if caller is STRANGER else state
+
     @router.get("/health")
-    async def health() -> Health:
-        return service.health()
+    async def health(request: Request) -> Health:
+        return shown(service.health(), request.state.caller)
 
     @router.get("/ready")
-    async def ready() -> JSONResponse:
+    async def ready(request: Request) -> JSONResponse:
         state = service.health()
         status = 200 if state.engine == "ready" and not state.faults else 503
-        return JSONResponse(state.model_dump(mode="json"), status_code=status)
+        body = shown(state, request.state.caller).model_dump(mode="json")
+        return JSONResponse(body, status_code=status)
 
     @router.post("/api/models")
     async def register(request: Request) -> ModelInfo:

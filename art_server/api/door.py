@@ -1,15 +1,15 @@
 """The one door: every request passes here, and leaves with an error or with a known caller.
 
 Keys come as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, all else the
-scope `train`; only health is open. A key that the ART wire handed out opens inference on its one model. With
+scope `train`; only health is open, and tells strangers the state alone. A key's limits are counted here: a request runs
+until the last byte of its answer. A key that the ART wire handed out opens inference on its one model. With
 `--legacy-without-key` the routes of that wire, and no others, are open to callers without any key. A session may be
 named by the URL (`/s/SESSION/v1`), the header `x-art-session` or the key (`KEY::SESSION`); the door takes the name off
 and passes it on. Without configured keys the server is bound to loopback and trusts its machine, but not web pages that
 a browser on it shows: requests of a foreign origin, or for a foreign host name, are refused.
 """
 
-import hashlib
-import hmac
+import contextlib
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art.wire import SESSION_HEADER
 from art_server.api.errors import answer
+from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
 from art_server.errors import Forbidden, NotFound, ServerError, Unauthorized
 from art_server.settings import ApiKey, ServerConfig
@@ -41,13 +42,15 @@ class Caller:
     """Who asks, and what they may see."""
 
     owner: str
-    """Names the key without telling it."""
+    """Names the key without revealing it."""
     projects: frozenset[str] | None
     """None: every project."""
     session: str | None = None
     """The rollout that the request says it belongs to."""
     model_id: str | None = None
     """The one model ("PROJECT/NAME") that the key is for; None: any."""
+    limits: ApiKey | None = None
+    """The key whose limits count for the request; None: no limits."""
 
     def check_project(self, project: str) -> None:
         """
@@ -63,6 +66,8 @@ class Caller:
 
 
 ANYONE = Caller(owner="anyone", projects=None)
+STRANGER = Caller(owner="stranger", projects=frozenset())
+"""Somebody without a valid key, at an open path."""
 SESSION_MARK = "::"
 
 
@@ -74,13 +79,14 @@ class Door:
         app: ASGIApp,
         config: ServerConfig,
         inference_port: int | None,
+        keys: Keys,
         model_keys: ModelKeys,
     ):
         self._app = app
         self._is_legacy_open = config.legacy_without_key
+        self._keys = keys
         self._model_keys = model_keys
         self._inference_port = inference_port
-        self._keys = config.api_keys
         self._hosts = LOOPBACK_HOSTS | {config.host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,11 +95,16 @@ class Door:
             return
         try:
             caller = self._admit(scope)
+            usage = self._keys.enter(caller.limits) if caller.limits is not None else None
         except ServerError as error:
             await answer(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if usage is not None:
+                usage.num_running -= 1
 
     def _admit(self, scope: Scope) -> Caller:
         session = take_session_path(scope)
@@ -103,51 +114,63 @@ class Door:
         )
         if is_inference_port and not path.startswith("/v1/") and path not in OPEN_PATHS:
             raise NotFound("this port serves /v1 only", code="unknown_route")
-        if path in OPEN_PATHS:
-            return ANYONE
         headers = Headers(scope=scope)
         presented, _, key_session = (presented_key(headers) or "").partition(SESSION_MARK)
+        if path in OPEN_PATHS:
+            with contextlib.suppress(ServerError):
+                return replace(self._identify(path, headers, presented), limits=None)
+            return STRANGER
+        caller = self._identify(path, headers, presented)
         session = session or headers.get(SESSION_HEADER) or key_session or None
-        if session is not None:
-            check_name(session, "session")
+        if session is None:
+            return caller
+        return replace(caller, session=check_name(session, "session"))
+
+    def _identify(self, path: str, headers: Headers, presented: str) -> Caller:
         if not self._keys:
             self._refuse_web_pages(headers)
-            return replace(ANYONE, session=session)
+            return ANYONE
         if path in ART_PATHS and not presented and self._is_legacy_open:
             if "origin" in headers:
                 raise Forbidden("web pages need an API key here", code="foreign_origin")
-            return replace(ANYONE, session=session)
-        needed: KeyScope = "infer" if path.startswith("/v1/") else "train"
-        caller = self._find_model(presented) if needed == "infer" else None
+            return ANYONE
+        is_inference = path.startswith("/v1/")
+        caller = self._find_model(presented) if is_inference else None
         if caller is not None:
-            return replace(caller, session=session)
-        key = self._find(presented or None)
-        if needed not in key.scopes:
+            return caller
+        key = self._find(presented)
+        needed: KeyScope = "infer" if is_inference else "train"
+        if needed not in key.scopes and path not in OPEN_PATHS:
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
-        return Caller(owner_of(key), key.projects, session)
+        return Caller(key.owner, key.projects, limits=key if key.is_limited else None)
 
     def _find_model(self, presented: str) -> Caller | None:
         """Whom a key for one model was made for, as long as that caller is still let in."""
         model_id, owner = self._model_keys.read(presented) or (None, None)
-        known = {owner_of(key): key.projects for key in self._keys}
-        if self._is_legacy_open:
-            known[ANYONE.owner] = ANYONE.projects
-        if model_id is None or owner not in known:
+        if model_id is None or owner is None:
             return None
-        return Caller(owner, known[owner], model_id=model_id)
+        if owner == ANYONE.owner and self._is_legacy_open:
+            return replace(ANYONE, model_id=model_id)
+        key = self._keys.find_owner(owner)
+        if key is None:
+            return None
+        limits = key if key.is_limited else None
+        return Caller(owner, key.projects, model_id=model_id, limits=limits)
 
-    def _find(self, presented: str | None) -> ApiKey:
-        if presented is None:
+    def _find(self, presented: str) -> ApiKey:
+        if not presented:
             raise Unauthorized(
                 "no API key: send 'Authorization: Bearer KEY' (clients: art.Backend(api_key=...) or ART_API_KEY)",
                 code="missing_key",
             )
-        found: ApiKey | None = None
-        for key in self._keys:  # every key is compared, so that the time taken tells nothing
-            if hmac.compare_digest(key.key.encode(), presented.encode()):
-                found = key
+        found = self._keys.find(presented)
         if found is None:
             raise Unauthorized("this API key is not known here", code="wrong_key")
+        if found.is_expired:
+            raise Unauthorized(
+                f"this API key expired at {found.expires:%Y-%m-%dT%H:%M:%SZ}: ask the server's owner for another",
+                code="expired_key",
+            )
         return found
 
     def _refuse_web_pages(self, headers: Headers) -> None:
@@ -163,10 +186,6 @@ class Door:
                 "requests from other web origins are refused: configure --api-key",
                 code="foreign_origin",
             )
-
-
-def owner_of(key: ApiKey) -> str:
-    return hashlib.sha256(key.key.encode()).hexdigest()[:16]
 
 
 def presented_key(headers: Headers) -> str | None:

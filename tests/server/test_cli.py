@@ -1,11 +1,13 @@
 import socket
 import subprocess
 import sys
+import traceback
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from art_server.cli import UsageError, art, make_parser, open_port, parse
+from art_server.cli import UsageError, art, check_tls, main, make_parser, open_port, parse
 from art_server.errors import Conflict
 from art_server.service import lock_path
 
@@ -41,6 +43,75 @@ def test_a_key_file_gives_scopes_and_projects(tmp_path: Path) -> None:
         parse(["--api-key-file", str(file)])
     with pytest.raises(UsageError, match="cannot be read"):
         parse(["--api-key-file", str(tmp_path / "none")])
+
+
+def test_a_key_file_gives_names_expiry_and_limits(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "one name=alice expires=2026-12-31 requests_per_minute=600 concurrent=64\n"
+        "two infer p expires=2026-12-31T12:30:00+02:00 name=bob\n"
+        "three= train\n"
+    )
+    one, two, three = parse(["--api-key-file", str(file)]).api_keys
+    assert (one.name, one.owner, one.scopes) == ("alice", "alice", {"infer", "train"})
+    assert (one.requests_per_minute, one.concurrent) == (600, 64)
+    assert one.expires == datetime(2026, 12, 31, tzinfo=UTC)
+    assert two.expires == datetime(2026, 12, 31, 10, 30, tzinfo=UTC)
+    assert (two.owner, two.projects, two.scopes) == ("bob", {"p"}, {"infer"})
+    assert (three.key, three.scopes) == ("three=", {"train"})
+    assert not three.is_limited and not three.is_expired
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("SECRET admin", "scopes: Input should be 'infer' or 'train'"),
+        ("SECRET infer p q", "a field too many"),
+        ("SECRET name=a name=b", "a field too many"),
+        ("SECRET expires=soon", "expires: Input should be a valid datetime"),
+        ("SECRET expires=", "expires: Input should be a valid datetime"),
+        ("SECRET concurrent=0", "concurrent: Input should be greater"),
+        ("SECRET requests_per_minute=many", "requests_per_minute: Input should be a valid integer"),
+        ("SECRET name=a/b", "name: String should match"),
+        ("infer SECRET=c2VjcmV0", "an unknown field"),
+        ("name=alice SECRET", "scopes: Input should be"),
+        ("a SECRET::b", "scopes: Input should be"),
+        ("SECRET::b", "a key holds no '::'"),
+        ("SECRET key=b", "an unknown field"),
+    ],
+)
+def test_a_line_that_is_no_key_is_named_by_its_number_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, reason: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# keys\n\ngood\n{line}\n")
+    with pytest.raises(SystemExit):
+        main(["--api-key-file", str(file)])
+    told = capsys.readouterr().err
+    assert f"line 4: {reason}" in told and "write KEY [SCOPES" in told
+    assert "SECRET" not in told and "c2Vj" not in told
+    with pytest.raises(UsageError) as error:
+        parse(["--api-key-file", str(file)])
+    assert "SECRET" not in "".join(traceback.format_exception(error.value))
+
+
+def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="no text file"):
+        parse(["--api-key-file", str(file)])
+
+
+def test_certificate_and_key_go_together_and_are_read_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="go together"):
+        parse(["--tls-cert", "a"])
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    flags = ["--tls-cert", str(cert), "--tls-key", str(key)]
+    for written, reason in ((None, "--tls-cert"), (cert, "--tls-key"), (key, "no PEM")):
+        if written is not None:
+            written.write_text("nonsense")
+        with pytest.raises(UsageError, match=reason):
+            check_tls(parse(flags))
 
 
 def test_engine_arguments_come_from_a_list() -> None:
