@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import art_wire, control, errors, inference
+from art_server.api import art_wire, checkpoints, control, errors, inference
 from art_server.api.door import Door
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
@@ -30,6 +30,7 @@ def make_app(service: Service, inference_port: int | None) -> FastAPI:
     model_keys = ModelKeys(read_secret(service.config.server_dir / "model_keys_secret"))
     inference.install(app, service)  # first, for routes are tried in order
     control.install(app, service)
+    checkpoints.install(app, service)
     art_wire.install(app, service, keys, model_keys, inference_port)
     app.add_middleware(
         Door,

@@ -15,6 +15,8 @@ from art_server.errors import InvalidInput
 from art_server.store import files
 
 TINY_DIR = Path(__file__).parent / "tiny_model"
+CACHE_DIR = Path.home() / ".cache" / "art"
+"""Where converted models lie."""
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What is fetched from a hub: safetensors only, never pickled weights or code."""

@@ -216,6 +216,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long inference waits for a training step or the engine before a 503 (%(default)s)",
     )
+    add(
+        "--keep-last",
+        type=int,
+        default=50,
+        metavar="N",
+        help="steps of each model that are kept, besides the best one; 0 keeps all (%(default)s)",
+    )
     add("--max-body-mb", type=int, default=512, help="largest request body (%(default)s)")
     add(
         "--max-queued-jobs",
@@ -293,6 +300,7 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
         "kv_cache_gb": flags.kv_cache_gb,
         "engine_args": read_engine_args(flags.engine_arg),
         "wait_limit_seconds": flags.wait_limit,
+        "keep_last": flags.keep_last,
         "max_body_mb": flags.max_body_mb,
         "max_queued_jobs": flags.max_queued_jobs,
         "splicing": not flags.no_splicing,

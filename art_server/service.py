@@ -6,14 +6,13 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from art.wire import (
-    DeleteCheckpointsReply,
-    DeleteCheckpointsRequest,
     Health,
     LogReply,
     LogRequest,
@@ -25,6 +24,7 @@ from art.wire import (
 from art_server import __version__, base_models
 from art_server.background import Background, LoopWatch
 from art_server.base_models import BaseModel, find_base_model
+from art_server.checkpoints import Checkpoints
 from art_server.children import Children
 from art_server.device.assignment import check_devices, device_environment
 from art_server.device.figures import read_figures
@@ -50,6 +50,7 @@ from art_server.training.gap import gap_bars
 from art_server.training.process import TrainerError
 from art_server.training.task import InitTask, LoadTask
 from art_server.training.trainer import Trainer
+from art_server.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,26 @@ class Service:
         self.is_base_wanted = False
         """Whether anybody asked for the base model that is loaded; one that merely served last may give way."""
         self._register_lock = asyncio.Lock()
+        incoming = config.server_dir / "incoming"
+        shutil.rmtree(incoming, ignore_errors=True)
+        self.checkpoints = Checkpoints(
+            self.registry,
+            self.queue,
+            self.gate,
+            self.engine,
+            self._register_lock,
+            incoming,
+            config.keep_last,
+        )
+        self.uploads = Uploads(
+            self.registry,
+            self.engine,
+            self.trainer,
+            self._register_lock,
+            incoming,
+            config.max_lora_rank,
+            self._load_wanted_base,
+        )
         self._warming: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BaseModel] | None = None
         self._downloading: str | None = None
@@ -188,13 +209,12 @@ class Service:
             loaded = self.engine.base
             if loaded is not None and loaded.name == name:
                 return loaded
-            cache = Path.home() / ".cache" / "art"
             telling = None
             if base_models.is_hub_id(name):
                 self._downloading = name
                 telling = asyncio.create_task(self._tell_download(name))
             try:
-                base = await asyncio.to_thread(find_base_model, name, cache)
+                base = await asyncio.to_thread(find_base_model, name, base_models.CACHE_DIR)
             finally:
                 self._downloading = None
                 await cancel(telling)
@@ -216,6 +236,14 @@ class Service:
             with contextlib.suppress(StorageFull):  # it serves all the same
                 await asyncio.to_thread(files.write_json, self._base_file, {"base_model": name})
             return base
+
+    async def _load_wanted_base(
+        self, name: str, wishes: Mapping[str, str] | None = None
+    ) -> BaseModel:
+        """The same for somebody who asked for it."""
+        base = await self._load_base(name, wishes)
+        self.is_base_wanted = True
+        return base
 
     async def _tell_download(self, name: str) -> None:
         while True:
@@ -341,8 +369,7 @@ class Service:
             merge_lora(model.record.lora, request.lora, model.id)
             if self.engine.base is None and model.record.base_model != request.base_model:
                 raise self._other_base(model)
-        base = await self._load_base(request.base_model, wishes)
-        self.is_base_wanted = True
+        base = await self._load_wanted_base(request.base_model, wishes)
         if model is not None and not self.is_on_base(model):
             raise self._other_base(model)
         async with self._register_lock:
@@ -422,7 +449,7 @@ class Service:
         base = self.engine.base
         return base is not None and base.name == model.record.base_model
 
-    # --- logs and checkpoints ---
+    # --- logs ---
 
     async def log(self, model: Model, request: LogRequest) -> LogReply:
         """Write trajectories and metrics into the row of a step.
@@ -448,25 +475,6 @@ class Service:
             )
         await asyncio.to_thread(model.folder.add_history, step, metrics)
         return LogReply(step=step, metrics=metrics)
-
-    async def delete_checkpoints(
-        self, model: Model, request: DeleteCheckpointsRequest
-    ) -> DeleteCheckpointsReply:
-        """Delete steps, but the newest, the one that serves, the best or the named ones, and any still in use."""
-        keep = {model.step, *(request.keep or ())}
-        if request.keep is None and request.best_metric is not None:
-            best = await asyncio.to_thread(model.folder.best_step, request.best_metric)
-            keep |= {best} if best is not None else set()
-        for step in model.folder.steps():
-            name = model.adapter_name(step)
-            if step in keep:
-                continue
-            if self.gate.uses(name):
-                keep.add(step)
-            else:
-                await self.engine.unload_adapter(name)
-        deleted = await asyncio.to_thread(model.folder.delete_checkpoints, keep)
-        return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
 
     def session(self, project: str, name: str, session: str) -> SessionReply:
         """What a model said in one of its project's sessions (blocking: reads the ledger)."""

@@ -9,7 +9,13 @@ Routes, all under the control port:
     GET    /api/models/{project}/{name}              -> ModelInfo
     POST   /api/models/{project}/{name}/train        TrainRequest (+ Idempotency-Key) -> NDJSON of JobEvent
     POST   /api/models/{project}/{name}/log          LogRequest -> LogReply
+    DELETE /api/models/{project}/{name}              -> ModelInfo of what was deleted
+    POST   /api/models/{project}/{name}/fork         ForkRequest -> ModelInfo of the new model
+    POST   /api/models/{project}/{name}/rollback     RollbackRequest -> ModelInfo
+    GET    /api/models/{project}/{name}/checkpoints  -> CheckpointList
     POST   /api/models/{project}/{name}/checkpoints/delete   DeleteCheckpointsRequest -> DeleteCheckpointsReply
+    GET    /api/models/{project}/{name}/checkpoints/{step}.tar   (+ Range) -> the checkpoint as a tar
+    PUT    /api/models/{project}/{name}/checkpoints/{step}.tar   a tar (+ Content-Range) -> UploadReply
     GET    /api/models/{project}/{name}/sessions/{session}   -> SessionReply
     GET    /api/jobs[?state=queued,running&limit=100]        -> JobList
     GET    /api/jobs/{job_id}                        -> JobInfo
@@ -419,16 +425,62 @@ class LogReply(Reply):
     """The row that was appended to history.jsonl."""
 
 
+class CheckpointInfo(Reply):
+    """One kept step."""
+
+    step: int
+    created_at: float
+    """Seconds since 1970."""
+    metrics: dict[str, float] = {}
+    """The step's row of the history. `train/*` in it was measured on the samples that the step was trained from."""
+    size_bytes: int
+    unchanged: bool = False
+    """The step holds the weights of the one before it: its batch carried no signal."""
+    is_serving: bool = False
+    is_best: bool = False
+
+
+class CheckpointList(Reply):
+    checkpoints: list[CheckpointInfo]
+    """Oldest first."""
+    best_metric: str | None = None
+    """What `is_best` is judged by: "val/reward" where the history has it, else "train/reward"."""
+
+
 class DeleteCheckpointsRequest(Body):
-    best_metric: str | None = "val/reward"
-    """Keep the step with the best mean of this metric in the history, besides the newest."""
+    best_metric: str | None = Field(default=None, max_length=256)
+    """Keep the step with the best mean of this metric in the history, besides the newest. None: "val/reward" where the
+    history has it, else "train/reward"."""
     keep: list[int] | None = None
     """Or name the steps to keep, besides the newest."""
 
 
 class DeleteCheckpointsReply(Reply):
     kept: list[int]
+    """With the step that serves and those that requests sample from, which stay in any case."""
     deleted: list[int]
+
+
+class ForkRequest(Body):
+    """A new model from a step of another."""
+
+    name: Name
+    project: Name
+    step: int | None = Field(default=None, ge=0)
+    """None: the one that serves."""
+
+
+class RollbackRequest(Body):
+    step: int = Field(ge=0)
+    """The kept step that is to be the newest."""
+
+
+class UploadReply(Reply):
+    """How far an upload has come."""
+
+    received_bytes: int
+    model: ModelInfo | None = None
+    """Once the whole has arrived: the model that has the step."""
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ T = TypeVar("T", bound=BaseModel)
 
 NO_KEY = "default"
 """What stands for a key where none is configured."""
+DEFAULT_BENCHMARK = "val/reward"
 MAX_NOTES = 50
 CLIENT_SIDE = frozenset(
     {
@@ -212,16 +213,20 @@ def install(
     async def delete_checkpoint_files(request: Request) -> None:
         body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), DeleteFilesBody)
         model = model_of(request, body.model)
-        await service.delete_checkpoints(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
+        await service.checkpoints.delete(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
 
     @router.post("/_delete_checkpoints")
     async def delete_checkpoints(
-        request: Request, benchmark: str = "val/reward", benchmark_smoothing: float = 1.0
+        request: Request, benchmark: str = DEFAULT_BENCHMARK, benchmark_smoothing: float = 1.0
     ) -> None:
         model = await read_model(request)
         if benchmark_smoothing != 1.0:
             tell(model.id, no_effect(["benchmark_smoothing"]))
-        await service.delete_checkpoints(model, DeleteCheckpointsRequest(best_metric=benchmark))
+        # These clients send the default always, also for models without a val split.
+        metric = None if benchmark == DEFAULT_BENCHMARK else benchmark
+        await service.checkpoints.delete(
+            model, checked(DeleteCheckpointsRequest, best_metric=metric)
+        )
 
     app.include_router(router)
 

@@ -1,4 +1,4 @@
-"""The control routes: register, train, log, checkpoints, jobs, health. Bodies are those of `art.wire`."""
+"""The control routes: register, train, log, jobs, health. Bodies are those of `art.wire`."""
 
 import asyncio
 import functools
@@ -10,8 +10,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from art.wire import (
     IDEMPOTENCY_HEADER,
-    DeleteCheckpointsReply,
-    DeleteCheckpointsRequest,
     Health,
     JobInfo,
     JobList,
@@ -115,16 +113,6 @@ def install(app: FastAPI, service: Service) -> None:
         model = model_of(request, project, name)
         body = await read_body(request, max_mb)
         return await bodies.read(body, LogRequest, functools.partial(service.log, model))
-
-    @router.post("/api/models/{project}/{name}/checkpoints/delete")
-    async def delete_checkpoints(
-        request: Request, project: str, name: str
-    ) -> DeleteCheckpointsReply:
-        model = model_of(request, project, name)
-        body = await read_body(request, MAX_SMALL_BODY_MB)
-        return await service.delete_checkpoints(
-            model, await parse_body(body or b"{}", DeleteCheckpointsRequest)
-        )
 
     @router.get("/api/models/{project}/{name}/sessions/{session}")
     async def session(request: Request, project: str, name: str, session: str) -> SessionReply:

@@ -508,6 +508,12 @@ class Engine:
                 with contextlib.suppress(aiohttp.ClientError):
                     await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
+    async def forget_prompts(self) -> None:
+        """Empty the cache of prompts: it finds them by their adapter's name, which other weights will get. Requests in flight
+        are computed again."""
+        async with self._owner.held_by("engine"):
+            await self._tell(("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS)
+
     def loaded_adapters(self) -> list[str]:
         return list(self._adapters)
 

@@ -6,12 +6,13 @@ returns the same job, now and after a restart. Commits are synchronous: what was
     queued <-> running -> done | failed        queued, running -> cancelled        failed -> queued (the same key again)
 """
 
+import contextlib
 import hashlib
 import json
 import threading
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -292,6 +293,25 @@ class JobQueue:
         """The job that runs or will run first."""
         waiting = self.waiting()
         return self.get(waiting[0].job_id) if waiting else None
+
+    @contextlib.contextmanager
+    def held_idle(self, project: str, name: str) -> Iterator[None]:
+        """Hold the queue while a model that has no jobs is changed under it; nothing is accepted or begun meanwhile.
+
+        Raises:
+            Conflict: jobs of the model wait or run.
+        """
+        where = "project = ? AND name = ? AND state IN ('queued', 'running')"
+        with self._lock:
+            query = f"SELECT COUNT(*) FROM jobs WHERE {where}"
+            (count,) = self._db.execute(query, (project, name)).fetchone()
+            if count:
+                raise Conflict(
+                    f"jobs of model '{project}/{name}' wait or run ({count}): repeat the request when they have ended",
+                    code="jobs_pending",
+                    param="name",
+                )
+            yield
 
     def batch(self, job_id: str) -> bytes:
         """JSON of what the job trains."""

@@ -2,11 +2,12 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,43 @@ def publish_folder(temporary: Path, final: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder so that no reader sees half of it: rename it away, then delete."""
-    grave = folder.with_name(f".removed-{uuid.uuid4().hex}.tmp")
+    shutil.rmtree(bury_folder(folder))
+
+
+def bury_folder(folder: Path) -> Path:
+    """Rename a folder that is to be deleted; from here on it is gone. Returns where it lies."""
+    grave = folder.with_name(f".removed-{uuid.uuid4().hex}")
     os.rename(folder, grave)
-    shutil.rmtree(grave)
+    sync_folder(folder.parent)
+    return grave
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content; on return it is on the disk."""
+    with disk_errors(target.name), open(source, "rb") as reader, open(target, "xb") as writer:
+        shutil.copyfileobj(reader, writer, 2**20)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def clear_temporary(folder: Path) -> None:
-    """Delete what an earlier process left unfinished in `folder`."""
-    for entry in folder.glob(".*.tmp"):
+    """Delete what was left unfinished in `folder`."""
+    _remove_all(folder.glob(".*.tmp"))
+
+
+def clear_graves(folder: Path) -> None:
+    """Delete what an earlier process renamed away and did not get to delete."""
+    _remove_all(folder.glob(".removed-*"))
+
+
+def _remove_all(entries: Iterable[Path]) -> None:
+    for entry in entries:
         # Another thread may be deleting the same.
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)

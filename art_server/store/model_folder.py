@@ -1,26 +1,35 @@
 """The folder of one model, `PATH/PROJECT/models/NAME`: its description, checkpoints, history and trajectories.
 
 model.json               what it was registered with
-history.jsonl            one row per step
+history.jsonl            one row per step; history.rolled-back.jsonl the rows that a rollback took out
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps), checkpoint.json
+checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
 trajectories/SPLIT/%04d.jsonl
 logs/vllm.log            the engine's log
 """
 
 import json
+import logging
+import os
 import threading
 import uuid
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from art.wire import LoRAConfig, TrajectoryGroupBody
-from art_server.errors import NotFound
+from art_server.errors import Conflict, NotFound
 from art_server.store import files
 
-OPTIMIZER_FILE = "optimizer.safetensors"
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+OPTIMIZER_FILE, DESCRIPTION_FILE = "optimizer.safetensors", "checkpoint.json"
+CONTENT_FILES = (CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE)
+"""The files of a checkpoint whose digests checkpoint.json holds."""
 OPTIMIZER_STEPS_KEPT = 2
 """Optimizer state is kept for the newest two steps: the newest to go on from, one more to go back to."""
 
@@ -51,7 +60,13 @@ class CheckpointRecord(BaseModel):
     notes: list[str] = []
     """What the trainer decided by itself."""
     created_at: float = 0.0
+    files: dict[str, str] = {}
+    """SHA-256 of each file, by name. Empty in a checkpoint that was written without digests."""
 
+
+BEST_METRICS = ("val/reward", "train/reward")
+"""What the best step is judged by: the first that the history has."""
+SetAside = Literal["broken", "rolled-back"]
 
 _history_lock = threading.Lock()
 """A row is read, changed and written back, by the requests of programs and by the job runner."""
@@ -108,15 +123,18 @@ class ModelFolder:
         Raises:
             NotFound: no such step; the message lists those that are kept.
         """
-        file = self.checkpoint_dir(step) / "checkpoint.json"
+        file = self.checkpoint_dir(step) / DESCRIPTION_FILE
         if not file.exists():
-            kept = ", ".join(map(str, self.steps()))
-            raise NotFound(
-                f"model '{self.project}/{self.name}' has no step {step}; kept steps: {kept}",
-                code="unknown_step",
-                param="model",
-            )
+            raise self.unknown_step(step)
         return CheckpointRecord.model_validate_json(file.read_text())
+
+    def unknown_step(self, step: int) -> NotFound:
+        kept = ", ".join(str(each) for each in self.steps() if each != step)
+        return NotFound(
+            f"model '{self.project}/{self.name}' has no step {step}; kept steps: {kept}",
+            code="unknown_step",
+            param="model",
+        )
 
     def new_checkpoint_dir(self) -> Path:
         """A folder to write the next checkpoint into; `commit_checkpoint` gives it its name."""
@@ -126,18 +144,74 @@ class ModelFolder:
         return folder
 
     def commit_checkpoint(self, temporary: Path, record: CheckpointRecord) -> None:
-        """Make a finished checkpoint visible, in one rename, and drop optimizer state that is no longer needed."""
-        files.write_json(temporary / "checkpoint.json", record.model_dump(mode="json"))
+        """Make a finished checkpoint visible with the digests of its files, in one rename, and drop optimizer state that is
+        no longer needed."""
+        described = record.model_copy(update={"files": content_digests(temporary)})
+        files.write_json(temporary / DESCRIPTION_FILE, described.model_dump(mode="json"))
         files.publish_folder(temporary, self.checkpoint_dir(record.step))
         for step in self.steps()[:-OPTIMIZER_STEPS_KEPT]:
             (self.checkpoint_dir(step) / OPTIMIZER_FILE).unlink(missing_ok=True)
 
-    def delete_checkpoints(self, keep: set[int]) -> list[int]:
-        """Delete all steps but `keep` and the newest. Returns what was deleted."""
-        deleted = [step for step in self.steps()[:-1] if step not in keep]
-        for step in deleted:
+    def fault(self, step: int) -> str | None:
+        """What is wrong with a step's files, None when nothing is. Only the optimizer's state may be missing."""
+        folder = self.checkpoint_dir(step)
+        try:
+            record = CheckpointRecord.model_validate_json((folder / DESCRIPTION_FILE).read_bytes())
+        except (OSError, ValidationError) as error:
+            return f"{DESCRIPTION_FILE} cannot be read ({type(error).__name__})"
+        if record.step != step:
+            return f"{DESCRIPTION_FILE} is that of step {record.step}"
+        return content_fault(folder, record.files)
+
+    def newest_whole_step(self) -> int | None:
+        """The newest step whose files are what was written; broken ones above it are set aside and logged."""
+        for step in reversed(self.steps()):
+            fault = self.fault(step)
+            if fault is None:
+                return step
+            aside = self.set_aside(step, "broken")
+            logger.error(
+                "CHECKPOINT %s/%s@%d IS BROKEN: %s. It lies in %s; the newest whole step before it serves",
+                *(self.project, self.name, step, fault, aside),
+            )
+        return None
+
+    def set_aside(self, step: int, why: SetAside) -> Path:
+        """Rename a step so that it counts no longer. Returns where it lies."""
+        aside = self.checkpoints_dir / f".{why}-{step:04d}-{uuid.uuid4().hex[:8]}"
+        os.rename(self.checkpoint_dir(step), aside)
+        files.sync_folder(self.checkpoints_dir)
+        return aside
+
+    def remove_steps(self, steps: Iterable[int]) -> None:
+        for step in steps:
             files.remove_folder(self.checkpoint_dir(step))
-        return deleted
+
+    def roll_back(self, step: int) -> None:
+        """Set the later steps and their rows of the history aside. A repetition finishes what a crash interrupted."""
+        for later in reversed(self.steps()):
+            if later > step:
+                self.set_aside(later, "rolled-back")
+        with _history_lock:
+            rows = self.history()
+            later_rows = [row for row in rows if row.get("step", 0) > step]
+            for row in later_rows:
+                files.append_line(self.path / "history.rolled-back.jsonl", row)
+            if later_rows:
+                self._write_history([row for row in rows if row.get("step", 0) <= step])
+
+    def bury(self) -> Path:
+        """Rename the model away, whole; the caller deletes what lies there."""
+        return files.bury_folder(self.path)
+
+    def best_metric(self) -> str | None:
+        """What the best step is judged by, None when the history has neither."""
+        known = self.metric_names()
+        return next((metric for metric in BEST_METRICS if metric in known), None)
+
+    def metric_names(self) -> set[str]:
+        """The metrics of the history."""
+        return {name for row in self.history() for name in row_metrics(row)}
 
     def best_step(self, metric: str) -> int | None:
         """The kept step with the highest mean of `metric` in the history, None when it was never logged. What was measured
@@ -152,7 +226,7 @@ class ModelFolder:
         return max(kept, key=lambda step: (kept[step], step)) if kept else None
 
     def clear_temporary(self) -> None:
-        """Remove what a killed process left behind."""
+        """Remove what was left unfinished."""
         if self.checkpoints_dir.exists():
             files.clear_temporary(self.checkpoints_dir)
 
@@ -178,8 +252,11 @@ class ModelFolder:
                 files.append_line(file, row)
                 return
             rows[places[-1]] |= row
-            lines = "".join(json.dumps(each) + "\n" for each in rows)
-            files.write_file(file, lines.encode())
+            self._write_history(rows)
+
+    def _write_history(self, rows: list[dict[str, Any]]) -> None:
+        lines = "".join(json.dumps(each) + "\n" for each in rows)
+        files.write_file(self.path / "history.jsonl", lines.encode())
 
     def write_trajectories(self, split: str, step: int, groups: list[TrajectoryGroupBody]) -> None:
         """Write trajectories/SPLIT/%04d.jsonl, one group a line, replacing what the step had."""
@@ -201,9 +278,70 @@ def trajectory_row(group: TrajectoryGroupBody) -> dict[str, Any]:
     return row
 
 
+def row_metrics(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a row of the history."""
+    named = ((name, value) for name, value in row.items() if name not in ("step", "training_step"))
+    return {name: float(value) for name, value in named if isinstance(value, int | float)}
+
+
+def content_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint that is there (blocking: reads them)."""
+    present = (name for name in CONTENT_FILES if (folder / name).exists())
+    return {name: files.file_digest(folder / name) for name in present}
+
+
+def content_fault(folder: Path, digests: dict[str, str]) -> str | None:
+    """What is wrong with a checkpoint's files, None when nothing is. Only the optimizer's state may be missing."""
+    for name, digest in digests.items():
+        if name not in CONTENT_FILES:
+            return f"'{name[:80]}' is no file of a checkpoint"
+        if not (folder / name).is_file():
+            if name == OPTIMIZER_FILE:
+                continue
+            return f"{name} is missing"
+        if files.file_digest(folder / name) != digest:
+            return f"{name} is not what was written (SHA-256 differs)"
+    return None
+
+
 def list_model_folders(root: Path) -> list[ModelFolder]:
     """Every model under the server's path."""
     return [
         ModelFolder(root, file.parent.parent.parent.name, file.parent.name)
         for file in sorted(root.glob("*/models/*/model.json"))
+        if not file.parent.name.startswith(".")
     ]
+
+
+def create_model(
+    folder: ModelFolder,
+    record: ModelRecord,
+    engine_log: Path,
+    content: Path,
+    checkpoint: CheckpointRecord,
+) -> None:
+    """Make a model whose first step is the checkpoint in `content`, which moves there, in one rename.
+
+    Raises:
+        Conflict: something lies where the model would.
+    """
+    models = folder.path.parent
+    if folder.path.exists():
+        raise Conflict(
+            f"{folder.path} is there already, though no model is registered under it: choose another name, or move the "
+            "folder away",
+            code="model_exists",
+            param="name",
+        )
+    made = ModelFolder(models.parent.parent, folder.project, f".{uuid.uuid4().hex}.tmp")
+    made.create(record, engine_log)
+    made.commit_checkpoint(content, checkpoint)
+    files.publish_folder(made.path, folder.path)
+
+
+def copy_content(source: Path, target: Path) -> None:
+    """Copy a checkpoint's files into a new folder; on return they are on the disk."""
+    target.mkdir(parents=True)
+    for name in CONTENT_FILES:
+        if (source / name).exists():
+            files.copy_file(source / name, target / name)

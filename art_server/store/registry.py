@@ -3,13 +3,17 @@
 A model's step is what is served: it moves only when the new checkpoint is whole and loaded (`serve`), in one assignment.
 """
 
+import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from art.wire import NAME_PATTERN, LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(NAME_PATTERN)
 
@@ -21,6 +25,8 @@ class Model:
     folder: ModelFolder
     record: ModelRecord
     step: int
+    going: set[int] = field(default_factory=set)
+    """Steps that are being deleted: no request resolves to one, so none loads it again."""
 
     @property
     def id(self) -> str:
@@ -61,11 +67,21 @@ class Registry:
     def __init__(self, root: Path):
         self._root = root.absolute()
         self._models: dict[tuple[str, str], Model] = {}
+        for models_dir in self._root.glob("*/models"):
+            files.clear_temporary(models_dir)
+            files.clear_graves(models_dir)
         for folder in list_model_folders(self._root):
             folder.clear_temporary()
-            newest = folder.newest_step()
+            files.clear_graves(folder.checkpoints_dir)
+            newest = folder.newest_whole_step()
             if newest is not None:
                 self._models[folder.project, folder.name] = Model(folder, folder.read(), newest)
+            else:
+                logger.error(
+                    "MODEL %s/%s HAS NO WHOLE CHECKPOINT: it does not serve",
+                    folder.project,
+                    folder.name,
+                )
 
     def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[Model]:
         """The models that a caller with access to `projects` (None: all), or to the model `only`, may see."""
@@ -105,6 +121,14 @@ class Registry:
         model = Model(folder, record, step)
         self._models[record.project, record.name] = model
         return model
+
+    def remove(self, model: Model) -> None:
+        """Forget a model: no request resolves to it from here on."""
+        del self._models[model.record.project, model.record.name]
+
+    def restore(self, model: Model) -> None:
+        """Undo `remove`."""
+        self._models[model.record.project, model.record.name] = model
 
     def resolve(
         self,
@@ -154,7 +178,10 @@ class Registry:
                 code="unknown_step",
                 param="model",
             )
-        return Policy(model, model.folder.read_checkpoint(int(step_text)).step)
+        step = int(step_text)
+        if step in model.going:
+            raise model.folder.unknown_step(step)
+        return Policy(model, model.folder.read_checkpoint(step).step)
 
 
 def merge_lora(known: LoRAConfig, asked: LoRAConfig | None, model_id: str) -> LoRAConfig:

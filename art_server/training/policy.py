@@ -117,7 +117,7 @@ class Policy:
         tensors = load_file(folder / ADAPTER_FILE)
         if self._lora != lora:
             self.init_adapter(lora, seed=0)
-        expected = _tensors(self.model)
+        expected = adapter_tensors(self.model)
         if different := sorted(expected.keys() ^ tensors.keys()):
             raise ValueError(
                 f"{folder / ADAPTER_FILE} is not an adapter of {self.base_model} with {lora!r}: {different[:3]}"
@@ -126,7 +126,7 @@ class Policy:
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter as PEFT names it into an existing folder."""
-        _save(self.model, _tensors(self.model), folder)
+        _save(self.model, adapter_tensors(self.model), folder)
 
     def leave_device(self, optimizer: torch.optim.Optimizer, *, keep_copy: bool) -> None:
         """Give the device's memory up, but for the process's context. The adapter and its optimizer's state go to main
@@ -217,7 +217,7 @@ class Policy:
         if adapter is None:
             with self.model.disable_adapter():
                 return self.logprobs(batch)[0]
-        own = {name: tensor.clone() for name, tensor in _tensors(self.model).items()}
+        own = {name: tensor.clone() for name, tensor in adapter_tensors(self.model).items()}
         set_peft_model_state_dict(self.model, adapter)
         try:
             return self.logprobs(batch)[0]
@@ -355,10 +355,7 @@ def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Pa
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1; A is uniform within 1 / sqrt(inputs), as PEFT has it.
     """
-    base = outline(base_model)
-    with torch.device("meta"):
-        model = get_peft_model(base, peft_config(lora, base))
-    assert isinstance(model, PeftModel)
+    model = outline_adapter(base_model, lora)
     chance = torch.Generator().manual_seed(seed)
 
     def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -368,12 +365,24 @@ def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Pa
         bound = like.shape[-1] ** -0.5 if "lora_A" in name else 0.0
         return made.uniform_(-bound, bound, generator=chance)
 
-    tensors = {name: fresh(name, each) for name, each in _tensors(model).items()}
+    tensors = {name: fresh(name, each) for name, each in adapter_tensors(model).items()}
     folder.mkdir(parents=True, exist_ok=True)
     _save(model, tensors, folder)
 
 
-def _tensors(model: PeftModel) -> dict[str, torch.Tensor]:
+def outline_adapter(base_model: str, lora: LoRAConfig) -> PeftModel:
+    """The adapter on its base, without weights, for names and shapes.
+
+    Raises ValueError for layers that the base lacks.
+    """
+    base = outline(base_model)
+    with torch.device("meta"):
+        model = get_peft_model(base, peft_config(lora, base))
+    assert isinstance(model, PeftModel)
+    return model
+
+
+def adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from art_server.training.task import (
     Answer,
     BetweenSteps,
+    CheckTask,
     Done,
     Failed,
     InitTask,
@@ -150,7 +151,7 @@ class TrainerProcess:
 
     async def run(
         self,
-        task: InitTask | LoadTask | TrainTask,
+        task: InitTask | CheckTask | LoadTask | TrainTask,
         on_progress: Callable[[Progress], None] | None = None,
         batch: bytes | None = None,
     ) -> Done:
@@ -261,7 +262,7 @@ class TrainerProcess:
         return "\n".join(lines[-NUM_LOG_LINES:])
 
 
-def _task_line(task: InitTask | LoadTask | TrainTask, batch: bytes | None) -> bytes:
+def _task_line(task: InitTask | CheckTask | LoadTask | TrainTask, batch: bytes | None) -> bytes:
     if batch is None:
         return task.model_dump_json().encode() + b"\n"
     return task.model_dump_json(exclude={"batch"}).encode()[:-1] + b',"batch":' + batch + b"}\n"

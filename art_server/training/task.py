@@ -88,6 +88,15 @@ class InitTask(Record):
     seed: int = 0
 
 
+class CheckTask(Record):
+    """See that the adapter in a folder, and its optimizer's state where there is one, are of this shape on the base; fails
+    with "bad_checkpoint" otherwise."""
+
+    kind: Literal["check"] = "check"
+    lora: LoRAConfig
+    folder: str
+
+
 class LoadTask(Record):
     """Load the base model, so that the first step does not wait for it."""
 
@@ -127,7 +136,7 @@ class TrainTask(Record):
     """Checkpoint whose adapter is the reference of the KL penalty; None is the base model."""
 
 
-Task = Annotated[InitTask | LoadTask | TrainTask, Field(discriminator="kind")]
+Task = Annotated[InitTask | CheckTask | LoadTask | TrainTask, Field(discriminator="kind")]
 
 
 class Ready(Record):

@@ -10,6 +10,7 @@ from art_server.settings import Device, ServerConfig
 from art_server.training.process import TrainerProcess, worker_command, worker_environment
 from art_server.training.task import (
     BetweenSteps,
+    CheckTask,
     Done,
     InitTask,
     LoadTask,
@@ -65,7 +66,7 @@ class Trainer:
 
     async def run(
         self,
-        task: InitTask | LoadTask | TrainTask,
+        task: InitTask | CheckTask | LoadTask | TrainTask,
         on_progress: Callable[[Progress], None] | None = None,
         batch: bytes | None = None,
     ) -> Done:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from art_server.children import be_child, claim_stdout
 from art_server.store import files
-from art_server.training.checkpoint import write_first_checkpoint
+from art_server.training.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
 from art_server.training.gap import GapTooLarge
 from art_server.training.memory import (
     CHECKPOINTING_FACTOR,
@@ -131,6 +131,8 @@ class Worker:
             return Failed(code="non_finite", message=str(error))
         except GapTooLarge as error:
             return Failed(code="gap_too_large", message=str(error))
+        except BadCheckpoint as error:
+            return Failed(code="bad_checkpoint", message=str(error))
         except Cancelled:
             return Failed(code="cancelled", message="the job was cancelled", retryable=True)
         except torch.AcceleratorError:
@@ -151,6 +153,9 @@ class Worker:
     def _run(self, task: Task) -> Done:
         if task.kind == "init":
             write_first_checkpoint(self._base_model, task.lora, task.seed, Path(task.out_dir))
+            return Done(metrics={})
+        if task.kind == "check":
+            check_checkpoint(self._base_model, task.lora, Path(task.folder))
             return Done(metrics={})
         policy = self._load_policy()
         if task.kind == "load":

@@ -124,6 +124,7 @@ class FakeProcess:
                         "resume",
                         "sleep",
                         "release_kv_cache_memory",
+                        "reset_prefix_cache",
                         "wake_up",
                     )
                 ),

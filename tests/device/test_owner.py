@@ -18,6 +18,7 @@ from art.wire import JobReport, LoRAConfig, TrainConfig
 from art_server import background as background_module
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel
+from art_server.checkpoints import Checkpoints
 from art_server.device.figures import read_figures
 from art_server.device.owner import DeviceOwner
 from art_server.device.plan import GIB, Card, Demand, make_plan
@@ -304,6 +305,37 @@ async def test_an_adapter_that_does_not_load_at_a_restart_is_refused_alone(tmp_p
             folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
             await house.engine.load_adapter("p/a@0", folder, SECONDS)
         assert house.engine.state == "ready"
+
+
+async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None:
+    """After a rollback the same name means other weights: nothing of the old ones is left in the engine."""
+    world = make_world("kv_cache", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        checkpoints = Checkpoints(
+            house.registry,
+            house.queue,
+            house.gate,
+            house.engine,
+            asyncio.Lock(),
+            tmp_path / "incoming",
+            keep_last=0,
+        )
+        model = house.registry.get("p", "a")
+        await house.wait_jobs([house.add_job("a"), house.add_job("a")])
+        assert await house.ask("a") == "p/a@2"
+        assert world.process is not None and "p/a@2" in world.process.adapters
+        await checkpoints.roll_back(model, 1)
+        assert world.seen[-1] == "reset_prefix_cache"
+        assert "p/a@2" not in world.process.adapters
+        assert await house.ask("a") == "p/a@1"
+        await house.wait_jobs([house.add_job("a")])
+        assert await house.ask("a") == "p/a@2" and model.folder.steps() == [0, 1, 2]
+        assert "p/a@2" in world.process.adapters
+        world.happens["reset_prefix_cache"] = ["refuse"]
+        await checkpoints.roll_back(model, 1)
+        assert await house.ask("a") == "p/a@1"
+        assert world.seen.count("engine starts") == 2, "one that keeps its prompts is ended"
+    assert_right(world)
 
 
 PHASES = ("engine starts", "engine loads", "adapter loads", "pause", "sleep", "trains", "backward")

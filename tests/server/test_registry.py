@@ -104,18 +104,12 @@ def test_optimizer_state_is_kept_for_the_newest_two_steps(tmp_path: Path) -> Non
     assert have == [2, 3]
 
 
-def test_deleting_keeps_the_newest_and_the_named(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "p", "a", steps=5)
-    assert folder.delete_checkpoints({1}) == [0, 2, 3]
-    assert folder.steps() == [1, 4]
-
-
 def test_the_best_step_is_the_highest_mean_among_kept_ones(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "p", "a", steps=4)
     for step, reward in ((0, 0.9), (1, 0.2), (1, 0.8), (2, 0.4), (9, 1.0)):
         folder.add_history(step, {"val/reward": reward})
     assert folder.best_step("val/reward") == 0
-    folder.delete_checkpoints({1})
+    folder.remove_steps([0, 2])
     assert folder.best_step("val/reward") == 1
     assert folder.best_step("val/other") is None
 

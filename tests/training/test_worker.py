@@ -21,6 +21,7 @@ from art_server.training.step import train
 from art_server.training.task import (
     Batch,
     BetweenSteps,
+    CheckTask,
     InitTask,
     LoadTask,
     TrainableGroup,
@@ -99,6 +100,13 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
     assert done["event"] == "done"
     counted = [each["completed"] for each in progress if each["phase"] == "train"]
     assert counted == list(range(1, progress[0]["total"] + 1))
+
+    (done,) = ask(CheckTask(lora=LORA, folder=str(tmp_path / "1")))
+    assert done["event"] == "done"
+    wide = LORA.model_copy(update={"rank": 8})
+    (failed,) = ask(CheckTask(lora=wide, folder=str(tmp_path / "1")))
+    assert (failed["event"], failed["code"]) == ("failed", "bad_checkpoint")
+    assert "the base takes [" in failed["message"]
 
     for line in (b"{", b"[]", b'{"kind":"train"}', b'{"kind":"dance"}', b""):
         (failed,) = ask(line)

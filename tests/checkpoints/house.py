@@ -1,0 +1,128 @@
+"""A server's parts around checkpoints: real folders, registry, queue, gate and routes; an engine and a trainer that hold
+nothing."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from art.wire import JobReport, LoRAConfig, TrainConfig
+from art_server.app import make_app
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.jobs.queue import Payload
+from art_server.service import Service
+from art_server.settings import ServerConfig
+from art_server.store.model_folder import (
+    CheckpointRecord,
+    ModelFolder,
+    ModelRecord,
+    copy_content,
+)
+from art_server.training.checkpoint import BadCheckpoint, check_checkpoint
+from art_server.training.process import TrainerError
+from art_server.training.task import Batch, CheckTask, Done
+from tests.fakes import FakeEngine
+
+TINY_LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
+
+
+def add_model(root: Path, adapter: Path, name: str = "a", steps: int = 1) -> ModelFolder:
+    """A model in project p, on art/tiny, with so many steps of the same weights; train/reward of step k is k / 10."""
+    folder = ModelFolder(root, "p", name)
+    record = ModelRecord(name=name, project="p", base_model="art/tiny", lora=TINY_LORA)
+    for step in range(steps):
+        commit(folder, adapter, step)
+        if step:
+            metrics = {"train/reward": step / 10, "sampled_step": float(step)}
+            folder.add_history(step, metrics, f"job {step}")
+    folder.create(record, root / "engine.log")
+    return folder
+
+
+def commit(folder: ModelFolder, adapter: Path, step: int, **fields: Any) -> None:
+    content = folder.checkpoints_dir / ".made"
+    copy_content(adapter, content)
+    job = f"job {step}" if step else None
+    folder.commit_checkpoint(content, CheckpointRecord(step=step, job_id=job, **fields))
+
+
+class RecordingEngine(FakeEngine):
+    """One that remembers what it was asked, and can be kept from unloading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = BaseModel("art/tiny", TINY_DIR)
+        self.log_path = Path("engine.log")
+        self.asked: list[str] = []
+        self.may_unload = asyncio.Event()
+        self.may_unload.set()
+
+    def holds(self, *names: str) -> None:
+        self.adapters = {name: Path(name) for name in names}
+
+    async def unload_adapter(self, name: str) -> None:
+        self.asked.append(f"unload {name}")
+        await self.may_unload.wait()
+        await super().unload_adapter(name)
+
+    async def forget_prompts(self) -> None:
+        self.asked.append("forget")
+
+    async def stop(self) -> None: ...
+
+
+class CheckingTrainer:
+    """Checks as the trainer's process does."""
+
+    async def run(self, task: CheckTask) -> Done:
+        try:
+            await asyncio.to_thread(check_checkpoint, str(TINY_DIR), task.lora, Path(task.folder))
+        except BadCheckpoint as error:
+            raise TrainerError("bad_checkpoint", str(error)) from error
+        return Done(metrics={})
+
+
+class House:
+    """A server that runs no process."""
+
+    def __init__(self, root: Path, **settings: Any):
+        self.service = Service(ServerConfig(path=root, **settings))
+        self.engine = RecordingEngine()
+        self.service.engine = self.engine  # type: ignore[assignment]
+        self.service.checkpoints._engine = self.engine  # type: ignore[assignment]
+        self.service.uploads._engine = self.engine  # type: ignore[assignment]
+        self.service.uploads._trainer = CheckingTrainer()  # type: ignore[assignment]
+        self.checkpoints, self.registry = self.service.checkpoints, self.service.registry
+        self.gate, self.queue = self.service.gate, self.service.queue
+        self.app: FastAPI = make_app(self.service, inference_port=None)
+
+    def client(self, **options: Any) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7623", **options)
+
+    def add_job(self, name: str = "a") -> str:
+        payload = Payload.make(Batch(groups=[]), [])
+        return self.queue.add(
+            "me", "p", name, None, name, TrainConfig(), payload, JobReport()
+        ).job_id
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def house(root: Path, **settings: Any) -> AsyncIterator[House]:
+    made = House(root, **settings)
+    try:
+        yield made
+    finally:
+        made.service.queue.close()
+        made.service.ledger.close()
+        os.close(made.service._lock_file)
