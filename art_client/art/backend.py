@@ -23,13 +23,16 @@ from art.sessions import add_backend
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainConfig, TrainResult
 from art.wire import (
+    CheckpointList,
     DeleteCheckpointsReply,
     DeleteCheckpointsRequest,
+    ForkRequest,
     JobEvent,
     JobReport,
     LogReply,
     ModelInfo,
     RegisterRequest,
+    RollbackRequest,
     SessionReply,
 )
 
@@ -191,13 +194,29 @@ class Backend:
         *,
         best_metric: str | None = None,
         steps_to_keep: list[int] | None = None,
-    ) -> None:
+    ) -> DeleteCheckpointsReply:
         request = DeleteCheckpointsRequest(best_metric=best_metric, keep=steps_to_keep)
         path = f"{_model_path(model)}/checkpoints/delete"
         reply = await self._call(DeleteCheckpointsReply, "POST", path, request)
         logger.info(
             "%s: deleted steps %s, kept %s", model.get_inference_name(), reply.deleted, reply.kept
         )
+        return reply
+
+    async def _list_checkpoints(self, model: Model) -> CheckpointList:
+        return await self._call(CheckpointList, "GET", f"{_model_path(model)}/checkpoints")
+
+    async def _fork(self, model: Model, name: str, project: str, step: int | None) -> ModelInfo:
+        request = ForkRequest(name=name, project=project, step=step)
+        path = f"{_model_path(model)}/fork"
+        return await self._call(ModelInfo, "POST", path, request, is_repeatable=False)
+
+    async def _roll_back(self, model: Model, step: int) -> None:
+        path = f"{_model_path(model)}/rollback"
+        await self._call(ModelInfo, "POST", path, RollbackRequest(step=step))
+
+    async def _delete(self, model: Model) -> None:
+        await self._call(ModelInfo, "DELETE", _model_path(model), is_repeatable=False)
 
     async def _call(
         self,

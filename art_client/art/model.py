@@ -29,7 +29,7 @@ from art import foreign
 from art.options import apply_options
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, TrainConfig, TrainResult
-from art.wire import NAME_PATTERN
+from art.wire import NAME_PATTERN, CheckpointInfo, DeleteCheckpointsReply
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -249,15 +249,47 @@ class TrainableModel(Model):
             expected_step=expected_step,
         )
 
-    async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
-        """Deletes all checkpoints but the newest and the one whose mean of the metric in the history is best.
+    async def checkpoints(self) -> list[CheckpointInfo]:
+        """The kept steps, oldest first, each with its metrics, and whether it serves or is the best."""
+        return (await self.backend()._list_checkpoints(self)).checkpoints
 
-        A backend that is not ours keeps the newest.
+    async def delete_checkpoints(
+        self, best_checkpoint_metric: str | None = None, *, keep: list[int] | None = None
+    ) -> DeleteCheckpointsReply | None:
+        """Deletes all checkpoints but the newest and the one whose mean of the metric in the history is best, or but the
+        newest and those that `keep` names. Returns what was kept and deleted.
+
+        Without a metric the best is that by "val/reward", or by "train/reward" where no "val" split was logged. A backend
+        that is not ours keeps the newest, and returns None.
         """
         backend = self._links.backend
         if isinstance(backend, foreign.ForeignBackend):
-            return await backend._delete_checkpoint_files(self, [await backend._get_step(self)])
-        await self.backend()._delete_checkpoints(self, best_metric=best_checkpoint_metric)
+            await backend._delete_checkpoint_files(self, [await backend._get_step(self)])
+            return None
+        return await self.backend()._delete_checkpoints(
+            self, best_metric=best_checkpoint_metric, steps_to_keep=keep
+        )
+
+    async def fork(self, name: str, *, project: str | None = None, step: int | None = None) -> Self:
+        """A new model, registered with the same backend, that starts from a step of this one (None: the newest), with its
+        optimizer's state where that is kept. It begins at that step's number; its history begins empty."""
+        project = project or self.project
+        info = await self.backend()._fork(self, name, project, step)
+        update = {"name": name, "project": project, "lora": info.lora}
+        update |= dict.fromkeys(("id", "run_id", "run_name"))
+        forked = self.model_copy(update=update)
+        forked._links = _Links()
+        await forked.register(self.backend())
+        return forked
+
+    async def rollback(self, step: int) -> None:
+        """Makes an earlier step the newest: it serves, and the next train call starts from it. The server sets the later
+        steps and their metrics aside."""
+        await self.backend()._roll_back(self, step)
+
+    async def delete(self) -> None:
+        """Deletes the model on the server, with its checkpoints, history and trajectories."""
+        await self.backend()._delete(self)
 
     def _no_address(self) -> str:
         return f"model '{self.name}' is not registered: call `await model.register(backend)` first"

@@ -164,13 +164,52 @@ async def test_plain_model_has_no_history_on_the_server(backend):
 async def test_checkpoints_are_deleted_by_metric_or_by_step(server, answer, backend, model):
     path = "/api/models/demo/agent/checkpoints/delete"
     server.on("POST", path, answer(body={"kept": [2, 3], "deleted": [1]}))
-    await model.delete_checkpoints()
+    reply = await model.delete_checkpoints()
+    assert (reply.kept, reply.deleted) == ([2, 3], [1])
+    await model.delete_checkpoints("val/accuracy")
+    await model.delete_checkpoints(keep=[2])
     await backend._delete_checkpoint_files(model, [2])
     bodies = [request.json() for request in server.sent("POST", path)]
     assert bodies == [
-        {"best_metric": "val/reward", "keep": None},
+        {"best_metric": None, "keep": None},
+        {"best_metric": "val/accuracy", "keep": None},
+        {"best_metric": None, "keep": [2]},
         {"best_metric": None, "keep": [2]},
     ]
+
+
+async def test_checkpoints_are_listed(server, answer, model):
+    row = {"step": 3, "created_at": 1.5, "metrics": {"val/reward": 0.5}, "size_bytes": 10}
+    path = "/api/models/demo/agent/checkpoints"
+    body = {"checkpoints": [row | {"is_best": True}], "best_metric": "val/reward"}
+    server.on("GET", path, answer(body=body))
+    (checkpoint,) = await model.checkpoints()
+    assert (checkpoint.step, checkpoint.metrics) == (3, {"val/reward": 0.5})
+    assert (checkpoint.is_best, checkpoint.is_serving) == (True, False)
+
+
+async def test_a_fork_is_a_registered_model_of_its_own(server, answer, model):
+    info = {**INFO_BODY, "project": "other", "name": "twin", "step": 2, "lora": {"rank": 4}}
+    server.on("POST", "/api/models/demo/agent/fork", answer(body=info))
+    server.on("POST", "/api/models", answer(body=info))
+    model.run_name, model.config = "agent", {"mine": 1}
+    twin = await model.fork("twin", project="other", step=2)
+    (sent,) = server.sent("POST", "/api/models/demo/agent/fork")
+    assert sent.json() == {"name": "twin", "project": "other", "step": 2}
+    registered = server.sent("POST", "/api/models")[-1].json()
+    assert (registered["name"], registered["lora"]["rank"]) == ("twin", 4)
+    assert twin.get_inference_name() == "other/twin" and twin.config == {"mine": 1}
+    assert twin.openai_client() is not model.openai_client()
+    assert model.get_inference_name() == "demo/agent"
+
+
+async def test_a_model_is_rolled_back_and_deleted(server, answer, model):
+    server.on("POST", "/api/models/demo/agent/rollback", answer(body={**INFO_BODY, "step": 1}))
+    server.on("DELETE", "/api/models/demo/agent", answer(body={**INFO_BODY, "step": 1}))
+    await model.rollback(1)
+    assert server.sent("POST", "/api/models/demo/agent/rollback")[0].json() == {"step": 1}
+    await model.delete()
+    assert len(server.sent("DELETE", "/api/models/demo/agent")) == 1
 
 
 def test_backend_works_in_one_event_loop_after_another(answer, make_server):
