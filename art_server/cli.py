@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from art_server import __version__
 from art_server.children import collect_seldom, wake_in_batches
+from art_server.commands import add_commands
 from art_server.errors import ServerError
 from art_server.installation import check_builds, installed_builds
 from art_server.settings import ENGINE_ARGS, LORA_RANKS, ApiKey, ServerConfig
@@ -59,8 +60,32 @@ def art(arguments: Sequence[str] | None = None) -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help="run a server: the same as art-server", add_help=False)
-    _, flags = parser.parse_known_args(arguments)
-    main(flags)
+    add_commands(commands)
+    command, flags = parser.parse_known_args(arguments)
+    if command.command == "run":
+        return main(flags)
+    command = parser.parse_args(arguments)
+    try:
+        run_command(command)
+    except (UsageError, ServerError, OSError) as error:
+        print(f"art: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run_command(command: argparse.Namespace) -> None:
+    """Do what `art` was asked, other than to run a server."""
+    try:
+        from art_server import travel
+    except ModuleNotFoundError as error:  # the server's extra
+        raise missing_extra(error) from error
+    travel.run_command(command)
+
+
+def missing_extra(error: ModuleNotFoundError) -> UsageError:
+    return UsageError(
+        f"'{error.name}' is not installed: pip install 'agent-reinforcement-trainer[server]' (CPU) or "
+        "'agent-reinforcement-trainer[gpu]'"
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -500,10 +525,7 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
         from art_server.service import Service
         from art_server.store import files
     except ModuleNotFoundError as error:  # the extra that brings FastAPI and uvicorn
-        raise UsageError(
-            f"'{error.name}' is not installed: pip install 'agent-reinforcement-trainer[server]' (CPU) or "
-            "'agent-reinforcement-trainer[gpu]'"
-        ) from error
+        raise missing_extra(error) from error
     check_builds(installed_builds())
     check_tls(config)
     try:

@@ -11,6 +11,8 @@ from art_server.cli import UsageError, art, check_tls, main, make_parser, open_p
 from art_server.errors import Conflict
 from art_server.service import lock_path
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(autouse=True)
 def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +129,9 @@ def test_values_out_of_range_name_their_flag() -> None:
         parse(["--max-loras", "1"])
     with pytest.raises(UsageError, match="--wait-limit"):
         parse(["--wait-limit", "-1"])
+    with pytest.raises(UsageError, match="--keep-last"):
+        parse(["--keep-last", "-1"])
+    assert (parse([]).keep_last, parse(["--keep-last", "0"]).keep_last) == (50, 0)
 
 
 def test_devices_are_lists_and_go_together() -> None:
@@ -177,12 +182,17 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
         lock_path(config)
 
 
-def test_without_its_extra_the_server_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(name='uvicorn')")
-    code = "from art_server.cli import main; main([])"
+@pytest.mark.parametrize(
+    ("package", "call"), [("uvicorn", "main([])"), ("safetensors", "art(['export', 'a', 'b'])")]
+)
+def test_without_its_extra_the_server_says_what_to_install(
+    package: str, call: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name='{package}')")
+    code = f"from art_server.cli import art, main; {call}"
     result = subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""},
         cwd=tmp_path,
         capture_output=True,
         text=True,
