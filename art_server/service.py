@@ -98,19 +98,6 @@ class Service:
         kept_to = device_environment(config.train_devices, self.machine)
         self.trainer = Trainer(config, self.device, kept_to, children)
         bars = gap_bars(config.number_types(self.device), config.exact, config.gap_limit)
-        self.runner = JobRunner(
-            self.queue,
-            self.registry,
-            self.ledger,
-            self.engine,
-            self.gate,
-            self.trainer,
-            self.owner if config.takes_turns else None,
-            bars,
-        )
-        self._base_lock = asyncio.Lock()
-        self.is_base_wanted = False
-        """Whether anybody asked for the base model that is loaded; one that merely served last may give way."""
         self._register_lock = asyncio.Lock()
         incoming = config.server_dir / "incoming"
         shutil.rmtree(incoming, ignore_errors=True)
@@ -123,6 +110,20 @@ class Service:
             incoming,
             config.keep_last,
         )
+        self.runner = JobRunner(
+            self.queue,
+            self.registry,
+            self.ledger,
+            self.engine,
+            self.gate,
+            self.trainer,
+            self.owner if config.takes_turns else None,
+            bars,
+            self.checkpoints.retain,
+        )
+        self._base_lock = asyncio.Lock()
+        self.is_base_wanted = False
+        """Whether anybody asked for the base model that is loaded; one that merely served last may give way."""
         self.uploads = Uploads(
             self.registry,
             self.engine,

@@ -18,7 +18,7 @@ import logging
 import sqlite3
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +115,7 @@ class JobRunner:
         trainer: Trainer,
         owner: DeviceOwner | None,
         gap_bars: GapBars | None,
+        retain: Callable[[Model], Awaitable[None]],
     ):
         self._queue = queue
         self._registry = registry
@@ -125,6 +126,8 @@ class JobRunner:
         self._owner = owner
         """Of the device that engine and trainer share; None where they take no turns."""
         self._gap_bars = gap_bars
+        self._retain = retain
+        """Called after each step, to delete old ones."""
         self._positions: dict[str, Position] = {}
         self._holds: dict[str, Hold] = {}
         """By model."""
@@ -564,6 +567,8 @@ class JobRunner:
         await asyncio.to_thread(model.folder.write_lines, "train", step, lines)
         await asyncio.to_thread(model.folder.add_history, step, metrics, job.job_id)
         await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
+        self._notify()
+        await self._retain(model)
 
     # --- after an error ---
 

@@ -249,7 +249,7 @@ def check(folder: Path) -> int:
 
 def check_files(checkpoint: Path) -> None:
     record = json.loads((checkpoint / "checkpoint.json").read_text())
-    for name, digest in record.get("digests", {}).items():
+    for name, digest in record["files"].items():
         if (checkpoint / name).exists():  # optimizer state is kept for the newest steps only
             assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest, (
                 checkpoint

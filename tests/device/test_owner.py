@@ -36,6 +36,7 @@ from art_server.store.registry import Registry
 from art_server.training.task import Batch, LoadTask
 from tests.device.fake_device import FakeEngine, FakeTrainer, World, write_adapter
 from tests.device.test_plan import SIZES
+from tests.fakes import keep_all
 
 pytestmark = pytest.mark.anyio
 
@@ -114,6 +115,7 @@ class House:
             self.trainer,
             self.owner if world.plan.training_card is None else None,
             None,
+            keep_all,
         )
 
     def start(self) -> None:

@@ -23,7 +23,7 @@ from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry
 from art_server.training.process import TrainerDied, TrainerError
 from art_server.training.task import Batch
-from tests.fakes import FakeEngine, FakeTrainer
+from tests.fakes import FakeEngine, FakeTrainer, keep_all
 
 pytestmark = pytest.mark.anyio
 
@@ -57,6 +57,7 @@ class House:
             self.trainer,  # type: ignore[arg-type]
             DeviceOwner(),
             None,
+            keep_all,
         )
 
     def add_model(self, name: str, base_model: str = "base") -> Model:
