@@ -12,10 +12,16 @@ import torch
 from vllm.lora.punica_wrapper import punica_cpu
 
 
+def only_adapter(indices: torch.Tensor) -> int | None:
+    """The adapter of all of them; None where they differ."""
+    first = int(indices[0]) if len(indices) else -1
+    return first if bool((indices == first).all()) else None
+
+
 def by_adapter(indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | slice]]:
     """The adapters of a batch's tokens, each with its tokens."""
-    first = int(indices[0]) if len(indices) else -1
-    if bool((indices == first).all()):
+    first = only_adapter(indices)
+    if first is not None:
         if first >= 0:
             yield first, slice(None)
         return
@@ -64,11 +70,13 @@ def bgmv_expand_slice(
     columns = slice(slice_offset, slice_offset + slice_size)
     for adapter, tokens in by_adapter(indices):
         matrix = weights[adapter].flatten(end_dim=-2)[:slice_size].to(output.dtype)
-        product = inputs[tokens].to(output.dtype) @ matrix.T
-        if add_inputs:
-            output[tokens, columns] += product
+        asked = inputs[tokens].to(output.dtype)
+        if not add_inputs:
+            output[tokens, columns] = asked @ matrix.T
+        elif isinstance(tokens, slice):
+            output[tokens, columns].addmm_(asked, matrix.T)  # in one pass
         else:
-            output[tokens, columns] = product
+            output[tokens, columns] += asked @ matrix.T
 
 
 def by_sequence(function: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +94,9 @@ def by_sequence(function: Callable[..., None]) -> Callable[..., None]:
         num_tokens: int,
         *options: Any,
     ) -> None:
-        function(inputs, weights, output, indices.repeat_interleave(lengths), *options)
+        if only_adapter(indices) is None:
+            indices = indices.repeat_interleave(lengths)
+        function(inputs, weights, output, indices, *options)
 
     return sgmv
 
