@@ -29,7 +29,7 @@ from art_server.training.batches import (
     make_train_rows,
     make_uses,
 )
-from art_server.training.checking import check_rows, check_trees
+from art_server.training.checking import check_rows, check_trees, rows_to_check
 from art_server.training.checkpoint import load_checkpoint, save_checkpoint
 from art_server.training.gap import judge_gap
 from art_server.training.loss import (
@@ -398,21 +398,20 @@ def _plan(policy: Policy, rows: TrainRows, max_tokens: int, notes: list[str]) ->
         policy.use_checkpointing(True)
         max_tokens = int(max_tokens * policy.checkpointing_factor)
 
-    def make(shared: bool) -> list[MicroBatch]:
-        fill = fill_tokens(policy.device)
+    def make(chosen: Sequence[TrainRow]) -> list[MicroBatch]:
+        fill, shared = fill_tokens(policy.device), policy.shares_prefixes
         return make_micro_batches(
-            rows.rows, max_tokens, table=rows.table, shared=shared, fill_tokens=fill
+            chosen, max_tokens, table=rows.table, shared=shared, fill_tokens=fill
         )
 
-    micro_batches = make(policy.shares_prefixes)
     if policy.shares_prefixes and policy.tree_gap is None:
-        different = check_trees(policy, micro_batches[0], rows.rows)
-        if different is not None:
-            notes.append(different)
-            micro_batches = make(False)
+        checked = rows_to_check(rows.rows)
+        different = check_trees(policy, make(checked)[0], checked)
+        notes += [different] if different is not None else []
     if not policy.shares_prefixes and policy.checks_rows and policy.row_gap is None:
-        check_rows(policy, micro_batches[0], rows.rows)
-    return micro_batches
+        checked = rows_to_check(rows.rows)
+        check_rows(policy, make(checked)[0], checked)
+    return make(rows.rows)
 
 
 def _uses(task: TrainTask, rows: Sequence[TrainRow], known: Known) -> Uses:
