@@ -12,6 +12,7 @@ Records are dropped by age and by the file's size.
 import array
 import asyncio
 import contextlib
+import functools
 import heapq
 import itertools
 import json
@@ -20,7 +21,7 @@ import sqlite3
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,18 @@ class Record:
     def after(self) -> bytes:
         """Names the conversation that this choice made."""
         return conversation.after(self.request.before, self.said)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A record that fits, before it is loaded."""
+
+    choice_id: str
+    step: int | None
+    prompt: Hashable
+    tokens: Hashable
+    """Equal for equal prompts and tokens."""
+    load: Callable[[], Record | None]
 
 
 @dataclass(slots=True)
@@ -680,9 +693,10 @@ class Ledger:
         said: bytes | None,
         logprobs: Sequence[float] | None,
         before: bytes | None = None,
-    ) -> list[Record]:
+    ) -> list[Match]:
         """What a model said in these words (None: in any), newest first; with log-probabilities, only what was sampled
-        with them, and with `before`, only in that conversation."""
+        with them, and with `before`, only in that conversation. Records are not loaded: of a frequent answer there are
+        thousands."""
         where = "project = ? AND name = ?"
         values: tuple[Any, ...] = (project, name)
         if said is not None:
@@ -694,7 +708,12 @@ class Ledger:
         if logprobs is not None:
             where += " AND fingerprint = ?"
             values = (*values, conversation.fingerprint(logprobs))
-        return self._select(f"{where} ORDER BY number DESC LIMIT 4096", *values)
+        with self._lock:
+            rows = self._db.execute(
+                f"SELECT choice_id, step, prompt, tokens FROM records WHERE {where} ORDER BY number DESC LIMIT 4096",
+                values,
+            ).fetchall()
+        return [Match(*row, load=functools.partial(self.find, row[0])) for row in rows]
 
     def _select(self, where: str, *values: Any) -> list[Record]:
         order = "" if "ORDER BY" in where else " ORDER BY number"

@@ -28,7 +28,7 @@ from art.wire import (
 )
 from art_server.errors import InvalidInput
 from art_server.ledger import conversation
-from art_server.ledger.ledger import Record
+from art_server.ledger.ledger import Match, Record
 from art_server.training.advantages import has_signal
 from art_server.training.task import (
     Batch,
@@ -105,7 +105,7 @@ class Sources:
     """Where tokens are looked for. The last two ask the engine, and block."""
 
     find_record: Callable[[str], Record | None]
-    find_text: Callable[[bytes | None, Sequence[float] | None, bytes | None], Sequence[Record]]
+    find_text: Callable[[bytes | None, Sequence[float] | None, bytes | None], Sequence[Match]]
     """From what was said (None: anything), its log-probabilities if known, and the conversation before it (None: any), to
     the records of the job's model, newest first."""
     render: Callable[[list[Message], list[dict[str, Any]] | None], list[int]]
@@ -381,21 +381,22 @@ class _Resolver:
                 found = self._said_elsewise(logprobs, before)
         if not found:
             return None
-        if any(record.choice_id in seen for record in found):
+        if any(match.choice_id in seen for match in found):
             raise UnusableTurn(TWICE)
-        if len({(tuple(each.prompt_token_ids), tuple(each.token_ids)) for each in found}) > 1:
+        if len({(each.prompt, each.tokens) for each in found}) > 1:
             raise UnusableTurn(AMBIGUOUS)
-        newest = max(each.request.step or 0 for each in found)
-        latest = [each for each in found if (each.request.step or 0) == newest]
-        fresh = [record for record in latest if record.choice_id not in self._taken]
-        return self._from_record((fresh or latest)[0])
+        newest = max(each.step or 0 for each in found)
+        latest = [each for each in found if (each.step or 0) == newest]
+        fresh = [match for match in latest if match.choice_id not in self._taken]
+        record = (fresh or latest)[0].load()
+        return self._from_record(record) if record is not None else None
 
-    def _said_elsewise(self, logprobs: list[float], before: bytes) -> Sequence[Record]:
+    def _said_elsewise(self, logprobs: list[float], before: bytes) -> Sequence[Match]:
         """For a choice that says nothing, because its client dropped the tool calls: by the log-probabilities alone,
         unless they stand for different tokens."""
         found = self._sources.find_text(None, logprobs, before)
         found = found or self._sources.find_text(None, logprobs, None)
-        return found if len({tuple(record.token_ids) for record in found}) == 1 else ()
+        return found if len({match.tokens for match in found}) == 1 else ()
 
     def _rendered(
         self, choice: dict[str, Any], messages: list[Message], tools: list[dict[str, Any]] | None

@@ -103,12 +103,12 @@ def worker_command(
 
 
 def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker. Unsloth writes the code that it compiles into `cache_dir`."""
+    """The environment of a worker, without the server's keys. Unsloth writes the code that it compiles into `cache_dir`."""
     # OpenMP threads otherwise spin at each barrier. Beside an engine on the same cores that is ruinous: a step of 45 ms took
     # 2.1 s with both of two cores busy elsewhere.
     return {
         "OMP_WAIT_POLICY": "PASSIVE",
-        **inherited,
+        **{name: value for name, value in inherited.items() if name != "ART_API_KEY"},
         "DO_NOT_TRACK": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "UNSLOTH_DISABLE_STATISTICS": "1",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from art.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
 from art_server.ledger import conversation
-from art_server.ledger.ledger import Record, Request
+from art_server.ledger.ledger import Match, Record, Request
 from art_server.ledger.resolve import Limits, Sources, Turn, join_turns, resolve
 from art_server.training.kept_set import pack_set, unpack_set
 from art_server.training.task import Batch
@@ -64,7 +64,16 @@ def sources(**given: Any) -> Sources:
         "token_text": lambda token: None,
         "end_id": 99,
     }
-    return Sources(**(known | given))
+    known |= given
+    find_text = known["find_text"]
+    return Sources(
+        **(known | {"find_text": lambda *asked: [as_match(r) for r in find_text(*asked)]})
+    )
+
+
+def as_match(found: Record) -> Match:
+    prompt, tokens = tuple(found.prompt_token_ids), tuple(found.token_ids)
+    return Match(found.choice_id, found.request.step, prompt, tokens, lambda: found)
 
 
 def found_in(records: list[Record]) -> dict[str, Any]:

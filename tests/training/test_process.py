@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from art.wire import LoRAConfig
+from art.wire import LoRAConfig, TrainConfig
+from art_server.training import process as process_module
 from art_server.training.process import (
     TrainerDied,
     TrainerError,
@@ -16,12 +17,12 @@ from art_server.training.process import (
     worker_command,
     worker_environment,
 )
-from art_server.training.task import InitTask, Progress
+from art_server.training.task import Batch, InitTask, Progress, TrainTask
 
 pytestmark = pytest.mark.anyio
 
 FAKE = """
-import json, subprocess, sys, time
+import json, signal, subprocess, sys, time
 
 def answer(**fields):
     print(json.dumps(fields), flush=True)
@@ -46,6 +47,14 @@ for line in sys.stdin:
         child = subprocess.Popen(["sleep", "1000"])
         answer(event="progress", phase=str(child.pid), completed=0, total=1)
         time.sleep(1000)
+    elif order == "echo":
+        answer(event="done", metrics={"length": 0}, notes=[line])
+    elif order == "full":
+        answer(event="failed", code="no_disk_space", message="os error 28", retryable=True)
+    elif order == "cancel":
+        signal.signal(signal.SIGUSR1, lambda *_: answer(event="failed", code="cancelled", message="c"))
+        answer(event="progress", phase="waits", completed=0, total=1)
+        signal.pause()
     else:
         time.sleep(0.05)
         answer(event="done", metrics={"length": len(line)})
@@ -219,3 +228,52 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def test_a_process_that_shows_nothing_for_much_longer_than_its_pace_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "SHORTEST_LIMIT_SECONDS", 0.2)
+    trainer = make_trainer(tmp_path)
+    await trainer.run(order("a"))  # its longest pause is its own start
+    first = trainer.pid
+    with pytest.raises(TrainerDied, match="showed no progress for"):
+        async with asyncio.timeout(60):
+            await trainer.run(order("hang"))
+    await trainer.run(order("b"))
+    assert trainer.pid not in (None, first)
+    await trainer.stop()
+
+
+async def test_a_batch_is_passed_on_as_it_is_stored(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    task = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="echo", config=TrainConfig())
+    done = await trainer.run(task, batch=b'{"groups":[],"distributions":[{"temperature":0.5}]}')
+    (line,) = done.notes
+    read = TrainTask.model_validate_json(line)
+    assert read.batch.distributions[0].temperature == 0.5
+    assert read.model_copy(update={"batch": Batch(groups=[])}) == task
+    await trainer.stop()
+
+
+async def test_a_full_disk_may_pass_and_a_cancelled_task_ends(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.cancel()  # nothing runs: nothing happens
+    with pytest.raises(TrainerError) as failed:
+        await trainer.run(order("full"))
+    assert failed.value.retryable and failed.value.code == "no_disk_space"
+    pid = trainer.pid
+
+    def cancel(progress: Progress) -> None:
+        if progress.phase == "waits":
+            trainer.cancel()
+
+    with pytest.raises(TrainerError) as cancelled:
+        await trainer.run(order("cancel"), cancel)
+    assert cancelled.value.code == "cancelled" and trainer.pid == pid
+    await trainer.stop()
+
+
+def test_a_worker_gets_no_key_of_the_server(tmp_path: Path) -> None:
+    environment = worker_environment(tmp_path, {"ART_API_KEY": "secret", "HOME": "/root"})
+    assert "secret" not in environment.values() and environment["HOME"] == "/root"

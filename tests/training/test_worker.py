@@ -1,5 +1,6 @@
 """The worker, in this process and over its pipes: it imports torch for seconds, so few tests share few processes."""
 
+import errno
 import gc
 import io
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from art_server.training.task import (
     CheckTask,
     InitTask,
     LoadTask,
+    Progress,
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
@@ -267,6 +270,56 @@ def test_out_of_memory_says_what_to_reduce_and_frees_the_policy(
     assert (first["event"], first["code"]) == ("failed", "out_of_memory")
     assert "20.00 GiB. Lower the trainer's --max-tokens-per-micro-batch" in first["message"]
     assert second == first
+
+
+class CancelledWorker(Worker):
+    """Is told to stop at its first micro-batch, and later that its disk is full."""
+
+    def _report(self, progress: Progress) -> None:
+        if progress.phase == "train" and progress.completed == 1:
+            self._cancel()
+        super()._report(progress)
+
+
+@pytest.mark.parametrize("between_steps", ["stay", "leave"])
+def test_a_cancelled_task_writes_nothing_and_gives_the_device_up(
+    base_dir: Path, tmp_path: Path, make_batch, between_steps: BetweenSteps
+) -> None:
+    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20))
+    _, first, second = serve(CancelledWorker, base_dir, task, task, between_steps=between_steps)
+    assert (first["event"], first["code"], first["retryable"]) == ("failed", "cancelled", True)
+    assert second == first and not (tmp_path / "1").exists()
+
+
+def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    workers: list[Worker] = []
+
+    class SeenWorker(Worker):
+        def serve(self, tasks: BinaryIO) -> None:
+            workers.append(self)
+            super().serve(tasks)
+
+    bad = train_task(tmp_path / "0", tmp_path / "1", with_nan(make_batch(1)))
+    _, failed = serve(SeenWorker, base_dir, bad, between_steps="leave")
+    assert failed["code"] == "non_finite"
+    assert workers[0]._policy is None
+
+
+def test_a_full_disk_is_no_fault_of_the_task(
+    base_dir: Path, tmp_path: Path, make_batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    _, failed = serve(Worker, base_dir, train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
+    assert (failed["code"], failed["retryable"]) == ("no_disk_space", True)
 
 
 @pytest.mark.anyio

@@ -1,0 +1,78 @@
+"""A job runner with a real trainer, and no engine: makes the steps of fixed jobs, and dies at a named point.
+
+ART_CHAOS_POINT="step renamed:2" python -m tests.chaos.steps FOLDER NUM_JOBS
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from art.wire import JobReport, LoRAConfig, TrainConfig
+from art_server.background import Background
+from art_server.base_models import TINY_DIR
+from art_server.children import Children
+from art_server.device.owner import DeviceOwner
+from art_server.engine.gate import Gate
+from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs.runner import JobRunner
+from art_server.settings import ServerConfig
+from art_server.store.model_folder import CheckpointRecord, ModelRecord
+from art_server.store.registry import Registry
+from art_server.training.checkpoint import write_first_checkpoint
+from art_server.training.trainer import Trainer
+from tests.chaos.server import VARIABLE, arm
+from tests.fakes import FakeEngine, keep_all
+from tests.training.conftest import random_batch
+
+CONFIG = TrainConfig(learning_rate=1e-3, mini_batches=2, passes=2)
+
+
+def add_model(registry: Registry, log: Path) -> None:
+    if registry.find("p", "a") is not None:
+        return
+    folder, lora = registry.folder("p", "a"), LoRAConfig(rank=4)
+    if folder.newest_step() is None:
+        first = folder.new_checkpoint_dir()
+        write_first_checkpoint(str(TINY_DIR), lora, 0, first)
+        folder.commit_checkpoint(first, CheckpointRecord(step=0))
+    record = ModelRecord(name="a", project="p", base_model="base", lora=lora)
+    folder.create(record, log)
+    registry.add(folder, record)
+
+
+async def main(folder: Path, num_jobs: int) -> None:
+    config = ServerConfig(path=folder)
+    queue, registry = JobQueue(config.server_dir / "jobs.sqlite"), Registry(folder)
+    children = Children(config.server_dir, config.log_dir)
+    children.reap()
+    trainer = Trainer(config, "cpu", {}, children)
+    trainer.set_base(TINY_DIR)
+    add_model(registry, folder / "engine.log")
+    for index in range(num_jobs):
+        payload = Payload.make(random_batch(index), [])
+        queue.add("me", "p", "a", f"job-{index}", "digest", CONFIG, payload, JobReport())
+    runner = JobRunner(
+        queue,
+        registry,
+        None,  # type: ignore[arg-type]  # the ledger is asked when a job is accepted
+        FakeEngine(),  # type: ignore[arg-type]
+        Gate(),
+        trainer,
+        DeviceOwner(),
+        None,
+        keep_all,
+    )
+    background = Background()
+    background.start("job runner", runner.run_forever)
+    while queue.waiting():  # noqa: ASYNC110 - whoever dies here has no one to tell
+        await asyncio.sleep(0.05)
+    await background.stop()
+    await trainer.stop()
+
+
+if __name__ == "__main__":
+    if wanted := os.environ.pop(VARIABLE, None):
+        name, _, number = wanted.partition(":")
+        arm(name, int(number))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
