@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import art_wire, checkpoints, control, errors, inference
+from art_server.api import art_wire, checkpoints, control, errors, inference, openapi
 from art_server.api.door import Door
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
@@ -32,6 +32,7 @@ def make_app(service: Service, inference_port: int | None) -> FastAPI:
     control.install(app, service)
     checkpoints.install(app, service)
     art_wire.install(app, service, keys, model_keys, inference_port)
+    openapi.describe(app)
     app.add_middleware(
         Door,
         config=service.config,

@@ -110,7 +110,9 @@ class Door:
         session = take_session_path(scope)
         path: str = scope["path"]
         is_inference_port = (
-            scope["server"] is not None and scope["server"][1] == self._inference_port
+            self._inference_port is not None
+            and scope["server"] is not None
+            and scope["server"][1] == self._inference_port
         )
         if is_inference_port and not path.startswith("/v1/") and path not in OPEN_PATHS:
             raise NotFound("this port serves /v1 only", code="unknown_route")

@@ -5,6 +5,7 @@ ART_CHAOS_POINT="step renamed:2" python -m tests.chaos.steps FOLDER NUM_JOBS
 
 import asyncio
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -20,12 +21,34 @@ from art_server.settings import ServerConfig
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
 from art_server.training.checkpoint import write_first_checkpoint
+from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
 from art_server.training.trainer import Trainer
 from tests.chaos.server import VARIABLE, arm
 from tests.fakes import FakeEngine, keep_all
-from tests.training.conftest import random_batch
 
 CONFIG = TrainConfig(learning_rate=1e-3, mini_batches=2, passes=2)
+
+
+def random_batch(seed: int) -> Batch:
+    """Two groups of four answers of eight tokens behind a common prompt."""
+    chance = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [chance.randrange(1000) for _ in range(count)]
+
+    def group() -> TrainableGroup:
+        prompt = tokens(12)
+        rows = [
+            Row(token_ids=prompt + tokens(8), logprobs=[None] * 12 + [-5.0] * 8) for _ in range(4)
+        ]
+        return TrainableGroup(
+            trajectories=[
+                TrainableTrajectory(reward=float(index), rows=[row])
+                for index, row in enumerate(rows)
+            ]
+        )
+
+    return Batch(groups=[group(), group()])
 
 
 def add_model(registry: Registry, log: Path) -> None:
