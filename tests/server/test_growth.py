@@ -1,0 +1,63 @@
+"""Thousands of jobs, and a week of the clock: nothing grows but what is meant to be kept."""
+
+import asyncio
+import gc
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from art_server import clock
+from art_server.jobs import queue as queue_module
+from tests.server.test_runner import House, quick, running  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+NUM_JOBS = 10_000 if os.environ.get("ART_TEST_FULL") else 400
+MAX_GROWTH_BYTES = 4 << 20
+
+
+def held() -> tuple[int, int, int, int]:
+    """Handles, threads, tasks and objects that Python tracks."""
+    gc.collect()
+    process = psutil.Process()
+    return (
+        process.num_fds(),
+        threading.active_count(),
+        len(asyncio.all_tasks()),
+        len(gc.get_objects()),
+    )
+
+
+async def make_steps(house: House, num: int) -> None:
+    for _ in range(num // 20):
+        jobs = [house.add_job("a") for _ in range(20)]
+        house.runner._wake.set()
+        assert await house.wait(*jobs) == ["done"] * 20
+        house.trainer.tasks.clear()
+        house.trainer.batches.clear()
+
+
+async def test_jobs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "MAX_ENDED", 50)
+    async with running(tmp_path, "a") as house:
+        await make_steps(house, NUM_JOBS // 2)
+        house.queue.prune()
+        before, size = held(), (tmp_path / "jobs.sqlite").stat().st_size
+        memory = psutil.Process().memory_info().rss
+        await make_steps(house, NUM_JOBS // 2)
+        later = clock.now() + 8 * 86400
+        monkeypatch.setattr(clock, "now", lambda: later)
+        house.queue.prune()
+        after = held()
+        assert after[:3] == before[:3]
+        assert after[3] - before[3] < 1000 + NUM_JOBS // 2
+        assert psutil.Process().memory_info().rss - memory < MAX_GROWTH_BYTES
+        assert (tmp_path / "jobs.sqlite").stat().st_size <= size + 4096 * 20
+        assert len(house.queue.jobs(None, ("done",), limit=1000)) == 50
+        assert house.registry.get("p", "a").step == NUM_JOBS // 20 * 20
+        assert len(house.engine.adapters) <= 2
+        for state in (house.runner._positions, house.runner._holds, house.runner._deaths):
+            assert not state
