@@ -492,6 +492,7 @@ class Service:
             version=__version__,
             detail=self.engine.detail,
             waits_for=self.gate.waits_for or self._start_waited_for(),
+            longest_stall_seconds=self.loop_watch.longest_stall_seconds,
             faults=self.background.faults,
         )
 

@@ -514,5 +514,7 @@ class Health(Reply):
     """While the engine is not ready: why, with its last log line."""
     waits_for: str | None = None
     """What inference waits for, while it waits."""
+    longest_stall_seconds: float = 0.0
+    """How long the server's event loop stood still at most since its start."""
     faults: dict[str, str] = {}
     """Parts of the server that do not work just now, each with its last error: "job runner", "records"..."""
