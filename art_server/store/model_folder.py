@@ -14,6 +14,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +69,21 @@ BEST_METRICS = ("val/reward", "train/reward")
 """What the best step is judged by: the first that the history has."""
 SetAside = Literal["broken", "rolled-back"]
 
+
+@dataclass(slots=True)
+class _Rows:
+    """What a history of so many bytes has rows for."""
+
+    size: int
+    steps: set[Any] = field(default_factory=set)
+    job_ids: set[Any] = field(default_factory=set)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.steps.add(row.get("step"))
+        self.job_ids.add(row.get("job_id"))
+
+
+_rows: dict[Path, _Rows] = {}
 _history_lock = threading.Lock()
 """A row is read, changed and written back, by the requests of programs and by the job runner."""
 
@@ -244,15 +260,27 @@ class ModelFolder:
             row["job_id"] = job_id
         file = self.path / "history.jsonl"
         with _history_lock:
-            rows = self.history()
-            if job_id is not None and any(each.get("job_id") == job_id for each in rows):
+            known = self._known_rows(file)
+            if job_id is not None and job_id in known.job_ids:
                 return
-            places = [place for place, each in enumerate(rows) if each.get("step") == step]
-            if not places:
+            if step not in known.steps:
                 files.append_line(file, row)
+                known.add(row)
+                known.size = file.stat().st_size
                 return
-            rows[places[-1]] |= row
+            rows = self.history()
+            rows[max(place for place, each in enumerate(rows) if each.get("step") == step)] |= row
             self._write_history(rows)
+
+    def _known_rows(self, file: Path) -> "_Rows":
+        """Which rows are there: read anew only where another wrote the file, for it may have thousands."""
+        size = file.stat().st_size if file.exists() else 0
+        known = _rows.get(file)
+        if known is None or known.size != size:
+            known = _rows[file] = _Rows(size)
+            for row in self.history():
+                known.add(row)
+        return known
 
     def _write_history(self, rows: list[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(each) + "\n" for each in rows)

@@ -131,7 +131,7 @@ async def test_an_error_of_the_environment_leaves_a_job_queued(
         house.trainer.events = [error] * 8
         first, second, other = house.add_job("a"), house.add_job("a"), house.add_job("b")
         await house.until(lambda: house.queue.get(first).error is not None)
-        assert house.state(first) == "queued" and not house.engine.is_paused
+        await house.until(lambda: house.state(first) == "queued" and not house.engine.is_paused)
         assert await house.wait(first, second, other) == ["done"] * 3
         model = house.registry.get("p", "a")
         assert model.step == 2 and len(model.folder.history()) == 2
