@@ -11,6 +11,7 @@ import pytest
 
 from art_server import clock
 from art_server.jobs import queue as queue_module
+from art_server.store.registry import Model
 from tests.server.test_runner import House, quick, running  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -31,6 +32,11 @@ def held() -> tuple[int, int, int, int]:
     )
 
 
+async def keep_ten(model: Model) -> None:
+    """As `--keep-last` does."""
+    await asyncio.to_thread(model.folder.remove_steps, model.folder.steps()[:-10])
+
+
 async def make_steps(house: House, num: int) -> None:
     for _ in range(num // 20):
         jobs = [house.add_job("a") for _ in range(20)]
@@ -42,7 +48,7 @@ async def make_steps(house: House, num: int) -> None:
 
 async def test_jobs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "MAX_ENDED", 50)
-    async with running(tmp_path, "a") as house:
+    async with running(tmp_path, "a", retain=keep_ten) as house:
         await make_steps(house, NUM_JOBS // 2)
         house.queue.prune()
         before, size = held(), (tmp_path / "jobs.sqlite").stat().st_size

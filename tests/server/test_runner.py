@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class House:
     """A job runner over real folders and a real queue."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, retain: Callable[[Model], Awaitable[None]] = keep_all):
         self.folder = folder
         self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), Gate()
         self.background = Background()
@@ -57,7 +57,7 @@ class House:
             self.trainer,  # type: ignore[arg-type]
             DeviceOwner(),
             None,
-            keep_all,
+            retain,
         )
 
     def add_model(self, name: str, base_model: str = "base") -> Model:
@@ -93,8 +93,10 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *models: str) -> AsyncIterator[House]:
-    house = House(folder)
+async def running(
+    folder: Path, *models: str, retain: Callable[[Model], Awaitable[None]] = keep_all
+) -> AsyncIterator[House]:
+    house = House(folder, retain)
     for name in models:
         house.add_model(name)
     house.background.start("job runner", house.runner.run_forever)
