@@ -47,10 +47,13 @@ class Background:
                 await running
                 self.is_well(name)
                 return
-            except asyncio.CancelledError:
-                running.cancel()
-                await asyncio.wait({running})
-                raise
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # `stop`
+                    running.cancel()
+                    await asyncio.wait({running})
+                    raise
+                self.is_faulty(name, error)
             except Exception as error:  # the outermost handler of everything that runs here
                 self.is_faulty(name, error)
             await asyncio.sleep(pause)
