@@ -117,6 +117,7 @@ def told(response: Any) -> None:
 OPERATIONS = [
     (row.split("|")[1].strip(), row.split("|")[2].strip().strip("`"))
     for row in PAGE.splitlines()[8:]
+    if "PUT" not in row  # tests/checkpoints has tars of all kinds
 ]
 
 
