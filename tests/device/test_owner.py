@@ -420,6 +420,7 @@ async def test_mutation_adapter_load_without_the_lock(
 
     monkeypatch.setattr(Engine, "load_adapter", load_adapter)
     monkeypatch.setattr(Gate, "wait_open", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(f"{__name__}.SECONDS", 3.0)
     said = ""
     for index in range(5):  # a request must come while a step trains
         world = make_world("sleep", {"backward": ["slow"] * 3, "adapter loads": ["slow"] * 3})
