@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 30.0
 """Before work that failed begins again, doubled from one failure to the next."""
-BEAT_SECONDS = 0.05
+BEAT_SECONDS = 0.1
 """Between two looks at the event loop."""
 STALL_SECONDS = 0.25
 """An event loop that answers later than this is logged, with the line that holds it."""
@@ -72,11 +72,8 @@ class Background:
 
     async def stop(self, name: str | None = None) -> None:
         """End one task, or all of them."""
-        tasks = [
-            self._tasks.pop(each)
-            for each in ([name] if name else [*self._tasks])
-            if each in self._tasks
-        ]
+        names = list(self._tasks) if name is None else [name]
+        tasks = [self._tasks.pop(each) for each in names if each in self._tasks]
         for task in tasks:
             task.cancel()
         for task in tasks:

@@ -53,6 +53,8 @@ class Waiting:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            if not self._since:  # the last call ended on another thread's event loop
+                return
             since, what = min(self._since.values())
             if time.monotonic() - since < FIRST_SECONDS:
                 continue
@@ -70,11 +72,11 @@ class Waiting:
         return f"the server at {self._base_url}, which does not answer"
 
 
-_known: dict[str, Waiting] = {}
+_known: dict[tuple[str, str | None], Waiting] = {}
 
 
 def waiting_for(base_url: str, api_key: str | None) -> Waiting:
-    """The one of a server, so that what many calls wait for is said once."""
-    if base_url not in _known:
-        _known[base_url] = Waiting(base_url, api_key)
-    return _known[base_url]
+    """The one of a server and key, so that what many calls wait for is said once."""
+    if (base_url, api_key) not in _known:
+        _known[base_url, api_key] = Waiting(base_url, api_key)
+    return _known[base_url, api_key]

@@ -120,11 +120,8 @@ class RecordReceiver:
                         if asked.prompt is None:
                             samples.append(msgspec.json.decode(line, type=Sample))
                             continue
-                    except (
-                        msgspec.MsgspecError,
-                        RecursionError,
-                    ) as error:  # a log-probability that is no number
-                        self._lose(line, error)
+                    except (msgspec.MsgspecError, RecursionError) as error:
+                        self._lose(line, error)  # a log-probability that is no number
                         continue
                     answer = {"request_id": asked.request_id, "token_ids": self._answer(asked)}
                     writer.write(msgspec.json.encode(answer) + b"\n")
@@ -144,16 +141,13 @@ class RecordReceiver:
     def _take(self, samples: Sequence[Sample]) -> None:
         try:
             self._on_samples(samples)
-            return
-        except Exception as error:  # of one of them: the others are taken alone
-            first = error
-        for sample in samples:
-            try:
-                if len(samples) == 1:
-                    raise first
-                self._on_samples([sample])
-            except Exception as error:
-                self._on_lost(sample.request_id, sample.index, sample.sampling.get("n", 1), error)
+        except Exception as error:
+            if len(samples) > 1:  # it is the fault of one of them
+                for sample in samples:
+                    self._take([sample])
+            else:
+                (lost,) = samples
+                self._on_lost(lost.request_id, lost.index, lost.sampling.get("n", 1), error)
 
     def _lose(self, line: bytes | bytearray, error: Exception) -> None:
         try:

@@ -235,6 +235,7 @@ def choice_id(request_id: str, index: int) -> str:
 
 
 IN_LIST = "IN (SELECT value FROM json_each(?))"
+WITHOUT_RECORD = "NOT EXISTS (SELECT 1 FROM records WHERE prompt = prompts.number)"
 OF_REQUEST = "choice_id > ? AND choice_id < ?"
 
 
@@ -262,8 +263,8 @@ class Ledger:
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
         self._callers: OrderedDict[str, str] = OrderedDict()
-        with transaction(self._db):  # of requests that never got an answer
-            self._drop_unused_prompts("?", "1", "[]")
+        # Of requests that never got an answer.
+        self._db.execute(f"DELETE FROM prompts WHERE {WITHOUT_RECORD}")
         self._fill_index()
 
     def close(self) -> None:
@@ -841,7 +842,10 @@ class Ledger:
                 )
             self._db.execute(f"DELETE FROM records WHERE choice_id {IN_LIST}", (choices,))
             self._db.execute(f"DELETE FROM prompts WHERE parent {IN_LIST}", (choices,))
-            self._drop_unused_prompts(f"number {IN_LIST}", prompts, asked)
+            self._db.execute(
+                f"DELETE FROM prompts WHERE number {IN_LIST} AND NOT number {IN_LIST} AND {WITHOUT_RECORD}",
+                (prompts, asked),
+            )
             self._db.execute(
                 f"DELETE FROM turns WHERE request_id {IN_LIST} AND NOT EXISTS (SELECT 1 FROM records WHERE"
                 " choice_id > turns.request_id || '-' AND choice_id < turns.request_id || '.')",
@@ -855,14 +859,6 @@ class Ledger:
         self._prompts.clear()
         self._renderings.clear()
         self._sets.clear()
-
-    def _drop_unused_prompts(self, where: str, values: str, asked: str) -> None:
-        """Of these prompts, drop those that neither a record nor a request that is with the engine has."""
-        self._db.execute(
-            f"DELETE FROM prompts WHERE {where} AND NOT number {IN_LIST}"
-            " AND NOT EXISTS (SELECT 1 FROM records WHERE prompt = prompts.number)",
-            (values, asked),
-        )
 
 
 @contextlib.contextmanager

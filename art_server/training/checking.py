@@ -17,7 +17,7 @@ from art_server.training.policy import Policy
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED_TOKENS = 256
-"""Rows up to this many tokens are compared, at least two: with SmolLM2 on two cores three seconds' work, once."""
+"""Rows up to this many tokens are compared, at least two; the model's first step waits for it."""
 
 MAX_CHECKED_PLACES = 32
 """About so many places of a row: the model's own logits take positions x vocabulary."""
