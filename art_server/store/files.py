@@ -13,8 +13,8 @@ from typing import Any
 
 from art_server.errors import StorageFull
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""What a disk says that takes no write: full, above the quota, read-only, broken."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What a disk says that takes no write: full, above the quota or the longest file, read-only, broken."""
 
 
 def keep_private(root: Path) -> None:
