@@ -11,9 +11,10 @@ from art_server.api.door import Door
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
 from art_server.service import Service
+from art_server.settings import ServerConfig
 
 
-def make_app(service: Service, inference_port: int | None) -> FastAPI:
+def make_app(service: Service, config: ServerConfig, inference_port: int | None) -> FastAPI:
     """The ASGI application; its lifespan starts and stops the service. `state.keys` holds the API keys."""
 
     @contextlib.asynccontextmanager
@@ -26,16 +27,16 @@ def make_app(service: Service, inference_port: int | None) -> FastAPI:
 
     app = FastAPI(title="art-server", version=__version__, lifespan=lifespan)
     errors.install(app)
-    keys = app.state.keys = Keys(service.config.api_keys)
-    model_keys = ModelKeys(read_secret(service.config.server_dir / "model_keys_secret"))
+    keys = app.state.keys = Keys(config.api_keys)
+    model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     inference.install(app, service)  # first, for routes are tried in order
-    control.install(app, service)
+    control.install(app, service, config.max_body_mb)
     checkpoints.install(app, service)
-    art_wire.install(app, service, keys, model_keys, inference_port)
+    art_wire.install(app, service, keys, model_keys, inference_port, config.max_body_mb)
     openapi.describe(app)
     app.add_middleware(
         Door,
-        config=service.config,
+        config=config,
         inference_port=inference_port,
         keys=keys,
         model_keys=model_keys,

@@ -225,3 +225,13 @@ def is_attention(name: str) -> bool:
 def _text_config(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text())
     return config.get("text_config", config)
+
+
+def read_template(folder: Path) -> str:
+    """The model's chat template, empty when it has none."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text()
+    config = folder / "tokenizer_config.json"
+    template = json.loads(config.read_text()).get("chat_template") if config.exists() else None
+    return template if isinstance(template, str) else ""

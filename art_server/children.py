@@ -5,6 +5,7 @@ Each child leads a session of its own, so that all that it spawned can be killed
 parent through the kernel (PR_SET_PDEATHSIG); this covers what slips through.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -13,9 +14,11 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from art.log_file import LogFile
 from art_server.errors import StorageFull
 from art_server.store import files
 
@@ -85,6 +88,27 @@ def be_child() -> None:
             os.sched_setaffinity(0, {int(each) for each in cores.split(",")})
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+async def start_child(
+    command: Sequence[str],
+    log: LogFile,
+    environment: Mapping[str, str] | None = None,
+    max_line_bytes: int | None = None,
+) -> asyncio.subprocess.Process:
+    """A process that leads a session of its own and writes into a log; with a limit of its lines, what it prints comes to
+    us, and it reads what we write."""
+    with log.open() as file:
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL if max_line_bytes is None else pipe,
+            stdout=file if max_line_bytes is None else pipe,
+            stderr=file,
+            env=environment,
+            limit=max_line_bytes or 2**16,
+            start_new_session=True,
+        )
 
 
 class Children:

@@ -69,3 +69,7 @@ class StorageFull(ServerError):
     """The disk refused a write; nothing was half-written."""
 
     retryable = True
+
+
+class UsageError(Exception):
+    """The command line cannot be carried out; the message says why and what to do."""

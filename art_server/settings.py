@@ -1,11 +1,11 @@
-"""The server's settings: one frozen record, built once in `cli.py` and passed on explicitly."""
+"""The server's settings: one frozen record, built once from the command line (`flags.py`) and passed on explicitly."""
 
 import functools
 import hashlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +14,7 @@ from art.wire import Name
 Scope = Literal["infer", "train"]
 Device = Literal["cpu", "cuda"]
 Handover = Literal["none", "kv_cache", "sleep"]
+NumberType = Literal["auto", "float32", "bfloat16", "float16"]
 
 ENGINE_ARGS = frozenset(
     {
@@ -36,8 +37,13 @@ ENGINE_ARGS = frozenset(
 """vLLM arguments that `--engine-arg` takes. Those that our own flags set (model, dtype, lengths, LoRA) and those that
 open files or sockets are left out on purpose."""
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The maximal ranks that vLLM can be started with."""
+
+KEY_VARIABLE = "ART_API_KEY"
+KEY_LINE = (
+    "KEY [SCOPES [PROJECTS]] [name=NAME] [expires=TIME] [requests_per_minute=N] [concurrent=N]"
+)
 
 
 def _in_utc(time: datetime) -> datetime:
@@ -76,63 +82,183 @@ class ApiKey(BaseModel):
         return self.requests_per_minute is not None or self.concurrent is not None
 
 
+class Flag(NamedTuple):
+    """How the command line shows a setting; `%(default)s` in the help stands for its default."""
+
+    help: str
+    metavar: str | None = None
+    name: str | None = None
+    """None: the field's name."""
+
+
 class ServerConfig(BaseModel):
-    """Everything that the command line decides."""
+    """Every setting, once: the flags of `art-server`, their help and docs/settings.md are made from it (`flags.py`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=7623, ge=0, le=65535)
-    inference_port: int = Field(default=8000, ge=0, le=65535)
-    inference_port_required: bool = False
-    """Set when the port was asked for explicitly: then a taken one is an error and not a warning."""
-    path: Path = Path(".art")
-    base_model: str | None = None
-    api_keys: tuple[ApiKey, ...] = ()
-    api_key_file: Path | None = None
-    """Where some of the keys come from; read again on SIGHUP."""
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    """PEM files. Both, or neither for plain HTTP."""
-    max_seq_length: int | None = Field(default=None, ge=16)
-    """Tokens of prompt plus completion; None takes the model's own, at most 8,192 on a CPU."""
-    max_lora_rank: int = 16
-    max_loras: int = Field(default=4, ge=2)
-    """Adapters that one engine batch may mix. Two at least: requests frozen by a step finish on the adapter before."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    trainer: Literal["auto", "peft", "unsloth"] = "auto"
-    trainer_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    serve_devices: tuple[int, ...] = ()
-    train_devices: tuple[int, ...] = ()
-    """Engine and trainer each have devices of their own, and take no turns: GPUs as torch counts them, or a CPU's cores.
-    Empty: they share."""
-    handover: Literal["auto"] | Handover = "auto"
-    """What the engine gives up for a step on a GPU that the trainer uses too (`device/plan.py`)."""
-    max_tokens_per_micro_batch: int | None = Field(default=None, ge=64)
-    """Of the trainer; None is what fits the device."""
-    exact: bool = False
-    """Float32 on both sides, and no step whose gap is above what float32 rounds."""
-    gap_limit: float | None = Field(default=None, ge=0)
-    """Mean gap between the engine's log-probabilities and the trainer's above which a step trains nothing. None: what
-    docs/precision.md measured, times four; 0: no limit."""
-    kv_cache_gb: int = Field(default=1, ge=1)
-    """Memory for the engine's KV cache on a CPU, in GiB; on CUDA `gpu_memory_utilization` decides."""
-    engine_args: Mapping[str, str] = {}
-    wait_limit_seconds: float = Field(default=1800.0, gt=0)
-    """How long an inference request waits for a training step or an engine start before it gets a 503."""
-    max_queued_jobs: int = Field(default=1000, ge=1)
-    """Jobs that may wait; further train requests get a 429."""
-    keep_last: int = Field(default=50, ge=0)
-    """Steps of a model that are kept beside the best; 0 keeps all. Fifty are 0.5 GB of adapters at 135M parameters, 8 GB at
-    8B and rank 16, and longer than a run's reward takes to show that it went wrong."""
-    max_body_mb: int = Field(default=512, ge=1)
-    splicing: bool = True
-    """Give the engine the exact tokens of a conversation's past in place of their re-rendering."""
-    ledger_max_gb: float = Field(default=4.0, gt=0)
-    ledger_max_age_days: float = Field(default=7.0, gt=0)
-    exit_with_parent: bool = False
-    legacy_without_key: bool = False
-    """Open the routes of the ART wire, and only them, to callers without a key."""
+    host: Annotated[
+        str, Flag("address to listen on; other than loopback needs an API key (%(default)s)")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Flag("control port, which serves /v1 too; 0 takes a free one (%(default)s)")
+    ] = Field(default=7623, ge=0, le=65535)
+    inference_port: Annotated[
+        int | None,
+        Flag(
+            "second port that serves /v1 only; 0 takes a free one (8000; taken, the server does without and says so, "
+            "unless the flag was given)"
+        ),
+    ] = Field(default=None, ge=0, le=65535)
+    path: Annotated[Path, Flag("folder of checkpoints, history, jobs and logs (%(default)s)")] = (
+        Path(".art")
+    )
+    base_model: Annotated[
+        str | None,
+        Flag(
+            "Hugging Face id, folder, 'art/tiny' or 'smollm2'; default: what the first registered model names, and after a "
+            "restart the one that served last"
+        ),
+    ] = None
+    api_keys: Annotated[
+        tuple[ApiKey, ...],
+        Flag(
+            f"a key that may do everything; repeatable; also read from the environment variable {KEY_VARIABLE}",
+            "KEY",
+            "api-key",
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        Path | None,
+        Flag(
+            f"a key a line: {KEY_LINE}; scopes are 'infer', 'train' or 'infer,train', times UTC (SECURITY.md); read again "
+            "on SIGHUP",
+            "FILE",
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        Flag("certificate (PEM, with its chain): both ports speak HTTPS; with --tls-key", "FILE"),
+    ] = None
+    tls_key: Annotated[Path | None, Flag("the certificate's private key (PEM)", "FILE")] = None
+    max_seq_length: Annotated[
+        int | None,
+        Flag("tokens of prompt plus completion (the model's own; on a CPU at most 8192)"),
+    ] = Field(default=None, ge=16)
+    max_lora_rank: Annotated[
+        LoraRank, Flag("highest LoRA rank that models may have (%(default)s)")
+    ] = 16
+    max_loras: Annotated[
+        int, Flag("adapters that one engine batch may mix, 2 or more (%(default)s)")
+    ] = Field(default=4, ge=2)
+    """Two at least: requests frozen by a step finish on the adapter before."""
+    dtype: Annotated[
+        NumberType,
+        Flag("number type of the engine (auto: float32 on a CPU, bfloat16 on CUDA)"),
+    ] = "auto"
+    trainer: Annotated[
+        Literal["auto", "peft", "unsloth"],
+        Flag("auto is peft; unsloth needs CUDA and the extra `gpu` (docs/training.md)"),
+    ] = "auto"
+    trainer_dtype: Annotated[
+        NumberType,
+        Flag(
+            "number type of the base weights in the trainer (auto: float32 on a CPU, bfloat16 on CUDA)"
+        ),
+    ] = "auto"
+    serve_devices: Annotated[
+        tuple[int, ...],
+        Flag(
+            "devices of the engine alone, as 0 or 0,1 or 0-3: GPUs, or a CPU's cores; with --train-devices sampling goes "
+            "on while the trainer works (they share)",
+            "LIST",
+        ),
+    ] = ()
+    train_devices: Annotated[
+        tuple[int, ...],
+        Flag("devices of the trainer alone: one GPU, or a CPU's cores", "LIST"),
+    ] = ()
+    handover: Annotated[
+        Literal["auto", "none", "kv_cache", "sleep"],
+        Flag(
+            "what the engine gives up for a step, on a GPU that the trainer uses too (auto: as little as fits)"
+        ),
+    ] = "auto"
+    max_tokens_per_micro_batch: Annotated[
+        int | None,
+        Flag("tokens that go through the trainer's model at a time (what fits the device)"),
+    ] = Field(default=None, ge=64)
+    exact: Annotated[
+        bool,
+        Flag(
+            "float32 in engine and trainer; a step whose log-probabilities differ by more than 4e-5 on average, or 4e-4 at "
+            "most, trains nothing"
+        ),
+    ] = False
+    gap_limit: Annotated[
+        float | None,
+        Flag(
+            "mean difference between the engine's and the trainer's log-probabilities above which a step trains nothing "
+            "(four times the largest that was measured for their number types); 0: no limit",
+            "MEAN",
+        ),
+    ] = Field(default=None, ge=0)
+    kv_cache_gb: Annotated[int, Flag("engine's KV cache on a CPU, in GiB (%(default)s)")] = Field(
+        default=1, ge=1
+    )
+    engine_args: Annotated[
+        Mapping[str, str],
+        Flag(
+            f"passed on to vLLM; repeatable; one of: {', '.join(sorted(ENGINE_ARGS))}",
+            "NAME=VALUE",
+            "engine-arg",
+        ),
+    ] = {}
+    wait_limit_seconds: Annotated[
+        float,
+        Flag(
+            "how long inference waits for a training step or the engine before a 503 (%(default)s)",
+            "SECONDS",
+            "wait-limit",
+        ),
+    ] = Field(default=1800.0, gt=0)
+    keep_last: Annotated[
+        int,
+        Flag(
+            "steps of each model that are kept, besides the best one; 0 keeps all (%(default)s)",
+            "N",
+        ),
+    ] = Field(default=50, ge=0)
+    """Fifty are 0.5 GB of adapters at 135M parameters, 8 GB at 8B and rank 16, and longer than a run's reward takes to show
+    that it went wrong."""
+    max_body_mb: Annotated[int, Flag("largest request body (%(default)s)")] = Field(
+        default=512, ge=1
+    )
+    max_queued_jobs: Annotated[
+        int, Flag("train jobs that may wait; further ones are refused with a 429 (%(default)s)")
+    ] = Field(default=1000, ge=1)
+    splicing: Annotated[
+        bool,
+        Flag(
+            "sample from re-rendered conversations instead of their exact tokens; reports count the difference",
+            name="no-splicing",
+        ),
+    ] = True
+    ledger_max_gb: Annotated[float, Flag("size of the ledger of samples, in GiB (%(default)s)")] = (
+        Field(default=4.0, gt=0)
+    )
+    ledger_max_age_days: Annotated[float, Flag("how long samples are kept (%(default)s)")] = Field(
+        default=7.0, gt=0
+    )
+    exit_with_parent: Annotated[
+        bool, Flag("stop when the process that started the server ends")
+    ] = False
+    legacy_without_key: Annotated[
+        bool,
+        Flag(
+            "with API keys configured, let callers without one use the routes of ART's older clients and of NVIDIA's "
+            "plugin, which send none (/register, /_train_model...), and only those: for a private network"
+        ),
+    ] = False
 
     @model_validator(mode="after")
     def _check_exact(self) -> Self:
@@ -170,13 +296,13 @@ class ServerConfig(BaseModel):
         engine = usual if self.dtype == "auto" else self.dtype
         return engine, usual if self.trainer_dtype == "auto" else self.trainer_dtype
 
-    def with_wishes(self, wishes: Mapping[str, str], max_positions: int) -> "ServerConfig":
+    def with_requested(self, requested: Mapping[str, str], max_positions: int) -> "ServerConfig":
         """These settings, filled up by a client's `max_seq_length` and engine arguments where they say nothing."""
-        engine_args = {**wishes, **self.engine_args}
-        wished = engine_args.pop("max_seq_length", None)
+        engine_args = {**requested, **self.engine_args}
+        asked = engine_args.pop("max_seq_length", None)
         length = self.max_seq_length
-        if length is None and wished is not None:
-            length = min(int(wished), max_positions)
+        if length is None and asked is not None:
+            length = min(int(asked), max_positions)
         return self.model_copy(update={"max_seq_length": length, "engine_args": engine_args})
 
     @property

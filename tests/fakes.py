@@ -9,8 +9,8 @@ from typing import Any
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.engine.engine import AdapterRefused, State
 from art_server.errors import Unavailable
-from art_server.training.process import TrainerError
-from art_server.training.task import Done, InitTask, LoadTask, Progress, TrainTask
+from art_server.jobs.trainer_process import TrainerError
+from art_server.shared.tasks import Done, InitTask, LoadTask, Progress, TrainTask
 
 BASE = BaseModel("base", TINY_DIR)
 

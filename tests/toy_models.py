@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from art_server.base_models import TINY_DIR
-from art_server.training.base import find_class
+from art_server.trainer.base import find_class
 
 SHAPE = {
     "vocab_size": 1408,

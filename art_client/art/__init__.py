@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from art import dev, types
-from art.capturing import (
+from art.compat.capturing import (
     auto_trajectory,
     capture_auto_trajectory,
     current_trajectory,

@@ -14,12 +14,12 @@ from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from art.bodies import build_log_request, build_train_request
+from art.compat.options import ART_DEFAULTS, apply_options
 from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
 from art.errors import ArtError, ArtJobError
 from art.model import Model, TrainableModel
-from art.options import ART_DEFAULTS, apply_options
-from art.rollouts import format_numbers
-from art.sessions import add_backend
+from art.pool import format_numbers
+from art.scopes import add_server
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainConfig, TrainResult
 from art.wire import (
@@ -70,7 +70,17 @@ class Backend:
 
     def __repr__(self) -> str:
         key = "'***'" if self._connection.api_key else "None"
-        return f"{type(self).__name__}(base_url='{self._connection.base_url}', api_key={key})"
+        return f"{type(self).__name__}(base_url='{self.base_url}', api_key={key})"
+
+    @property
+    def base_url(self) -> str:
+        """The server's address."""
+        return self._connection.base_url
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has connections; after `close` a later call opens new ones."""
+        return self._connection.is_open
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,7 +113,7 @@ class Backend:
                     timeout_seconds=REGISTER_TIMEOUT_SECONDS,
                 )
             logger.info("registered %s at step %d", info.inference_name, info.step)
-            add_backend(self)
+            add_server(self)
         self._models.append(model)
 
     async def train(
@@ -160,13 +170,20 @@ class Backend:
                 logger.warning(
                     "register: %s is ignored, an art-server's engine is set by its flags", name
                 )
-        return f"{self._connection.base_url}/v1", self._connection.api_key or "default"
+        return f"{self.base_url}/v1", self._connection.api_key or "default"
 
     async def _get_step(self, model: Model) -> int:
         return (await self._call(ModelInfo, "GET", _model_path(model))).step
 
     async def _fetch_session(self, model: TrainableModel, session: str) -> SessionReply:
         return await self._call(SessionReply, "GET", f"{_model_path(model)}/sessions/{session}")
+
+    async def fetch_captured(self, session: str) -> dict[str, SessionReply]:
+        """What each of the registered trainable models said in a session, by the model's id."""
+        models = {
+            _model_path(model): model for model in self._models if isinstance(model, TrainableModel)
+        }
+        return {path: await self._fetch_session(model, session) for path, model in models.items()}
 
     async def _log(
         self,
@@ -236,7 +253,7 @@ class Backend:
             return kind.model_validate_json(answer)
         except ValidationError as error:
             raise ArtError(
-                f"the answer to {method} {self._connection.base_url}{path} is not an art-server's: {answer[:200]!r}"
+                f"the answer to {method} {self.base_url}{path} is not an art-server's: {answer[:200]!r}"
             ) from error
 
     def _check_server(self) -> None:

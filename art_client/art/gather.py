@@ -11,7 +11,7 @@ one cancels what still runs, and the first error is raised. The default, 0, rais
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Literal, TypeVar, cast, overload
 
-from art.rollouts import DEFAULT_MAX_CONCURRENT_ROLLOUTS, Rollouts, close_unstarted, run_all
+from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, RolloutPool, close_unstarted, run_all
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
 
 AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
@@ -34,11 +34,11 @@ async def gather_trajectory_groups(
     its place: a group, a list of groups, or None to leave it out. When it fails, or the awaitable of a group itself
     does, a group that holds only failures takes its place, so that nothing is trained on half-made rewards.
 
-    Rollouts count one by one when a group is made of coroutines, `TrajectoryGroup(rollout(...) for ...)`; what a
+    RolloutPool count one by one when a group is made of coroutines, `TrajectoryGroup(rollout(...) for ...)`; what a
     coroutine of your own runs before it returns a group is neither bounded nor counted one by one.
     """
     pending = list(groups)
-    rollouts = Rollouts(
+    rollouts = RolloutPool(
         desc=pbar_desc,
         max_concurrent=max_concurrent_rollouts,
         max_exceptions=max_exceptions,
@@ -59,7 +59,7 @@ async def gather_trajectory_groups(
 
 
 async def _finish_group(
-    rollouts: Rollouts, awaitable: Awaitable[TrajectoryGroup], after_each: AfterEach | None
+    rollouts: RolloutPool, awaitable: Awaitable[TrajectoryGroup], after_each: AfterEach | None
 ) -> list[TrajectoryGroup]:
     group = TrajectoryGroup()
     try:
@@ -127,7 +127,7 @@ async def gather_trajectories(
 ) -> list[Any]:
     """What the rollouts returned, in order: a trajectory, or a list of them; where one failed, its exception."""
     pending = list(trajectories)
-    rollouts = Rollouts(
+    rollouts = RolloutPool(
         desc=pbar_desc,
         max_concurrent=max_concurrent_rollouts,
         max_exceptions=max_exceptions,
@@ -142,7 +142,7 @@ async def gather_trajectories(
 
 
 async def _run_one(
-    rollouts: Rollouts, rollout: Awaitable[object]
+    rollouts: RolloutPool, rollout: Awaitable[object]
 ) -> Trajectory | list[Trajectory] | Exception:
     result = await rollouts.run(rollout, _to_trajectories)
     if isinstance(result, Trajectory):

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from art.backend import Backend
 from art.errors import ArtConnectionError, ArtError
+from art.log_file import LogFile
 from art.model import Model
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,7 @@ class LocalBackend(Backend):
         self._start_timeout_seconds = start_timeout_seconds
         self._server: subprocess.Popen[bytes] | None = None
         self._start_lock = asyncio.Lock()
-        self._log_path = self._path / "logs" / "server.log"
-        self._log_start = 0
-        """Where in the log this server's lines begin."""
+        self._server_log = LogFile(self._path / "logs" / "server.log")
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -70,15 +69,16 @@ class LocalBackend(Backend):
         async with self._start_lock:
             if self._server is not None and self._server.poll() is None:
                 return
-            self._server = (
-                self._launch()
-            )  # takes milliseconds; in a thread, a cancellation could lose it
+            # It takes milliseconds; in a thread, a cancellation could lose it.
+            self._server = self._launch()
             atexit.register(self._stop)
             async with contextlib.AsyncExitStack() as on_failure:
                 on_failure.push_async_callback(asyncio.to_thread, self._stop)
                 await self._wait_until_ready()
                 on_failure.pop_all()
-            logger.info("art-server runs at %s, log %s", self._connection.base_url, self._log_path)
+            logger.info(
+                "art-server runs at %s, log %s", self._connection.base_url, self._server_log.path
+            )
 
     async def close(self) -> None:
         """Closes the connections and stops the server."""
@@ -89,11 +89,9 @@ class LocalBackend(Backend):
         return [sys.executable, "-u", "-m", "art_server.cli"]
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
         flags = ["--host", "127.0.0.1", "--port", "0", "--inference-port", "0"]
         flags += ["--path", str(self._path), "--exit-with-parent", *self._server_args]
-        with self._log_path.open("ab") as log:
-            self._log_start = log.tell()
+        with self._server_log.open() as log:
             return subprocess.Popen(
                 [*self._command(), *flags],
                 stdin=subprocess.DEVNULL,
@@ -150,10 +148,7 @@ class LocalBackend(Backend):
         )
 
     def _log_tail(self) -> str:
-        with self._log_path.open("rb") as log:
-            log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join([f"Last lines of {self._log_path}:", *lines[-20:]])
+        return f"Last lines of {self._server_log.path}:\n{self._server_log.tail()}"
 
     def _stop(self) -> None:
         if self._server is None:

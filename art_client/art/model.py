@@ -25,8 +25,9 @@ from pydantic import (
     model_validator,
 )
 
-from art import foreign
-from art.options import apply_options
+from art.compat import foreign
+from art.compat.options import apply_options
+from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, TrainConfig, TrainResult
 from art.wire import NAME_PATTERN, CheckpointInfo, DeleteCheckpointsReply
@@ -34,9 +35,7 @@ from art.wire import NAME_PATTERN, CheckpointInfo, DeleteCheckpointsReply
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-    from art.backend import Backend
-
-    AnyBackend: TypeAlias = Backend | foreign.ForeignBackend
+AnyBackend: TypeAlias = ServerBackend | foreign.ForeignBackend
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ logger = logging.getLogger(__name__)
 class _Links:
     """What a model is connected to. Copies of the model, deep ones too, stay connected to the same."""
 
-    backend: "AnyBackend | None" = None
+    backend: AnyBackend | None = None
     client: "AsyncOpenAI | None" = None
     client_key: tuple[object, ...] = ()
     """What the client was made for: an event loop, to which its connections belong, an address and a key."""
@@ -91,18 +90,18 @@ class Model(BaseModel):
         """What a server calls the model."""
         return self.name
 
-    async def register(self, backend: "AnyBackend") -> None:
+    async def register(self, backend: AnyBackend) -> None:
         """Binds the model to a backend."""
         await backend.register(self)
         self._links = replace(self._links, backend=backend)
 
-    def backend(self) -> "Backend":
+    def backend(self) -> ServerBackend:
         """The backend that the model is registered with. Raises ValueError before that."""
         if self._links.backend is None:
             raise ValueError(
                 f"model '{self.name}' is not registered: call `await model.register(backend)` first"
             )
-        return cast("Backend", self._links.backend)
+        return cast(ServerBackend, self._links.backend)
 
     def openai_client(self) -> "AsyncOpenAI":
         """An OpenAI client for the model's inference address; the same one as long as the event loop is the same."""
@@ -179,10 +178,10 @@ class TrainableModel(Model):
     def _storage_name(self) -> str:
         return self.run_name or self.name
 
-    async def register(self, backend: "AnyBackend", _openai_client_config: Any = None) -> None:
+    async def register(self, backend: AnyBackend, _openai_client_config: Any = None) -> None:
         """Makes the model on the backend, or takes it up where it is, and learns its inference address.
 
-        The backend is ours or any that bears the methods of ART's (`art.foreign`).
+        The backend is ours or any that bears the methods of ART's (`art.compat.foreign`).
 
         The first model of a base model loads it, which takes minutes.
         """

@@ -6,7 +6,7 @@ from typing import Any
 from openai import AsyncOpenAI, Timeout
 from openai.types.chat import ChatCompletion
 
-from art.sessions import headers_for
+from art.scopes import headers_for
 from art.waiting import waiting_for
 
 READ_TIMEOUT_SECONDS = 1200

@@ -5,7 +5,7 @@
         trajectory = await r.trajectory(reward=1.0)
 
 A request names its session in its URL, in its API key or in a header; the server puts the conversations together, so
-nothing here reads what an agent says. ART's in-process capture (`capturing`) is built on the same scopes.
+nothing here reads what an agent says. ART's in-process capture (`compat/capturing.py`) is built on the same scopes.
 """
 
 # pyright: reportPrivateUsage=false
@@ -14,12 +14,11 @@ import logging
 import re
 import uuid
 from collections.abc import Iterable
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from contextvars import Token
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
-from weakref import WeakSet
 
+from art.model import TrainableModel
+from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
 from art.wire import NAME_PATTERN, SESSION_HEADER, SessionReply
 
@@ -28,11 +27,8 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-    from art.backend import Backend
-    from art.model import TrainableModel
 
-
-def rollout(model: "TrainableModel", session: str | None = None) -> "Rollout":
+def rollout(model: TrainableModel, session: str | None = None) -> "Rollout":
     """A scope in which an agent's requests are captured, for `async with`; see `Rollout`.
 
     `session` names it on the server, in letters, digits, '.', '_' and '-'; a name that was used before goes on with
@@ -48,7 +44,7 @@ class Rollout:
     fixed, by `api_key` alone. Inside the scope `model.openai_client()`, of this and of every other model, needs neither.
     """
 
-    def __init__(self, model: "TrainableModel", session: str | None) -> None:
+    def __init__(self, model: TrainableModel, session: str | None) -> None:
         if session is not None and not re.fullmatch(NAME_PATTERN, session):
             raise ValueError(
                 f"session {session!r} becomes a part of URLs: use letters, digits, '.', '_' and '-', begin with a "
@@ -67,7 +63,7 @@ class Rollout:
     @property
     def root_url(self) -> str:
         """The same without "/v1", as Anthropic's clients want it."""
-        return f"{self.model.backend()._connection.base_url}/s/{self.session}"
+        return f"{self.model.backend().base_url}/s/{self.session}"
 
     @property
     def api_key(self) -> str:
@@ -86,7 +82,7 @@ class Rollout:
         *,
         metrics: dict[str, float | int | bool] | None = None,
         metadata: dict[str, Any] | None = None,
-        model: "TrainableModel | None" = None,
+        model: TrainableModel | None = None,
     ) -> Trajectory:
         """What the model, or another one that took part, has said in this session so far.
 
@@ -116,64 +112,6 @@ class Rollout:
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         assert self._token is not None, "a scope is left after it was entered"
         current_scope.reset(self._token)
-
-
-# --- what the OpenAI client, the patches and the capture share ----------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class Scope:
-    """A session that requests belong to while the context variable holds it."""
-
-    session: str
-    trajectory: Trajectory | None = None
-    """What in-process capture fills; with it, the requests of every HTTP client belong to the session."""
-    backends: "dict[Backend, None]" = field(default_factory=dict[Any, None])
-    """The servers that were asked, in the order in which they were."""
-
-
-current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
-
-_backends: "WeakSet[Backend]" = WeakSet()
-"""Those with a trainable model: whose requests belong to sessions."""
-
-
-def add_backend(backend: "Backend") -> None:
-    """Makes requests to the backend's server belong to the session of their scope."""
-    _backends.add(backend)
-
-
-def headers_for(url: str) -> dict[str, str]:
-    """The header that a request to the URL needs under the current scope; nothing for other servers.
-
-    A URL that names a session itself is none of the scope's.
-    """
-    scope = current_scope.get()
-    if scope is None:
-        return {}
-    asked = _backends_at(_to_address(url))
-    scope.backends.update(dict.fromkeys(asked))
-    return {SESSION_HEADER: scope.session} if asked else {}
-
-
-def _backends_at(address: str) -> "list[Backend]":
-    """Those whose server has the address; closed ones only where no other speaks for the server."""
-    backends = [
-        backend
-        for backend in list(_backends)
-        if address.startswith(_to_address(backend._connection.base_url) + "/v1/")
-    ]
-    return [backend for backend in backends if backend._connection.is_open] or backends
-
-
-def _to_address(url: str) -> str:
-    """A URL to compare: without query, port written out, one name for this machine."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if host in ("127.0.0.1", "::1"):
-        host = "localhost"
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    return f"{parts.scheme}://{host}:{port}{parts.path}"
 
 
 def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> None:

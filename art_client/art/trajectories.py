@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from art import types
-from art.rollouts import Rollouts, close_unstarted, current_rollouts, run_all
+from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
 from art.wire import FailureBody, is_none
 
@@ -119,7 +119,7 @@ class Trajectory(History):
 
 
 class TrajectoryGroup(BaseModel):
-    """Rollouts of one scenario, compared with each other. Failed ones are records in `exceptions`, never rewards.
+    """RolloutPool of one scenario, compared with each other. Failed ones are records in `exceptions`, never rewards.
 
     Built from trajectories, a group is complete. Built from coroutines, it has no `trajectories` until it is awaited,
     by itself or in `gather_trajectory_groups`; then it holds those that succeeded, in the order given.
@@ -174,9 +174,9 @@ class TrajectoryGroup(BaseModel):
         if not self._pending:
             return self
         self._is_started = True
-        scope = current_rollouts.get()
+        scope = current_pool.get()
         try:
-            with Rollouts() if scope is None else nullcontext(scope) as rollouts:
+            with RolloutPool() if scope is None else nullcontext(scope) as rollouts:
                 rollouts.expect(len(self._pending))
                 results = await run_all(_run_one(rollouts, entry) for entry in self._pending)
         finally:
@@ -219,7 +219,7 @@ class TrajectoryGroup(BaseModel):
 
 
 async def _run_one(
-    rollouts: Rollouts, entry: Trajectory | Awaitable[object]
+    rollouts: RolloutPool, entry: Trajectory | Awaitable[object]
 ) -> Trajectory | Exception:
     trajectory = (
         entry if isinstance(entry, Trajectory) else await rollouts.run(entry, to_trajectory)

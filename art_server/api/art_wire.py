@@ -17,7 +17,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from art.options import ART_RATIO, apply_options
+from art.compat.options import ART_RATIO, apply_options
 from art.wire import (
     DeleteCheckpointsRequest,
     ErrorDetail,
@@ -127,15 +127,15 @@ def install(
     keys: Keys,
     model_keys: ModelKeys,
     inference_port: int | None,
+    max_mb: int,
 ) -> None:
     """Add the routes, which the door lists as `ART_PATHS`."""
     router = APIRouter()
-    max_mb = service.config.max_body_mb
 
     def model_of(request: Request, body: ModelBody) -> Model:
         caller: Caller = request.state.caller
         caller.check_project(body.project)
-        return service.registry.get(body.project, body.run_name or body.name)
+        return service.model(body.project, body.run_name or body.name)
 
     async def read_model(request: Request) -> Model:
         body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), ModelBody)
@@ -161,9 +161,9 @@ def install(
             base_model=body.base_model,
             lora=body.lora,
         )
-        wishes, notes = read_settings(body, service.device)
-        info = await service.register(asked, wishes, always_logprobs=True)
-        notes += service.engine.unmet(wishes)
+        requested, notes = read_settings(body, service.device)
+        info = await service.register(asked, requested, always_logprobs=True)
+        notes += service.ignored_args(requested)
         tell(info.inference_name, notes)
         return {"notes": notes}
 
@@ -176,7 +176,7 @@ def install(
         body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), CallBody)
         model = model_of(request, body.model)
         tell(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
-        await service.engine.wait_ready(service.config.wait_limit_seconds)
+        await service.wait_ready()
         port = request.url.port if inference_port is None else inference_port
         caller: Caller = request.state.caller
         key = model_keys.make(model.id, caller.owner) if keys else NO_KEY
@@ -192,9 +192,10 @@ def install(
         try:
             asked, notes = await asyncio.to_thread(read_train_request, body, service.device)
             tell(model.id, notes)
-            limits = service.limits(model)
             raw_digest = await beside(digest, raw)
-            job = await service.runner.accept(model, asked, owner, None, raw_digest, limits, notes)
+            job = await service.submit(
+                model, owner, None, raw_digest, lambda accept: accept(asked), notes
+            )
         except ServerError as error:
             return Response(error_line(detail_of(error)), media_type="application/x-ndjson")
         return StreamingResponse(
@@ -213,7 +214,7 @@ def install(
     async def delete_checkpoint_files(request: Request) -> None:
         body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), DeleteFilesBody)
         model = model_of(request, body.model)
-        await service.checkpoints.delete(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
+        await service.delete_checkpoints(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
 
     @router.post("/_delete_checkpoints")
     async def delete_checkpoints(
@@ -224,7 +225,7 @@ def install(
             tell(model.id, no_effect(["benchmark_smoothing"]))
         # These clients send the default always, also for models without a val split.
         metric = None if benchmark == DEFAULT_BENCHMARK else benchmark
-        await service.checkpoints.delete(
+        await service.delete_checkpoints(
             model, checked(DeleteCheckpointsRequest, best_metric=metric)
         )
 
@@ -242,7 +243,7 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
     """
     config = body.internal_config or InternalConfig()
     init_args, engine_args = given(config.init_args), given(config.engine_args)
-    wishes: dict[str, str] = {}
+    requested: dict[str, str] = {}
     unknown = [key for key in body.unknown() if key not in CLIENT_SIDE]
     unknown += [f"_internal_config.{key}" for key in config.unknown()]
     unknown += [f"init_args.{key}" for key in init_args if key != "max_seq_length"]
@@ -256,8 +257,8 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
                 f"_internal_config: {key} cannot be {text[:80]!r}", code="invalid_body", param=key
             )
         elif value is not None:
-            wishes[key] = text
-    return wishes, no_effect(unknown)
+            requested[key] = text
+    return requested, no_effect(unknown)
 
 
 def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, list[str]]:
@@ -339,7 +340,7 @@ def _tell_once(model_id: str, note: str) -> None:
 async def metric_lines(service: Service, job_id: str) -> AsyncIterator[bytes]:
     """The stream of a train call: one line of numbers for the one step, or one that tells the error. Meanwhile blanks,
     which JSON allows before a value, keep the connection alive."""
-    async for event in service.runner.follow(job_id):
+    async for event in service.follow(job_id):
         if event.event == "done":
             steps = event.metrics.get("data/step_num_gradient_steps", 1.0)
             row = {"num_gradient_steps": steps, **event.metrics}

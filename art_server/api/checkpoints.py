@@ -6,6 +6,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from art.wire import (
     CheckpointList,
@@ -18,11 +19,11 @@ from art.wire import (
 )
 from art_server.api.bodies import parse_body, read_body
 from art_server.api.door import Caller
+from art_server.checkpoints.archive import CheckpointTar, describe
+from art_server.checkpoints.uploads import ByteRange
 from art_server.errors import InvalidInput, Unavailable
 from art_server.service import Service
-from art_server.store.archive import CheckpointTar, describe
 from art_server.store.registry import Model, check_name
-from art_server.uploads import ByteRange
 
 MAX_BODY_MB = 4
 MAX_STEP_DIGITS = 9
@@ -33,17 +34,16 @@ CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15})")
 def install(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     router = APIRouter(prefix="/api/models/{project}/{name}")
-    checkpoints, uploads = service.checkpoints, service.uploads
 
     def model_of(request: Request, project: str, name: str) -> Model:
         caller: Caller = request.state.caller
         caller.check_project(project)
-        return service.registry.get(project, name)
+        return service.model(project, name)
 
     @router.delete("")
     async def delete_model(request: Request, project: str, name: str) -> ModelInfo:
         model = model_of(request, project, name)
-        await checkpoints.delete_model(model)
+        await service.delete_model(model)
         return service.info(model)
 
     @router.post("/fork")
@@ -51,18 +51,18 @@ def install(app: FastAPI, service: Service) -> None:
         source = model_of(request, project, name)
         body = await parse_body(await read_body(request, MAX_BODY_MB), ForkRequest)
         request.state.caller.check_project(body.project)
-        return service.info(await checkpoints.fork(source, body))
+        return service.info(await service.fork(source, body))
 
     @router.post("/rollback")
     async def roll_back(request: Request, project: str, name: str) -> ModelInfo:
         model = model_of(request, project, name)
         body = await parse_body(await read_body(request, MAX_BODY_MB), RollbackRequest)
-        await checkpoints.roll_back(model, body.step)
+        await service.roll_back(model, body.step)
         return service.info(model)
 
     @router.get("/checkpoints")
     async def list_checkpoints(request: Request, project: str, name: str) -> CheckpointList:
-        return await checkpoints.overview(model_of(request, project, name))
+        return await service.checkpoints(model_of(request, project, name))
 
     @router.post("/checkpoints/delete")
     async def delete_checkpoints(
@@ -70,7 +70,7 @@ def install(app: FastAPI, service: Service) -> None:
     ) -> DeleteCheckpointsReply:
         model = model_of(request, project, name)
         body = await read_body(request, MAX_BODY_MB)
-        return await checkpoints.delete(
+        return await service.delete_checkpoints(
             model, await parse_body(body or b"{}", DeleteCheckpointsRequest)
         )
 
@@ -93,16 +93,16 @@ def install(app: FastAPI, service: Service) -> None:
         caller.check_project(check_name(project, "project"))
         number = read_step(step)
         byte_range = read_byte_range(request.headers)
-        part = uploads.part(caller.owner, project, check_name(name, "name"), number)
+        part = service.upload_part(caller.owner, project, check_name(name, "name"), number)
         try:
-            received = await uploads.receive(part, byte_range, request.stream())
+            received = await service.receive_upload(part, byte_range, request.stream())
         except ClientDisconnect as error:
             raise Unavailable(
                 "the connection ended; what has arrived is kept", code="upload_interrupted"
             ) from error
         reply, status = UploadReply(received_bytes=received), 202
         if not byte_range.is_question and received == (byte_range.total or received):
-            model = await uploads.take_in(part, project, name, number, base_model)
+            model = await service.take_in_upload(part, project, name, number, base_model)
             reply, status = reply.model_copy(update={"model": service.info(model)}), 201
         return JSONResponse(reply.model_dump(mode="json"), status_code=status)
 
@@ -155,9 +155,22 @@ def tar_response(tar: CheckpointTar, headers: Headers) -> Response:
                 status_code=416, headers=answer | {"content-range": f"bytes */{tar.size}"}
             )
         answer["content-range"] = f"bytes {start}-{stop - 1}/{tar.size}"
-    return StreamingResponse(
-        tar.read(start, stop),
-        status_code=206 if is_part else 200,
-        headers=answer | {"content-length": str(stop - start)},
-        media_type="application/x-tar",
-    )
+    length = {"content-length": str(stop - start)}
+    return TarResponse(tar, start, stop, 206 if is_part else 200, answer | length)
+
+
+class TarResponse(StreamingResponse):
+    """Closes the tar's files however the sending ends."""
+
+    def __init__(
+        self, tar: CheckpointTar, start: int, stop: int, status: int, headers: dict[str, str]
+    ):
+        content = tar.read(start, stop)
+        super().__init__(content, status, headers, media_type="application/x-tar")
+        self._tar = tar
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._tar.close()

@@ -34,16 +34,15 @@ MAX_SMALL_BODY_MB = 4
 MAX_KEY_LENGTH = 200
 
 
-def install(app: FastAPI, service: Service) -> None:
+def install(app: FastAPI, service: Service, max_mb: int) -> None:
     """Add the control routes."""
     router = APIRouter()
-    max_mb = service.config.max_body_mb
     bodies = GroupBodies()
 
     def model_of(request: Request, project: str, name: str) -> Model:
         caller: Caller = request.state.caller
         caller.check_project(project)
-        return service.registry.get(project, name)
+        return service.model(project, name)
 
     def job_of(request: Request, job: Job) -> Job:
         caller: Caller = request.state.caller
@@ -75,7 +74,7 @@ def install(app: FastAPI, service: Service) -> None:
     @router.get("/api/models")
     async def models(request: Request) -> ModelList:
         caller: Caller = request.state.caller
-        return ModelList(models=[service.info(m) for m in service.registry.all(caller.projects)])
+        return ModelList(models=[service.info(m) for m in service.models(caller.projects)])
 
     @router.get("/api/models/{project}/{name}")
     async def model(request: Request, project: str, name: str) -> ModelInfo:
@@ -84,7 +83,6 @@ def install(app: FastAPI, service: Service) -> None:
     @router.post("/api/models/{project}/{name}/train")
     async def train(request: Request, project: str, name: str) -> Response:
         model = model_of(request, project, name)
-        limits = service.limits(model)
         caller: Caller = request.state.caller
         key = request.headers.get(IDEMPOTENCY_HEADER)
         if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
@@ -95,15 +93,8 @@ def install(app: FastAPI, service: Service) -> None:
             )
         body = await read_body(request, max_mb)
         body_digest = await beside(digest, body)
-        job = await service.runner.find(model, key, body_digest)
-        if job is None:
-            job = await bodies.read(
-                body,
-                TrainRequest,
-                lambda parsed: service.runner.accept(
-                    model, parsed, caller.owner, key, body_digest, limits
-                ),
-            )
+        read = functools.partial(bodies.read, body, TrainRequest)
+        job = await service.submit(model, caller.owner, key, body_digest, read)
         return StreamingResponse(
             event_lines(service, job.job_id), media_type="application/x-ndjson"
         )
@@ -126,33 +117,33 @@ def install(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> JobList:
         states = read_states(state)
-        return JobList(jobs=await service.runner.jobs(projects_of(request), states, limit))
+        return JobList(jobs=await service.jobs(projects_of(request), states, limit))
 
     @router.get("/api/jobs/{job_id}")
     async def job(request: Request, job_id: str) -> JobInfo:
-        job_of(request, await service.runner.get(job_id))
-        return await service.runner.info(job_id)
+        job_of(request, await service.job(job_id))
+        return await service.job_info(job_id)
 
     @router.get("/api/jobs/{job_id}/events")
     async def job_events(request: Request, job_id: str, after: int = -1) -> Response:
-        job_of(request, await service.runner.get(job_id))
+        job_of(request, await service.job(job_id))
         lines = event_lines(service, job_id, after)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     @router.delete("/api/jobs/{job_id}")
     async def cancel_job(request: Request, job_id: str) -> JobInfo:
-        job_of(request, await service.runner.get(job_id))
-        await service.runner.cancel(job_id)
-        return await service.runner.info(job_id)
+        job_of(request, await service.job(job_id))
+        await service.cancel_job(job_id)
+        return await service.job_info(job_id)
 
     @router.post("/api/jobs/{job_id}/move")
     async def move_job(request: Request, job_id: str) -> JobList:
-        job_of(request, await service.runner.get(job_id))
+        job_of(request, await service.job(job_id))
         body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), MoveJobRequest)
         if body.before is not None:
-            job_of(request, await service.runner.get(body.before))
-        await service.runner.move(job_id, body.before)
-        return JobList(jobs=await service.runner.jobs(projects_of(request), ("queued",), 1000))
+            job_of(request, await service.job(body.before))
+        await service.move_job(job_id, body.before)
+        return JobList(jobs=await service.jobs(projects_of(request), ("queued",), 1000))
 
     app.include_router(router)
 
@@ -178,5 +169,5 @@ def read_states(text: str) -> list[JobState]:
 
 
 async def event_lines(service: Service, job_id: str, after: int = -1) -> AsyncIterator[bytes]:
-    async for event in service.runner.follow(job_id, after):
+    async for event in service.follow(job_id, after):
         yield event.model_dump_json(exclude_none=True).encode() + b"\n"

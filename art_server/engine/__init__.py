@@ -1,1 +1,1 @@
-"""vLLM: its process with the wrapped engine client, the adapters that it has loaded, and the gate before it."""
+"""vLLM as a supervised child process, the adapters that it has loaded, and the gate before it."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from art_server.base_models import BaseModel, is_mixture, max_positions
 from art_server.device.model_size import read_model_size
 from art_server.device.plan import Plan
-from art_server.engine import vllm_plugin
 from art_server.engine.families import choose_parsers
 from art_server.errors import InvalidInput
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
+from art_server.shared.switches import EXPERTS_SWITCH, ONE_THREAD_SWITCH, SWITCH
 
 SOCKET_NAME = "engine.sock"
 """vLLM's HTTP socket, in the engine's private folder."""
@@ -97,7 +97,7 @@ def engine_command(
     return [
         sys.executable,
         "-m",
-        "art_server.engine.child",
+        "art_server.in_vllm.child",
         str(run_dir / "records.sock"),
         *flags,
         *(f"--{switch}" for switch in switches),
@@ -117,12 +117,12 @@ def engine_environment(
         # Longer than our side keeps an idle connection, so that no request finds its connection just closed.
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE="60",
     )
-    environment[vllm_plugin.SWITCH] = device
+    environment[SWITCH] = device
     if device == "cpu":
         # Without dynamo the first request with log-probabilities compiles nothing (8-15 s), at no cost on a CPU.
         environment["TORCHDYNAMO_DISABLE"] = "1"
         if is_mixture(base.path):
-            environment[vllm_plugin.EXPERTS_SWITCH] = "1"
+            environment[EXPERTS_SWITCH] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
         cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
         size = sum(file.stat().st_size for file in base.path.glob("*.safetensors"))
@@ -130,6 +130,10 @@ def engine_environment(
         if "tensor_parallel_size" not in config.engine_args and (takes_all or config.serve_devices):
             bound = ",".join(map(str, config.serve_devices or cores))
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
+        # Of the cores that nobody binds vLLM leaves one to its other processes.
+        bound = environment.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+        if bound.isdecimal() or (bound == "auto" and len(cores) <= 2):
+            environment[ONE_THREAD_SWITCH] = "1"
     else:
         # The runner and the sampler of which `kept_sets.py` knows what they sample from.
         environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")

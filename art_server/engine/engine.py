@@ -17,21 +17,21 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal, Protocol
 
 import aiohttp
 
+from art.log_file import LogFile
 from art_server.background import Background
 from art_server.base_models import BaseModel, max_positions
-from art_server.children import Children
+from art_server.children import Children, start_child
 from art_server.device.owner import DeviceOwner
 from art_server.device.plan import Plan
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.failures import why_hopeless
-from art_server.engine.records import RecordReceiver
-from art_server.engine.work import FILE_VARIABLE, make_file, read_work
 from art_server.errors import InvalidInput, Unavailable
 from art_server.settings import Device, Handover, ServerConfig
+from art_server.shared.work import FILE_VARIABLE, make_file, read_work
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,14 @@ ENGINE_DEFAULTS = {
 """vLLM's own, where a client may well name them."""
 
 
+class Receiver(Protocol):
+    """Takes what vLLM reports of its requests."""
+
+    async def listen(self, socket_path: Path) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class EngineDied(Unavailable):
     """vLLM ended, or refused what it must take."""
 
@@ -105,17 +113,17 @@ class Engine:
         kept_to: Mapping[str, str],
         owner: DeviceOwner,
         children: Children,
-        receiver: RecordReceiver,
+        receiver: Receiver,
         is_busy: Callable[[], bool],
         background: Background,
     ):
         self.state: State = "none"
         self.detail: str | None = None
         self.base: BaseModel | None = None
-        self.log_path = config.log_dir / "engine.log"
+        self._log = LogFile(config.log_dir / "engine.log")
         self._given = config
         self._config = config
-        """With the wishes of the client whose model started the engine."""
+        """With the engine arguments of the client whose model started it."""
         self._device: Device = device
         self._kept_to = kept_to
         """Variables that keep vLLM to devices of its own."""
@@ -136,17 +144,18 @@ class Engine:
         self._process: asyncio.subprocess.Process | None = None
         self.was_killed = False
         """Whether somebody else ended the last process: what it worked on is not to blame."""
-        self._log_start = 0
         self._run_dir: Path | None = None
         self._http: aiohttp.ClientSession | None = None
 
     # --- life ---
 
-    def start(self, base: BaseModel, wishes: Mapping[str, str], plan: Plan | None = None) -> None:
-        """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves. `wishes` are a client's,
-        as in `ServerConfig.with_wishes`; the plan is that of a device that the trainer uses too."""
+    def start(
+        self, base: BaseModel, requested: Mapping[str, str], plan: Plan | None = None
+    ) -> None:
+        """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves. `requested` are a
+        client's engine arguments, as in `ServerConfig.with_requested`; the plan is that of a device that the trainer uses too."""
         assert self.base is None, "an engine serves one base model"
-        self._config = self._given.with_wishes(wishes, max_positions(base.path))
+        self._config = self._given.with_requested(requested, max_positions(base.path))
         self._seq_length = seq_length(self._config, base, self._device)
         self._plan = plan
         self.base = base
@@ -183,19 +192,30 @@ class Engine:
         return self._seq_length or max_positions(self.base.path)
 
     @property
+    def start_waited_for(self) -> str | None:
+        """What requests wait for while the engine starts."""
+        if self.state != "starting":
+            return None
+        return f"the engine, which starts. {self.detail or ''}".rstrip()
+
+    @property
     def _handover(self) -> Handover:
         return self._plan.handover if self._plan is not None else "none"
 
-    def unmet(self, wishes: Mapping[str, str]) -> list[str]:
-        """A sentence for each wish that the engine was not started with."""
+    def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
+        """One sentence for each requested engine argument that is not in effect."""
         running = ENGINE_DEFAULTS | dict(self._config.engine_args)
         running["max_seq_length"] = str(self.max_seq_length)
         return [
             f"{name}={value} is not applied: the engine was started with {running.get(name, 'its default')}. Such "
             "settings count from the command line (art-server --help), or from the first model that is registered"
-            for name, value in wishes.items()
+            for name, value in requested.items()
             if running.get(name) != value
         ]
+
+    @property
+    def log_path(self) -> Path:
+        return self._log.path
 
     @property
     def pid(self) -> int | None:
@@ -221,7 +241,7 @@ class Engine:
         if self.state == "none":
             return "no model is registered, so no engine runs: register one, or start art-server with --base-model"
         if self.state == "failed":
-            return f"the engine could not be started: {self.detail} (log: {self.log_path})"
+            return f"the engine could not be started: {self.detail} (log: {self._log.path})"
         return f"the engine is starting; repeat the request shortly. {self.detail or ''}".rstrip()
 
     async def _set_state(self, state: State, detail: str | None = None) -> None:
@@ -246,8 +266,10 @@ class Engine:
                     await self._bring_up()
                 except (EngineDied, aiohttp.ClientError) as error:
                     failures += 1
-                    hopeless = why_hopeless(self.log_tail(lines=LOG_SEARCH_LINES))
-                    self.detail = hopeless or f"{error}; last log lines:\n{self.log_tail()}"
+                    hopeless = why_hopeless(self._log.tail(LOG_SEARCH_LINES))
+                    self.detail = (
+                        hopeless or f"{error}; last log lines:\n{self._log.tail(LOG_TAIL_LINES)}"
+                    )
                     logger.error("engine start %d failed: %s", failures, self.detail)
                     await self._end_process()
                     if hopeless is not None:
@@ -258,7 +280,9 @@ class Engine:
             reason = await self._watch()
             await self._set_state("starting", f"It is restarted, because {reason}.")
             logger.error(
-                "engine restarts, because %s; last log lines:\n%s", reason, self.log_tail()
+                "engine restarts, because %s; last log lines:\n%s",
+                reason,
+                self._log.tail(LOG_TAIL_LINES),
             )
             await self._end_process()
         await self._set_state("failed", self.detail)
@@ -284,27 +308,15 @@ class Engine:
         self._children.add(self._process.pid)
 
     async def _launch(self, base: BaseModel, run_dir: Path) -> asyncio.subprocess.Process:
-        with self._open_log() as log:
-            return await asyncio.create_subprocess_exec(
-                *engine_command(self._config, base, self._device, run_dir, self._plan),
-                env=engine_environment(self._config, base, self._device, os.environ)
-                | {FILE_VARIABLE: str(self._work_file), **self._kept_to},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        command = engine_command(self._config, base, self._device, run_dir, self._plan)
+        environment = engine_environment(self._config, base, self._device, os.environ)
+        environment |= {FILE_VARIABLE: str(self._work_file), **self._kept_to}
+        return await start_child(command, self._log, environment)
 
     @property
     def _work_file(self) -> Path:
         assert self._run_dir is not None, "made with the first process"
         return self._run_dir / "work"
-
-    def _open_log(self) -> BinaryIO:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        log = open(self.log_path, "ab")  # noqa: SIM115 - the caller closes it
-        self._log_start = log.tell()
-        return log
 
     async def _end_process(self) -> None:
         """Kill vLLM with all that it spawned, and wait until its memory is free."""
@@ -400,15 +412,6 @@ class Engine:
         """Let an idle engine compute one token; whether it does is seen by its work."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, EngineDied):
             await self._sample_once(timeout_seconds=2 * HANG_SECONDS)
-
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines that vLLM wrote since its last start."""
-        if not self.log_path.exists():
-            return ""
-        with open(self.log_path, "rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 16384))
-            written = log.read().decode(errors="replace").splitlines()
-        return "\n".join(written[-lines:])
 
     # --- tokenising ---
 

@@ -3,14 +3,13 @@
 `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from art_server.base_models import model_type
+from art_server.base_models import model_type, read_template
 
 BY_ARCHITECTURE: dict[str, tuple[str, str | None]] = {
     "deepseek_v3": ("deepseek_v3", "deepseek_r1"),
@@ -56,16 +55,6 @@ def choose_parsers(folder: Path) -> Parsers:
         return Parsers(tool, None, {})
     is_off = "enable_thinking" in template and not thinks_by_default(template)
     return Parsers(tool, "qwen3", {"enable_thinking": False} if is_off else {})
-
-
-def read_template(folder: Path) -> str:
-    """The model's chat template, empty when it has none."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text()
-    config = folder / "tokenizer_config.json"
-    template = json.loads(config.read_text()).get("chat_template") if config.exists() else None
-    return template if isinstance(template, str) else ""
 
 
 def thinks_by_default(template: str) -> bool:

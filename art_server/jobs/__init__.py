@@ -1,1 +1,1 @@
-"""Train requests as durable jobs: the queue on disk, and the life of one job."""
+"""Train requests as durable jobs: accepted, queued on disk, run by the trainer's process."""

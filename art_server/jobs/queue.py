@@ -9,6 +9,7 @@ returns the same job, now and after a restart. Commits are synchronous: what was
 import contextlib
 import hashlib
 import json
+import sqlite3
 import threading
 import uuid
 import zlib
@@ -19,14 +20,15 @@ from pathlib import Path
 from art.wire import ErrorDetail, JobInfo, JobReport, JobState, TrainConfig, TrajectoryGroupBody
 from art_server import clock
 from art_server.errors import Conflict, NotFound, TooMany
+from art_server.shared.tasks import Batch
 from art_server.store.database import (
     add_columns,
     database_errors,
+    insert,
     open_database,
     transaction,
 )
 from art_server.store.model_folder import trajectory_row
-from art_server.training.task import Batch
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -54,6 +56,8 @@ CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_request ON jobs (project, name, idempo
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, number);
 """
 
+COLUMNS = "job_id, project, name, state, target_step, config, report, metrics, error, request_digest, created_at, starts"
+"""All but the payload."""
 FAILED_PAYLOAD_SECONDS = 3 * 86400.0
 """How long the payload of a failed job is kept, so that the same key may run it again."""
 MAX_ENDED = 10_000
@@ -126,24 +130,14 @@ class Job:
         )
 
 
-COLUMNS = "job_id, project, name, state, target_step, config, report, metrics, error, request_digest, created_at, starts"
-
-
-def _job(row: tuple[str, ...]) -> Job:
-    state: JobState = row[3]  # type: ignore[assignment]  # written by this module only
+def _job(row: sqlite3.Row) -> Job:
+    as_they_are = ("job_id", "project", "name", "state", "target_step", "config")
+    error = row["error"]
     return Job(
-        job_id=row[0],
-        project=row[1],
-        name=row[2],
-        state=state,
-        target_step=int(row[4]) if row[4] is not None else None,
-        config=row[5],
-        report=JobReport.model_validate_json(row[6]),
-        metrics=json.loads(row[7]),
-        error=ErrorDetail.model_validate_json(row[8]) if row[8] is not None else None,
-        request_digest=row[9],
-        created_at=float(row[10]),
-        starts=int(row[11]),
+        **{name: row[name] for name in (*as_they_are, "request_digest", "created_at", "starts")},
+        report=JobReport.model_validate_json(row["report"]),
+        metrics=json.loads(row["metrics"]),
+        error=ErrorDetail.model_validate_json(error) if error is not None else None,
     )
 
 
@@ -209,37 +203,34 @@ class JobQueue:
             StorageFull: the disk does not take it.
         """
         job_id = uuid.uuid4().hex
-        values = (
-            job_id,
-            key,
-            owner,
-            body_digest,
-            project,
-            name,
-            config.model_dump_json(),
-            zlib.compress(payload.batch, 1),
-            zlib.compress(payload.trajectories, 1),
-            report.model_dump_json(),
-            json.dumps(metrics or {}),
-            clock.now(),
-        )
+        row = {
+            "job_id": job_id,
+            "idempotency_key": key,
+            "owner": owner,
+            "request_digest": body_digest,
+            "project": project,
+            "name": name,
+            "state": "queued",
+            "config": config.model_dump_json(),
+            "batch": zlib.compress(payload.batch, 1),
+            "trajectories": zlib.compress(payload.trajectories, 1),
+            "report": report.model_dump_json(),
+            "metrics": json.dumps(metrics or {}),
+            "created_at": clock.now(),
+        }
         with self._lock, database_errors("the job"):
             waiting = self._db.execute(
                 "SELECT project, name FROM jobs WHERE state IN ('queued', 'running')"
             ).fetchall()
             self._check_room(len(waiting))
-            if must_be_alone and (project, name) in waiting:
+            if must_be_alone and (project, name) in map(tuple, waiting):
                 raise Conflict(
                     f"expected_step: '{project}/{name}' has a job that has not ended, so that its step will move: "
                     "wait for the job, and send what was sampled then",
                     code="step_moved",
                     param="expected_step",
                 )
-            self._db.execute(
-                "INSERT OR IGNORE INTO jobs (job_id, idempotency_key, owner, request_digest, project, name, state, config,"
-                " batch, trajectories, report, metrics, created_at) VALUES (?,?,?,?,?,?,'queued',?,?,?,?,?,?)",
-                values,
-            )
+            insert(self._db, "jobs", row, or_else="IGNORE")
         if key is not None:
             job = self.find_key(project, name, key, body_digest)
             assert job is not None, "just written"

@@ -41,13 +41,13 @@ from art_server.engine.gate import Gate
 from art_server.errors import Conflict, ServerError, Unavailable
 from art_server.jobs.metrics import step_metrics, trajectory_metrics
 from art_server.jobs.queue import Job, JobQueue, Payload, Waiting
+from art_server.jobs.resolve import Limits, Message, Sources, resolve
+from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.resolve import Limits, Message, Sources, resolve
+from art_server.shared.tasks import Done, GapBars, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import Model, Registry
-from art_server.training.process import TrainerDied, TrainerError
-from art_server.training.task import Done, GapBars, Progress, TrainTask
-from art_server.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from art.wire import HistoryBody, SessionReply
 from art_server.ledger import conversation
-from art_server.ledger.ledger import Record
+from art_server.ledger.records import Record
 
 NOT_DELIVERED = "the answer did not reach the agent in full"
 NOT_TAKEN_UP = "another answer to the same conversation was taken up"

@@ -15,7 +15,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from art_server.engine.families import read_template
+from art_server.base_models import read_template
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from art_server.errors import StorageFull, Unavailable
 
@@ -18,6 +19,7 @@ def open_database(file: Path, schema: str, *, is_durable: bool) -> sqlite3.Conne
     database = sqlite3.connect(
         file, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
     )
+    database.row_factory = sqlite3.Row
     database.execute("PRAGMA auto_vacuum=INCREMENTAL")
     database.execute("PRAGMA journal_mode=WAL")
     database.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
@@ -31,6 +33,18 @@ def add_columns(database: sqlite3.Connection, table: str, wanted: Mapping[str, s
     for column, kind in wanted.items():
         if column not in there:
             database.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+
+
+def insert(
+    database: sqlite3.Connection,
+    table: str,
+    row: Mapping[str, object],
+    or_else: Literal["ABORT", "IGNORE", "REPLACE"] = "ABORT",
+) -> int:
+    """Write a row by its columns' names. Returns its number."""
+    marks = ",".join("?" * len(row))
+    statement = f"INSERT OR {or_else} INTO {table} ({','.join(row)}) VALUES ({marks})"
+    return database.execute(statement, tuple(row.values())).lastrowid or 0
 
 
 @contextlib.contextmanager

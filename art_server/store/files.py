@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from art_server.errors import StorageFull
+from art_server.errors import Conflict, StorageFull
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """What a disk says that takes no write: full, above the quota or the longest file, read-only, broken."""
@@ -24,6 +25,26 @@ def keep_private(root: Path) -> None:
     for folder in (root / ".server", root / "logs", *root.glob("*/models")):
         if folder.is_dir():
             folder.chmod(0o700)
+
+
+def lock_folder(server_dir: Path) -> int:
+    """Hold a server's folder: two servers on one would spoil each other's jobs. Returns the lock's descriptor.
+
+    Raises:
+        Conflict: another server holds it.
+    """
+    server_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(server_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise Conflict(
+            f"another art-server works in {server_dir.parent.resolve()}: stop it, or give this one another --path",
+            code="path_in_use",
+            param="path",
+        ) from error
+    return descriptor
 
 
 @contextlib.contextmanager

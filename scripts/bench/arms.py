@@ -107,8 +107,8 @@ def prepare_ours(
 ) -> tuple[Callable[[], dict[str, float]], Any]:
     """A function that takes a step and returns its metrics, and the policy."""
     from art.wire import LoRAConfig
-    from art_server.training.memory import return_freed_memory
-    from art_server.training.policy import Policy
+    from art_server.trainer.memory import return_freed_memory
+    from art_server.trainer.policy import Policy
 
     return_freed_memory()
     policy = Policy(str(root / "base"), dtype)
@@ -123,16 +123,16 @@ def prepare_step(
 ) -> Callable[[], dict[str, float]]:
     """A function that takes a step of the policy on these groups."""
     from art.wire import LoRAConfig, TrainConfig
-    from art_server.training.batches import make_train_rows
-    from art_server.training.optimizer import make_optimizer
-    from art_server.training.step import compute_gradient
-    from art_server.training.task import (
+    from art_server.shared.tasks import (
         Batch,
         Row,
         TrainableGroup,
         TrainableTrajectory,
         TrainTask,
     )
+    from art_server.trainer.batches import make_train_rows
+    from art_server.trainer.optimizer import make_optimizer
+    from art_server.trainer.step import compute_gradient
 
     optimizer = make_optimizer(policy.parameters, LEARNING_RATE)
 

@@ -55,7 +55,7 @@ def make_model(root: Path, settings: dict) -> None:
     from transformers import Qwen3ForCausalLM
 
     from art.wire import LoRAConfig
-    from art_server.training.policy import ADAPTER_FILE, write_fresh_adapter
+    from art_server.trainer.policy import ADAPTER_FILE, write_fresh_adapter
 
     torch.manual_seed(0)
     with torch.device(settings.get("device", "cpu")):

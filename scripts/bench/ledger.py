@@ -20,9 +20,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from art_server.base_models import TINY_DIR
-from art_server.engine.records import Sample
 from art_server.ledger.decoder import Decoder
-from art_server.ledger.ledger import Ledger, Request
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Request
+from art_server.shared.samples import Sample
 
 PROMPT_TOKENS = 200
 QUESTION_TOKENS = 30

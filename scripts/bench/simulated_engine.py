@@ -9,8 +9,8 @@ import json
 import socket
 import sys
 
-from art_server.engine.child import LedgerLine
-from art_server.engine.records import is_first_turn
+from art_server.in_vllm.child import LedgerLine
+from art_server.shared.samples import is_first_turn
 
 PROMPT = list(range(100, 164))
 TOKENS = list(range(200, 232))
@@ -19,7 +19,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
 
 
 async def record(line: LedgerLine, request_id: str, prompt: list[int]) -> None:
-    """What `art_server.engine.child` does around a choice."""
+    """What `art_server.in_vllm.child` does around a choice."""
     rendered = prompt if is_first_turn(request_id) else None
     if rendered is None:
         await line.ask_prompt(request_id, prompt)

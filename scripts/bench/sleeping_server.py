@@ -10,7 +10,7 @@ from typing import Any
 
 def serve() -> None:
     from art_server import cli
-    from art_server.training import trainer
+    from art_server.jobs import trainer
 
     seconds, command = sys.argv.pop(1), trainer.worker_command
 
@@ -23,7 +23,7 @@ def serve() -> None:
 
 def work() -> None:
     from art_server.children import claim_stdout
-    from art_server.training import worker
+    from art_server.trainer import worker
 
     sys.argv.pop(1)
     seconds, train = float(sys.argv.pop(1)), worker.train

@@ -28,7 +28,7 @@ from tests.integration.live import Server
 MODELS = ("one", "two")
 KINDS = {"trainer": 5, "engine": 2, "server": 1, "point": 2}
 """How often each is chosen. A server that is killed, and an engine, take a minute to come back."""
-MODULES = {"trainer": "art_server.training.worker", "engine": "art_server.engine.child"}
+MODULES = {"trainer": "art_server.trainer.worker", "engine": "art_server.in_vllm.child"}
 WORK_SECONDS = 8.0
 """Longest time that a ready server works before the next kill: some steps of art/tiny."""
 STARTING_SHARE = 0.1

@@ -14,9 +14,9 @@ from typing import Any
 from art_server import cli
 from art_server.engine.engine import Engine
 from art_server.jobs.queue import JobQueue
+from art_server.jobs.trainer import Trainer
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder
-from art_server.training.trainer import Trainer
 
 VARIABLE = "ART_CHAOS_POINT"
 

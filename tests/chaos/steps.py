@@ -17,12 +17,12 @@ from art_server.device.owner import DeviceOwner
 from art_server.engine.gate import Gate
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
+from art_server.jobs.trainer import Trainer
 from art_server.settings import ServerConfig
+from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
-from art_server.training.checkpoint import write_first_checkpoint
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
-from art_server.training.trainer import Trainer
+from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.chaos.server import VARIABLE, arm
 from tests.fakes import FakeEngine, keep_all
 

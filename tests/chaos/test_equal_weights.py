@@ -16,7 +16,7 @@ from tests.chaos.server import POINTS, VARIABLE
 
 pytestmark = pytest.mark.slow
 
-NUM_KILLS = 20 if os.environ.get("ART_TEST_FULL") else 4
+NUM_KILLS = 20 if os.environ.get("ART_TEST_FULL") else 2
 WITHOUT_ENGINE = [
     point for point in POINTS if not point.startswith(("engine", "adapter", "job written"))
 ]

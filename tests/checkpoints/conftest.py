@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from art_server.base_models import TINY_DIR
-from art_server.training.checkpoint import write_first_checkpoint
-from art_server.training.optimizer import STATE_KEYS
-from art_server.training.policy import outline_adapter
+from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.optimizer import STATE_KEYS
+from art_server.trainer.policy import outline_adapter
 from tests.checkpoints.house import TINY_LORA
 
 

@@ -15,17 +15,17 @@ from art.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.app import make_app
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.jobs.queue import Payload
+from art_server.jobs.trainer_process import TrainerError
 from art_server.service import Service
 from art_server.settings import ServerConfig
+from art_server.shared.tasks import Batch, CheckTask, Done
 from art_server.store.model_folder import (
     CheckpointRecord,
     ModelFolder,
     ModelRecord,
     copy_content,
 )
-from art_server.training.checkpoint import BadCheckpoint, check_checkpoint
-from art_server.training.process import TrainerError
-from art_server.training.task import Batch, CheckTask, Done
+from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
 from tests.fakes import FakeEngine
 
 TINY_LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
@@ -91,15 +91,16 @@ class House:
     """A server that runs no process."""
 
     def __init__(self, root: Path, **settings: Any):
-        self.service = Service(ServerConfig(path=root, **settings))
+        config = ServerConfig(path=root, **settings)
+        self.service = Service(config)
         self.engine = RecordingEngine()
-        self.service.engine = self.engine  # type: ignore[assignment]
-        self.service.checkpoints._engine = self.engine  # type: ignore[assignment]
-        self.service.uploads._engine = self.engine  # type: ignore[assignment]
-        self.service.uploads._trainer = CheckingTrainer()  # type: ignore[assignment]
-        self.checkpoints, self.registry = self.service.checkpoints, self.service.registry
-        self.gate, self.queue = self.service.gate, self.service.queue
-        self.app: FastAPI = make_app(self.service, inference_port=None)
+        self.checkpoints, self.uploads = self.service._checkpoints, self.service._uploads
+        for part in (self.service, self.service._base, self.checkpoints, self.uploads):
+            part._engine = self.engine  # type: ignore[assignment]
+        self.uploads._trainer = CheckingTrainer()  # type: ignore[assignment]
+        self.registry = self.service._registry
+        self.gate, self.queue = self.service._gate, self.service._queue
+        self.app: FastAPI = make_app(self.service, config, inference_port=None)
 
     def client(self, **options: Any) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
@@ -123,6 +124,6 @@ async def house(root: Path, **settings: Any) -> AsyncIterator[House]:
     try:
         yield made
     finally:
-        made.service.queue.close()
-        made.service.ledger.close()
+        made.service._queue.close()
+        made.service._ledger.close()
         os.close(made.service._lock_file)

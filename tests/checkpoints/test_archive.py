@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from art_server.checkpoints.adapter import read_adapter
+from art_server.checkpoints.archive import CheckpointTar, Description, describe, unpack
 from art_server.errors import InvalidInput
-from art_server.store.adapter import read_adapter
-from art_server.store.archive import CheckpointTar, Description, describe, unpack
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     CONFIG_FILE,

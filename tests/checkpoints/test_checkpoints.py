@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from art_server import checkpoints as checkpoints_module
+from art_server.checkpoints import manage as checkpoints_module
 from art_server.errors import NotFound
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from starlette.requests import ClientDisconnect
 
 from art.wire import LoRAConfig
-from art_server import uploads as uploads_module
+from art_server.checkpoints import uploads as uploads_module
+from art_server.checkpoints.archive import CheckpointTar, Description, describe, unpack
+from art_server.checkpoints.uploads import ByteRange
 from art_server.errors import Unavailable
-from art_server.store.archive import CheckpointTar, Description, describe, unpack
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     OPTIMIZER_FILE,
@@ -23,7 +24,6 @@ from art_server.store.model_folder import (
     copy_content,
 )
 from art_server.store.registry import Registry
-from art_server.uploads import ByteRange
 from tests.checkpoints.house import TINY_LORA, House, add_model, house, until
 
 pytestmark = pytest.mark.anyio
@@ -144,7 +144,7 @@ async def test_what_arrived_before_a_connection_broke_stays(
         raise ClientDisconnect
 
     async with house(tmp_path) as here:
-        uploads = here.service.uploads
+        uploads = here.uploads
         part = uploads.part("anyone", "q", "new", 1)
         with pytest.raises(ClientDisconnect):
             await uploads.receive(part, ByteRange(total=len(data)), broken())
@@ -164,7 +164,7 @@ async def test_one_upload_is_written_by_one_request_at_a_time(
         await go_on.wait()
 
     async with house(tmp_path) as here:
-        uploads = here.service.uploads
+        uploads = here.uploads
         part = uploads.part("anyone", "q", "new", 1)
         assert part != uploads.part("somebody", "q", "new", 1)
         first = asyncio.create_task(uploads.receive(part, ByteRange(), slow()))

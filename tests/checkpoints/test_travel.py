@@ -20,12 +20,12 @@ from peft import PeftModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from art_server import http_transfer
 from art_server.base_models import SMOLLM2_ID, TINY_DIR
+from art_server.checkpoints import http_transfer
+from art_server.checkpoints.export import public_name
 from art_server.cli import art
-from art_server.export import public_name
-from art_server.service import lock_path
 from art_server.settings import ApiKey, ServerConfig
+from art_server.store.files import lock_folder
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -34,7 +34,7 @@ from art_server.store.model_folder import (
     ModelFolder,
 )
 from art_server.store.registry import Registry
-from art_server.training.policy import write_fresh_adapter
+from art_server.trainer.policy import write_fresh_adapter
 from tests.checkpoints.house import TINY_LORA, House, add_model
 from tests.toy_models import make_model
 
@@ -80,6 +80,9 @@ def same_weights(one: Path, other: Path) -> bool:
     return (one / ADAPTER_FILE).read_bytes() == (other / ADAPTER_FILE).read_bytes()
 
 
+PIECE_BYTES = 50_000
+
+
 class BreaksOnce:
     """The first download and the first upload end after so many bytes, as when a connection is lost."""
 
@@ -95,7 +98,7 @@ class BreaksOnce:
         range_ = headers.get("range") or headers.get("content-range")
         self.seen.append((scope["method"], range_))
         is_first = "*" not in (range_ or "") and scope["method"] not in self.broken
-        count = 0
+        count, held = 0, list[Message]()
 
         async def counted_send(message: Message) -> None:
             nonlocal count
@@ -111,7 +114,10 @@ class BreaksOnce:
             if scope["method"] == "PUT" and is_first and count > self.after:
                 self.broken.add("PUT")
                 return {"type": "http.disconnect"}
-            message = await receive()
+            message = held.pop() if held else await receive()
+            if len(body := message.get("body", b"")) > PIECE_BYTES:  # however much came together
+                held.append(message | {"body": body[PIECE_BYTES:]})
+                message |= {"body": body[:PIECE_BYTES], "more_body": True}
             count += len(message.get("body", b""))
             return message
 
@@ -353,7 +359,7 @@ def test_a_folder_in_which_a_server_works_is_left_alone(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("export", "a", tmp_path / "out", "--path", path)
-    lock_path(ServerConfig(path=path))
+    lock_folder(ServerConfig(path=path).server_dir)
     said = refused(capsys, "import", tmp_path / "out", "--model", "q/b", "--path", path)
     assert "an art-server works in" in said and "--url" in said
 

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 import art
-from art import patches
+from art.compat import patches
 
 pytestmark = pytest.mark.anyio
 

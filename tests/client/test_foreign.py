@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import art
-from art.foreign import ForeignBackend
+from art.compat.foreign import ForeignBackend
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 import art
-from art.rollouts import current_rollouts
+from art.pool import current_pool
 
 pytestmark = pytest.mark.anyio
 
@@ -99,7 +99,7 @@ async def test_group_inside_a_rollout_does_not_wait_for_the_rollouts_own_place()
             [art.TrajectoryGroup([nested()])], max_concurrent_rollouts=1
         )
     assert rewards(groups) == [[2]]
-    assert current_rollouts.get() is None
+    assert current_pool.get() is None
 
 
 async def test_first_failure_is_raised_by_default_and_cancels_the_rest():

@@ -21,8 +21,8 @@ from art_server.base_models import BaseModel
 from art_server.device.plan import GIB, Card, Demand, Plan
 from art_server.engine.command import SOCKET_NAME
 from art_server.engine.engine import Engine
-from art_server.training.process import TrainerDied
-from art_server.training.task import Done, InitTask, LoadTask, Progress, TrainTask
+from art_server.jobs.trainer_process import TrainerDied
+from art_server.shared.tasks import Done, InitTask, LoadTask, Progress, TrainTask
 
 
 class Full(Exception):

@@ -18,22 +18,22 @@ from art.wire import JobReport, LoRAConfig, TrainConfig
 from art_server import background as background_module
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.checkpoints import Checkpoints
+from art_server.checkpoints.manage import Checkpoints
 from art_server.device.figures import read_figures
 from art_server.device.owner import DeviceOwner
 from art_server.device.plan import GIB, Card, Demand, make_plan
 from art_server.engine import engine as engine_module
 from art_server.engine.engine import AdapterRefused, Engine
 from art_server.engine.gate import Gate
-from art_server.engine.records import RecordReceiver
 from art_server.errors import Unavailable
 from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import JobQueue, Payload, digest
 from art_server.jobs.runner import JobRunner
+from art_server.ledger.intake import RecordReceiver
 from art_server.settings import ServerConfig
+from art_server.shared.tasks import Batch, LoadTask
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
-from art_server.training.task import Batch, LoadTask
 from tests.device.fake_device import FakeEngine, FakeTrainer, World, write_adapter
 from tests.device.test_plan import SIZES
 from tests.fakes import keep_all

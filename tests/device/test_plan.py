@@ -16,7 +16,7 @@ from art_server.device.figures import read_figures
 from art_server.device.model_size import ModelSize, read_model_size
 from art_server.device.plan import CASES, GIB, Card, Demand, Plan, make_plan
 from art_server.errors import InvalidInput
-from art_server.training.policy import Policy
+from art_server.trainer.policy import Policy
 
 FIGURES = read_figures()
 

@@ -18,12 +18,13 @@ import torch
 from art.wire import LoRAConfig, TrainConfig
 from art_server.base_models import BaseModel
 from art_server.device.model_size import read_model_size
-from art_server.engine import command, vllm_plugin
+from art_server.engine import command
 from art_server.settings import ServerConfig
-from art_server.training.checkpoint import write_first_checkpoint
-from art_server.training.policy import Policy
-from art_server.training.step import train
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.shared import switches
+from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.policy import Policy
+from art_server.trainer.step import train
 from tests.toy_models import make_model
 
 LORA = LoRAConfig(rank=8)
@@ -32,7 +33,7 @@ LEARNING_RATE = 0.03
 
 
 def main() -> None:
-    os.environ[vllm_plugin.EXPERTS_SWITCH] = "1"  # read once in a process
+    os.environ[switches.EXPERTS_SWITCH] = "1"  # read once in a process
     token_ids = random.Random(0).choices(range(3, 1300), k=60)
     for family in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder:

@@ -218,7 +218,7 @@ def test_a_step_without_memory_says_what_to_lower(server: Server) -> None:
     long = {"max_tokens": 400, "min_tokens": 400}
     episodes = [[QUESTION, recorded(ask(base_url, "nat-memory", [QUESTION], **long))] for _ in "12"]
     train_one_step(server, "nat-memory")
-    trainer = find_process(server, "art_server.training.worker")
+    trainer = find_process(server, "art_server.trainer.worker")
     size = int(Path(f"/proc/{trainer}/statm").read_text().split()[0]) * resource.getpagesize()
     was = resource.prlimit(trainer, resource.RLIMIT_AS, (size, -1))
     try:

@@ -27,8 +27,8 @@ def test_the_gate_stays_open_while_a_step_trains(tmp_path: Path) -> None:
         server.wait_ready()
         register(server, "a")
         model = f"{PROJECT}/a"
-        trainer = find_process(server, "art_server.training.worker")
-        engine = find_process(server, "art_server.engine.child")
+        trainer = find_process(server, "art_server.trainer.worker")
+        engine = find_process(server, "art_server.in_vllm.child")
         assert psutil.Process(trainer).cpu_affinity() == [cores[1]]
         workers = [psutil.Process(engine), *psutil.Process(engine).children(recursive=True)]
         assert all(worker.cpu_affinity() == [cores[0]] for worker in workers)

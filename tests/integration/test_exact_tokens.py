@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from art_server.base_models import TINY_DIR
 from art_server.ledger import conversation
-from art_server.ledger.ledger import Ledger, Record
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record
 from tests.integration.live import PROJECT, Server, register, train
 from tests.integration.test_inference import WEATHER_TOOL, sse_data
 

@@ -70,7 +70,7 @@ def processes(server: Server) -> dict[str, int]:
         for name, mark in (
             ("core", "VLLM::EngineCore"),
             ("worker", "VLLM::Worker"),
-            ("api", "art_server.engine.child"),
+            ("api", "art_server.in_vllm.child"),
         ):
             if mark in command:
                 found.setdefault(name, pid)

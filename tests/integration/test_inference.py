@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from art_server.engine.command import SOCKET_NAME
-from art_server.ledger.ledger import Ledger, Record
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record
 from tests.integration.live import PROJECT, Server, chat, register, train_one_step
 
 pytestmark = pytest.mark.engine

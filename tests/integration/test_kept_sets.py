@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from art_server.base_models import TINY_DIR
-from art_server.ledger.ledger import Record
-from art_server.training.kept_set import unpack_set
+from art_server.ledger.records import Record
+from art_server.shared.kept_set import unpack_set
 from tests.integration.live import Server, chat, register
 from tests.integration.test_inference import WEATHER_TOOL, records_of, sse_data
 

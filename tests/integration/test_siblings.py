@@ -9,7 +9,8 @@ import pytest
 
 from art_server.base_models import TINY_DIR
 from art_server.ledger.decoder import Decoder
-from art_server.ledger.ledger import Ledger, Record
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record
 from tests.integration.live import PROJECT, Server, register, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

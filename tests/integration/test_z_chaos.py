@@ -27,7 +27,7 @@ from tests.integration.live import (
 
 pytestmark = pytest.mark.engine
 
-ENGINE = "art_server.engine.child"
+ENGINE = "art_server.in_vllm.child"
 """The process that vLLM's API server runs in."""
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
-from art_server.cli import make_parser
+from art_server.flags import make_parser
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

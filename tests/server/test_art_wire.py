@@ -76,10 +76,16 @@ def make(path: Path, **settings: Any) -> tuple[FastAPI, Service]:
     folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
     record = ModelRecord(name="run", project="p", base_model="art/tiny", lora=LoRAConfig())
     folder.create(record, path / "engine.log")
-    service = Service(ServerConfig(path=path, **settings))
-    service.engine.base, service.engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
+    config = ServerConfig(path=path, **settings)
+    service = Service(config)
+    service._engine.base, service._engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
     _tell_once.cache_clear()
-    return make_app(service, inference_port=8000), service
+    return make_app(service, config, inference_port=8000), service
+
+
+def use_runner(service: Service, runner: Any) -> None:
+    """Have another take the service's jobs."""
+    service._runner, service.follow = runner, runner.follow
 
 
 def client(app: FastAPI, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
@@ -99,6 +105,9 @@ class Runner:
     ) -> JobEvent:
         self.accepted.append((request, key, notes))
         return JobEvent(event="accepted", job_id="j")
+
+    async def find(self, model: Any, key: Any, digest: str) -> None:
+        return None
 
     async def follow(self, job_id: str) -> AsyncIterator[JobEvent]:
         for event in self.events:
@@ -123,7 +132,8 @@ async def train(app: FastAPI, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 async def test_a_train_call_streams_one_line_of_numbers(tmp_path: Path) -> None:
     app, service = make(tmp_path)
-    service.runner = runner = Runner(PROGRESS, PROGRESS, DONE)  # type: ignore[assignment]
+    runner = Runner(PROGRESS, PROGRESS, DONE)
+    use_runner(service, runner)
     (row,) = await train(app, train_body(choice(5), choice(6)))
     counts = {"num_gradient_steps": 1.0, "data/step_num_gradient_steps": 1.0}
     assert row == {"loss/train": 0.5, **counts}
@@ -136,7 +146,8 @@ async def test_trainer_args_win_and_unknown_keys_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     app, service = make(tmp_path)
-    service.runner = runner = Runner(DONE)  # type: ignore[assignment]
+    runner = Runner(DONE)
+    use_runner(service, runner)
     trainer_args = {"learning_rate": "1e-6", "beta": 0.1, "output_dir": "/tmp/x", "seed": None}
     model = MODEL | {"_internal_config": {"trainer_args": trainer_args, "peft_args": {"r": 8}}}
     body = train_body(choice(5), model=model, dev_config={"ppo": True, "kimi_k2_tau": 0.1})
@@ -168,7 +179,7 @@ async def test_a_failed_job_ends_the_stream_with_cause_and_remedy(
     tmp_path: Path, error: ErrorDetail, texts: tuple[str, ...]
 ) -> None:
     app, service = make(tmp_path)
-    service.runner = Runner(PROGRESS, JobEvent(event="error", job_id="j", error=error))  # type: ignore[assignment]
+    use_runner(service, Runner(PROGRESS, JobEvent(event="error", job_id="j", error=error)))
     (row,) = await train(app, train_body(choice()))
     assert set(row) == {"error"} and all(text in row["error"] for text in texts)
 
@@ -192,21 +203,21 @@ async def test_what_cannot_be_trained_is_told_in_the_stream(
     (row,) = await train(app, body)
     assert set(row) == {"error"}
     assert re.search(text, row["error"], re.DOTALL), row
-    assert service.queue.next() is None
+    assert service._queue.next() is None
 
 
 async def test_a_call_without_a_key_is_always_a_new_job(tmp_path: Path) -> None:
     app, service = make(tmp_path)
-    real = service.runner
+    real = service._runner
     fake = Runner(DONE)
     fake.accept = real.accept  # type: ignore[method-assign]
-    service.runner = fake  # type: ignore[assignment]
+    use_runner(service, fake)
     for _ in range(2):
         await train(app, train_body(choice(5), choice(6)))
-    first = service.queue.next()
+    first = service._queue.next()
     assert first is not None and first.report.turns == {"ids": 2}
-    service.queue.set_done(first.job_id, {}, first.report)
-    second = service.queue.next()
+    service._queue.set_done(first.job_id, {}, first.report)
+    second = service._queue.next()
     assert second is not None and second.job_id != first.job_id
 
 
@@ -229,20 +240,20 @@ async def test_registering_again_notes_what_comes_too_late(
     assert not any("max_logprobs" in note for note in notes)
     assert notes[1] in caplog.text
     assert refused.status_code == 422 and "quantization" in refused.json()["error"]["message"]
-    model = service.registry.get("p", "run")
+    model = service.model("p", "run")
     assert model.record.always_logprobs and model.folder.read().always_logprobs
 
 
-def test_wishes_fill_up_what_the_command_line_left_open() -> None:
-    wishes = {"max_seq_length": "4096", "seed": "1", "max_logprobs": "5"}
-    config = ServerConfig(engine_args={"seed": "2"}).with_wishes(wishes, 2048)
+def test_requested_arguments_fill_up_what_the_command_line_left_open() -> None:
+    requested = {"max_seq_length": "4096", "seed": "1", "max_logprobs": "5"}
+    config = ServerConfig(engine_args={"seed": "2"}).with_requested(requested, 2048)
     assert config.max_seq_length == 2048
     assert config.engine_args == {"seed": "2", "max_logprobs": "5"}
-    assert ServerConfig(max_seq_length=512).with_wishes(wishes, 2048).max_seq_length == 512
+    assert ServerConfig(max_seq_length=512).with_requested(requested, 2048).max_seq_length == 512
 
 
 class FailedEngine:
-    """Was given up; keeps the wishes with which it is started again."""
+    """Was given up; keeps the arguments with which it is started again."""
 
     state, base, max_seq_length, log_path = "failed", None, 512, Path("engine.log")
 
@@ -252,17 +263,20 @@ class FailedEngine:
     async def stop(self) -> None:
         self.state, self.base = "none", None
 
-    def start(self, base: Any, wishes: dict[str, str], plan: Any) -> None:
+    def start(self, base: Any, requested: dict[str, str], plan: Any) -> None:
         self.state, self.base = "starting", base
-        self.started.append(wishes)
+        self.started.append(requested)
 
-    def unmet(self, wishes: dict[str, str]) -> list[str]:
+    def ignored_args(self, requested: dict[str, str]) -> list[str]:
         return []
 
 
-async def test_registering_again_starts_a_failed_engine_with_the_new_wishes(tmp_path: Path) -> None:
+async def test_registering_again_starts_a_failed_engine_with_the_new_arguments(
+    tmp_path: Path,
+) -> None:
     app, service = make(tmp_path)
-    service.engine = engine = FailedEngine()  # type: ignore[assignment]
+    engine: Any = FailedEngine()
+    service._engine = service._base._engine = engine
     config = {"init_args": {"max_seq_length": 512}, "engine_args": {"tensor_parallel_size": 1}}
     asked = MODEL | {"_internal_config": config}
     async with client(app) as http:
@@ -327,8 +341,8 @@ async def test_the_key_that_is_handed_out_opens_its_model_only(tmp_path: Path) -
         for each in spoilt:
             headers = {"authorization": f"Bearer {each}"}
             assert (await http.get("/v1/models", headers=headers)).status_code == 401
-    service.config = service.config.model_copy(update={"api_keys": KEYS[1:]})
-    again = make_app(service, inference_port=None)
+    config = service._config.model_copy(update={"api_keys": KEYS[1:]})
+    again = make_app(service, config, inference_port=None)
     async with client(again, "box", headers={"authorization": f"Bearer {key}"}) as http:
         assert (await http.get("/v1/models")).status_code == 401
 

@@ -32,7 +32,7 @@ from art_server.api.bodies import (
     v1_limit_mb,
 )
 from art_server.errors import InvalidInput
-from tests.server.test_art_wire import client, make
+from tests.server.test_art_wire import client, make, use_runner
 
 # --- limits ---
 
@@ -302,7 +302,8 @@ async def longest_stall(running: asyncio.Task[Any]) -> float:
 async def test_a_large_train_request_does_not_stall_the_others(tmp_path: Path) -> None:
     """76 MB at once would hold the loop for more than a second, and the search for garbage after it for another."""
     app, service = make(tmp_path)
-    service.runner = runner = Runner()  # type: ignore[assignment]
+    runner = Runner()
+    use_runner(service, runner)
     body = large_body(76)
     async with client(app, timeout=300) as http:
         posting = asyncio.create_task(http.post("/api/models/p/run/train", content=body))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from art_server.cli import UsageError, art, check_tls, main, make_parser, open_port, parse
-from art_server.errors import Conflict
-from art_server.service import lock_path
+from art_server.cli import art, check_tls, main, open_port
+from art_server.errors import Conflict, UsageError
+from art_server.flags import make_parser, parse, settings_table
+from art_server.store.files import lock_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,6 +168,11 @@ def test_every_flag_is_explained() -> None:
         assert action.help, action.dest
 
 
+def test_the_page_of_settings_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page.endswith("\n\n" + settings_table()), "run scripts/pages"
+
+
 def test_a_taken_port_says_what_to_do() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -177,9 +183,9 @@ def test_a_taken_port_says_what_to_do() -> None:
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     config = parse(["--path", str(tmp_path)])
-    lock_path(config)
+    lock_folder(config.server_dir)
     with pytest.raises(Conflict, match="another art-server"):
-        lock_path(config)
+        lock_folder(config.server_dir)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.engine import command, vllm_plugin
+from art_server.engine import command
 from art_server.engine.command import engine_command, engine_environment
 from art_server.settings import ServerConfig
+from art_server.shared import switches
 from tests.toy_models import make_model
 
 TINY = BaseModel("art/tiny", TINY_DIR)
@@ -44,9 +45,9 @@ def test_of_a_mixture_only_attention_is_adapted(tmp_path: Path) -> None:
     start = made.index("--lora-target-modules") + 1
     assert made[start : start + 4] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert made[start + 4].startswith("--")
-    assert engine_environment(config, mixture, "cpu", {})[vllm_plugin.EXPERTS_SWITCH] == "1"
+    assert engine_environment(config, mixture, "cpu", {})[switches.EXPERTS_SWITCH] == "1"
     assert "--lora-target-modules" not in engine_command(config, TINY, "cpu", Path("y"))
-    assert vllm_plugin.EXPERTS_SWITCH not in engine_environment(config, TINY, "cpu", {})
+    assert switches.EXPERTS_SWITCH not in engine_environment(config, TINY, "cpu", {})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux")

@@ -17,7 +17,7 @@ def both() -> Any:
     """vLLM's module, unpatched, and ours."""
     with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own deprecations
         theirs = importlib.import_module("vllm.lora.ops.torch_ops")
-        ours = importlib.import_module("art_server.engine.cpu_lora")
+        ours = importlib.import_module("art_server.in_vllm.cpu_lora")
         wrapper = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
         ours.install()
     assert wrapper.bgmv_shrink is ours.bgmv_shrink, "the wrapper calls ours"

@@ -22,7 +22,8 @@ KEYS = (
 
 
 def make(path: Path, keys: tuple[ApiKey, ...]) -> FastAPI:
-    return make_app(Service(ServerConfig(path=path, api_keys=keys)), inference_port=None)
+    config = ServerConfig(path=path, api_keys=keys)
+    return make_app(Service(config), config, inference_port=None)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from art.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger
+from art_server.shared.tasks import Batch
 from art_server.store.model_folder import ModelFolder
-from art_server.training.task import Batch
 from tests.server.test_ledger import REQUEST, add, sample
 from tests.server.test_runner import quick, running  # noqa: F401 - a fixture
 

@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_server.api.door import ANYONE
-from art_server.api.inference import Ask, name_as_asked, take_events
+from art_server.api.answers import name_as_asked
+from art_server.api.streaming import take_events
+from art_server.relay import InferenceRequest
 
 
-def ask(**fields: Any) -> Ask:
-    made = Ask("chat", "/v1/chat/completions", "a", {}, ANYONE, {}, [], b"", is_first_turn=True)
+def ask(**fields: Any) -> InferenceRequest:
+    made = InferenceRequest(
+        *("chat", "/v1/chat/completions", "a", {}, {}, "me", None, None, None, [], b""),
+        is_first_turn=True,
+    )
     made.adapter = "p/a@3"
     for key, value in fields.items():
         setattr(made, key, value)

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.engine import entries, kept_sets, vllm_plugin
 from art_server.engine.command import engine_environment
+from art_server.in_vllm import entries, kept_sets
 from art_server.settings import ServerConfig
-from art_server.training.kept_set import pack_set, unpack_set
+from art_server.shared import switches
+from art_server.shared.kept_set import pack_set, unpack_set
 
 V = 1408
 BATCH = 6
@@ -356,7 +357,7 @@ def test_on_cuda_vllm_takes_the_runner_that_we_know() -> None:
     config = ServerConfig(path=Path("x"))
     made = engine_environment(config, TINY, "cuda", {})
     assert made["VLLM_USE_V2_MODEL_RUNNER"] == made["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-    assert made[vllm_plugin.SWITCH] == "cuda"
+    assert made[switches.SWITCH] == "cuda"
     own = engine_environment(config, TINY, "cuda", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
     assert own["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(config, TINY, "cpu", {})

@@ -191,7 +191,7 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     infer = frozenset({"infer"})
     keys = (ApiKey(key="k", scopes=infer), ApiKey(key="old", expires=PAST))  # type: ignore[arg-type]
     app, service = make(tmp_path / "keys", api_keys=keys)
-    service.engine.detail = "last log lines: a prompt"
+    service._engine.detail = "last log lines: a prompt"
     bare = Health(engine="ready").model_dump()
     for path in ("/health", "/ready"):
         for key in (None, "wrong", "old"):
@@ -200,6 +200,6 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
             seen = await health(app, path, "box", key)
             assert seen["detail"] == "last log lines: a prompt" and seen["base_model"] == "art/tiny"
     app, service = make(tmp_path / "keyless")
-    service.engine.detail = "last log lines: a prompt"
+    service._engine.detail = "last log lines: a prompt"
     assert (await health(app, "/health", "localhost", None))["detail"] is not None
     assert await health(app, "/health", "evil.example", None) == bare

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from art_server import clock
-from art_server.engine.records import Sample
 from art_server.ledger import conversation
-from art_server.ledger.ledger import Ledger, Request, Retention
-from art_server.training.kept_set import pack_set
+from art_server.ledger.ledger import Ledger, Retention
+from art_server.ledger.records import Request
+from art_server.shared.kept_set import pack_set
+from art_server.shared.samples import Sample
 
 REQUEST = Request("f" * 32, "chat", "p", "a", 3, "me")
 
@@ -119,7 +120,7 @@ def test_the_oldest_go_when_the_file_is_too_large(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite", Retention(max_bytes=400_000))
     names = [add(ledger, i, [i * 31 % 997 for _ in range(50)] + [i]) for i in range(1500)]
     ledger.prune()
-    assert ledger._size() <= 400_000
+    assert ledger._storage.size() <= 400_000
     assert ledger.find(names[0]) is None and ledger.find(names[-1]) is not None
 
 
@@ -134,16 +135,16 @@ def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
     prompt = ledger._make_prompt(REQUEST, whole)
     prompt.link, prompt.continues = "exact", parent
     with ledger.open_request(REQUEST) as opened:
-        ledger._db.execute("DELETE FROM prompts WHERE number = ?", (prompt.number,))
-        prompt.number = ledger._store_prompt(prompt)
+        ledger._storage.db.execute("DELETE FROM prompts WHERE number = ?", (prompt.number,))
+        prompt.number = ledger._storage.store_prompt(prompt)
         opened.prompts[0] = prompt
         ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
-    (delta_parent,) = ledger._db.execute(
+    (delta_parent,) = ledger._storage.db.execute(
         "SELECT parent FROM prompts WHERE number = ?", (prompt.number,)
     ).fetchone()
     assert delta_parent == parent
     assert ledger.prune() == 1
-    ledger._prompts.clear()
+    ledger._storage._prompts.clear()
     found = ledger.find(f"{'f' * 32}-0")
     assert found is not None and found.prompt_token_ids == whole
 
@@ -155,7 +156,7 @@ def test_a_prompt_that_is_with_the_engine_is_not_pruned(tmp_path: Path) -> None:
         ledger.prune()
         add(ledger, 1, [7, 8])
         ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
-    ledger._prompts.clear()
+    ledger._storage._prompts.clear()
     found = ledger.find(f"{REQUEST.request_id}-0")
     assert found is not None and found.prompt_token_ids == [1, 2, 3]
 
@@ -203,7 +204,7 @@ def add_sampled(ledger: Ledger, number: int, sets: list[bytes], **sampling: Any)
 
 
 def num_sets(ledger: Ledger) -> int:
-    return ledger._db.execute("SELECT COUNT(*) FROM kept_sets").fetchone()[0]
+    return ledger._storage.db.execute("SELECT COUNT(*) FROM kept_sets").fetchone()[0]
 
 
 def test_what_tokens_were_sampled_from_is_found_again(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_raw_figures_are_stored_once(tmp_path: Path) -> None:
         ledger.take_samples([(REQUEST.request_id, 0, 0, told)])
     found = ledger.find(f"{REQUEST.request_id}-0")
     assert found is not None and found.sampled_logprobs == found.logprobs == [-0.1, -0.2]
-    (stored,) = ledger._db.execute("SELECT sampled_from FROM records").fetchone()
+    (stored,) = ledger._storage.db.execute("SELECT sampled_from FROM records").fetchone()
     assert stored == b""
 
 
@@ -248,14 +249,14 @@ def test_sets_of_dropped_choices_go_and_others_stay(tmp_path: Path) -> None:
     add_sampled(ledger, 2, [MASK])
     # Both are old; MASK is used by a choice of this hour, too.
     for table, column in (("records", "created_at"), ("kept_sets", "used_at")):
-        ledger._db.execute(f"UPDATE {table} SET {column} = {column} - 8000")
+        ledger._storage.db.execute(f"UPDATE {table} SET {column} = {column} - 8000")
     recent = add_sampled(ledger, 3, [MASK])
     assert num_sets(ledger) == 2
     assert ledger.prune() == 2
     assert num_sets(ledger) == 1
     found = ledger.find(recent)
     assert found is not None and found.sets == [MASK]
-    ledger._db.execute("UPDATE records SET created_at = 0")
+    ledger._storage.db.execute("UPDATE records SET created_at = 0")
     assert ledger.prune() == 1
     assert num_sets(ledger) == 0
 
@@ -263,8 +264,8 @@ def test_sets_of_dropped_choices_go_and_others_stay(tmp_path: Path) -> None:
 def test_a_file_of_an_earlier_version_is_read_and_gets_the_column(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     old = add(ledger, 1, [1, 2])
-    ledger._db.execute("ALTER TABLE records DROP COLUMN sampled_from")
-    ledger._db.execute("DROP TABLE kept_sets")
+    ledger._storage.db.execute("ALTER TABLE records DROP COLUMN sampled_from")
+    ledger._storage.db.execute("DROP TABLE kept_sets")
     ledger.close()
     ledger = Ledger(tmp_path / "l.sqlite")
     found = ledger.find(old)
@@ -288,7 +289,7 @@ def test_a_clock_that_is_set_drops_nothing_and_keeps_nothing_for_ever(
     ledger = Ledger(tmp_path / "l.sqlite")
     kept = add(ledger, 1, [1])
     ahead = add(ledger, 2, [2])
-    ledger._db.execute(
+    ledger._storage.db.execute(
         "UPDATE records SET created_at = created_at + 1e9 WHERE choice_id = ?", (ahead,)
     )
     monkeypatch.setattr(time, "time", lambda: 4e9)

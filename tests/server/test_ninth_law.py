@@ -24,10 +24,11 @@ from jinja2.ext import loopcontrols
 from tokenizers import Tokenizer
 
 from art_server.base_models import TINY_DIR
-from art_server.engine.child import with_prompt
-from art_server.engine.records import Sample
-from art_server.ledger.ledger import Ledger, Record, Request
+from art_server.in_vllm.child import with_prompt
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record, Request
 from art_server.ledger.splice import prefix_hashes
+from art_server.shared.samples import Sample
 
 Message = dict[str, Any]
 

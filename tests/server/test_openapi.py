@@ -32,13 +32,14 @@ SECONDS = 20.0
 def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
     """With one model, and no base model, so that no engine starts."""
     keys = (ApiKey(key="all"), ApiKey(key="infer-only", scopes=frozenset({"infer"})))
-    service = Service(ServerConfig(path=tmp_path_factory.mktemp("art"), api_keys=keys))
-    folder = service.registry.folder("p", "a")
+    config = ServerConfig(path=tmp_path_factory.mktemp("art"), api_keys=keys)
+    service = Service(config)
+    folder = service._registry.folder("p", "a")
     folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
     record = ModelRecord(name="a", project="p", base_model="base", lora=LoRAConfig())
-    folder.create(record, service.engine.log_path)
-    service.registry.add(folder, record)
-    return make_app(service, inference_port=None)
+    folder.create(record, service._engine.log_path)
+    service._registry.add(folder, record)
+    return make_app(service, config, inference_port=None)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_every_route_that_takes_a_body_shows_it(app: FastAPI) -> None:
 
 
 def test_the_page_of_routes_is_what_the_application_serves(app: FastAPI) -> None:
-    assert PAGE.endswith("\n\n" + route_table(app)), "run scripts/routes"
+    assert PAGE.endswith("\n\n" + route_table(app)), "run scripts/pages"
 
 
 @pytest.mark.parametrize("row", PAGE.splitlines()[8:])

@@ -9,7 +9,7 @@ from art_server import clock
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs import queue as queue_module
 from art_server.jobs.queue import Job, JobQueue, Payload, digest
-from art_server.training.task import (
+from art_server.shared.tasks import (
     Batch,
     Distribution,
     Row,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from art_server.engine.records import RecordReceiver, Sample
+from art_server.ledger.intake import RecordReceiver
+from art_server.shared.samples import Sample
 
 pytestmark = pytest.mark.anyio
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from art.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
+from art_server.jobs.resolve import Limits, Sources, Turn, join_turns, resolve
 from art_server.ledger import conversation
-from art_server.ledger.ledger import Match, Record, Request
-from art_server.ledger.resolve import Limits, Sources, Turn, join_turns, resolve
-from art_server.training.kept_set import pack_set, unpack_set
-from art_server.training.task import Batch
+from art_server.ledger.records import Match, Record, Request
+from art_server.shared.kept_set import pack_set, unpack_set
+from art_server.shared.tasks import Batch
 
 LIMITS = Limits(vocab_size=100, max_seq_length=50)
 

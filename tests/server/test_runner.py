@@ -19,10 +19,10 @@ from art_server.errors import Conflict, StorageFull
 from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
+from art_server.jobs.trainer_process import TrainerDied, TrainerError
+from art_server.shared.tasks import Batch
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry
-from art_server.training.process import TrainerDied, TrainerError
-from art_server.training.task import Batch
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
 
 pytestmark = pytest.mark.anyio

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from art.wire import SessionReply
-from art_server.api.inference import add_deltas
-from art_server.engine.records import Sample
+from art_server.api.streaming import add_deltas
 from art_server.ledger import conversation
-from art_server.ledger.ledger import Ledger, Request
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Request
 from art_server.ledger.sessions import session_trajectory
+from art_server.shared.samples import Sample
 
 USER = {"role": "user", "content": "q"}
 

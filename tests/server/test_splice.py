@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from art_server.engine.records import Sample
-from art_server.ledger.ledger import Ledger, Record, Request
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Record, Request
 from art_server.ledger.splice import PromptIndex, prefix_hashes
+from art_server.shared.samples import Sample
 
 CORPUS = [
     "the answer is maybe",
@@ -233,9 +234,9 @@ def test_without_splicing_the_difference_is_marked_and_nothing_is_replaced() -> 
 def test_a_restarted_ledger_goes_on_splicing() -> None:
     talk = Conversation(FAMILIES["chatml"])
     first = talk.ask("q", ambiguous_answer())
-    file = talk.ledger._file
+    (_, _, file) = talk.ledger._storage.db.execute("PRAGMA database_list").fetchone()
     talk.ledger.close()
-    talk.ledger = Ledger(file)
+    talk.ledger = Ledger(Path(file))
     talk.ledger.use_tokenizer(FAMILIES["chatml"].folder)
     second = talk.ask("and now?", ambiguous_answer())
     assert second.link == "spliced" and second.continues == first.choice_id

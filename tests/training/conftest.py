@@ -9,8 +9,8 @@ import torch
 from forests import save_random_adapter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from art_server.training.policy import Policy
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.trainer.policy import Policy
 
 VOCABULARY = 128
 

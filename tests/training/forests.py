@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from art.wire import LoRAConfig, TrainConfig
-from art_server.training.checkpoint import save_checkpoint
-from art_server.training.kept_set import pack_set, unpack_set
-from art_server.training.optimizer import make_optimizer
-from art_server.training.policy import Policy
-from art_server.training.task import (
+from art_server.shared.kept_set import pack_set, unpack_set
+from art_server.shared.tasks import (
     Batch,
     Distribution,
     Row,
     TrainableGroup,
     TrainableTrajectory,
 )
+from art_server.trainer.checkpoint import save_checkpoint
+from art_server.trainer.optimizer import make_optimizer
+from art_server.trainer.policy import Policy
 
 VOCABULARY = 128
 

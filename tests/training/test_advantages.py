@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art.wire import TrainConfig
-from art_server.training.advantages import (
+from art_server.shared.advantages import (
     STD_FLOOR,
     group_advantages,
     overlong_penalty,

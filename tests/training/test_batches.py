@@ -3,14 +3,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art.wire import TrainConfig
-from art_server.training.advantages import has_signal
-from art_server.training.batches import (
+from art_server.shared.advantages import has_signal
+from art_server.shared.tasks import Batch, Row, Span, TrainableGroup, TrainableTrajectory
+from art_server.trainer.batches import (
     drop_stale,
     make_micro_batches,
     make_train_rows,
     make_uses,
 )
-from art_server.training.task import Batch, Row, Span, TrainableGroup, TrainableTrajectory
 
 
 def group(*rewards_and_rows: tuple[float, list[Row]]) -> TrainableGroup:

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from art.wire import PRESETS, LoRAConfig, TrainConfig
-from art_server.training.policy import Policy
-from art_server.training.step import train
-from art_server.training.task import TrainTask
+from art_server.shared.tasks import TrainTask
+from art_server.trainer.policy import Policy
+from art_server.trainer.step import train
 
 SMALL = {
     "hidden_size": 32,

@@ -8,10 +8,10 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.device.model_size import read_model_size
-from art_server.training.checkpoint import write_first_checkpoint
-from art_server.training.policy import Policy
-from art_server.training.step import train
-from art_server.training.task import TrainTask
+from art_server.shared.tasks import TrainTask
+from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.policy import Policy
+from art_server.trainer.step import train
 from tests.toy_models import FAMILIES, WITHOUT_TREES, make_model
 
 

@@ -1,7 +1,7 @@
 import pytest
 
+from art_server.jobs.gap_bars import EXACT, LARGEST_MEASURED, gap_bars
 from art_server.settings import ServerConfig
-from art_server.training.gap import EXACT, LARGEST_MEASURED, gap_bars
 
 
 def test_bars_are_four_times_what_was_measured_unless_a_limit_is_given() -> None:

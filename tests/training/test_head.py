@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from art_server.training import head
-from art_server.training.head import score_targets, whole_pieces
+from art_server.trainer import head
+from art_server.trainer.head import score_targets, whole_pieces
 
 
 def plain(

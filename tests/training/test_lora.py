@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
-from art_server.training.lora import fuse_lora
+from art_server.trainer.lora import fuse_lora
 
 
 def layers(dtype: torch.dtype, bias: bool = True) -> tuple[nn.Module, nn.Module]:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art.wire import PRESETS, TrainConfig
-from art_server.training.batches import Uses
-from art_server.training.loss import MAX_LOG_RATIO, TokenLoss, policy_loss, shape_advantages
+from art_server.trainer.batches import Uses
+from art_server.trainer.loss import MAX_LOG_RATIO, TokenLoss, policy_loss, shape_advantages
 
 
 def tensor(*values: float) -> torch.Tensor:

@@ -4,8 +4,8 @@ import sys
 import pytest
 import torch
 
-from art_server.training.batches import TrainRow, make_micro_batches
-from art_server.training.memory import MAX_TOKENS, MIN_TOKENS, default_tokens, is_out_of_memory
+from art_server.trainer.batches import TrainRow, make_micro_batches
+from art_server.trainer.memory import MAX_TOKENS, MIN_TOKENS, default_tokens, is_out_of_memory
 
 
 def tree(first: int, num_leaves: int) -> list[TrainRow]:
@@ -49,7 +49,7 @@ import sys
 
 import torch
 
-from art_server.training.memory import return_freed_memory
+from art_server.trainer.memory import return_freed_memory
 
 if sys.argv[1] == "returned":
     return_freed_memory()

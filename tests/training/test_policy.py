@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from art.wire import LoRAConfig
-from art_server.training.batches import MicroBatch, make_micro_batches, make_train_rows
-from art_server.training.policy import ADAPTER_FILE, Policy
-from art_server.training.task import Batch
+from art_server.shared.tasks import Batch
+from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_rows
+from art_server.trainer.policy import ADAPTER_FILE, Policy
 
 PROMPTS = torch.randint(0, 128, (3, 11), generator=torch.Generator().manual_seed(7))
 

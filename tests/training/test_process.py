@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from art.wire import LoRAConfig, TrainConfig
-from art_server.training import process as process_module
-from art_server.training.process import (
+from art_server.jobs import trainer_process as process_module
+from art_server.jobs.trainer_process import (
     TrainerDied,
     TrainerError,
     TrainerProcess,
     worker_command,
     worker_environment,
 )
-from art_server.training.task import Batch, InitTask, Progress, TrainTask
+from art_server.shared.tasks import Batch, InitTask, Progress, TrainTask
 
 pytestmark = pytest.mark.anyio
 
@@ -176,7 +176,7 @@ async def test_stop_under_a_task_ends_it_with_trainer_died(tmp_path: Path) -> No
 
 
 def test_the_servers_side_imports_no_torch() -> None:
-    code = "import sys, art_server.training.process, art_server.training.task; print('torch' in sys.modules)"
+    code = "import sys, art_server.jobs.trainer_process, art_server.shared.tasks; print('torch' in sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -186,7 +186,7 @@ def test_the_servers_side_imports_no_torch() -> None:
 def test_command_names_only_what_is_set() -> None:
     command = worker_command("base", trainer="peft", threads=2)
     assert command[1:] == [
-        *("-m", "art_server.training.worker", "--base-model", "base"),
+        *("-m", "art_server.trainer.worker", "--base-model", "base"),
         *("--trainer", "peft", "--dtype", "auto", "--device", "auto"),
         *("--between-steps", "stay", "--threads", "2"),
     ]
@@ -194,11 +194,11 @@ def test_command_names_only_what_is_set() -> None:
 
 def test_unsloth_has_a_worker_of_its_own_which_imports_it_first() -> None:
     command = worker_command("base", trainer="unsloth", max_seq_length=512)
-    assert command[2] == "art_server.training.unsloth_worker"
+    assert command[2] == "art_server.trainer.unsloth_worker"
     assert command[-2:] == ["--max-seq-length", "512"]
     for trainer in ("auto", "peft"):
-        assert worker_command("base", trainer=trainer)[2] == "art_server.training.worker"
-    code = "import sys, art_server.training.unsloth_worker; print({'transformers', 'peft', 'torch'} & sys.modules.keys())"
+        assert worker_command("base", trainer=trainer)[2] == "art_server.trainer.worker"
+    code = "import sys, art_server.trainer.unsloth_worker; print({'transformers', 'peft', 'torch'} & sys.modules.keys())"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

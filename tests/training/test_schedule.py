@@ -3,7 +3,7 @@ import math
 import pytest
 
 from art.wire import TrainConfig
-from art_server.training.schedule import base_learning_rate, learning_rate_factor
+from art_server.trainer.schedule import base_learning_rate, learning_rate_factor
 
 
 def test_given_rate_is_taken_as_it_is() -> None:

@@ -14,15 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from art.wire import LoRAConfig, TrainConfig
-from art_server.training.advantages import group_advantages
-from art_server.training.batches import MicroBatch, TrainRow, make_train_rows
-from art_server.training.checkpoint import write_first_checkpoint
-from art_server.training.gap import GapTooLarge
-from art_server.training.kept_set import pack_set
-from art_server.training.memory import Budgets, budget_key
-from art_server.training.policy import ADAPTER_FILE, Policy
-from art_server.training.step import compute_gradient, divide, train
-from art_server.training.task import (
+from art_server.shared.advantages import group_advantages
+from art_server.shared.kept_set import pack_set
+from art_server.shared.tasks import (
     Batch,
     BetweenSteps,
     Distribution,
@@ -35,6 +29,12 @@ from art_server.training.task import (
     TrainableTrajectory,
     TrainTask,
 )
+from art_server.trainer.batches import MicroBatch, TrainRow, make_train_rows
+from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.gap import GapTooLarge
+from art_server.trainer.memory import Budgets, budget_key
+from art_server.trainer.policy import ADAPTER_FILE, Policy
+from art_server.trainer.step import compute_gradient, divide, train
 
 BUDGET = 4096
 
@@ -604,26 +604,6 @@ def train_task(
         batch=batch,
         **given,
     )
-
-
-def test_reference_may_be_a_step(
-    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
-) -> None:
-    batch, config = make_batch(24), TrainConfig(beta=0.5, learning_rate=1e-2)
-    first = train(
-        policy,
-        train_task(adapter_dir, tmp_path / "1", batch, config, reference_dir=str(adapter_dir)),
-        BUDGET,
-        lambda _: None,
-    )
-    assert first.metrics["loss/kl_policy_ref"] == pytest.approx(0.0, abs=1e-6)
-    second = train(
-        policy,
-        train_task(tmp_path / "1", tmp_path / "2", batch, config, reference_dir=str(adapter_dir)),
-        BUDGET,
-        lambda _: None,
-    )
-    assert second.metrics["loss/kl_policy_ref"] > 1e-4
 
 
 def test_kl_in_the_reward_lowers_it_by_the_samplers_kl(

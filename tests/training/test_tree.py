@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_server.training.tree import Node, lay_out, pack, pad_forest, sort_rows
+from art_server.trainer.tree import Node, lay_out, pack, pad_forest, sort_rows
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 

@@ -16,10 +16,10 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from art.wire import LoRAConfig, TrainConfig
-from art_server.training.advantages import group_advantages
-from art_server.training.policy import ADAPTER_FILE, Policy
-from art_server.training.step import train
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.shared.advantages import group_advantages
+from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.trainer.policy import ADAPTER_FILE, Policy
+from art_server.trainer.step import train
 
 pytestmark = [
     pytest.mark.slow,

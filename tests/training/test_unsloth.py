@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from art.wire import LoRAConfig, TrainConfig
-from art_server.training.batches import MicroBatch, make_micro_batches, make_train_rows
-from art_server.training.policy import ADAPTER_FILE, Policy
-from art_server.training.process import worker_environment
-from art_server.training.step import train
-from art_server.training.task import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.jobs.trainer_process import worker_environment
+from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_rows
+from art_server.trainer.policy import ADAPTER_FILE, Policy
+from art_server.trainer.step import train
 
 pytestmark = pytest.mark.slow
 

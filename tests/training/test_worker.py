@@ -17,10 +17,8 @@ import torch
 from pydantic import BaseModel
 
 from art.wire import LoRAConfig, TrainConfig
-from art_server.training.policy import Policy
-from art_server.training.process import TrainerDied, TrainerProcess, worker_command
-from art_server.training.step import train
-from art_server.training.task import (
+from art_server.jobs.trainer_process import TrainerDied, TrainerProcess, worker_command
+from art_server.shared.tasks import (
     Batch,
     BetweenSteps,
     CheckTask,
@@ -31,7 +29,9 @@ from art_server.training.task import (
     TrainableTrajectory,
     TrainTask,
 )
-from art_server.training.worker import Worker, find_device
+from art_server.trainer.policy import Policy
+from art_server.trainer.step import train
+from art_server.trainer.worker import Worker, find_device
 
 LORA = LoRAConfig(rank=4)
 
@@ -352,8 +352,8 @@ async def test_worker_killed_under_a_task_is_reported_and_replaced(
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from art_server.training.process import TrainerProcess, worker_command
-from art_server.training.task import InitTask, TrainTask
+from art_server.jobs.trainer_process import TrainerProcess, worker_command
+from art_server.shared.tasks import InitTask, TrainTask
 
 async def main(base, folder):
     trainer = TrainerProcess(worker_command(base, threads=1, max_tokens_per_micro_batch=32), folder / "log")

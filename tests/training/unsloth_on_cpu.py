@@ -52,15 +52,15 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
 from art.wire import LoRAConfig, TrainConfig  # noqa: E402
-from art_server.training.batches import (  # noqa: E402
+from art_server.shared.tasks import Batch, TrainTask  # noqa: E402
+from art_server.trainer.batches import (  # noqa: E402
     MicroBatch,
     make_micro_batches,
     make_train_rows,
 )
-from art_server.training.checkpoint import write_first_checkpoint  # noqa: E402
-from art_server.training.step import train  # noqa: E402
-from art_server.training.task import Batch, TrainTask  # noqa: E402
-from art_server.training.unsloth_policy import UnslothPolicy  # noqa: E402
+from art_server.trainer.checkpoint import write_first_checkpoint  # noqa: E402
+from art_server.trainer.step import train  # noqa: E402
+from art_server.trainer.unsloth_policy import UnslothPolicy  # noqa: E402
 
 SERVERS_LENGTH = 32_768
 CPU = torch.device("cpu")

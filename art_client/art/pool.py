@@ -1,0 +1,188 @@
+"""Running many rollouts: so many at a time, counted, shown on a bar, and ended by too many failures.
+
+`gather` opens a `RolloutPool`; every `TrajectoryGroup` that is awaited inside finds it through `current_pool`, also
+when a coroutine of the caller stands between. What a rollout returns is the business of `trajectories`.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, Protocol, Self, SupportsFloat, TypeVar
+
+from tqdm.auto import tqdm
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
+"""As many sequences as vLLM samples at once by default: more would only wait there."""
+
+current_pool: ContextVar["RolloutPool | None"] = ContextVar("current_pool", default=None)
+
+
+class Finished(Protocol):
+    """What the bar shows of a trajectory."""
+
+    reward: float
+    metrics: dict[str, float | int | bool]
+
+    def num_sampled_tokens(self) -> int: ...
+
+
+class RolloutPool:
+    """The rollouts of one gather call; as a context manager it also is what groups awaited inside run under."""
+
+    def __init__(
+        self,
+        *,
+        desc: str | None = None,
+        max_concurrent: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+        max_exceptions: float = math.inf,
+        max_metrics: int | None = None,
+        show_total_tokens: bool = False,
+    ) -> None:
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent_rollouts must be at least 1, not {max_concurrent}")
+        if not max_exceptions >= 0:
+            raise ValueError(f"max_exceptions must be 0 or more, not {max_exceptions}")
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._max_exceptions = max_exceptions
+        self._num_expected = 0
+        self._num_failed = 0
+        self._first_error: BaseException | None = None
+        self._counted: dict[int, Finished] = {}  # by id(): two equal trajectories are two
+        self._means: dict[str, _Mean] = {}
+        self._max_metrics = max_metrics
+        self._show_total_tokens = show_total_tokens
+        self._bar = tqdm(desc=desc, total=0, disable=desc is None)
+
+    def __enter__(self) -> Self:
+        self._token = current_pool.set(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        current_pool.reset(self._token)
+        self._bar.close()
+        if self._num_failed and error is None:
+            logger.warning(
+                "%d of %d rollouts failed and are recorded on their groups; the first: %r",
+                self._num_failed,
+                self._num_expected,
+                self._first_error,
+            )
+
+    @property
+    def has_too_many_failures(self) -> bool:
+        """More failures than max_exceptions: a number, or a share of the rollouts when between 0 and 1."""
+        limit = self._max_exceptions
+        if 0 < limit < 1:
+            limit *= self._num_expected
+        return self._num_failed > limit
+
+    def expect(self, num_rollouts: int) -> None:
+        """Tells the bar how many more rollouts there are."""
+        self._num_expected += num_rollouts
+        self._update_bar()
+
+    async def run(self, rollout: Awaitable[object], check: Callable[[object], T]) -> T | Exception:
+        """What `check` makes of the rollout's result, or the exception that either raised. Waits for a free place.
+
+        Raises the first error of all rollouts when this failure is one too many.
+        """
+        async with self._slots:
+            # A group that the rollout itself awaits must not wait for a place that the rollout holds.
+            current_pool.set(None)
+            try:
+                return check(await rollout)
+            except Exception as error:
+                failure = error
+        self.fail(failure)  # outside the handler, so that the first error keeps its own context
+        return failure
+
+    def count(self, trajectory: Finished) -> None:
+        """Adds a finished trajectory to the bar."""
+        self._counted[id(trajectory)] = trajectory
+        num_tokens = trajectory.num_sampled_tokens()
+        if num_tokens:
+            trajectory.metrics.setdefault("completion_tokens", num_tokens)
+        numbers: dict[str, object] = {**trajectory.metrics, "reward": trajectory.reward}
+        for name, value in numbers.items():
+            if isinstance(value, SupportsFloat):  # a program may have set None
+                self._means.setdefault(name, _Mean()).add(float(value))
+        self._update_bar()
+
+    def count_unexpected(self, trajectories: Iterable[Finished]) -> None:
+        """Adds those that did not run here, in a group that came complete."""
+        for trajectory in trajectories:
+            if id(trajectory) not in self._counted:
+                self.expect(1)
+                self.count(trajectory)
+
+    def fail(self, error: Exception) -> None:
+        """Counts a failure. Raises the first one when this is one too many."""
+        self._num_failed += 1
+        self._first_error = self._first_error or error
+        self._update_bar()
+        self.raise_if_too_many_failures()
+
+    def raise_if_too_many_failures(self) -> None:
+        if self.has_too_many_failures and self._first_error is not None:
+            note = f"{self._num_failed} rollouts failed; max_exceptions={self._max_exceptions} allows no more"
+            if note not in getattr(self._first_error, "__notes__", []):
+                self._first_error.add_note(note)
+            raise self._first_error
+
+    def _update_bar(self) -> None:
+        self._bar.total = self._num_expected
+        means = dict(self._means)
+        reward = means.pop("reward", None)
+        shown = {} if reward is None else {"reward": reward.mean}
+        if self._num_failed:
+            shown["exceptions"] = self._num_failed
+        tokens = means.pop("completion_tokens", None)
+        if tokens is not None:
+            shown["completion_tokens"] = tokens.total if self._show_total_tokens else tokens.mean
+        for name in list(means)[: self._max_metrics]:
+            shown[name] = means[name].mean
+        self._bar.set_postfix_str(format_numbers(shown), refresh=False)
+        self._bar.update(len(self._counted) + self._num_failed - self._bar.n)
+
+
+def format_numbers(numbers: Mapping[str, float]) -> str:
+    """Numbers as a progress bar shows them."""
+    return ", ".join(f"{name}={number:.3g}" for name, number in numbers.items())
+
+
+class _Mean:
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self._count += 1
+
+    @property
+    def mean(self) -> float:
+        return self.total / self._count
+
+
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error cancels the other coroutines and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as task_group:
+            tasks = [task_group.create_task(coroutine) for coroutine in coroutines]
+        return [task.result() for task in tasks]
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+    raise first  # outside the handler, so that the error keeps its own cause and context
+
+
+def close_unstarted(rollouts: Iterable[Awaitable[object]]) -> None:
+    """Closes coroutines that a cancelled gather never came to, which Python would warn about; others are left."""
+    for rollout in rollouts:
+        if isinstance(rollout, Coroutine):
+            rollout.close()

@@ -1,0 +1,66 @@
+"""What a model asks of the backend that it is registered with. `Any` stands for the model, which is made above this."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from art.trajectories import Trajectory, TrajectoryGroup
+from art.types import TrainConfig, TrainResult
+from art.wire import CheckpointList, DeleteCheckpointsReply, ModelInfo, SessionReply
+
+
+class ServerBackend(Protocol):
+    """An art-server, as `art.Backend` speaks to it."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    async def close(self) -> None: ...
+
+    async def register(self, model: Any) -> None: ...
+
+    async def train(
+        self,
+        model: Any,
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        *,
+        verbose: bool = False,
+        idempotency_key: str | None = None,
+        expected_step: int | None = None,
+    ) -> TrainResult: ...
+
+    def _model_inference_name(self, model: Any, step: int | None = None) -> str: ...
+
+    async def _prepare_backend_for_training(
+        self, model: Any, config: Any = None
+    ) -> tuple[str, str]: ...
+
+    async def _get_step(self, model: Any) -> int: ...
+
+    async def _fetch_session(self, model: Any, session: str) -> SessionReply: ...
+
+    async def _log(
+        self,
+        model: Any,
+        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup],
+        split: str,
+        *,
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+    ) -> dict[str, float]: ...
+
+    async def _list_checkpoints(self, model: Any) -> CheckpointList: ...
+
+    async def _delete_checkpoints(
+        self,
+        model: Any,
+        *,
+        best_metric: str | None = None,
+        steps_to_keep: list[int] | None = None,
+    ) -> DeleteCheckpointsReply: ...
+
+    async def _fork(self, model: Any, name: str, project: str, step: int | None) -> ModelInfo: ...
+
+    async def _roll_back(self, model: Any, step: int) -> None: ...
+
+    async def _delete(self, model: Any) -> None: ...

@@ -1,0 +1,285 @@
+"""Streams: server-sent events as vLLM makes them, with names and marks put in.
+
+One that must wait is kept alive with comment lines. If vLLM dies under it, it is sampled again, unless part of it is out
+already; then it ends with an error event.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import anyio
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from art.wire import ErrorBody
+from art_server.api.answers import (
+    Losses,
+    cancel_at_disconnect,
+    keep_turn,
+    name_as_asked,
+    name_calls,
+    step_header,
+)
+from art_server.api.errors import answer, detail_of
+from art_server.errors import ServerError
+from art_server.ledger.ledger import OpenRequest
+from art_server.relay import EngineLost, InferenceRequest
+from art_server.service import Service
+from art_server.shared.samples import new_request_id
+
+PATIENCE_SECONDS = 3.0
+"""A stream that has not begun by then is begun with a comment line, so that its client sees a living connection."""
+COMMENT_SECONDS = 5.0
+"""Between two comment lines of a stream that waits."""
+COMMENT = b": waiting for the policy\n\n"
+
+
+async def answer_stream(service: Service, asked: InferenceRequest) -> Response:
+    """Forward a streaming request. One that can begin at once keeps vLLM's status; one that must wait begins with
+    comment lines, and then tells errors as events."""
+    events = stream_events(service, asked)
+    first = asyncio.ensure_future(anext(events))
+    done, _ = await asyncio.wait({first}, timeout=PATIENCE_SECONDS)
+    if done:
+        try:
+            head = first.result()
+        except StreamRefused as refused:
+            return refused.response(asked)
+        return EventStream(begun(events, head), headers=step_header(asked))
+    return EventStream(errors_as_events(begun(events, first), asked))
+
+
+class StreamRefused(Exception):
+    """vLLM, or the gate, refused a streaming request before its first event."""
+
+    def __init__(self, status: int, content: bytes, headers: dict[str, str]):
+        self.status = status
+        self.content = content
+        self.headers = headers
+
+    def response(self, asked: InferenceRequest) -> Response:
+        return Response(
+            name_as_asked(self.content, asked),
+            self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+async def stream_events(service: Service, asked: InferenceRequest) -> AsyncGenerator[bytes, None]:
+    """The events of an answer as they come, whole ones only, with names and marks put in; sampled again while nothing is out.
+
+    Raises:
+        StreamRefused: no stream came to be.
+    """
+    losses = Losses(service)
+    while True:
+        request_id = new_request_id(asked.is_first_turn)
+        is_begun = False
+        try:
+            async with service.relay(asked, request_id) as (response, opened):
+                if response.status != 200:
+                    raise StreamRefused(response.status, await response.read(), {})
+                rest = b""
+                received: dict[int, dict[str, Any]] = {}
+                keeps = asked.api == "chat" and asked.session is not None
+                while chunk := await response.content.readany():
+                    events, rest = take_events(rest + chunk)
+                    is_begun = is_begun or bool(events)
+                    if not asked.has_choices:
+                        name_calls(events, opened, 0)
+                    if keeps:
+                        add_deltas(received, events)
+                    if CHOICE_END not in events and LAST_EVENTS[asked.api] not in events:
+                        yield name_as_asked(events, asked)
+                        continue
+                    for event in events.split(EVENT_END)[:-1]:
+                        is_last = event.lstrip().startswith(LAST_EVENTS[asked.api])
+                        finished = await finish_event(
+                            event + EVENT_END, is_last, asked, opened, received
+                        )
+                        if is_last:
+                            # Everything but this event is out; a client may hang up as soon as it has read it.
+                            await opened.mark_delivered()
+                        yield finished
+                if rest:
+                    yield rest
+                return
+        except EngineLost as error:
+            if is_begun:
+                yield error_event(error, asked)
+                return
+            if not await losses.is_again(request_id):
+                raise refused_by(error) from error
+        except ServerError as error:
+            raise refused_by(error) from error
+
+
+def refused_by(error: ServerError) -> StreamRefused:
+    response = answer(error)
+    headers = {key: value for key, value in response.headers.items() if key == "retry-after"}
+    return StreamRefused(response.status_code, bytes(response.body), headers)
+
+
+class EventStream(Response):
+    """Server-sent events, and a comment line whenever none came for a while. Ends when the client hangs up."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None):
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        last = clock()
+
+        async def send_body(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        async def attend(sending: anyio.CancelScope) -> None:
+            nonlocal last
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(last + COMMENT_SECONDS):
+                        await cancel_at_disconnect(receive, sending)
+                        return
+                if clock() >= last + COMMENT_SECONDS:
+                    last = clock()
+                    await send_body(COMMENT)
+
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        with anyio.CancelScope() as sending:
+            attending = asyncio.create_task(attend(sending))
+            try:
+                async for events in self._events:
+                    last = clock()
+                    if events:
+                        await send_body(events)
+                await send_body(b"", more=False)
+            finally:
+                attending.cancel()
+
+
+async def begun(
+    events: AsyncGenerator[bytes, None], head: bytes | asyncio.Future[bytes]
+) -> AsyncIterator[bytes]:
+    """The events from their first on, which is there or still to come."""
+    try:
+        if isinstance(head, bytes):
+            yield head
+        else:
+            yield COMMENT
+            yield await head
+        async for more in events:
+            yield more
+    finally:
+        if isinstance(head, asyncio.Future) and not head.done():
+            head.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, StreamRefused):
+                await head
+        await events.aclose()
+
+
+async def errors_as_events(
+    events: AsyncIterator[bytes], asked: InferenceRequest
+) -> AsyncIterator[bytes]:
+    """For a stream that has begun: a refusal is told in it."""
+    try:
+        async for event in events:
+            yield event
+    except StreamRefused as refused:
+        yield raw_event(refused.content, asked)
+
+
+EVENT_END = b"\n\n"
+CHOICE_END = b'"finish_reason":"'
+"""What the event that ends a choice of chat or completions holds; the quotes of a text are escaped."""
+LAST_EVENTS: Mapping[str, bytes] = {
+    "chat": b"data: [DONE]",
+    "completions": b"data: [DONE]",
+    "responses": b"event: response.completed",
+    "messages": b"event: message_stop",
+}
+"""How the event begins after which an answer was sampled in full."""
+
+
+def take_events(buffer: bytes) -> tuple[bytes, bytes]:
+    """The whole events of what came so far, each with the empty line that ends it, and the rest."""
+    whole, mark, rest = buffer.rpartition(EVENT_END)
+    return whole + mark, rest
+
+
+def add_deltas(received: dict[int, dict[str, Any]], events: bytes) -> None:
+    """Put what a chat stream's events add to the choices that the agent has received so far: its own parser's work, which
+    may differ from what a parser makes of the whole text."""
+    for event in events.split(EVENT_END)[:-1]:
+        data = event.partition(b"data: ")[2]
+        if not data.startswith(b"{"):
+            continue
+        for part in msgspec.json.decode(data).get("choices") or ():
+            choice = received.setdefault(
+                part["index"], {"message": {"role": "assistant"}, "finish_reason": None}
+            )
+            message = choice["message"]
+            choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+            delta = part.get("delta") or {}
+            for name in ("content", "reasoning", "reasoning_content"):
+                if delta.get(name):
+                    message[name] = message.get(name, "") + delta[name]
+            for call in delta.get("tool_calls") or ():
+                calls = message.setdefault("tool_calls", [])
+                while len(calls) <= call["index"]:
+                    calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
+                made = calls[call["index"]]
+                if call.get("id"):
+                    made["id"] = call["id"]
+                for name, value in (call.get("function") or {}).items():
+                    made["function"][name] = made["function"].get(name, "") + (value or "")
+
+
+async def finish_event(
+    event: bytes,
+    is_last: bool,
+    asked: InferenceRequest,
+    opened: OpenRequest,
+    received: dict[int, dict[str, Any]],
+) -> bytes:
+    """Put the asked name into an event, and the mark into the chunk that ends a choice. `received` are the choices of a
+    session's chat stream as the agent has them.
+
+    Such a chunk, or the last event, is held until the ledger has the choice, so that the client can train at once.
+    """
+    event = name_as_asked(event, asked)
+    if asked.api in ("chat", "completions"):
+        if CHOICE_END in event:
+            prefix, _, data = event.partition(b"data: ")
+            chunk = msgspec.json.decode(data)
+            for choice in chunk["choices"]:
+                if choice.get("finish_reason") is not None:
+                    await opened.wait(choice["index"])
+                    choice["art"] = asked.art_mark(opened, choice["index"])
+                    keep_turn(asked, opened, received)
+            return prefix + b"data: " + msgspec.json.encode(chunk) + EVENT_END
+    elif is_last:
+        await opened.wait(0)
+        keep_turn(asked, opened, {})
+    return event
+
+
+def error_event(error: ServerError, asked: InferenceRequest) -> bytes:
+    return raw_event(ErrorBody(error=detail_of(error)).model_dump_json().encode(), asked)
+
+
+def raw_event(content: bytes, asked: InferenceRequest) -> bytes:
+    """An error inside a stream, in the form that the API's clients read."""
+    if asked.api in ("chat", "completions"):
+        return b"data: " + content + b"\n\ndata: [DONE]\n\n"
+    body = {"type": "error", **json.loads(content)}
+    return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"

@@ -1,0 +1,1 @@
+"""Checkpoints as things: list, fork, roll back, delete, import, export, copy."""

@@ -1,0 +1,83 @@
+"""A checkpoint for programs that know nothing of ART: a PEFT folder, or a whole model, and a place for it on the hub."""
+
+import json
+import shutil
+from pathlib import Path
+
+from art_server import base_models
+from art_server.base_models import HUB_FILES, SMOLLM2_ID, find_base_model
+from art_server.checkpoints.archive import Description
+from art_server.errors import InvalidInput
+from art_server.store import files
+from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE
+
+
+def write_adapter(content: Path, description: Description, folder: Path) -> None:
+    """Write the adapter as PEFT loads it, with the name under which others find its base model."""
+    files.copy_file(content / ADAPTER_FILE, folder / ADAPTER_FILE)
+    config = json.loads((content / CONFIG_FILE).read_bytes())
+    config["base_model_name_or_path"] = public_name(description.base_model)
+    files.write_json(folder / CONFIG_FILE, config)
+
+
+def public_name(base_model: str) -> str:
+    """A base model's id on the hub; the absolute path of a folder; the name itself where it has neither."""
+    if base_model == "smollm2":
+        return SMOLLM2_ID
+    path = Path(base_model).expanduser()
+    return str(path.absolute()) if path.is_dir() else base_model
+
+
+def write_merged(content: Path, description: Description, folder: Path) -> None:
+    """Write the base model with the adapter added to its weights, in the base's number type, and all else that its folder
+    has: tokenizer, chat template, generation settings.
+
+    Raises:
+        InvalidInput: the base's weights are quantised.
+    """
+    # Here, because they take seconds to load.
+    import torch
+    from peft import PeftModel
+
+    from art_server.trainer.base import load_base, read_config
+
+    base = find_base_model(description.base_model, base_models.CACHE_DIR)
+    config = read_config(str(base.path))
+    if getattr(config, "quantization_config", None) is not None:
+        raise InvalidInput(
+            f"base model '{base.name}' is quantised, and an adapter added to such weights is rounded away: export without "
+            "--merge",
+            code="not_mergeable",
+        )
+    dtype = config.get_text_config().dtype or torch.float32
+    model = PeftModel.from_pretrained(
+        load_base(str(base.path), dtype, torch.device("cpu")), content
+    )
+    model.merge_and_unload(safe_merge=True).save_pretrained(folder)
+    for pattern in HUB_FILES:
+        for file in base.path.glob(pattern):
+            is_weights = file.suffix == ".safetensors" or file.name.endswith(".index.json")
+            if not is_weights and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+
+
+def push_folder(folder: Path, repository: str) -> str:
+    """Upload a folder to a repository of the Hugging Face hub, made private if it is not there. Returns where it is.
+
+    Raises:
+        InvalidInput: the hub refuses it.
+    """
+    # The hub's client is heavy and only needed here.
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=True, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repository, folder_path=folder))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidInput(
+            f"{folder} was written, and not pushed to '{repository}': {reason}. Log in with `hf auth login` or HF_TOKEN",
+            code="push_failed",
+        ) from error

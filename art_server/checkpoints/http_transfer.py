@@ -1,0 +1,162 @@
+"""Checkpoints to and from a server by HTTP, for the command line. A connection that breaks is taken up where it broke."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from art.wire import ErrorBody, ModelInfo, ModelList, Reply, UploadReply
+from art_server.checkpoints.archive import CheckpointTar, Description, unpack
+from art_server.errors import InvalidInput, Unavailable
+
+ATTEMPTS = 6
+WAIT_SECONDS = 2.0
+"""Before an attempt that follows a broken connection."""
+ANSWER_SECONDS = 1800.0
+"""The server checks what it received against the base model, and waits for a step that runs."""
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
+
+
+class Server:
+    """A server by its address; the key is that of ART_API_KEY."""
+
+    def __init__(self, url: str):
+        key = os.environ.get("ART_API_KEY")
+        self._http = httpx.Client(
+            base_url=url.rstrip("/").removesuffix("/v1"),
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(60.0, read=ANSWER_SECONDS),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def download(self, project: str, name: str, step: int | None, content: Path) -> Description:
+        """Fetch a model's step (None: the one that serves) into a new folder.
+
+        Raises:
+            InvalidInput: there is no such model or step, or what came is not whole.
+            Unavailable: the connection broke too often.
+        """
+        info = self._find(project, name)
+        path = checkpoint_path(info.project, info.name, info.step if step is None else step)
+        tar, etag = content.with_suffix(".tar"), ""
+
+        def fetch() -> None:
+            nonlocal etag
+            received = tar.stat().st_size if etag and tar.exists() else 0
+            headers = {"range": f"bytes={received}-", "if-range": etag} if received else {}
+            with self._http.stream("GET", path, headers=headers) as response:
+                raise_refusal(response)
+                etag = response.headers.get("etag", "")
+                with open(tar, "ab" if response.status_code == 206 else "wb") as file:
+                    for piece in response.iter_raw():
+                        file.write(piece)
+
+        repeat(fetch)
+        with open(tar, "rb") as file:
+            description = unpack(file, content)
+        tar.unlink()
+        return description
+
+    def upload(self, project: str, name: str, content: Path, description: Description) -> None:
+        """Send a checkpoint.
+
+        Raises:
+            InvalidInput: the server refuses it.
+            Unavailable: the connection broke too often.
+        """
+        path = checkpoint_path(project, name, description.step)
+
+        def send() -> None:
+            with contextlib.closing(CheckpointTar(content, description)) as tar:
+                total = {"content-range": f"bytes */{tar.size}"}
+                # One that is whole and was not taken in is sent anew.
+                received = self._put(path, total, b"").received_bytes % tar.size
+                rest = {
+                    "content-range": f"bytes {received}-{tar.size - 1}/{tar.size}",
+                    "content-length": str(tar.size - received),
+                }
+                self._put(path, rest, tar.read(received))
+
+        repeat(send)
+
+    def _put(
+        self, path: str, headers: dict[str, str], body: bytes | Iterator[bytes]
+    ) -> UploadReply:
+        return read_reply(UploadReply, self._http.put(path, headers=headers, content=body))
+
+    def _find(self, project: str, name: str) -> ModelInfo:
+        models = repeat(lambda: read_reply(ModelList, self._http.get("/api/models"))).models
+        found = [each for each in models if each.name == name and project in ("", each.project)]
+        if len(found) != 1:
+            known = ", ".join(each.inference_name for each in found or models) or "none"
+            raise InvalidInput(
+                f"'{name}' is {'one of several models' if found else 'no model'} of {self._http.base_url}; there: "
+                f"{known}. Write PROJECT/NAME",
+                code="unknown_model",
+            )
+        return found[0]
+
+
+def checkpoint_path(project: str, name: str, step: int) -> str:
+    return f"/api/models/{project}/{name}/checkpoints/{step}.tar"
+
+
+def repeat(request: Callable[[], T]) -> T:
+    """The request's result, tried again while the server is away or busy.
+
+    Raises:
+        Unavailable: it stays so.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return request()
+        except (httpx.TransportError, Unavailable):
+            time.sleep(WAIT_SECONDS)
+    try:
+        return request()
+    except httpx.TransportError as error:
+        raise Unavailable(f"no answer from the server: {error!r}", code="no_server") from error
+
+
+def read_reply(kind: type[R], response: httpx.Response) -> R:
+    """
+    Raises:
+        InvalidInput: a refusal, or no answer of an art-server.
+        Unavailable: not now.
+    """
+    raise_refusal(response)
+    try:
+        return kind.model_validate_json(response.content)
+    except ValidationError as error:
+        raise InvalidInput(f"no art-server answers at {response.url}", code="no_server") from error
+
+
+def raise_refusal(response: httpx.Response) -> None:
+    """
+    Raises:
+        Unavailable: not now.
+        InvalidInput: any other refusal, in the server's words.
+    """
+    if response.is_success:
+        return
+    response.read()
+    try:
+        error = ErrorBody.model_validate_json(response.content).error
+    except ValidationError:
+        error = None
+    message = error.message if error else f"{response.status_code} {response.reason_phrase}"
+    if response.status_code in (429, 503):
+        raise Unavailable(message, code="unavailable")
+    raise InvalidInput(message, code=error.code if error else "refused")

@@ -1,0 +1,298 @@
+"""The checkpoints of models that a server knows: listed, pruned, forked, rolled back, deleted.
+
+A step that goes is marked first, so that no request resolves to it; then its adapter leaves the engine, then its folder
+goes. What a request holds is never taken from it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from art.wire import (
+    CheckpointInfo,
+    CheckpointList,
+    DeleteCheckpointsReply,
+    DeleteCheckpointsRequest,
+    ForkRequest,
+)
+from art_server.checkpoints.archive import check_content, describe
+from art_server.engine.engine import Engine
+from art_server.engine.gate import Gate
+from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.jobs.queue import JobQueue
+from art_server.store.model_folder import ModelFolder, copy_content, create_model, row_metrics
+from art_server.store.registry import Model, Registry
+
+logger = logging.getLogger(__name__)
+
+IN_USE_SECONDS, POLL_SECONDS = 60.0, 0.05
+"""How long a rollback waits for the requests that still sample from a later step."""
+
+T = TypeVar("T")
+
+
+class Checkpoints:
+    """Changes steps and models on disk together with what the engine and the registry hold of them."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        queue: JobQueue,
+        gate: Gate,
+        engine: Engine,
+        making: asyncio.Lock,
+        incoming: Path,
+        keep_last: int,
+    ):
+        self._registry = registry
+        self._queue = queue
+        self._gate = gate
+        self._engine = engine
+        self._making = making
+        """Held while a model is made or deleted."""
+        self._incoming = incoming
+        """A folder for what is not yet a checkpoint; empty at start."""
+        self._keep_last = keep_last
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Of each model: one change of its steps at a time."""
+
+    async def overview(self, model: Model) -> CheckpointList:
+        """The kept steps, oldest first, with their metrics."""
+        return await asyncio.to_thread(list_checkpoints, model)
+
+    # --- pruning ---
+
+    async def delete(
+        self, model: Model, request: DeleteCheckpointsRequest
+    ) -> DeleteCheckpointsReply:
+        """Delete steps, but the newest, the one that serves, the best or the named ones, and any in use.
+
+        Raises:
+            InvalidInput: the history does not have the metric; nothing was deleted.
+        """
+        async with self._locks[model.id]:
+            keep = await asyncio.to_thread(steps_to_keep, model, request)
+            deleted = await self._delete_steps(model, keep)
+        return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
+
+    async def retain(self, model: Model) -> None:
+        """After a step: delete all but the newest `--keep-last`, the one that serves, the best and those in use. What cannot
+        be deleted is logged, and tried again after the next step."""
+        if not self._keep_last:
+            return
+        async with self._locks[model.id]:
+            try:
+                keep = set(model.folder.steps()[-self._keep_last :])
+                if len(keep) == len(model.folder.steps()):
+                    return
+                best = await asyncio.to_thread(best_step, model.folder)
+                await self._delete_steps(model, keep | ({best} if best is not None else set()))
+            except OSError as error:
+                logger.error("old steps of %s could not be deleted: %s", model.id, error)
+
+    async def _delete_steps(self, model: Model, keep: set[int]) -> list[int]:
+        steps = model.folder.steps()
+        keep = keep | {model.step, *steps[-1:]}
+        # Between the look at the gate and the mark nothing is awaited: no request comes in.
+        going = [
+            step
+            for step in steps
+            if step not in keep and not self._gate.uses(model.adapter_name(step))
+        ]
+        with marked_as_going(model, going):
+            await self._unload(model, going)
+            await asyncio.to_thread(model.folder.remove_steps, going)
+        if going:
+            logger.info("%s: deleted steps %s", model.id, going)
+        return going
+
+    async def _unload(self, model: Model, steps: Iterable[int]) -> None:
+        names = {model.adapter_name(step) for step in steps}
+        for name in names & set(self._engine.loaded_adapters()):
+            await self._engine.unload_adapter(name)
+
+    # --- changing what a model is ---
+
+    async def fork(self, source: Model, request: ForkRequest) -> Model:
+        """Make a model from a step of another: its adapter and, where it is kept, its optimizer's state. The step keeps its
+        number, and the new model's history begins behind it.
+
+        Raises:
+            NotFound: no such step.
+            Conflict: the new model is there already.
+        """
+        async with self._making, self._locks[source.id]:
+            if self._registry.find(request.project, request.name) is not None:
+                raise model_exists(f"{request.project}/{request.name}")
+            step = source.step if request.step is None else request.step
+            folder = self._registry.folder(request.project, request.name)
+            await asyncio.to_thread(self._fork, source, step, folder)
+            model = self._registry.add(folder, folder.read())
+        logger.info("%s was forked from %s", model.id, source.adapter_name(step))
+        return model
+
+    def _fork(self, source: Model, step: int, folder: ModelFolder) -> None:
+        content = self._incoming / uuid.uuid4().hex
+        try:
+            description = describe(source.folder, source.record, step)
+            copy_content(source.folder.checkpoint_dir(step), content)
+            check_content(content, description)
+            record = source.record.model_copy(
+                update={"project": folder.project, "name": folder.name}
+            )
+            create_model(folder, record, self._engine.log_path, content, description.record())
+        finally:
+            shutil.rmtree(content, ignore_errors=True)
+
+    async def roll_back(self, model: Model, step: int) -> None:
+        """Make an earlier step the newest. It serves at once; the later ones are set aside when the requests that sample
+        from them have ended, and so are their rows of the history.
+
+        Raises:
+            NotFound: no such step.
+            Conflict: jobs wait or run, or requests have not ended in time; the model is as before.
+        """
+        async with self._locks[model.id]:
+            model.folder.read_checkpoint(step)
+            await self._while_idle(model, lambda: None)
+            later = [each for each in model.folder.steps() if each > step]
+            before, model.step = model.step, step
+            with marked_as_going(model, later):
+                try:
+                    await self._wait_unused(model, later)
+                    await self._unload(model, later)
+                    await self._engine.forget_prompts()
+                    await self._while_idle(model, lambda: model.folder.roll_back(step))
+                finally:
+                    if model.step == step:  # and not a newer one, of a job that came in between
+                        model.step = min(before, model.folder.steps()[-1])
+        logger.info("%s was rolled back; set aside: steps %s", model.adapter_name(step), later)
+
+    async def _wait_unused(self, model: Model, steps: list[int]) -> None:
+        try:
+            async with asyncio.timeout(IN_USE_SECONDS):
+                while any(self._gate.uses(model.adapter_name(step)) for step in steps):  # noqa: ASYNC110 - the gate has no event for it
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError as error:
+            raise Conflict(
+                f"requests still sample from later steps of '{model.id}' after {IN_USE_SECONDS:.0f} s: repeat the request "
+                "when they have ended",
+                code="in_use",
+                param="step",
+            ) from error
+
+    async def delete_model(self, model: Model) -> None:
+        """Delete a model with its history and trajectories.
+
+        Raises:
+            NotFound: another request has deleted it.
+            Conflict: jobs wait or run, or requests sample from it; the model is as before.
+        """
+        async with self._making, self._locks[model.id]:
+            model = self._registry.get(model.record.project, model.record.name)
+            steps = model.folder.steps()
+            if any(self._gate.uses(model.adapter_name(step)) for step in steps):
+                raise Conflict(
+                    f"requests sample from model '{model.id}': repeat the request when they have ended",
+                    code="in_use",
+                    param="name",
+                )
+            with contextlib.ExitStack() as on_failure:
+                self._registry.remove(model)
+                on_failure.callback(self._registry.restore, model)
+                await self._unload(model, steps)
+                await self._engine.forget_prompts()
+                grave = await self._while_idle(model, model.folder.bury)
+                on_failure.pop_all()
+            await asyncio.to_thread(shutil.rmtree, grave)
+        logger.info("%s was deleted", model.id)
+
+    async def _while_idle(self, model: Model, change: Callable[[], T]) -> T:
+        """Make a change while the model has no jobs and gets none; raises Conflict when it has."""
+
+        def held() -> T:
+            with self._queue.held_idle(model.record.project, model.record.name):
+                return change()
+
+        return await asyncio.to_thread(held)
+
+
+@contextlib.contextmanager
+def marked_as_going(model: Model, steps: Iterable[int]) -> Iterator[None]:
+    """Let no request resolve to these steps."""
+    model.going.update(steps)
+    try:
+        yield
+    finally:
+        model.going.difference_update(steps)
+
+
+def model_exists(model_id: str) -> Conflict:
+    return Conflict(
+        f"model '{model_id}' is there already: choose another name, or delete it first",
+        code="model_exists",
+        param="name",
+    )
+
+
+def best_step(folder: ModelFolder) -> int | None:
+    """The kept step that the history calls best; None where it has nothing to judge by."""
+    metric = folder.best_metric()
+    return folder.best_step(metric) if metric is not None else None
+
+
+def steps_to_keep(model: Model, request: DeleteCheckpointsRequest) -> set[int]:
+    """What a request for deletion keeps, besides the newest step and the one that serves.
+
+    Raises:
+        InvalidInput: there are steps to delete, and the history does not have the metric.
+    """
+    folder = model.folder
+    steps = folder.steps()
+    if request.keep is not None:
+        return set(request.keep)
+    metric, known = request.best_metric or folder.best_metric(), folder.metric_names()
+    if set(steps) <= {model.step, *steps[-1:]}:
+        return set()  # programs ask before their first step
+    if metric is None or metric not in known:
+        asked = f"'{metric[:200]}'" if metric else "'val/reward' or 'train/reward'"
+        raise InvalidInput(
+            f"the history of '{model.id}' has no metric {asked}; it has: {', '.join(sorted(known)) or 'none'}. "
+            "Nothing was deleted; name one of these, or the steps to keep",
+            code="unknown_metric",
+            param="best_metric",
+        )
+    best = folder.best_step(metric)
+    return {best} if best is not None else set()
+
+
+def list_checkpoints(model: Model) -> CheckpointList:
+    """The kept steps of a model (blocking: reads their descriptions and the history)."""
+    folder = model.folder
+    metric = folder.best_metric()
+    best = folder.best_step(metric) if metric is not None else None
+    rows = {row.get("step"): row for row in folder.history()}
+    steps = [step for step in folder.steps() if step not in model.going]
+    infos: list[CheckpointInfo] = []
+    for step in steps:
+        with contextlib.suppress(NotFound, FileNotFoundError):  # deleted meanwhile
+            record = folder.read_checkpoint(step)
+            entries = folder.checkpoint_dir(step).iterdir()
+            infos.append(
+                CheckpointInfo(
+                    step=step,
+                    created_at=record.created_at,
+                    metrics=row_metrics(rows.get(step, {})),
+                    size_bytes=sum(entry.stat().st_size for entry in entries),
+                    unchanged=record.unchanged,
+                    is_serving=step == model.step,
+                    is_best=step == best,
+                )
+            )
+    return CheckpointList(checkpoints=infos, best_metric=metric)

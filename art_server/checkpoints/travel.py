@@ -1,0 +1,283 @@
+"""`art export`, `art import`, `art copy`: a checkpoint from one place to another.
+
+Places are a server's folder, a server by URL, a PEFT folder, and whatever fsspec knows. On the way a checkpoint is a folder
+of files and a description that holds their digests (`store/archive.py`); each place takes it whole or not at all.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from art_server import base_models
+from art_server.base_models import BaseModel, find_base_model
+from art_server.checkpoints.adapter import read_adapter
+from art_server.checkpoints.archive import (
+    MAX_DESCRIPTION_BYTES,
+    Description,
+    check_content,
+    describe,
+    place_checkpoint,
+    read_description,
+)
+from art_server.checkpoints.export import push_folder, write_adapter, write_merged
+from art_server.checkpoints.http_transfer import Server
+from art_server.errors import Conflict, InvalidInput
+from art_server.store import files
+from art_server.store.model_folder import (
+    DESCRIPTION_FILE,
+    ModelFolder,
+    content_digests,
+    copy_content,
+    list_model_folders,
+)
+from art_server.store.registry import check_name
+
+
+def run_command(flags: argparse.Namespace) -> None:
+    """Do what `commands.py` parsed.
+
+    Raises:
+        ServerError: it cannot be done; the message says why and what to do.
+    """
+    {"export": export_model, "import": import_folder, "copy": copy_checkpoint}[flags.command](flags)
+
+
+def export_model(flags: argparse.Namespace) -> None:
+    if flags.dir.exists() and (not flags.dir.is_dir() or any(flags.dir.iterdir())):
+        raise InvalidInput(f"{flags.dir} is there already: name a new folder", code="target_exists")
+    temporary = flags.dir.absolute().with_name(f".{flags.dir.name}.{uuid.uuid4().hex}.tmp")
+    write = write_merged if flags.merge else write_adapter
+    try:
+        with opened_model(flags, flags.model) as (content, description):
+            temporary.mkdir(parents=True)
+            write(content, description, temporary)
+        os.replace(temporary, flags.dir)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"{flags.model}, step {description.step}: {flags.dir}")
+    if flags.push is not None:
+        print(push_folder(flags.dir, flags.push))
+
+
+def import_folder(flags: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        content = Path(temporary) / "content"
+        copy_content(flags.dir, content)
+        store_model(
+            flags, flags.model, content, describe_folder(flags.dir, content, flags.base_model)
+        )
+
+
+def copy_checkpoint(flags: argparse.Namespace) -> None:
+    """
+    Raises:
+        InvalidInput: not one of the two is an address.
+    """
+    if ("://" in flags.source) == ("://" in flags.target):
+        raise InvalidInput(
+            "one of SOURCE and TARGET must be a model and the other an address with '://', such as s3://bucket/folder",
+            code="bad_address",
+        )
+    if "://" in flags.target:
+        with opened_model(flags, flags.source) as (content, description):
+            write_address(flags.target, content, description)
+        print(f"{flags.source}, step {description.step}: {flags.target}")
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        store_model(
+            flags, flags.target, Path(temporary), read_address(flags.source, Path(temporary))
+        )
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened_model(flags: argparse.Namespace, text: str) -> Iterator[tuple[Path, Description]]:
+    """The files of [PROJECT/]NAME[@k], and what they are; from a server, or from its folder.
+
+    Raises:
+        InvalidInput: there is no such model, or its files are not what was written.
+    """
+    path, _, step = text.partition("@")
+    project, _, name = path.rpartition("/")
+    if step and not (step.isascii() and step.isdecimal()):
+        raise InvalidInput(f"'{step}' is not a step: write {path}@NUMBER", code="unknown_step")
+    if flags.url is not None:
+        with Server(flags.url) as server, tempfile.TemporaryDirectory() as temporary:
+            content = Path(temporary) / "content"
+            yield content, server.download(project, name, int(step) if step else None, content)
+        return
+    folder = find_folder(flags.path, project, name)
+    newest = folder.newest_step()
+    number = int(step) if step else newest if newest is not None else 0
+    description = describe(folder, folder.read(), number)
+    check_content(folder.checkpoint_dir(number), description)
+    yield folder.checkpoint_dir(number), description
+
+
+def find_folder(root: Path, project: str, name: str) -> ModelFolder:
+    folders = list_model_folders(root.absolute())
+    found = [each for each in folders if each.name == name and project in ("", each.project)]
+    if len(found) != 1:
+        known = ", ".join(f"{each.project}/{each.name}" for each in found or folders) or "none"
+        raise InvalidInput(
+            f"'{project + '/' if project else ''}{name}' is {'one of several' if found else 'no'} model in {root}; "
+            f"there: {known}. Write PROJECT/NAME, and name the server's folder with --path or a server with --url",
+            code="unknown_model",
+        )
+    return found[0]
+
+
+def store_model(
+    flags: argparse.Namespace, text: str, content: Path, description: Description
+) -> None:
+    """Make a checkpoint PROJECT/NAME, on a server or in the folder of one that does not run. `content` is used up."""
+    project, slash, name = text.partition("/")
+    if not slash:
+        raise InvalidInput(
+            f"'{text}' names no project: write PROJECT/NAME", code="bad_name", param="model"
+        )
+    folder = ModelFolder(
+        flags.path.absolute(), check_name(project, "project"), check_name(name, "name")
+    )
+    check_content(content, description)
+    if flags.url is not None:
+        with Server(flags.url) as server:
+            server.upload(project, name, content, description)
+    else:
+        store_in_folder(flags.path, folder, content, description)
+    print(f"{text}: step {description.step}, on {description.base_model}")
+
+
+def store_in_folder(
+    root: Path, folder: ModelFolder, content: Path, description: Description
+) -> None:
+    # Here, because torch and the server's parts take seconds to load.
+    from art_server.settings import ServerConfig
+    from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
+
+    base = base_of(description)
+    try:
+        check_checkpoint(str(base.path), description.lora, content)
+    except BadCheckpoint as error:
+        raise InvalidInput(
+            f"the adapter does not fit base model '{base.name}': {error}", code="bad_checkpoint"
+        ) from error
+    config = ServerConfig(path=root)
+    try:
+        lock = files.lock_folder(config.server_dir)
+    except Conflict as error:
+        raise Conflict(
+            f"an art-server works in {root}: name it with --url", code=error.code
+        ) from error
+    files.keep_private(root)
+    ready = config.server_dir / "incoming" / uuid.uuid4().hex
+    try:
+        copy_content(content, ready)
+        place_checkpoint(folder, description, ready, config.log_dir / "engine.log")
+    finally:
+        shutil.rmtree(ready, ignore_errors=True)
+        os.close(lock)
+
+
+def base_of(description: Description) -> BaseModel:
+    return find_base_model(description.base_model, base_models.CACHE_DIR)
+
+
+def describe_folder(source: Path, content: Path, base_model: str | None) -> Description:
+    """A PEFT folder as a checkpoint: of the step that its checkpoint.json names, else of step 0.
+
+    Raises:
+        InvalidInput: it is no plain LoRA adapter, or names no base model.
+    """
+    lora, named = read_adapter(content)
+    base = base_model or named
+    if base is None:
+        raise InvalidInput(
+            "the adapter names no base model: pass --base-model", code="unknown_base_model"
+        )
+    known: dict[str, Any] = {
+        "step": 0
+    }  # Any: what stands in the file; `read_description` checks it
+    if (source / DESCRIPTION_FILE).exists():
+        try:
+            known = dict(json.loads((source / DESCRIPTION_FILE).read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise InvalidInput(
+                f"{source / DESCRIPTION_FILE} cannot be read: {error}", code="broken_checkpoint"
+            ) from error
+    known["files"] = known.get("files") or content_digests(content)
+    return read_description(
+        json.dumps(known | {"base_model": base, "lora": lora.model_dump()}).encode()
+    )
+
+
+# --- addresses ----------------------------------------------------------------------------------------------------
+
+
+def open_address(address: str) -> tuple[Any, str]:
+    """A file system and the folder in it. Any: fsspec is untyped.
+
+    Raises:
+        InvalidInput: fsspec does not know it, or the package for it is missing.
+    """
+    # Here, because only this command needs it.
+    from fsspec.core import url_to_fs
+
+    try:
+        system, root = url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise InvalidInput(f"{address} cannot be opened: {error}", code="bad_address") from error
+    return system, root.rstrip("/")
+
+
+def write_address(address: str, content: Path, description: Description) -> None:
+    """Write a checkpoint there. The description comes last: without it there is no checkpoint.
+
+    Raises:
+        InvalidInput: another checkpoint is there.
+    """
+    system, root = open_address(address)
+    data = description.model_dump_json(indent=2).encode()
+    last = f"{root}/{DESCRIPTION_FILE}"
+    if system.exists(last):
+        if system.cat_file(last) == data:
+            return
+        raise InvalidInput(
+            f"{address} holds another checkpoint: name another folder", code="target_exists"
+        )
+    system.makedirs(root, exist_ok=True)
+    for name in description.files:
+        system.put_file(str(content / name), f"{root}/{name}")
+    system.pipe_file(last, data)
+
+
+def read_address(address: str, folder: Path) -> Description:
+    """Fetch a checkpoint into a folder.
+
+    Raises:
+        InvalidInput: none is there, or it is not whole.
+    """
+    system, root = open_address(address)
+    try:
+        if system.size(f"{root}/{DESCRIPTION_FILE}") > MAX_DESCRIPTION_BYTES:
+            raise InvalidInput(
+                f"{address}/{DESCRIPTION_FILE} is too large", code="broken_checkpoint"
+            )
+        description = read_description(system.cat_file(f"{root}/{DESCRIPTION_FILE}"))
+        for name in description.files:
+            system.get_file(f"{root}/{name}", str(folder / name))
+    except FileNotFoundError as error:
+        raise InvalidInput(
+            f"{address} holds no whole checkpoint: {error} is missing", code="broken_checkpoint"
+        ) from error
+    check_content(folder, description)
+    return description

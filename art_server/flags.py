@@ -1,0 +1,189 @@
+"""The command line of `art-server`, made from the settings and read into them."""
+
+import argparse
+import ipaddress
+import os
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from art_server import __version__
+from art_server.errors import UsageError
+from art_server.settings import ENGINE_ARGS, KEY_LINE, KEY_VARIABLE, ApiKey, Flag, ServerConfig
+
+KEY_OPTIONS = {"name", "expires", "requests_per_minute", "concurrent"}
+
+
+def flag_of(field: str) -> Flag:
+    """How the command line shows a setting, with its name there."""
+    (flag,) = (each for each in ServerConfig.model_fields[field].metadata if isinstance(each, Flag))
+    return flag._replace(name=flag.name or field.replace("_", "-"))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="art-server",
+        description="Serve a base model with trainable LoRA policies over an OpenAI-compatible API, and train them.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    for name, field in ServerConfig.model_fields.items():
+        flag = flag_of(name)
+        parser.add_argument(
+            f"--{flag.name}",
+            dest=name,
+            help=flag.help,
+            **_kind(field.annotation, field.default, flag),
+        )
+    return parser
+
+
+def _kind(annotation: Any, default: Any, flag: Flag) -> dict[str, Any]:
+    """What argparse needs to know of a setting's type."""
+    if isinstance(annotation, types.UnionType):
+        annotation = annotation.__args__[0]  # X | None
+    if annotation is bool:
+        return {"action": "store_false" if default else "store_true"}
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        choices = typing.get_args(annotation)
+        return {"choices": choices, "type": type(choices[0]), "default": default}
+    kind: dict[str, Any] = {"metavar": flag.metavar, "default": default}
+    if origin is None:
+        return kind | {"type": annotation}
+    if typing.get_args(annotation)[0] is int:
+        return kind | {"type": device_list}
+    return kind | {"action": "append", "default": []}
+
+
+def settings_table() -> str:
+    """All flags as a Markdown table."""
+    lines = ["| Flag | Default | |", "|---|---|---|"]
+    for name, field in ServerConfig.model_fields.items():
+        flag = flag_of(name)
+        is_shown = isinstance(field.default, int | float | str | Path)
+        default = f"`{field.default}`" if is_shown and not isinstance(field.default, bool) else ""
+        text = flag.help.removesuffix(" (%(default)s)").replace("|", "\\|")
+        lines.append(f"| `--{flag.name}` | {default} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse(arguments: Sequence[str] | None) -> ServerConfig:
+    """The command line as settings.
+
+    Raises:
+        UsageError: flags that contradict each other or cannot be honoured.
+    """
+    settings = vars(make_parser().parse_args(arguments))
+    host, variable = settings["host"], os.environ.get(KEY_VARIABLE)
+    settings["api_keys"] = read_keys(settings["api_keys"], settings["api_key_file"], variable)
+    if not settings["api_keys"] and not is_loopback(host):
+        raise UsageError(
+            f"--host {host} can be reached from other machines, so an API key is needed: pass --api-key, --api-key-file or "
+            f"{KEY_VARIABLE}, or keep to --host 127.0.0.1"
+        )
+    settings["engine_args"] = read_engine_args(settings["engine_args"])
+    try:
+        return ServerConfig.model_validate(settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        if not problem["loc"]:  # of several flags
+            raise UsageError(problem["msg"].removeprefix("Value error, ")) from error
+        raise UsageError(f"--{flag_of(str(problem['loc'][0])).name}: {problem['msg']}") from error
+
+
+def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:
+    """All keys: from the flags and the variable with every scope, from the file as it says.
+
+    Raises:
+        UsageError: an unreadable file, or a line that is not a key.
+    """
+    keys = [ApiKey(key=key) for key in (*flags, *([variable] if variable else [])) if key]
+    if any("::" in key.key for key in keys):
+        raise UsageError("an API key must not contain '::': what follows it names a session")
+    if file is None:
+        return tuple(keys)
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--api-key-file {file} is no text file") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            keys.append(read_key(line))
+        except ValueError as error:
+            raise UsageError(
+                f"--api-key-file {file}, line {number}: {error}; write {KEY_LINE}"
+            ) from None
+    return tuple(keys)
+
+
+def read_key(line: str) -> ApiKey:
+    """A line of the key file.
+
+    Raises:
+        ValueError: it is none; the message holds nothing of the line.
+    """
+    key, *fields = line.split()
+    options = dict(field.split("=", 1) for field in fields if "=" in field)
+    places = [field.split(",") for field in fields if "=" not in field]
+    if "::" in key:
+        raise ValueError("a key holds no '::', for what follows it names a session")
+    if len(places) > 2 or len(places) + len(options) < len(fields):
+        raise ValueError("a field too many")
+    if not options.keys() <= KEY_OPTIONS:
+        raise ValueError("an unknown field")
+    lists = dict(zip(("scopes", "projects"), places, strict=False))
+    try:
+        return ApiKey.model_validate({"key": key, **lists, **options})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(f"{problem['loc'][0]}: {problem['msg']}") from None
+
+
+def read_engine_args(texts: Sequence[str]) -> dict[str, str]:
+    """
+    Raises:
+        UsageError: not NAME=VALUE, or a name that is not on the list.
+    """
+    arguments: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals or name not in ENGINE_ARGS:
+            raise UsageError(
+                f"--engine-arg {text}: write NAME=VALUE with NAME one of {', '.join(sorted(ENGINE_ARGS))}"
+            )
+        arguments[name] = value.strip()
+    return arguments
+
+
+def device_list(text: str) -> tuple[int, ...]:
+    """A list of numbers and ranges, as "0,2-4".
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if numbers is None:
+            raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers such as 0,2-4")
+        found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+    return tuple(dict.fromkeys(found))
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,240 @@
+"""vLLM's API server with one seam: its engine client samples from the exact tokens of a conversation's past, and reports
+what it sampled.
+
+Started by `engine.py` as `python -m art_server.in_vllm.child RECORDS_SOCKET [vLLM's flags]`. Every API that vLLM serves
+(chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`. The wrapper shows the
+rendered prompt of a continued conversation to the server's ledger, which may answer with other tokens; asks the engine
+for the log-probabilities of the sampled tokens and hides them again when the client did not ask; and sends one JSON line
+for each finished choice. The HTTP answers stay vLLM's own; its middleware (CORS, keys, HTTP statistics), which nobody needs
+behind the gate and every event of a stream passes through, is left out.
+
+This file and `vllm_plugin.py` with its parts are the only ones that touch vLLM's internals (0.32.0);
+`tests/integration/test_inference.py` tells when they move.
+"""
+
+import asyncio
+import functools
+import math
+import os
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from art_server.children import be_child, collect_seldom
+from art_server.in_vllm import entries
+from art_server.shared.samples import is_first_turn
+
+if __name__ in ("__main__", "__mp_main__"):
+    # vLLM's own worker processes are forked or spawned from here: both ways they take the signal over.
+    be_child()
+    os.register_at_fork(after_in_child=be_child)
+
+
+class LedgerLine:
+    """The line to the server's ledger: prompts are asked about, samples are told, in order."""
+
+    def __init__(self, socket_path: str):
+        self._socket_path = socket_path
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._asked: dict[str, asyncio.Future[list[int] | None]] = {}
+
+    async def connect(self) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(self._socket_path, limit=1 << 28)
+        self._reading = asyncio.create_task(self._read(reader))
+
+    def tell(self, message: dict[str, Any]) -> None:
+        assert self._writer is not None, "connect() comes first"
+        self._writer.write(msgspec.json.encode(message) + b"\n")
+
+    async def ask_prompt(self, request_id: str, token_ids: list[int]) -> list[int] | None:
+        """The tokens to sample from instead of a rendered prompt; None leaves it as it is."""
+        answer = self._asked[request_id] = asyncio.get_running_loop().create_future()
+        self.tell({"request_id": request_id, "prompt": token_ids})
+        try:
+            return await answer
+        finally:
+            self._asked.pop(request_id, None)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            message = msgspec.json.decode(line)
+            answer = self._asked.get(message["request_id"])
+            if answer is not None and not answer.done():
+                answer.set_result(message["token_ids"])
+        os._exit(1)  # the server is gone
+
+
+class Sampled(NamedTuple):
+    """A choice or, of a stream, what one step of the engine added to it."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Any]] | None
+    entries: Sequence[Sequence[int]] = ()
+    """Of each token (`entries.py`)."""
+
+
+NOT_FINITE = -9999.0
+"""Stands for a log-probability that JSON cannot carry, as in vLLM's own answers."""
+
+
+def summary_of(parts: Sequence[Sampled], source: entries.Source = "unknown") -> dict[str, Any]:
+    """A whole choice: its text, its tokens, the log-probability of each, and what each was sampled from."""
+    logprobs = [
+        float(entry[token].logprob)
+        for part in parts
+        for token, entry in zip(part.token_ids, part.logprobs or (), strict=True)
+    ]
+    found = [entry for part in parts for entry in part.entries]
+    sampled_logprobs, kept, sets = entries.read_choice(source, logprobs, found)
+    return {
+        "text": "".join(part.text for part in parts),
+        "token_ids": [int(token) for part in parts for token in part.token_ids],
+        "logprobs": [value if math.isfinite(value) else NOT_FINITE for value in logprobs],
+        "sampled_logprobs": sampled_logprobs,
+        "kept": kept,
+        "sets": sets,
+    }
+
+
+def sampling_summary(params: Any) -> dict[str, Any]:
+    """The sampling parameters that decide what the sampled log-probabilities mean."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "n": params.n,
+        "max_tokens": params.max_tokens,
+        "structured": params.structured_outputs is not None,
+        "logit_bias": params.logit_bias or None,
+        "min_tokens": params.min_tokens,
+        "bad_words": bool(params.bad_words),
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "thinking_token_budget": params.thinking_token_budget,
+    }
+
+
+def with_prompt(
+    prompt: Any, token_ids: list[int], sampling_params: Any, max_model_len: int
+) -> Any | None:
+    """A copy of a rendered prompt with other tokens; None where what the client asked for does not fit behind them.
+
+    vLLM fills an unlimited answer up to the context's end: only that limit may move.
+    """
+    room = max_model_len - len(token_ids)
+    whole = max_model_len - len(prompt["prompt_token_ids"])
+    limit = whole if sampling_params.max_tokens is None else sampling_params.max_tokens
+    is_unlimited = limit >= whole
+    if room < 1 or (limit > room and not is_unlimited):
+        return None
+    if is_unlimited:
+        sampling_params.max_tokens = room
+    return {"type": "token", "prompt_token_ids": token_ids} | {
+        key: value for key, value in prompt.items() if key in ("arrival_time", "cache_salt")
+    }
+
+
+def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
+    """Wrap `engine_client.generate`: the prompt that the ledger wants, the same outputs, a record of each choice."""
+
+    async def recorded(
+        prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        hide_logprobs = sampling_params.logprobs is None
+        if hide_logprobs:
+            sampling_params.logprobs = 0
+        rendered: list[int] | None = None
+        if isinstance(prompt, dict) and prompt.get("type") == "token":
+            rendered = list(prompt["prompt_token_ids"])
+            if not is_first_turn(request_id):
+                replaced = await line.ask_prompt(request_id, rendered)
+                made = None
+                if replaced is not None:
+                    made = with_prompt(prompt, replaced, sampling_params, max_model_len)
+                if made is not None or replaced is None:
+                    rendered = None  # the ledger knows what is sampled from
+                prompt = made or prompt
+        source = entries.logprob_source(sampling_params)
+        if sampling_params.structured_outputs is not None and request_id.startswith("cmpl-"):
+            # No chat, no thinking: vLLM would wait for the end of it before it applies the grammar.
+            options.setdefault("reasoning_ended", True)
+        choices: defaultdict[int, list[Sampled]] = defaultdict(list)
+        async for result in generate(prompt, sampling_params, request_id, **options):
+            for output in result.outputs:
+                parts = choices[output.index]
+                mask, output.sampling_mask = output.sampling_mask, None
+                found = mask.token_ids if mask is not None else ()
+                parts.append(Sampled(output.text, output.token_ids, output.logprobs, found))
+                if hide_logprobs:
+                    output.logprobs = None
+                if output.finish_reason is not None:
+                    line.tell(
+                        {
+                            "request_id": request_id,
+                            "rendered": rendered,
+                            "index": output.index,
+                            **summary_of(parts, source),
+                            "finish_reason": output.finish_reason,
+                            "stop_reason": output.stop_reason,
+                            "sampling": sampling_summary(sampling_params),
+                        }
+                    )
+            yield result
+
+    return recorded
+
+
+def remember_token_texts() -> None:
+    """vLLM decodes the token of every log-probability anew, for an eighth of this process's time."""
+    from vllm.v1.engine import logprobs
+
+    decode = logprobs.convert_ids_list_to_tokens
+
+    @functools.cache
+    def decode_one(tokenizer: Any, token_id: int) -> str:
+        return decode(tokenizer, [token_id])[0]
+
+    def decode_each(tokenizer: Any, token_ids: list[int]) -> list[str]:
+        return [decode_one(tokenizer, token_id) for token_id in token_ids]
+
+    logprobs.convert_ids_list_to_tokens = decode_each
+
+
+def main() -> None:
+    """Run vLLM's API server with the wrapped engine client, until it is told to stop."""
+    from vllm.entrypoints.launchers.api_server import entry
+
+    line = LedgerLine(sys.argv.pop(1))
+    serve_with_vllm = entry.build_and_serve
+
+    async def build_and_serve(engine_client: Any, *args: Any, **kwargs: Any) -> Any:
+        await line.connect()
+        max_model_len = engine_client.model_config.max_model_len
+        engine_client.generate = record_generate(engine_client.generate, line, max_model_len)
+        return await serve_with_vllm(engine_client, *args, **kwargs)
+
+    build_with_vllm = entry.build_app
+
+    def build_app(*args: Any, **kwargs: Any) -> Any:
+        app = build_with_vllm(*args, **kwargs)
+        app.user_middleware.clear()
+        app.middleware_stack = None  # vLLM has built one already; the first request builds the next
+        return app
+
+    entry.build_app = build_app
+    entry.build_and_serve = build_and_serve
+    remember_token_texts()
+    collect_seldom()
+    entry.main()
+
+
+if __name__ == "__main__":
+    main()

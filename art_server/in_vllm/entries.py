@@ -1,0 +1,157 @@
+"""What one token was sampled from, as the model runner's process hands it to the process of vLLM's APIs: an entry.
+
+An entry is a list of int32, because it travels where vLLM has its sampling masks (`kept_sets.py`): the number of the token's
+set (-1 is the whole vocabulary), and the bits of the log-probability as float32; the first entry with a number goes on with
+the set itself: the byte of its form (`kept_set.py`) in a word of its own, and the packed words. Numbers count the distinct
+sets of one choice. Requests whose log-probabilities are known otherwise have empty entries.
+
+Imports no torch: vLLM wants to be imported before it.
+"""
+
+import array
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from art_server.shared.kept_set import LIST, MASK
+
+MIN_TEMPERATURE = 1e-5
+"""vLLM samples greedily below it. Source: vllm/v1/sample/sampler.py, _SAMPLING_EPS."""
+
+Source = Literal["raw", "whole", "cut", "unknown"]
+
+
+def logprob_source(params: Any) -> Source:
+    """Where the log-probability comes from under which a request's tokens are sampled.
+
+    "raw": it is the model's own. "whole" and "cut": entries tell it, and with "cut" the sets, too. "unknown": a temperature,
+    a bias and a set do not describe the distribution.
+    """
+    if (
+        params.temperature < MIN_TEMPERATURE
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.thinking_token_budget is not None
+    ):
+        return "unknown"
+    if (
+        params.top_k > 0
+        or params.top_p < 1.0
+        or params.min_p > 0.0
+        or params.structured_outputs is not None
+        or params.min_tokens > 0
+        or params.bad_words
+        or params.allowed_token_ids is not None
+    ):
+        return "cut"
+    return "whole" if params.temperature != 1.0 or params.logit_bias else "raw"
+
+
+class Sampling(NamedTuple):
+    """Of one choice: `Record.sampled_logprobs`, `kept` and `sets`."""
+
+    logprobs: list[float] | None
+    kept: list[int]
+    sets: list[bytes]
+
+
+def read_choice(source: Source, raw: list[float], entries: Sequence[Sequence[int]]) -> Sampling:
+    """What a choice was sampled from, out of its raw log-probabilities and the entries that came with its tokens."""
+    unknown = Sampling(None, [], [])
+    if source == "unknown" or not all(map(math.isfinite, raw)):
+        return unknown
+    if source == "raw":
+        return Sampling(raw, [], [])
+    kept: list[int] = []
+    bits: list[int] = []
+    sets: list[bytes] = []
+    for entry in entries:
+        if len(entry) > 2 and entry[0] == len(sets):
+            sets.append(bytes([entry[2]]) + array.array("i", entry[3:]).tobytes())
+        if len(entry) < 2 or entry[0] >= len(sets):
+            return unknown
+        kept.append(entry[0])
+        bits.append(entry[1])
+    logprobs = np.array(bits, dtype=np.int32).view(np.float32)
+    if len(entries) != len(raw) or not np.isfinite(logprobs).all():
+        return unknown
+    return Sampling(logprobs.tolist(), kept if sets else [], sets)
+
+
+class Kept:
+    """Of R rows, the tokens that stayed in play: as bits, and for the sets that are shorter so, as ids."""
+
+    def __init__(self, bits_RW: np.ndarray, num_vocabulary: int):
+        """bits_RW: uint64, one bit a token, lowest first, none above the vocabulary."""
+        self.counts_R = np.bitwise_count(bits_RW).sum(axis=1, dtype=np.int64)
+        self.is_whole_R = self.counts_R == num_vocabulary
+        self.is_listed_R = (self.counts_R * 32 <= num_vocabulary) & (self.counts_R > 0)
+        self.masks_R = bits_RW.view(np.int32)[:, : -(-num_vocabulary // 32)]
+        listed = bits_RW[self.is_listed_R].ravel()
+        words = np.flatnonzero(listed)
+        flags = np.unpackbits(listed[words].view(np.uint8), bitorder="little")
+        found = np.flatnonzero(flags.view(np.bool_))
+        self.ids = (words[found >> 6] % bits_RW.shape[1] * 64 + (found & 63)).astype(np.int32)
+        """Of the listed rows, one after the other, ascending."""
+        self.ends = np.cumsum(self.counts_R * self.is_listed_R)
+        """For each row, where its ids end."""
+
+
+class Figures(NamedTuple):
+    """What is known of R rows after sampling, on the CPU."""
+
+    logprobs_R: np.ndarray
+    """float32: of the sampled token."""
+    kept: Kept
+
+
+class Choice(NamedTuple):
+    """A choice whose tokens have entries."""
+
+    is_cut: bool
+    """Otherwise nothing is out of play: what vLLM has cut with it in a batch has a probability of 0."""
+    numbers: dict[bytes, int]
+    """Of the sets that its entries have named."""
+
+
+SHORT_BYTES = 256
+"""Up to this size, a set is its own name while a choice is sampled."""
+
+
+def make_entries(figures: Figures, choices_R: Sequence[Choice]) -> list[np.ndarray]:
+    """The entries of R rows; new sets get their number in the row's choice. A row with nothing in play has an empty one."""
+    kept = figures.kept
+    heads = np.zeros((len(choices_R), 3), dtype=np.int32)
+    heads[:, 1] = figures.logprobs_R.view(np.int32)
+    heads[:, 2] = np.where(kept.is_listed_R, LIST[0], MASK[0])
+    numbers: list[int] = []
+    entries: list[np.ndarray] = []
+    for row, (choice, count, end, is_whole, is_listed) in enumerate(
+        zip(
+            choices_R,
+            kept.counts_R.tolist(),
+            kept.ends.tolist(),
+            kept.is_whole_R.tolist(),
+            kept.is_listed_R.tolist(),
+            strict=True,
+        )
+    ):
+        number, entry = -1, heads[row, : 2 if count else 0]
+        if not is_whole and count and choice.is_cut:
+            ids = kept.ids[end - count : end] if is_listed else kept.masks_R[row]
+            content = ids.tobytes()
+            if len(content) > SHORT_BYTES:
+                content = hashlib.blake2b(content, digest_size=16).digest()
+            new = len(choice.numbers)
+            number = choice.numbers.setdefault(content, new)
+            if number == new:
+                heads[row, 0] = number
+                entry = np.concatenate((heads[row], ids))
+        numbers.append(number)
+        entries.append(entry)
+    heads[:, 0] = numbers
+    return entries

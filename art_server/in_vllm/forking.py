@@ -1,0 +1,41 @@
+"""On a CPU vLLM makes its core and its workers as new interpreters, one after another, and each imports vLLM anew: on two slow
+cores 25 s a process, of a start of 88 s. Here they are forked, as vLLM forks them on CUDA.
+
+It wants new ones so that OpenMP reads, when it is loaded, which cores its threads are bound to. A worker of several threads
+is still made so; one with a single thread is bound by its process.
+"""
+
+import functools
+import multiprocessing
+import os
+from typing import Any
+
+from art_server.in_vllm.kept_sets import seam
+from art_server.shared.switches import ONE_THREAD_SWITCH
+
+
+def install() -> None:
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    _fork_from(utils)
+    if ONE_THREAD_SWITCH not in os.environ:
+        return
+    _fork_from(multiproc_executor)
+    worker_main = seam(multiproc_executor.WorkerProc, "worker_main")
+
+    @functools.wraps(worker_main)
+    def bound_worker_main(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        cores = {int(each) for each in os.environ.get("GOMP_CPU_AFFINITY", "").split()}
+        os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
+        torch.set_num_threads(1)
+        return worker_main(*args, **kwargs)
+
+    multiproc_executor.WorkerProc.worker_main = staticmethod(bound_worker_main)
+
+
+def _fork_from(module: Any) -> None:
+    seam(module, "get_mp_context")
+    module.get_mp_context = functools.partial(multiprocessing.get_context, "fork")

@@ -1,0 +1,257 @@
+"""What each token was really sampled from, told by vLLM's own processes: the log-probability under that distribution, and
+the set of tokens that top_k, top_p, min_p, a grammar, bad words, min_tokens and allowed_token_ids left in play.
+
+vLLM has a way for such sets from the model runner to the request's output (`return_sampling_mask`), but takes it only when
+every request has a top_k, and its sampler forgets the probabilities. `install` fills the same fields otherwise, and lets
+the grammar's mask be applied after the raw log-probabilities are taken, so that those are the model's own.
+
+Where this holds: `GPUModelRunner` of `vllm/v1/worker/gpu_model_runner.py`, which serves CPUs and, when
+VLLM_USE_V2_MODEL_RUNNER is 0, CUDA. vLLM 0.32.0 itself would take the runner of `vllm/v1/worker/gpu` on CUDA; under that
+one, and under speculative decoding, nothing is told.
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from art_server.in_vllm.entries import Choice, Figures, Kept, logprob_source, make_entries
+
+logger = logging.getLogger(__name__)
+
+
+def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int]) -> Figures:
+    """The figures of some rows of processed logits (float32, -inf where a token is out of play) on a CPU."""
+    logits, num_vocabulary = logits_BV.numpy(), logits_BV.shape[1]
+    packed = np.packbits(logits > -np.inf, axis=1, bitorder="little")[rows]
+    if packed.shape[1] % 8:
+        packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
+    kept = Kept(packed.view(np.uint64), num_vocabulary)
+    logprobs_R = logits[rows, sampled_R]
+    # A gather of the few kept logits, or torch's kernel, whichever reads less.
+    listed = np.flatnonzero(kept.is_listed_R)
+    if len(listed):
+        counts = kept.counts_R[listed]
+        values = logits[np.repeat(np.array(rows)[listed], counts), kept.ids]
+        starts = np.cumsum(counts) - counts
+        highest = np.maximum.reduceat(values, starts)
+        sums = np.add.reduceat(np.exp(values - np.repeat(highest, counts)), starts)
+        logprobs_R[listed] -= highest + np.log(sums)
+    others = np.flatnonzero(~kept.is_listed_R)
+    if len(others):
+        part = logits_BV if len(others) == len(logits) else logits_BV[np.array(rows)[others]]
+        columns = torch.tensor(sampled_R)[others].unsqueeze(1)
+        logprobs_R[others] = part.log_softmax(dim=-1).gather(1, columns).squeeze(1).numpy()
+    return Figures(logprobs_R, kept)
+
+
+class DeviceFigures:
+    """The same of all rows of logits on another device, copied while the device goes on."""
+
+    def __init__(self, logits_BV: torch.Tensor, sampled_B: torch.Tensor):
+        self._num_vocabulary = logits_BV.shape[1]
+        columns = sampled_B.long().view(-1, 1)
+        logprobs = logits_BV.log_softmax(dim=-1).gather(1, columns).squeeze(1)
+        is_kept = torch.nn.functional.pad(
+            logits_BV > -torch.inf, (0, -self._num_vocabulary % 64)
+        ).view(len(logits_BV), -1, 8)
+        powers = 2 ** torch.arange(8, dtype=torch.uint8, device=logits_BV.device)
+        packed = (is_kept * powers).sum(dim=-1, dtype=torch.uint8)
+        self._logprobs = logprobs.to("cpu", non_blocking=True)
+        self._packed = packed.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if logits_BV.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def of_rows(self, rows: list[int], _: list[int]) -> Figures:
+        if self._copied is not None:
+            self._copied.synchronize()
+        bits = self._packed.numpy()[rows].view(np.uint64)
+        return Figures(self._logprobs.numpy()[rows], Kept(bits, self._num_vocabulary))
+
+
+class Step:
+    """What our functions in the model runner see of one step after another, and what its output gets of it."""
+
+    def __init__(self) -> None:
+        self.grammar: tuple[Any, ...] | None = None
+        """The arguments of vLLM's `apply_grammar_bitmask` but the logits, until they are there in float32."""
+        self.logits_BV: torch.Tensor | None = None
+        """What was sampled from; None where all rows are greedy."""
+        self._choices: dict[str, Choice | None] = {}
+        """By vLLM's request; None where it needs no entries."""
+        self._has_failed = False
+
+    def fill(self, runner: Any, output: Any) -> None:
+        """Put the entries into the step's output. After a fault its tokens have none, and the engine goes on."""
+        logits_BV, self.logits_BV = self.logits_BV, None
+        if logits_BV is None:
+            return
+        with self._tolerance():
+            choices_B = self._choices_of(runner.input_batch.req_ids, runner.requests)
+            if all(choice is None for choice in choices_B):
+                return
+            if not hasattr(output, "get_output"):
+                attach(output, choices_B, functools.partial(measure, logits_BV))
+                return
+            figures = DeviceFigures(logits_BV, output._sampled_token_ids)
+            get_output = output.get_output
+
+            def get_filled() -> Any:
+                whole = get_output()
+                with self._tolerance():
+                    attach(whole, choices_B, figures.of_rows)
+                return whole
+
+            output.get_output = get_filled
+
+    def _choices_of(self, request_ids: list[str], requests: dict[str, Any]) -> list[Choice | None]:
+        known = self._choices
+        if len(known) > 2 * len(requests) + 64:
+            known = self._choices = {key: known[key] for key in requests if key in known}
+        for request_id in request_ids:
+            if request_id not in known:
+                params = requests[request_id].sampling_params
+                source = logprob_source(params) if params is not None else "unknown"
+                has_entries = source in ("whole", "cut")
+                known[request_id] = Choice(source == "cut", {}) if has_entries else None
+        return [known[request_id] for request_id in request_ids]
+
+    @contextlib.contextmanager
+    def _tolerance(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # whatever it is, the engine's own work is done
+            if not self._has_failed:
+                logger.exception("tokens have no sampled log-probabilities; told once")
+            self._has_failed = True
+
+
+Measure = Callable[[list[int], list[int]], Figures]
+"""From rows of the batch and the tokens sampled there."""
+
+
+def attach(output: Any, choices_B: list[Choice | None], measure_rows: Measure) -> None:
+    """Put the entries of a batch where vLLM has its sampling masks. Rows whose token is dropped (a prompt that has not been
+    read to its end) name no sets."""
+    from vllm.v1.outputs import SamplingMaskLists
+
+    wanted = [
+        (row, ids[0], choice)
+        for row, (ids, choice) in enumerate(zip(output.sampled_token_ids, choices_B, strict=True))
+        if ids and choice is not None
+    ]
+    lengths_B = np.zeros(len(choices_B) + 1, dtype=np.int64)
+    entries: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+    if wanted:
+        rows, sampled, choices = zip(*wanted, strict=True)
+        entries += make_entries(measure_rows(list(rows), list(sampled)), choices)
+        lengths_B[np.array(rows) + 1] = [len(entry) for entry in entries[1:]]
+    output.sampling_masks = SamplingMaskLists(np.concatenate(entries), np.cumsum(lengths_B))
+
+
+# --- where vLLM is changed ---
+
+
+def seam(owner: Any, name: str, uses: str | None = None) -> Any:
+    """A function of vLLM that is about to be wrapped.
+
+    Raises:
+        ImportError: it is gone, or no longer `uses` what else is replaced.
+    """
+    found = getattr(owner, name, None)
+    if found is None or (uses and uses not in inspect.unwrap(found).__code__.co_names):
+        raise ImportError(f"vLLM has changed: {owner.__name__}.{name} {uses or ''}".rstrip())
+    return found
+
+
+def install() -> None:
+    """Let the scheduler hand entries on, and each worker process change its model runner when it makes its worker.
+
+    Raises:
+        ImportError: vLLM has changed.
+    """
+    # vLLM is imported here, because this module is read by tests and in processes without one.
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    seam(Scheduler, "update_from_output", uses="return_sampling_mask")
+    make_scheduler = seam(Scheduler, "__init__", uses="use_v2_model_runner")
+    make_worker = seam(WorkerBase, "__init__")
+
+    def make_scheduler_with_masks(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_scheduler(self, *args, **kwargs)
+        self.return_sampling_mask = True
+        if self.use_v2_model_runner:
+            logger.warning(
+                "vLLM uses its V2 model runner: only tokens sampled at temperature 1 from the whole vocabulary have "
+                "sampled log-probabilities; set VLLM_USE_V2_MODEL_RUNNER=0 for all"
+            )
+
+    def make_worker_with_figures(self: Any, *args: Any, **kwargs: Any) -> None:
+        install_in_runner()  # late: the API's process and the scheduler's need not import the runner
+        make_worker(self, *args, **kwargs)
+
+    Scheduler.__init__ = make_scheduler_with_masks
+    WorkerBase.__init__ = make_worker_with_figures
+
+
+@functools.cache
+def install_in_runner() -> Step:
+    """Change the model runner and the sampler of this process, once.
+
+    Raises:
+        ImportError: vLLM has changed.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker import gpu_model_runner
+
+    step = Step()
+    runner_class: Any = gpu_model_runner.GPUModelRunner
+    apply_bitmask = seam(gpu_model_runner, "apply_grammar_bitmask")
+    sample_tokens = seam(runner_class, "sample_tokens", uses="apply_grammar_bitmask")
+    seam(Sampler, "forward", uses="apply_logits_processors")
+    process_logits = seam(Sampler, "apply_logits_processors")
+    for name in ("forward_cpu", "forward_native"):
+        seam(topk_topp_sampler.TopKTopPSampler, name, uses="apply_top_k_top_p")
+    cut = seam(topk_topp_sampler, "apply_top_k_top_p")
+
+    def keep_grammar(scheduler_output: Any, grammar: Any, input_batch: Any, logits: Any) -> None:
+        """Until the raw log-probabilities are taken; speculative decoding samples elsewhere."""
+        if scheduler_output.scheduled_spec_decode_tokens:
+            apply_bitmask(scheduler_output, grammar, input_batch, logits)
+        else:
+            step.grammar = (scheduler_output, grammar, input_batch)
+
+    def process_with_grammar(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        grammar, step.grammar = step.grammar, None
+        if grammar is not None:
+            apply_bitmask(*grammar, logits)
+        return process_logits(self, logits, *args, **kwargs)
+
+    def cut_and_keep(logits: torch.Tensor, k: Any, p: Any) -> torch.Tensor:
+        logits = step.logits_BV = cut(logits, k, p)
+        return logits
+
+    def sample_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step.grammar = step.logits_BV = None
+        is_speculative = (
+            self.execute_model_state is not None
+            and self.execute_model_state.spec_decode_metadata is not None
+        )
+        output = sample_tokens(self, *args, **kwargs)
+        if not is_speculative:
+            step.fill(self, output)
+        return output
+
+    gpu_model_runner.apply_grammar_bitmask = keep_grammar
+    Sampler.apply_logits_processors = process_with_grammar
+    topk_topp_sampler.apply_top_k_top_p = cut_and_keep
+    runner_class.sample_tokens = sample_and_tell
+    return step

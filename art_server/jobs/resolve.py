@@ -1,0 +1,666 @@
+"""From a client's trajectories to the exact tokens that are trained, and a report of what became of every turn.
+
+A choice's tokens are, in this order: those that it carries; those that the ledger holds for its id, or for its words
+(and log-probabilities, or conversation) when only these came and can mean one sample only; ids in its log-probability
+entries behind a prompt that is rendered; its text, rendered. What has no log-probabilities is trained only on request.
+Anything else is dropped and counted.
+
+A token's log-probability is that under what it was sampled from, as its record tells.
+
+Turns whose prompt begins with all that came before join one row; another prompt (a template that drops earlier thinking,
+a context that was cut) begins a new row of the same trajectory. A sampled token is trained once in its trajectory, where
+it was sampled; elsewhere it is context.
+"""
+
+import base64
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from art.wire import (
+    Dropped,
+    HistoryBody,
+    JobReport,
+    TrainConfig,
+    TrajectoryBody,
+    TrajectoryGroupBody,
+)
+from art_server.errors import InvalidInput
+from art_server.ledger import conversation
+from art_server.ledger.records import Match, Record
+from art_server.shared.advantages import has_signal
+from art_server.shared.tasks import (
+    Batch,
+    Distribution,
+    Row,
+    Span,
+    TrainableGroup,
+    TrainableTrajectory,
+)
+
+MAX_EXAMPLES = 5
+"""Places named for each reason in a report; the count is always whole."""
+
+RAW_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "structured": False,
+    "logit_bias": None,
+    "min_tokens": 0,
+    "bad_words": False,
+    "allowed_token_ids": False,
+    "thinking_token_budget": None,
+}
+"""With which a token's raw log-probability is the one that it was sampled with."""
+
+AMBIGUOUS = "several samples of other prompts or tokens fit the choice's words: keep the choice as it came, with its `art.id`"
+
+TWICE = "the same choice stands in the trajectory twice"
+
+POSITIVE_LOGPROB_TOLERANCE = 1e-3
+"""Engines round: a log-probability may come out a hair above zero."""
+
+PART_OF_CHARACTER = "\ufffd"
+
+TOKEN_ID_PREFIX = "token_id:"
+"""vLLM writes a token so in log-probability entries when asked for ids (`return_tokens_as_token_ids`)."""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn with its exact tokens."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """As long as token_ids; None when the trainer has to take its own."""
+    origin: str
+    """How the tokens were found, as in `JobReport.turns`."""
+    choice_id: str | None = None
+    drawn: list[Distribution | None] | None = None
+    """What each token was sampled from, None where that is the model's own; None for all."""
+    step: int | None = None
+    """The model's step that sampled it, by its record."""
+    unscored: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters under which its log-probabilities are unknown, or not wanted."""
+    reward: float | None = None
+    advantages: list[float] | None = None
+    """One for each token, given by the client."""
+
+
+class UnusableTurn(Exception):
+    """Why a turn cannot be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where tokens are looked for. The last two ask the engine, and block."""
+
+    find_record: Callable[[str], Record | None]
+    find_text: Callable[[bytes | None, Sequence[float] | None, bytes | None], Sequence[Match]]
+    """From what was said (None: anything), its log-probabilities if known, and the conversation before it (None: any), to
+    the records of the job's model, newest first."""
+    render: Callable[[list[Message], list[dict[str, Any]] | None], list[int]]
+    """A conversation with tools to the prompt of the next answer."""
+    tokenize: Callable[[str], list[int]]
+    token_text: Callable[[int], str | None]
+    """How a token reads on its own; None without a tokenizer."""
+    end_id: int | None
+    """The token that ends a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the loaded model can take."""
+
+    vocab_size: int
+    max_seq_length: int
+
+
+@dataclass(slots=True)
+class Report:
+    """Counts, as the batch is built."""
+
+    turns: dict[str, int] = field(default_factory=dict)
+    continuations: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    unscored: dict[str, set[str]] = field(default_factory=dict)
+    """Sampling parameters under which no log-probability is known, or is wanted, with the values seen."""
+    num_unscored: int = 0
+    """Tokens that were sampled so."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """Tokens by the step that sampled them."""
+
+    def trained(self, origin: str) -> None:
+        self.turns[origin] = self.turns.get(origin, 0) + 1
+
+    def continued(self, how: str) -> None:
+        self.continuations[how] = self.continuations.get(how, 0) + 1
+
+    def sampled_by(self, turn: Turn) -> None:
+        if turn.unscored:
+            self.num_unscored += len(turn.token_ids)
+        for name, value in turn.unscored.items():
+            self.unscored.setdefault(name, set()).add(str(value))
+        if turn.step is not None:
+            self.steps[turn.step] = self.steps.get(turn.step, 0) + len(turn.token_ids)
+
+    def notes(self, config: TrainConfig) -> list[str]:
+        if not self.unscored:
+            return []
+        seen = ", ".join(f"{name} {'/'.join(sorted(v))}" for name, v in self.unscored.items())
+        what = f"{self.num_unscored} tokens were sampled with {seen}"
+        if config.sampling == "raw":
+            return [
+                f"{what}; sampling='raw' compares them at temperature 1 over the whole vocabulary"
+            ]
+        return [
+            f"{what}: their log-probability under that is unknown, so they are trained with ratio 1, as if the trainer had "
+            "sampled them. Sample at a temperature above 0 and without penalties to weigh them"
+        ]
+
+    def drop(self, reason: str, where: str) -> None:
+        count, examples = self.dropped.get(reason, (0, []))
+        self.dropped[reason] = (count + 1, [*examples, where][:MAX_EXAMPLES])
+
+
+def resolve(
+    groups: Sequence[TrajectoryGroupBody],
+    config: TrainConfig,
+    model_id: str,
+    sources: Sources,
+    limits: Limits,
+) -> tuple[Batch, JobReport]:
+    """The batch that a job trains, and what became of everything else.
+
+    Raises:
+        InvalidInput: nothing in the request can be trained; the message tells the first reasons.
+    """
+    report = Report()
+    resolver = _Resolver(model_id, sources, limits, report, config)
+    trainable: list[TrainableGroup] = []
+    for index, group in enumerate(groups):
+        trajectories = [
+            resolver.trajectory(trajectory, f"groups[{index}].trajectories[{position}]")
+            for position, trajectory in enumerate(group.trajectories)
+        ]
+        if any(trajectory.rows for trajectory in trajectories):
+            trainable.append(TrainableGroup(trajectories=trajectories))
+    num_failed = sum(len(group.exceptions) for group in groups)
+    if not trainable:
+        raise InvalidInput(
+            _nothing_trainable(groups, report, num_failed), code="no_trainable_turn", param="groups"
+        )
+    batch = Batch(groups=trainable, distributions=resolver.distributions)
+    return batch, _summary(groups, batch, report, num_failed, config)
+
+
+class _Resolver:
+    """Resolves the trajectories of one job; a record is given to one turn, as long as there are equal ones left."""
+
+    def __init__(
+        self,
+        model_id: str,
+        sources: Sources,
+        limits: Limits,
+        report: Report,
+        config: TrainConfig,
+    ):
+        self._model_id = model_id
+        self._sources = sources
+        self._limits = limits
+        self._report = report
+        self._trains_without_logprobs = config.allow_training_without_logprobs
+        self._is_raw = config.sampling == "raw"
+        self._taken: set[str] = set()
+        self.distributions: list[Distribution] = []
+        self._indices: dict[Hashable, int] = {}
+
+    def trajectory(self, trajectory: TrajectoryBody, where: str) -> TrainableTrajectory:
+        histories: list[tuple[str, HistoryBody]] = [("", trajectory)]
+        for index, history in enumerate(trajectory.additional_histories):
+            histories.append((f"additional_histories[{index}].", history))
+        seen: set[Hashable] = set()
+        rows: list[Row] = []
+        for prefix, history in histories:
+            entries, tools = history.messages_and_choices, history.tools
+            given = self._given(history, f"{where}.{prefix}")
+            messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
+            prefixes = conversation.prefix_digests(messages)
+            turns: list[Turn] = []
+            is_truncated = False
+            for position, entry in enumerate(entries):
+                if not (is_choice(entry) or self._is_trained_message(entry)):
+                    continue
+                place = f"{where}.{prefix}messages_and_choices[{position}]"
+                reward, advantages = next(given)
+                before = (messages[:position], prefixes[position], tools)
+                is_truncated = entry.get("finish_reason") == "length"
+                try:
+                    turn = with_signal(self._turn(entry, before, seen), reward, advantages)
+                except UnusableTurn as reason:
+                    self._report.drop(str(reason), place)
+                    continue
+                self._report.trained(turn.origin)
+                self._report.sampled_by(turn)
+                turns.append(turn)
+            made = join_turns(turns, self._count_continuation, self._index)
+            rows += [row.model_copy(update={"truncated": is_truncated}) for row in made]
+        if not rows:
+            self._report.drop("the trajectory holds no trainable turn", where)
+        return TrainableTrajectory(reward=trajectory.reward, rows=rows)
+
+    def _index(self, drawn: Distribution | None) -> int:
+        """Where the batch holds a distribution, each once."""
+        if drawn is None:
+            return -1
+        name = (drawn.temperature, tuple(sorted(drawn.logit_bias.items())), drawn.kept)
+        if name not in self._indices:
+            self._indices[name] = len(self.distributions)
+            self.distributions.append(drawn)
+        return self._indices[name]
+
+    def _given(
+        self, history: HistoryBody, where: str
+    ) -> Iterator[tuple[float | None, float | list[float] | None]]:
+        """The reward and the advantages that the client gives each turn.
+
+        Raises:
+            InvalidInput: it gives more or fewer than there are turns.
+        """
+        entries = history.messages_and_choices
+        num = sum(is_choice(entry) or self._is_trained_message(entry) for entry in entries)
+        rewards = history.turn_rewards or [None] * num
+        advantages = history.turn_advantages or [None] * num
+        for name, values in (("turn_rewards", rewards), ("turn_advantages", advantages)):
+            if len(values) != num:
+                raise InvalidInput(
+                    f"{name} has {len(values)} entries for {num} choices: give one for each, or null",
+                    code="bad_turns",
+                    param=where + name,
+                )
+        return iter(list(zip(rewards, advantages, strict=True)))
+
+    def _is_trained_message(self, entry: dict[str, Any]) -> bool:
+        return self._trains_without_logprobs and entry.get("role") == "assistant"
+
+    def _count_continuation(self, turn: Turn, is_joined: bool) -> None:
+        """Count how a turn goes on from those before it, and why it could not be joined."""
+        if is_joined:
+            self._report.continued("joined")
+            return
+        record = self._sources.find_record(turn.choice_id) if turn.choice_id is not None else None
+        is_explained = record is not None and record.link in ("dropped", "ambiguous", "retokenized")
+        self._report.continued(str(record.link) if record and is_explained else "changed")
+
+    def _turn(
+        self,
+        entry: dict[str, Any],
+        before: tuple[list[Message], bytes, list[dict[str, Any]] | None],
+        seen: set[Hashable],
+    ) -> Turn:
+        choice = entry if is_choice(entry) else {"message": entry}
+        mark = choice.get("art")
+        mark = mark if isinstance(mark, dict) else {}
+        identity = mark.get("id") if isinstance(mark.get("id"), str) else None
+        if mark.get("model", self._model_id) != self._model_id:
+            by = "the base model" if mark["model"] is None else f"'{mark['model']}'"
+            raise UnusableTurn(f"the choice was sampled by {by}, another model")
+        turn = carried_tokens(choice, identity)
+        recorded = self._recorded(identity) if identity is not None else None
+        if turn is not None and recorded is not None and recorded.token_ids == turn.token_ids:
+            turn = replace(recorded, prompt_token_ids=turn.prompt_token_ids, origin="ids")
+        turn = turn or recorded
+        if turn is None and entry is choice:
+            turn = self._found_by_words(choice, before[1], seen)
+        if turn is None:
+            turn = self._rendered(choice, before[0], before[2])
+        if entry is choice:
+            logprobs = tuple(logprob_values(choice) or ())
+            content = (tuple(turn.prompt_token_ids), tuple(turn.token_ids), logprobs)
+            # Two choices of one content are two only where both have an id.
+            same = {content} if turn.choice_id is None else {turn.choice_id, ("no id", content)}
+            if same & seen:
+                raise UnusableTurn(TWICE)
+            seen |= {content, ("no id", content) if turn.choice_id is None else turn.choice_id}
+        if turn.choice_id is not None:
+            self._taken.add(turn.choice_id)
+        self._check(turn)
+        return turn
+
+    def _recorded(self, identity: str) -> Turn | None:
+        record = self._sources.find_record(identity)
+        if record is None:
+            return None
+        request = record.request
+        if request.project != self._model_id.partition("/")[0]:
+            return None  # another project's
+        sampled_by = f"{request.project}/{request.name}"
+        if sampled_by != self._model_id:
+            raise UnusableTurn(f"the choice was sampled by '{sampled_by}', another model")
+        return self._from_record(record)
+
+    def _from_record(self, record: Record) -> Turn:
+        """A recorded turn, scored as it was sampled, or raw."""
+        logprobs, drawn = (record.logprobs, None) if self._is_raw else as_sampled(record)
+        is_unscored = logprobs is None or self._is_raw
+        return Turn(
+            record.prompt_token_ids,
+            record.token_ids,
+            logprobs,
+            "ledger",
+            record.choice_id,
+            drawn,
+            record.request.step,
+            unusual(record.sampling) if is_unscored else {},
+        )
+
+    def _found_by_words(
+        self, choice: dict[str, Any], before: bytes, seen: set[Hashable]
+    ) -> Turn | None:
+        """By what was said and its log-probabilities; without these, only in the same conversation. Whatever fits must be of
+        one prompt and the same tokens; of those the newest step's.
+
+        Raises:
+            UnusableTurn: it may be one sample or another, or is one that the trajectory has already.
+        """
+        said = conversation.said_by(choice["message"])
+        logprobs = logprob_values(choice)
+        found = self._sources.find_text(said, logprobs, before)
+        if not found and logprobs is not None:
+            found = self._sources.find_text(said, logprobs, None)
+            if not found and said == conversation.SILENCE:
+                found = self._said_elsewise(logprobs, before)
+        if not found:
+            return None
+        if any(match.choice_id in seen for match in found):
+            raise UnusableTurn(TWICE)
+        if len({(each.prompt, each.tokens) for each in found}) > 1:
+            raise UnusableTurn(AMBIGUOUS)
+        newest = max(each.step or 0 for each in found)
+        latest = [each for each in found if (each.step or 0) == newest]
+        fresh = [match for match in latest if match.choice_id not in self._taken]
+        record = (fresh or latest)[0].load()
+        return self._from_record(record) if record is not None else None
+
+    def _said_elsewise(self, logprobs: list[float], before: bytes) -> Sequence[Match]:
+        """For a choice that says nothing, because its client dropped the tool calls: by the log-probabilities alone,
+        unless they stand for different tokens."""
+        found = self._sources.find_text(None, logprobs, before)
+        found = found or self._sources.find_text(None, logprobs, None)
+        return found if len({match.tokens for match in found}) == 1 else ()
+
+    def _rendered(
+        self, choice: dict[str, Any], messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> Turn:
+        """The last resort: the chat template's rendering, and the text's tokens."""
+        logprobs = logprob_values(choice)
+        if logprobs is None and not self._trains_without_logprobs:
+            raise UnusableTurn(
+                "the choice carries no log-probabilities and is not in the ledger: put the choice object of the server's "
+                "answer into the trajectory as it came, or set allow_training_without_logprobs"
+            )
+        ids = entry_ids(choice)
+        if ids is not None and logprobs is not None:
+            return Turn(self._sources.render(messages, tools), ids, logprobs, "logprob_entries")
+        ids = self._sources.tokenize(spoken_text(choice["message"]))
+        end = [] if self._sources.end_id is None else [self._sources.end_id]
+        if logprobs is None:
+            return Turn(self._sources.render(messages, tools), ids + end, None, "recomputed")
+        if len(logprobs) == len(ids) + len(end):
+            ids += end
+        if len(logprobs) != len(ids):
+            raise UnusableTurn(
+                f"the choice's text has other tokens than were sampled ({len(ids)} tokens, {len(logprobs)} "
+                "log-probabilities), and the sample is not in the ledger"
+            )
+        texts = [entry.get("token") for entry in logprob_entries(choice)]
+        for number, text in zip(ids, texts, strict=True):
+            own = self._sources.token_text(number)
+            is_part = own is not None and PART_OF_CHARACTER in own  # which vLLM names by the whole
+            if isinstance(text, str) and not is_part and own not in (None, text):
+                raise UnusableTurn(
+                    "the choice's text splits into other tokens than its log-probability entries name, and the sample is "
+                    "not in the ledger"
+                )
+        return Turn(self._sources.render(messages, tools), ids, logprobs, "rendered")
+
+    def _check(self, turn: Turn) -> None:
+        if not turn.prompt_token_ids or not turn.token_ids:
+            raise UnusableTurn("the prompt or the sampled text is empty")
+        length = len(turn.prompt_token_ids) + len(turn.token_ids)
+        if length > self._limits.max_seq_length:
+            raise UnusableTurn(
+                f"longer than the model's context of {self._limits.max_seq_length} tokens "
+                "(start the server with a larger --max-seq-length)"
+            )
+        highest = max(max(turn.prompt_token_ids), max(turn.token_ids))
+        lowest = min(min(turn.prompt_token_ids), min(turn.token_ids))
+        if lowest < 0 or highest >= self._limits.vocab_size:
+            raise UnusableTurn("a token id outside the model's vocabulary")
+        if not all(
+            math.isfinite(value) and value <= POSITIVE_LOGPROB_TOLERANCE
+            for value in turn.logprobs or ()
+        ):
+            raise UnusableTurn("a log-probability that is not a finite number of at most 0")
+
+
+def is_choice(entry: dict[str, Any]) -> bool:
+    """Whether an entry of a trajectory is an OpenAI choice; the others are messages, which are context only."""
+    return isinstance(entry.get("message"), dict) and "finish_reason" in entry
+
+
+def unusual(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters with which a raw log-probability is not the one that a token was sampled with."""
+    given = {name: sampling.get(name) for name in RAW_SAMPLING}
+    given["top_k"] = max(0, given["top_k"] or 0)  # -1 is off, too
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and value != RAW_SAMPLING[name]
+    }
+
+
+def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | None] | None]:
+    """The log-probabilities of a record's tokens under what they were sampled from, and that; None where it is unknown."""
+    if record.sampled_logprobs is None:
+        return (None if unusual(record.sampling) else record.logprobs), None
+    temperature = record.sampling.get("temperature", 1.0)
+    bias = {
+        int(token): float(value)
+        for token, value in (record.sampling.get("logit_bias") or {}).items()
+    }
+    whole = None
+    if temperature != 1.0 or bias:
+        whole = Distribution(temperature=temperature, logit_bias=bias)
+    cut = [
+        Distribution(
+            temperature=temperature, logit_bias=bias, kept=base64.b64encode(packed).decode()
+        )
+        for packed in record.sets
+    ]
+    kept = record.kept or [-1] * len(record.token_ids)
+    return record.sampled_logprobs, [whole if index < 0 else cut[index] for index in kept]
+
+
+def with_signal(turn: Turn, reward: float | None, advantages: float | list[float] | None) -> Turn:
+    """The turn with what the client gives for it alone."""
+    if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
+        raise UnusableTurn(
+            f"{len(advantages)} advantages were given for {len(turn.token_ids)} sampled tokens"
+        )
+    if isinstance(advantages, float):
+        advantages = [advantages] * len(turn.token_ids)
+    return replace(turn, reward=reward, advantages=advantages)
+
+
+def carried_tokens(choice: dict[str, Any], identity: str | None) -> Turn | None:
+    """The tokens that a choice carries itself, None unless prompt, ids and log-probabilities are all there."""
+    prompt, tokens = id_list(choice.get("prompt_token_ids")), id_list(choice.get("token_ids"))
+    logprobs = logprob_values(choice)
+    if prompt is None or tokens is None or logprobs is None or len(logprobs) != len(tokens):
+        return None
+    return Turn(prompt, tokens, logprobs, "ids", identity)
+
+
+def logprob_entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    entries = content if isinstance(content, list) else []
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def logprob_values(choice: dict[str, Any]) -> list[float] | None:
+    """The log-probabilities that a choice carries, None when there are none."""
+    values = [entry.get("logprob") for entry in logprob_entries(choice)]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return numbers if numbers and len(numbers) == len(values) else None
+
+
+def entry_ids(choice: dict[str, Any]) -> list[int] | None:
+    """Token ids that stand in the log-probability entries as "token_id:N"."""
+    texts = [str(entry.get("token")) for entry in logprob_entries(choice)]
+    numbers = [text.removeprefix(TOKEN_ID_PREFIX) for text in texts]
+    is_all = all(
+        text != number and number.isdigit() for text, number in zip(texts, numbers, strict=True)
+    )
+    return [int(number) for number in numbers] if texts and is_all else None
+
+
+def id_list(value: Any) -> list[int] | None:
+    """`value` if it is a list of integers."""
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return value
+    return None
+
+
+def spoken_text(message: Message) -> str:
+    """What an assistant message says, tool calls in the commonest markup."""
+    calls = [
+        f"<tool_call>\n{conversation.call_text(call)}\n</tool_call>"
+        for call in conversation.as_list(message.get("tool_calls"))
+    ]
+    content = conversation.text_of(message.get("content"))
+    return "\n".join(([content] if content else []) + calls)
+
+
+def join_turns(
+    turns: Sequence[Turn],
+    on_continuation: Callable[[Turn, bool], None] = lambda *_: None,
+    index: Callable[[Distribution | None], int] = lambda _: -1,
+) -> list[Row]:
+    """The rows of one conversation: a turn whose prompt begins with all of the row so far extends it. `index` numbers what
+    tokens were sampled from."""
+    rows: list[Row] = []
+    for turn in turns:
+        is_joined = bool(rows) and starts_with(turn.prompt_token_ids, rows[-1].token_ids)
+        if rows:
+            on_continuation(turn, is_joined)
+        if not is_joined:
+            rows.append(
+                Row(
+                    token_ids=[],
+                    logprobs=[],
+                    distributions=[],
+                    spans=[],
+                    recompute=[],
+                    advantages={},
+                    rewards={},
+                )
+            )
+        row = rows[-1]
+        tokens = row.token_ids
+        new_context = turn.prompt_token_ids[len(tokens) :]
+        tokens.extend(new_context)
+        row.logprobs.extend([None] * len(new_context))
+        drawn = turn.drawn or [None] * len(turn.token_ids)
+        row.distributions.extend([-1] * len(new_context) + [index(each) for each in drawn])
+        sampled = range(len(tokens), len(tokens) + len(turn.token_ids))
+        if turn.logprobs is None:
+            row.recompute.extend(sampled)
+        if turn.step is not None:
+            row.spans.append(Span(start=sampled.start, stop=sampled.stop, step=turn.step))
+        if turn.advantages is not None:
+            row.advantages.update(zip(sampled, turn.advantages, strict=True))
+        if turn.reward is not None:
+            row.rewards[sampled[-1]] = turn.reward
+        tokens.extend(turn.token_ids)
+        row.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
+    return rows
+
+
+def starts_with(token_ids: list[int], beginning: list[int]) -> bool:
+    return token_ids[: len(beginning)] == beginning
+
+
+def _nothing_trainable(
+    groups: Sequence[TrajectoryGroupBody], report: Report, num_failed: int
+) -> str:
+    if not any(group.trajectories for group in groups):
+        first = next((group.exceptions[0] for group in groups if group.exceptions), None)
+        why = f"; the first: {first.type}: {first.message[:300]}" if first else ""
+        return f"groups hold no trajectory ({num_failed} rollouts failed{why}): nothing to train"
+    reasons = "; ".join(
+        f"{reason} ({count} times, e.g. {examples[0]})"
+        for reason, (count, examples) in report.dropped.items()
+    )
+    entries = [e for g in groups for t in g.trajectories for e in t.messages_and_choices]
+    hint = ""
+    if not any(is_choice(entry) for entry in entries):
+        hint = (
+            ". No trajectory holds a choice: put `completion.choices[0]` into it, not its message; an agent under "
+            "art.rollout needs the rollout's base_url or api_key"
+        )
+    return f"no group holds a trainable turn: {reasons}{hint}"
+
+
+def _summary(
+    groups: Sequence[TrajectoryGroupBody],
+    batch: Batch,
+    report: Report,
+    num_failed: int,
+    config: TrainConfig,
+) -> JobReport:
+    try:
+        trained = [group for group in batch.groups if has_signal(group, config)]
+    except FloatingPointError as error:
+        raise InvalidInput(str(error), code="bad_reward", param="groups") from error
+    equal = len(batch.groups) - len(trained)
+    dropped = [
+        Dropped(reason=reason, count=count, examples=examples)
+        for reason, (count, examples) in report.dropped.items()
+    ]
+    if equal:
+        reason = "all rewards in the group are equal: no signal"
+        dropped.append(Dropped(reason=reason, count=equal))
+    if num_failed:
+        dropped.append(Dropped(reason="the rollout failed", count=num_failed))
+    rows = [row for group in trained for t in group.trajectories for row in t.rows]
+    return JobReport(
+        num_groups=len(groups),
+        num_groups_trained=len(trained),
+        num_trajectories=sum(len(group.trajectories) for group in groups),
+        num_trajectories_trained=sum(
+            bool(trajectory.rows) for group in trained for trajectory in group.trajectories
+        ),
+        num_failed_rollouts=num_failed,
+        num_rows=len(rows),
+        num_trained_tokens=sum(
+            sum(value is not None for value in row.logprobs) + len(row.recompute) for row in rows
+        ),
+        turns=report.turns,
+        continuations=report.continuations,
+        dropped=dropped,
+        config=config.model_dump(),
+        num_tokens_without_logprob=sum(len(row.recompute) for row in rows),
+        sampled_steps=dict(sorted(report.steps.items())),
+        notes=report.notes(config),
+    )

@@ -1,0 +1,54 @@
+"""The trainer of the server's base model."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from art_server.children import Children
+from art_server.device.plan import Plan
+from art_server.jobs.trainer_process import TrainerProcess, worker_command, worker_environment
+from art_server.settings import Device, ServerConfig
+from art_server.shared.tasks import BetweenSteps
+
+MIN_TOKENS = 64
+"""At a time without gradient checkpointing, where the plan has no room for a row without it."""
+
+
+class Trainer(TrainerProcess):
+    """The worker that trains on the server's base model."""
+
+    def __init__(
+        self, config: ServerConfig, device: Device, kept_to: Mapping[str, str], children: Children
+    ):
+        """`kept_to` are variables that keep the process to devices of its own."""
+        environment = worker_environment(config.server_dir / "unsloth", os.environ) | dict(kept_to)
+        super().__init__((), config.log_dir / "trainer.log", environment, children)
+        self._config = config
+        self._device: Device = device
+        self._dtype = config.number_types(device)[1]
+
+    def set_base(self, path: Path, plan: Plan | None = None) -> None:
+        """Name the weights to train; the process starts with the first task. The plan is that of a device which the engine
+        uses too."""
+        tokens, factor = self._config.max_tokens_per_micro_batch, None
+        if plan is not None:
+            tokens = tokens or max(plan.tokens, MIN_TOKENS)
+            factor = plan.checkpointed_tokens / tokens
+        self._command = worker_command(
+            str(path),
+            trainer=self._config.trainer,
+            dtype=self._dtype,
+            device="cpu" if self._device == "cpu" else "cuda:0",
+            between_steps=_between_steps(plan),
+            max_seq_length=self._config.max_seq_length,
+            threads=len(self._config.train_devices) or None if self._device == "cpu" else None,
+            max_tokens_per_micro_batch=tokens,
+            checkpointing_factor=factor,
+            budgets=self._config.server_dir / "budgets.json",
+        )
+
+
+def _between_steps(plan: Plan | None) -> BetweenSteps:
+    if plan is None or plan.is_base_resident:
+        return "stay"
+    return "leave" if plan.has_host_copy else "reload"

@@ -1,0 +1,405 @@
+"""The ledger's SQLite file: prompts, records, kept sets and turns. Callers hold the ledger's lock.
+
+A prompt is stored as the choice that it continues plus what is new, so a conversation of many turns is stored once.
+"""
+
+import array
+import json
+import sqlite3
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from art_server.ledger import conversation
+from art_server.ledger.records import Prompt, Record, Request
+from art_server.shared.kept_set import MASK
+from art_server.store.database import add_columns, insert, open_database, transaction
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS prompts (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given again: indexes in memory know prompts by it
+    digest BLOB NOT NULL UNIQUE,
+    parent TEXT,
+    delta BLOB NOT NULL,
+    cut INTEGER,  -- of a spliced prompt: its rendering is that of the parent's prompt without its last `cut` tokens,
+    tail BLOB     -- and these
+);
+CREATE TABLE IF NOT EXISTS records (
+    number INTEGER PRIMARY KEY,
+    choice_id TEXT NOT NULL UNIQUE,
+    request_id TEXT NOT NULL,  -- the choice ids begin with it, so that it needs no index of its own
+    api TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    project TEXT,
+    name TEXT,
+    step INTEGER,
+    session TEXT,
+    created_at REAL NOT NULL,
+    prompt INTEGER NOT NULL,
+    rendered INTEGER NOT NULL,
+    continues TEXT,
+    link TEXT,
+    before BLOB NOT NULL,
+    said BLOB NOT NULL,
+    fingerprint BLOB NOT NULL,
+    tokens BLOB NOT NULL,
+    logprobs BLOB NOT NULL,
+    finish_reason TEXT NOT NULL,
+    sampling TEXT NOT NULL,
+    is_delivered INTEGER NOT NULL DEFAULT 0,
+    -- beginnings: where else later renderings go on from, 1 where thinking begins there, and the hash
+    -- sampled_from: log-probabilities (NULL: the raw ones), kept, sets (each itself or its number); empty: raw, whole
+    beginnings BLOB,
+    sampled_from BLOB
+);
+CREATE INDEX IF NOT EXISTS prompts_by_parent ON prompts (parent) WHERE parent IS NOT NULL;
+CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
+DROP INDEX IF EXISTS records_by_request;
+CREATE INDEX IF NOT EXISTS records_by_session ON records (session) WHERE session IS NOT NULL;
+CREATE INDEX IF NOT EXISTS records_by_said ON records (said);
+CREATE INDEX IF NOT EXISTS records_by_fingerprint ON records (fingerprint);
+CREATE TABLE IF NOT EXISTS kept_sets (
+    number INTEGER PRIMARY KEY,
+    digest BLOB NOT NULL UNIQUE,
+    used_at REAL NOT NULL,  -- at most USED_SECONDS before created_at of each record that refers to it
+    packed BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS turns (
+    request_id TEXT PRIMARY KEY,
+    body BLOB NOT NULL
+);
+"""
+
+CACHED_PROMPTS = 512
+"""Prompts kept in memory, the most recently used: a conversation's next turn needs its last one."""
+
+SMALL_BYTES = 1024
+"""Up to this size, packing costs more than it saves."""
+
+CHECKPOINT_PAGES = 8000
+"""The log's length (32 MB) at which it goes into the file: each time waits for the disk."""
+
+CACHED_SETS = 4096
+"""Kept sets of other records kept in memory: a grammar's are few."""
+
+USED_SECONDS = 3600.0
+"""A kept set's time of use is written again when it is older than this."""
+
+IN_LIST = "IN (SELECT value FROM json_each(?))"
+WITHOUT_RECORD = "NOT EXISTS (SELECT 1 FROM records WHERE prompt = prompts.number)"
+OF_REQUEST = "choice_id > ? AND choice_id < ?"
+
+
+def of_request(request_id: str) -> tuple[str, str]:
+    """The bounds of a request's choice ids."""
+    return f"{request_id}-", f"{request_id}."
+
+
+class Storage:
+    """Writes are committed as they come (WAL), but those of a `transaction`."""
+
+    def __init__(self, file: Path):
+        self.db = open_database(file, SCHEMA, is_durable=False)
+        self.db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
+        add_columns(self.db, "records", {"sampled_from": "BLOB", "beginnings": "BLOB"})
+        add_columns(self.db, "prompts", {"cut": "BLOB", "tail": "BLOB"})
+        self._sets: dict[int, bytes] = {}
+        self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
+        self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
+        # Of requests that never got an answer.
+        self.db.execute(f"DELETE FROM prompts WHERE {WITHOUT_RECORD}")
+
+    def forget(self) -> None:
+        """Empty the caches of prompts: after a rollback SQLite gives their numbers to others."""
+        self._prompts.clear()
+        self._renderings.clear()
+
+    # --- prompts ---
+
+    def store_prompt(self, prompt: Prompt) -> int:
+        ids = array.array("i", prompt.token_ids)
+        name = conversation.digest(ids.tobytes())
+        row = self.db.execute("SELECT number FROM prompts WHERE digest = ?", (name,)).fetchone()
+        if row is not None:
+            return row[0]
+        parent, start, cut, tail = None, 0, None, None
+        if prompt.link in ("exact", "spliced"):
+            past = self.db.execute(
+                "SELECT prompt, tokens FROM records WHERE choice_id = ?", (prompt.continues,)
+            ).fetchone()
+            if past is not None:
+                before = self.load_prompt(past[0]) + unpack(past[1], "i")
+                if ids[: len(before)] == before:
+                    parent, start = prompt.continues, len(before)
+                if prompt.link == "spliced" and parent is not None:
+                    cut = len(self.load_rendering(past[0])) - prompt.length
+        if prompt.link == "spliced":
+            tail = pack(array.array("i", prompt.rendered[prompt.length if parent else 0 :]))
+        row = {
+            "digest": name,
+            "parent": parent,
+            "delta": pack(ids[start:]),
+            "cut": cut,
+            "tail": tail,
+        }
+        number = insert(self.db, "prompts", row)
+        self._cache(self._prompts, number, ids)
+        return number
+
+    def load_rendering(self, number: int) -> "array.array[int]":
+        """A prompt as it was rendered: another than what was sampled from where it was spliced."""
+        cached = self._renderings.get(number)
+        if cached is not None:
+            self._renderings.move_to_end(number)
+            return cached
+        row = self.db.execute(
+            "SELECT parent, cut, tail FROM prompts WHERE number = ?", (number,)
+        ).fetchone()
+        if row is None:
+            return array.array("i")
+        parent, cut, tail = row
+        if tail is None:
+            whole = self.load_prompt(number)
+        else:
+            whole = unpack(tail, "i")
+            if parent is not None:
+                (past,) = self.db.execute(
+                    "SELECT prompt FROM records WHERE choice_id = ?", (parent,)
+                ).fetchone()
+                before = self.load_rendering(past)
+                whole = before[: len(before) - cut] + whole
+        self._cache(self._renderings, number, whole)
+        return whole
+
+    def load_prompt(self, number: int) -> "array.array[int]":
+        """A prompt's tokens, put together from the choices that it continues."""
+        cached = self._prompts.get(number)
+        if cached is not None:
+            self._prompts.move_to_end(number)
+            return cached
+        pieces: list[array.array[int]] = []
+        wanted: int | None = number
+        while wanted is not None:
+            parent, delta = self.db.execute(
+                "SELECT parent, delta FROM prompts WHERE number = ?", (wanted,)
+            ).fetchone()
+            pieces.append(unpack(delta, "i"))
+            wanted = None
+            if parent is not None:
+                wanted, tokens = self.db.execute(
+                    "SELECT prompt, tokens FROM records WHERE choice_id = ?", (parent,)
+                ).fetchone()
+                pieces.append(unpack(tokens, "i"))
+                if wanted in self._prompts:
+                    pieces.append(self._prompts[wanted])
+                    wanted = None
+        whole = array.array("i")
+        for piece in reversed(pieces):
+            whole.extend(piece)
+        self._cache(self._prompts, number, whole)
+        return whole
+
+    @staticmethod
+    def _cache(
+        cache: "OrderedDict[int, array.array[int]]", number: int, token_ids: "array.array[int]"
+    ) -> None:
+        cache[number] = token_ids
+        while len(cache) > CACHED_PROMPTS:
+            cache.popitem(last=False)
+
+    # --- records ---
+
+    def write(self, record: Record, prompt: Prompt) -> None:
+        request = record.request
+        insert(
+            self.db,
+            "records",
+            {
+                "choice_id": record.choice_id,
+                "request_id": request.request_id,
+                "api": request.api,
+                "owner": request.owner,
+                "project": request.project,
+                "name": request.name,
+                "step": request.step,
+                "session": request.session,
+                "created_at": record.created_at,
+                "prompt": prompt.number,
+                "rendered": signed(prompt.hashes[-1]),
+                "continues": record.continues,
+                "link": record.link,
+                "before": request.before,
+                "said": record.said,
+                "fingerprint": conversation.fingerprint(record.logprobs),
+                "tokens": pack(array.array("i", record.token_ids)),
+                "logprobs": pack(array.array("d", record.logprobs)),
+                "finish_reason": record.finish_reason,
+                "sampling": json.dumps(record.sampling, separators=(",", ":")),
+                "sampled_from": self._store_sampled(record),
+                "beginnings": _pack_beginnings(prompt),
+            },
+            or_else="REPLACE",
+        )
+
+    def select(self, where: str, *values: Any) -> list[Record]:
+        rows = self.db.execute(f"SELECT * FROM records WHERE {where} ORDER BY number", values)
+        return [self._record(row) for row in rows.fetchall()]
+
+    def _record(self, row: sqlite3.Row) -> Record:
+        logprobs = unpack(row["logprobs"], "d").tolist()
+        sampled_logprobs, kept, sets = self._load_sampled(row["sampled_from"], logprobs)
+        return Record(
+            choice_id=row["choice_id"],
+            request=Request(
+                **{name: row[name] for name in ("request_id", "api", "project", "name", "step")},
+                **{name: row[name] for name in ("owner", "session", "before")},
+            ),
+            prompt_token_ids=self.load_prompt(row["prompt"]).tolist(),
+            token_ids=unpack(row["tokens"], "i").tolist(),
+            logprobs=logprobs,
+            finish_reason=row["finish_reason"],
+            sampling=json.loads(row["sampling"]),
+            created_at=row["created_at"],
+            sampled_logprobs=sampled_logprobs,
+            kept=kept,
+            sets=sets,
+            continues=row["continues"],
+            link=row["link"],
+            said=row["said"],
+            is_delivered=bool(row["is_delivered"]),
+        )
+
+    def _store_sampled(self, record: Record) -> bytes | None:
+        """What a choice was sampled from. Other choices share the sets of a grammar, but hardly the few ids that top_p left."""
+        if record.sampled_logprobs is None:
+            return None
+        is_raw = record.sampled_logprobs == record.logprobs
+        if is_raw and not record.sets:
+            return b""
+        sampling = record.sampling
+        is_cut_by_p = sampling.get("top_p", 1.0) < 1 or sampling.get("min_p", 0.0) > 0
+        is_shared = not is_cut_by_p and sampling.get("top_k", 0) <= 0
+        stored = (
+            None if is_raw else array.array("f", record.sampled_logprobs).tobytes(),
+            record.kept,
+            [
+                self._share_set(packed, record.created_at)
+                if is_shared or packed[:1] == MASK
+                else packed
+                for packed in record.sets
+            ],
+        )
+        return zlib.compress(msgspec.msgpack.encode(stored), 1)
+
+    def _load_sampled(
+        self, stored: bytes | None, raw: list[float]
+    ) -> tuple[list[float] | None, list[int], list[bytes]]:
+        if not stored:
+            return (None if stored is None else raw), [], []
+        packed, kept, sets = msgspec.msgpack.decode(zlib.decompress(stored))
+        logprobs = raw if packed is None else array.array("f", packed).tolist()
+        return logprobs, kept, [self._load_set(one) for one in sets]
+
+    def _share_set(self, packed: bytes, used_at: float) -> int:
+        digest = conversation.digest(packed)
+        found = self.db.execute(
+            "SELECT number, used_at FROM kept_sets WHERE digest = ?", (digest,)
+        ).fetchone()
+        if found is None:
+            return insert(
+                self.db, "kept_sets", {"digest": digest, "used_at": used_at, "packed": packed}
+            )
+        number, last = found
+        if last < used_at - USED_SECONDS:
+            update = "UPDATE kept_sets SET used_at = ? WHERE number = ?"
+            self.db.execute(update, (used_at, number))
+        return number
+
+    def _load_set(self, stored: int | bytes) -> bytes:
+        if isinstance(stored, bytes):
+            return stored
+        packed = self._sets.get(stored)
+        if packed is None:
+            if len(self._sets) >= CACHED_SETS:
+                self._sets.clear()
+            select = "SELECT packed FROM kept_sets WHERE number = ?"
+            (packed,) = self.db.execute(select, (stored,)).fetchone()
+            self._sets[stored] = packed
+        return packed
+
+    # --- keeping within bounds ---
+
+    def size(self) -> int:
+        """Bytes in use; free pages are filled before the file grows."""
+        (pages,) = self.db.execute("PRAGMA page_count").fetchone()
+        (free,) = self.db.execute("PRAGMA freelist_count").fetchone()
+        (page_size,) = self.db.execute("PRAGMA page_size").fetchone()
+        return (pages - free) * page_size
+
+    def drop(self, numbers: Sequence[int], used_prompts: Iterable[int]) -> None:
+        """Drop records, with all that nothing else needs; the used prompts are those of requests with the engine."""
+        asked = json.dumps(list(used_prompts))
+        rows = self.db.execute(
+            f"SELECT choice_id, prompt, request_id FROM records WHERE number {IN_LIST}",
+            (json.dumps(numbers),),
+        ).fetchall()
+        choices, prompts, requests = (
+            json.dumps(list(set(each))) for each in zip(*rows, strict=True)
+        )
+        with transaction(self.db):
+            stay = self.db.execute(
+                f"SELECT number FROM prompts WHERE parent {IN_LIST} AND (number {IN_LIST} OR EXISTS"
+                f" (SELECT 1 FROM records WHERE prompt = prompts.number AND NOT choice_id {IN_LIST}))",
+                (choices, asked, choices),
+            ).fetchall()
+            for (number,) in stay:  # their past goes: store them whole
+                whole, rendering = self.load_prompt(number), self.load_rendering(number)
+                self.db.execute(
+                    "UPDATE prompts SET parent = NULL, delta = ?, cut = NULL, tail = ? WHERE number = ?",
+                    (pack(whole), pack(rendering) if rendering != whole else None, number),
+                )
+            self.db.execute(f"DELETE FROM records WHERE choice_id {IN_LIST}", (choices,))
+            self.db.execute(f"DELETE FROM prompts WHERE parent {IN_LIST}", (choices,))
+            self.db.execute(
+                f"DELETE FROM prompts WHERE number {IN_LIST} AND NOT number {IN_LIST} AND {WITHOUT_RECORD}",
+                (prompts, asked),
+            )
+            self.db.execute(
+                f"DELETE FROM turns WHERE request_id {IN_LIST} AND NOT EXISTS (SELECT 1 FROM records WHERE"
+                " choice_id > turns.request_id || '-' AND choice_id < turns.request_id || '.')",
+                (requests,),
+            )
+            self.db.execute(
+                "DELETE FROM kept_sets WHERE used_at < COALESCE("
+                " (SELECT created_at FROM records ORDER BY number LIMIT 1), 1e99) - ?",
+                (USED_SECONDS,),
+            )
+        self.forget()
+        self._sets.clear()
+
+
+def signed(hashed: int) -> int:
+    return hashed - (1 << 64) if hashed >> 63 else hashed
+
+
+def _pack_beginnings(prompt: Prompt) -> bytes | None:
+    """Those beside the whole prompt."""
+    values = array.array("q")
+    for length, is_thinking in prompt.beginnings[1:]:
+        values.extend([int(is_thinking), signed(prompt.hashes[length])])
+    return values.tobytes() or None
+
+
+def pack(values: "array.array[Any]") -> bytes:
+    content = values.tobytes()
+    return zlib.compress(content, 1 if len(content) > SMALL_BYTES else 0)
+
+
+def unpack(blob: bytes, kind: str) -> "array.array[Any]":
+    values: array.array[Any] = array.array(kind)
+    values.frombytes(zlib.decompress(blob))
+    return values

@@ -1,0 +1,334 @@
+"""Attention over a forest: query q sees key k exactly when k <= q < end[k] (and, with a sliding window, when their
+positions are less than the window apart).
+
+Registered with transformers under TREE_ATTENTION: a model takes the forest as `forest=` beside `input_ids`, and hands
+it down to each layer. Two ways to compute the same:
+
+    segments  CPU: in the depth-first layout a node's descendants are one run, so attention is a plain causal call for
+              each node and one unmasked call of all descendants on the node's keys, joined by their log-sum-exps.
+              No mask, no padding, no copy of a trunk's keys; time and memory are those of the unique tokens.
+    flex      CUDA: one FlexAttention call under a block mask.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import AttentionInterface
+
+from art_server.trainer.tree import Forest, Node
+
+TREE_ATTENTION = "art_tree"
+
+HIDDEN = -1e9
+"""What a masked score is lowered by: exp gives exactly 0 beside any real score, and a query that a segment hides
+altogether keeps finite numbers, unlike with -inf."""
+
+FLEX_BLOCK = 128
+"""FlexAttention's block: a forest is padded to a multiple, so that kernels are not compiled for each length."""
+
+MIN_FLEX_TOKENS = 256
+"""A forest of one block would need a graph of its own."""
+
+MAX_GRAPHS = 64
+
+Way = Literal["segments", "flex"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Queries [query, query_stop) on keys [key, key_stop)."""
+
+    query: int
+    query_stop: int
+    key: int
+    key_stop: int
+    is_causal: bool
+    """The queries are the keys' own tokens: each sees the keys up to itself."""
+    mask: torch.Tensor | None = None
+    """float32, added to the scores; None where every query sees every key (up to itself)."""
+
+
+@dataclass(slots=True)
+class ForestAttention:
+    """What the layers need to know of a forest, with masks made once for each window."""
+
+    positions_T: torch.Tensor
+    ends_T: torch.Tensor
+    nodes: tuple[Node, ...]
+    way: Way
+    made: dict[int | None, Any] = field(default_factory=dict)
+    """By window. Any: segments or a block mask, by way."""
+
+    @classmethod
+    def of(cls, forest: Forest, way: Way, device: torch.device) -> "ForestAttention":
+        return cls(forest.positions_T.to(device), forest.ends_T.to(device), forest.nodes, way)
+
+    def get(self, window: int | None, make: Callable[["ForestAttention", int | None], Any]) -> Any:
+        if window not in self.made:
+            self.made[window] = make(self, window)
+        return self.made[window]
+
+
+def default_way(device: torch.device) -> Way:
+    return "segments" if device.type == "cpu" else "flex"
+
+
+def flex_padding(num_tokens: int) -> int:
+    """Tokens to add, so that FlexAttention's blocks are whole and no length has a graph of its own."""
+    return max(MIN_FLEX_TOKENS - num_tokens, -num_tokens % FLEX_BLOCK)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    forest: ForestAttention | None = None,
+    **_: Any,  # Any: whatever else a model hands to its attention function
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: 1 x heads x T x D in, 1 x T x heads x D out.
+
+    Raises NotImplementedError for what a tree cannot express: no forest given (the model drops its arguments on the
+    way), soft-capped scores, attention sinks, dropout.
+    """
+    if forest is None or softcap is not None or s_aux is not None or dropout:
+        raise NotImplementedError(
+            f"{type(module).__name__} needs attention that trees do not have: "
+            f"forest={forest is not None}, softcap={softcap}, sinks={s_aux is not None}, dropout={dropout}"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if forest.way == "segments":
+        segments = forest.get(sliding_window, make_segments)
+        size = value.shape[-1]
+        if size != query.shape[-1]:  # latent attention
+            query, key, value = _to_one_size(query, key, value)
+        out = _SegmentAttention.apply(query, key, value, segments, scale)[..., :size]
+    else:
+        block_mask = forest.get(sliding_window, make_block_mask)
+        out = _flex()(
+            query,
+            key,
+            value,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(TREE_ATTENTION, tree_attention)
+
+
+def mask_function(
+    forest: ForestAttention, window: int | None
+) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """FlexAttention's mask_mod."""
+    positions_T, ends_T = forest.positions_T, forest.ends_T
+
+    def sees(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        is_ancestor = (key <= query) & (query < ends_T[key])
+        if window is None:
+            return is_ancestor
+        return is_ancestor & (positions_T[query] - positions_T[key] < window)
+
+    return sees
+
+
+def make_block_mask(forest: ForestAttention, window: int | None) -> Any:
+    """Which blocks of keys a block of queries sees in part, and which whole; the forest's length is a multiple of the
+    block's.
+
+    Any: BlockMask, from a module that is imported where CUDA is. torch's own `create_block_mask` looks at every pair of
+    tokens: 10 bytes * T^2. Ends and positions of a block's tokens say the same, with a number for each pair of blocks.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    ends_BT = forest.ends_T.view(-1, FLEX_BLOCK)
+    positions_BT = forest.positions_T.view(-1, FLEX_BLOCK)
+    num = len(ends_BT)
+    first_B = torch.arange(num, device=ends_BT.device) * FLEX_BLOCK
+    is_later = first_B[:, None] > first_B[None, :]  # queries by keys: the whole block comes later
+    sees_BB = is_later & (ends_BT.amax(1)[None, :] > first_B[:, None])
+    is_full_BB = is_later & (ends_BT.amin(1)[None, :] >= first_B[:, None] + FLEX_BLOCK)
+    if window is not None:
+        lowest_B, highest_B = positions_BT.amin(1), positions_BT.amax(1)
+        sees_BB &= lowest_B[:, None] - highest_B[None, :] < window
+        is_full_BB &= highest_B[:, None] - lowest_B[None, :] < window
+    is_partial_BB = (sees_BB & ~is_full_BB) | torch.eye(
+        num, dtype=torch.bool, device=ends_BT.device
+    )
+    return BlockMask.from_kv_blocks(
+        *_listed(is_partial_BB),
+        *_listed(is_full_BB),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=mask_function(forest, window),
+    )
+
+
+def _listed(is_in_BB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each block of queries the number of blocks of keys, and their indices first; 1 x 1 x blocks (x blocks), int32."""
+    order_BB = is_in_BB.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return is_in_BB.sum(1, dtype=torch.int32)[None, None], order_BB.to(torch.int32)[None, None]
+
+
+def make_segments(forest: ForestAttention, window: int | None) -> list[Segment]:
+    """Every pair of query and key that see each other stands in exactly one segment; own tokens come first."""
+    if window is None:
+        own = [Segment(node.start, node.stop, node.start, node.stop, True) for node in forest.nodes]
+        down = [
+            Segment(node.stop, node.end, node.start, node.stop, False)
+            for node in forest.nodes
+            if node.end > node.stop
+        ]
+        return own + down
+    positions = forest.positions_T.tolist()
+    nodes = [part for node in forest.nodes for part in _split(node, window)]
+    own = [Segment(node.start, node.stop, node.start, node.stop, True) for node in nodes]
+    down: list[Segment] = []
+    above: list[Node] = []
+    for node in nodes:
+        above = [each for each in above if node.start < each.end]
+        for each in above:
+            # The node's first token is the one nearest to the ancestor's last.
+            first = max(each.start, each.stop - (window - 1) + _distance(positions, each, node) - 1)
+            if first < each.stop:
+                down.append(_windowed(forest.positions_T, node, first, each.stop, window))
+        above.append(node)
+    return own + down
+
+
+def _split(node: Node, window: int) -> list[Node]:
+    """Parts of at most a window, inside which nothing is out of reach."""
+    starts = range(node.start, node.stop, window)
+    return [Node(start, min(start + window, node.stop), node.end) for start in starts]
+
+
+def _distance(positions: list[int], ancestor: Node, node: Node) -> int:
+    """From the ancestor's last token to the node's first: 1 for a parent and its child."""
+    return positions[node.start] - positions[ancestor.stop - 1]
+
+
+def _windowed(
+    positions_T: torch.Tensor, node: Node, key: int, key_stop: int, window: int
+) -> Segment:
+    """The node's tokens on keys [key, key_stop), of which the first tokens see most."""
+    reach = int(positions_T[key_stop - 1]) + window - int(positions_T[node.start])
+    query_stop = min(node.stop, node.start + reach)
+    queries, keys = positions_T[node.start : query_stop], positions_T[key:key_stop]
+    is_hidden = queries[:, None] - keys[None, :] >= window
+    mask = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, HIDDEN) if is_hidden.any() else None
+    return Segment(node.start, query_stop, key, key_stop, False, mask)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """Attention over segments, by torch's flash kernels for CPU.
+
+    A query's softmax runs over several segments: outputs are joined weighted by exp(log-sum-exp), and the backward of
+    each segment gets the joined output and log-sum-exp, from which the kernel makes exactly the segment's part of the
+    gradient. Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4 (the backward needs only output and log-sum-exp);
+    Liu et al. 2023, arXiv:2310.01889 (joining blocks).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: list[Segment],
+        scale: float,
+    ) -> torch.Tensor:
+        _, num_heads, length, size = query.shape
+        # The kernels' own memory layout: 1 x T x heads, seen as 1 x heads x T.
+        out = query.new_empty(1, length, num_heads, size).transpose(1, 2)
+        sums = query.new_empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
+        for each in segments:
+            part, part_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[:, :, each.query : each.query_stop],
+                key[:, :, each.key : each.key_stop],
+                value[:, :, each.key : each.key_stop],
+                0.0,
+                each.is_causal,
+                attn_mask=_cast(each.mask, query),
+                scale=scale,
+            )
+            out_here = out[:, :, each.query : each.query_stop]
+            sums_here = sums[:, :, each.query : each.query_stop]
+            if each.is_causal:
+                out_here.copy_(part)
+                sums_here.copy_(part_sums)
+                continue
+            joined = torch.logaddexp(sums_here, part_sums)
+            weight = (sums_here - joined).exp_()[..., None].to(out.dtype)
+            part_weight = (part_sums - joined).exp_()[..., None].to(out.dtype)
+            out_here.mul_(weight).addcmul_(part, part_weight)
+            sums_here.copy_(joined)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, sums = ctx.saved_tensors
+        (grad_out,) = gradients
+        grads = tuple(
+            torch.zeros(
+                (each.shape[0], each.shape[2], each.shape[1], each.shape[3]), dtype=each.dtype
+            ).transpose(1, 2)
+            for each in (query, key, value)
+        )
+        for each in ctx.segments:
+            queries, keys = slice(each.query, each.query_stop), slice(each.key, each.key_stop)
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out[:, :, queries],
+                query[:, :, queries],
+                key[:, :, keys],
+                value[:, :, keys],
+                out[:, :, queries],
+                sums[:, :, queries],
+                0.0,
+                each.is_causal,
+                attn_mask=_cast(each.mask, query),
+                scale=ctx.scale,
+            )
+            for grad, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
+                grad[:, :, where].add_(part)
+        return *grads, None, None
+
+
+def _cast(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if mask is None else mask.to(like.dtype)
+
+
+def _to_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Heads filled with zeros up to the largest, for kernels that take one size."""
+    size = max(each.shape[-1] for each in tensors)
+    return [torch.nn.functional.pad(each, (0, size - each.shape[-1])) for each in tensors]
+
+
+_compiled_flex: list[Callable[..., torch.Tensor]] = []
+
+
+def _flex() -> Callable[..., torch.Tensor]:
+    """FlexAttention compiled once for all lengths.
+
+    With dynamic=False each new length compiles for seconds: https://github.com/unslothai/unsloth-zoo/pull/868.
+    """
+    if not _compiled_flex:
+        import torch._dynamo
+        from torch.nn.attention.flex_attention import flex_attention
+
+        # A model with two windows and two ways of gradient needs eight graphs, torch's limit; past it torch would fall
+        # back to scores of heads x T x T in silence.
+        torch._dynamo.config.recompile_limit = MAX_GRAPHS
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        _compiled_flex.append(torch.compile(flex_attention, dynamic=True))
+    return _compiled_flex[0]

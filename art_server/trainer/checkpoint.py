@@ -1,0 +1,115 @@
+"""A checkpoint: a PEFT folder as vLLM loads it, plus the optimizer's state.
+
+    adapter_config.json  adapter_model.safetensors  optimizer.safetensors (absent before the first step)
+
+Whoever asked for the folder renames it into place, so it is visible whole or not at all.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from art.wire import LoRAConfig
+from art_server.trainer.optimizer import (
+    STATE_KEYS,
+    load_optimizer,
+    make_optimizer,
+    save_optimizer,
+)
+from art_server.trainer.policy import (
+    ADAPTER_FILE,
+    Policy,
+    adapter_tensors,
+    outline_adapter,
+    write_fresh_adapter,
+)
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class BadCheckpoint(ValueError):
+    """A checkpoint that is not one of this base and shape."""
+
+
+def load_checkpoint(
+    policy: Policy, lora: LoRAConfig, folder: Path, learning_rate: float
+) -> torch.optim.AdamW:
+    """Put the folder's adapter into the policy; the optimizer that goes on with it."""
+    policy.load_adapter(lora, folder)
+    optimizer = make_optimizer(policy.parameters, learning_rate)
+    load_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
+    return optimizer
+
+
+def write_first_checkpoint(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
+    """Write step 0, an adapter that changes nothing; on return it is on the disk. Uses no device."""
+    write_fresh_adapter(base_model, lora, seed, folder)
+    _sync_all(folder)
+
+
+def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
+    """See that a folder's tensors are those of an adapter of this shape on this base, and finite. The base is not loaded,
+    and no device is used.
+
+    Raises BadCheckpoint when they are not.
+    """
+    try:
+        model = outline_adapter(base_model, lora)
+    except ValueError as error:
+        raise BadCheckpoint(f"{base_model} takes no adapter of {lora!r}: {error}") from error
+    shapes = {name: each.shape for name, each in adapter_tensors(model).items()}
+    tensors = load_file(folder / ADAPTER_FILE)
+    if different := shapes.keys() ^ tensors.keys():
+        known = "lacks" if min(different) in shapes else "has, and the base does not,"
+        raise BadCheckpoint(
+            f"this is no adapter of {base_model} with target_modules {lora.target_modules or 'all'}: {len(different)} "
+            f"tensors differ; it {known} {min(different)}"
+        )
+    _check_tensors(tensors, shapes)
+    if (folder / OPTIMIZER_FILE).exists():
+        state = load_file(folder / OPTIMIZER_FILE)
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        parameters = {name: trained[name].shape for name in _stepped(state) & trained.keys()}
+        _check_tensors(
+            state,
+            {f"{name}.{key}": shape for name, shape in parameters.items() for key in STATE_KEYS[1:]}
+            | {f"{name}.step": torch.Size() for name in parameters},
+        )
+
+
+def _stepped(state: dict[str, torch.Tensor]) -> set[str]:
+    """The parameters that an optimizer's state is of."""
+    return {name.removesuffix(".step") for name in state if name.endswith(".step")}
+
+
+def _check_tensors(tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]) -> None:
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise BadCheckpoint(f"'{name}' belongs to no parameter of the adapter")
+        if tensor.shape != shapes[name]:
+            raise BadCheckpoint(
+                f"{name} has shape {list(tensor.shape)}, the base takes {list(shapes[name])}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise BadCheckpoint(f"{name} holds numbers that are not finite")
+    if missing := shapes.keys() - tensors.keys():
+        raise BadCheckpoint(f"{min(missing)} is missing")
+
+
+def save_checkpoint(policy: Policy, optimizer: torch.optim.AdamW, folder: Path) -> None:
+    """Write adapter and optimizer state; on return they are on the disk, not only in its cache."""
+    folder.mkdir(parents=True, exist_ok=True)
+    policy.save_adapter(folder)
+    save_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
+    _sync_all(folder)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,157 @@
+"""What tokens were sampled from, as the trainer scores them: the model's logits with a bias, over a temperature, within a kept
+set. Predictions are cut into pieces that go through the output head together; where the sets of a piece are small,
+only their columns of the head are computed.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from art_server.shared.kept_set import unpack_set
+from art_server.shared.tasks import Distribution
+from art_server.trainer.head import Piece, Project, ProjectColumns
+
+RAW = -1
+"""The model's own distribution at temperature 1."""
+
+ROWS_OF_A_PIECE = 256
+"""Predictions whose sets are joined: more share columns, and make more of them that each row does not need."""
+
+LEFT_OUT = -1e30
+"""The logit of a token outside the set: its probability is exactly 0, and its product with 0 too."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledFrom:
+    """A `Distribution`, decoded."""
+
+    temperature: float
+    bias: dict[int, float]
+    kept_ids: np.ndarray | None
+    """int64, ascending; None is the whole vocabulary."""
+
+
+def decode_distributions(distributions: Sequence[Distribution]) -> list[SampledFrom]:
+    """Raises ValueError for a kept set that cannot be read."""
+    return [
+        SampledFrom(
+            each.temperature,
+            each.logit_bias,
+            None if each.kept is None else unpack_set(base64.b64decode(each.kept)),
+        )
+        for each in distributions
+    ]
+
+
+def cut_pieces(
+    distributions: np.ndarray,
+    targets_N: torch.Tensor,
+    table: Sequence[SampledFrom],
+    project: Project,
+    project_columns: ProjectColumns,
+    num_vocabulary: int,
+    max_logits: int,
+) -> list[Piece]:
+    """Pieces of predictions in ascending order of their distribution, N of them: RAW ones as they are, each other scored under its own.
+
+    Raises ValueError for a target outside the set that it was sampled from.
+    """
+    pieces: list[Piece] = []
+    num_raw = int(np.searchsorted(distributions, 0))
+    whole = max(1, max_logits // num_vocabulary)
+    for start in range(0, num_raw, whole):
+        here = slice(start, min(num_raw, start + whole))
+        pieces.append(Piece(here, targets_N[here], project, num_vocabulary))
+    start = num_raw
+    while start < len(distributions):
+        stop = min(len(distributions), start + ROWS_OF_A_PIECE)
+        columns = _columns(distributions[start:stop], table, num_vocabulary)
+        num_columns = num_vocabulary if columns is None else len(columns)
+        stop = min(stop, start + max(1, max_logits // num_columns))
+        here = slice(start, stop)
+        pieces.append(
+            _piece(
+                here,
+                distributions[here],
+                targets_N[here],
+                table,
+                columns,
+                num_vocabulary,
+                project,
+                project_columns,
+            )
+        )
+        start = stop
+    return pieces
+
+
+def _columns(
+    distributions: np.ndarray, table: Sequence[SampledFrom], num_vocabulary: int
+) -> np.ndarray | None:
+    """The tokens of all sets; None where computing every column costs no more."""
+    is_kept_V = np.zeros(num_vocabulary, dtype=bool)
+    for index in np.unique(distributions):
+        kept_ids = table[index].kept_ids
+        if kept_ids is None:
+            return None
+        is_kept_V[kept_ids] = True
+    columns = np.flatnonzero(is_kept_V)
+    return columns if 2 * len(columns) <= num_vocabulary else None
+
+
+def _piece(
+    here: slice,
+    distributions: np.ndarray,
+    targets: torch.Tensor,
+    table: Sequence[SampledFrom],
+    columns: np.ndarray | None,
+    num_vocabulary: int,
+    project: Project,
+    project_columns: ProjectColumns,
+) -> Piece:
+    device = targets.device
+    used, rows = np.unique(distributions, return_inverse=True)
+    if columns is None:
+        column_of_V, num_columns = np.arange(num_vocabulary), num_vocabulary
+    else:
+        column_of_V, num_columns = np.full(num_vocabulary, -1), len(columns)
+        column_of_V[columns] = np.arange(num_columns)
+    is_left_out = np.zeros((len(used), num_columns), dtype=bool)
+    biases = np.zeros((len(used), num_columns), dtype=np.float32)
+    for place, index in enumerate(used):
+        kept_ids, bias = table[index].kept_ids, table[index].bias
+        if kept_ids is not None:
+            is_left_out[place] = True
+            is_left_out[place, column_of_V[kept_ids]] = False
+        for token_id, value in bias.items():
+            if column_of_V[token_id] >= 0:
+                biases[place, column_of_V[token_id]] = value
+    targets_in_columns = column_of_V[targets.cpu().numpy()]
+    is_outside = (targets_in_columns < 0) | is_left_out[rows, targets_in_columns]
+    if is_outside.any():
+        token_id = int(targets[int(is_outside.argmax())])
+        raise ValueError(f"token {token_id} lies outside of the set that it was sampled from")
+    temperatures = torch.tensor([table[index].temperature for index in used], device=device)
+    temperatures_N1 = temperatures[rows][:, None] if bool((temperatures != 1).any()) else None
+    rows_N = torch.from_numpy(rows).to(device)
+    masks = torch.from_numpy(is_left_out).to(device) if is_left_out.any() else None
+    added = torch.from_numpy(biases).to(device) if biases.any() else None
+    columns_C = None if columns is None else torch.from_numpy(columns).to(device)
+
+    def score(hidden_ND: torch.Tensor) -> torch.Tensor:
+        logits = project(hidden_ND) if columns_C is None else project_columns(hidden_ND, columns_C)
+        logits = logits.float()
+        if added is not None:
+            logits = logits + added[rows_N]
+        if temperatures_N1 is not None:
+            logits = logits / temperatures_N1
+        if masks is not None:
+            # Beside the graph, because what is left out has no gradient: its probability is 0.
+            with torch.no_grad():
+                logits.masked_fill_(masks[rows_N], LEFT_OUT)
+        return logits
+
+    return Piece(here, torch.from_numpy(targets_in_columns).to(device), score, num_columns)

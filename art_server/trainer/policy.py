@@ -1,0 +1,398 @@
+"""A base model with one LoRA adapter in fp32: log-probabilities, and the adapter to and from disk.
+
+One base serves many models: each task loads its own adapter, so nothing of a task outlives it. Base weights never
+change. Loading is from safetensors only and runs no code from a model's folder.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from art.wire import LoRAConfig
+from art_server.trainer.attention import (
+    TREE_ATTENTION,
+    ForestAttention,
+    Way,
+    default_way,
+    flex_padding,
+)
+from art_server.trainer.base import load_base, outline, peft_config, usual_attention
+from art_server.trainer.batches import MicroBatch
+from art_server.trainer.distributions import RAW, cut_pieces
+from art_server.trainer.head import max_logits, score_targets, whole_pieces
+from art_server.trainer.host_copy import HostCopy
+from art_server.trainer.lora import fuse_lora
+from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens
+from art_server.trainer.tree import Forest, pad_forest
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+class Policy:
+    """PEFT on whatever device torch finds."""
+
+    name = "peft"
+    can_share = True
+    """Whether trees may be tried at all."""
+    checks_rows = False
+    """Whether unshared rows, too, are computed by other code than transformers', and checked against it."""
+
+    def __init__(
+        self,
+        base_model: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Load the base. `dtype` None is bfloat16 on CUDA and float32 elsewhere; `device` None is the first GPU, or the
+        CPU."""
+        found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = found if device is None else device
+        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.base_model = base_model
+        self._base = self._load_base()
+        self.num_parameters = self._base.num_parameters()
+        """Of the base, without adapter."""
+        self._model: PeftModel | None = None
+        self._lora: LoRAConfig | None = None
+        self.attention: Way | None = None
+        """How attention over trees is computed; None takes what fits the device."""
+        self.tree_gap: float | None = None
+        """The difference that `check_trees` saw; None before it ran for this model."""
+        self.row_gap: float | None = None
+        """The same of `check_rows`."""
+        self.checkpointing_factor: float = CHECKPOINTING_FACTOR
+        """With gradient checkpointing so many times the tokens fit."""
+        self._away: HostCopy | None = None
+        self._is_away = False
+        self.use_trees(self.can_share)
+
+    @property
+    def model_type(self) -> str:
+        return str(self._base.config.model_type)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._base.config.get_text_config().hidden_size)
+
+    @property
+    def default_tokens(self) -> int:
+        """How many tokens at a time fit the device, without gradient checkpointing."""
+        config: Any = (
+            self._base.config.get_text_config()
+        )  # Any: the fields that language models share
+        intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        return default_tokens(
+            self.device, self.dtype, config.num_hidden_layers, config.hidden_size, intermediate
+        )
+
+    @property
+    def model(self) -> PeftModel:
+        assert self._model is not None, "no adapter yet: init_adapter or load_adapter comes first"
+        return self._model
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What is trained, by name: the LoRA matrices, float32."""
+        return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+
+    def init_adapter(self, lora: LoRAConfig, seed: int) -> None:
+        """A fresh adapter: A random by seed, B zero, so that the policy equals the base."""
+        if self._model is not None:
+            self._drop_adapter()
+        self._model, self._lora = self._wrap(lora, seed), lora
+        for name, parameter in self.parameters.items():
+            assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}"
+
+    def load_adapter(self, lora: LoRAConfig, folder: Path) -> None:
+        """The adapter of a checkpoint.
+
+        Raises FileNotFoundError without one, ValueError when its tensors are not those of `lora` on this base,
+        RuntimeError when their shapes differ.
+        """
+        tensors = load_file(folder / ADAPTER_FILE)
+        if self._lora != lora:
+            self.init_adapter(lora, seed=0)
+        expected = adapter_tensors(self.model)
+        if different := sorted(expected.keys() ^ tensors.keys()):
+            raise ValueError(
+                f"{folder / ADAPTER_FILE} is not an adapter of {self.base_model} with {lora!r}: {different[:3]}"
+            )
+        set_peft_model_state_dict(self.model, tensors)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter as PEFT names it into an existing folder."""
+        _save(self.model, adapter_tensors(self.model), folder)
+
+    def leave_device(self, optimizer: torch.optim.Optimizer, *, keep_copy: bool) -> None:
+        """Give the device's memory up, but for the process's context. The adapter and its optimizer's state go to main
+        memory to be saved, the base too with `keep_copy`: then `come_back` undoes it. Else the policy is spent."""
+        frozen = [each for each in self.model.parameters() if not each.requires_grad]
+        if not keep_copy:
+            for each in frozen:
+                each.data = torch.empty(0)
+        else:
+            if self._away is None or not self._away.holds(frozen):
+                self._away = HostCopy(frozen, self.device)
+            self._away.leave()
+        for each in self.parameters.values():
+            each.grad, each.data = None, each.data.cpu()
+        for state in optimizer.state.values():
+            state.update({key: value.cpu() for key, value in state.items()})
+        self._is_away = True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def come_back(self) -> None:
+        """Undo `leave_device`; nothing to do without it."""
+        if not self._is_away:
+            return
+        assert self._away is not None
+        self._away.come_back()
+        for each in self.parameters.values():
+            each.data = each.data.to(self.device)
+        self._is_away = False
+
+    def use_trees(self, shared: bool) -> None:
+        """Forests as they are, or (False) every row on its own under the model's usual attention.
+
+        What fits is known after `check_trees`; both ways are the same update.
+        """
+        self.shares_prefixes = shared
+        self._base.set_attn_implementation(
+            TREE_ATTENTION if shared else usual_attention(type(self._base))
+        )
+
+    def use_checkpointing(self, enabled: bool) -> None:
+        """Keep only each layer's input for backward and compute the rest again: less memory, a third more time."""
+        model: Any = self._base  # Any: transformers' switches are untyped
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif model.is_gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                # Layers look at this flag; none of them holds dropout that it would switch on.
+                module.training = enabled
+
+    def logprobs(
+        self, batch: MicroBatch, *, with_entropy_gradient: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each prediction, with gradient, and the entropy of its distribution, with gradient only
+        on demand.
+
+        Both N, float32, each under what its token was sampled from. Raises ValueError for a token that the vocabulary
+        lacks, or outside of the set that it was sampled from.
+        """
+        self._check_tokens(batch)
+        hidden_ND, targets_N = self._hidden(batch), batch.targets_N.to(self.device)
+        num = self._num_vocabulary
+        pieces, order_N = whole_pieces(targets_N, self._project, num), None
+        if bool((batch.distributions_N != RAW).any()):
+            order_N = batch.distributions_N.argsort(stable=True)
+            sorted_N, order_N = batch.distributions_N[order_N].numpy(), order_N.to(self.device)
+            hidden_ND, targets_N = hidden_ND[order_N], targets_N[order_N]
+            limit = max_logits(self.device)
+            pieces = cut_pieces(
+                sorted_N, targets_N, batch.table, self._project, self._project, num, limit
+            )
+        logprobs_N, entropies_N = score_targets(
+            hidden_ND, pieces, with_entropy_gradient=with_entropy_gradient
+        )
+        if order_N is None:
+            return logprobs_N, entropies_N
+        back_N = order_N.argsort()
+        return logprobs_N[back_N], entropies_N[back_N]
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probability of each prediction under the base model (the same weights, adapter off). N, float32."""
+        with self.model.disable_adapter():
+            return self.logprobs(batch)[0]
+
+    @torch.no_grad()
+    def row_logprobs(
+        self, token_ids: list[int], positions: list[int] | None = None
+    ) -> torch.Tensor:
+        """What the model itself says of a single row, with its usual attention and its own logits: the log-probability
+        of the token after each position (all but the last by default), float32."""
+        places = torch.tensor(
+            range(len(token_ids) - 1) if positions is None else positions, device=self.device
+        )
+        token_ids_1T = torch.tensor([token_ids], device=self.device)
+        shared = self.shares_prefixes
+        self.use_trees(False)
+
+        def select(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            return (inputs[0][:, places],)
+
+        model = self._plain_model()
+        hook = model.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            logits_NV = model(input_ids=token_ids_1T, use_cache=False).logits[0].float()
+        finally:
+            hook.remove()
+            self.use_trees(shared)
+        return logits_NV.log_softmax(-1).gather(-1, token_ids_1T[0, places + 1, None])[:, 0]
+
+    def _check_tokens(self, batch: MicroBatch) -> None:
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        largest = max(int(batch.forest.token_ids_T.max()), int(batch.targets_N.max()))
+        if largest >= vocabulary:
+            raise ValueError(
+                f"token {largest} is outside the vocabulary of {self.base_model} ({vocabulary})"
+            )
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """The last hidden state at each predicting place, N x D.
+
+        It is taken at the output head's door, so that whatever the model does before it has been done.
+        """
+        arguments, indices_N = self._arguments(batch)
+        taken: list[torch.Tensor] = []
+
+        def take(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            taken.append(inputs[0].flatten(0, 1)[indices_N.to(self.device)])
+            return (inputs[0][:, :0],)
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(take)
+        try:
+            self._forward(**arguments)
+        finally:
+            hook.remove()
+        assert len(taken) == 1, "the model passed its output head by"
+        return taken[0]
+
+    def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """What the model takes for a micro-batch, and where its predicting places are in that: N.
+
+        Any: tensors, and the forest for our attention.
+        """
+        if batch.is_shared:
+            return self._tree_arguments(batch.forest), batch.places_N
+        rows_BT = _pad_rows(batch.forest).to(self.device)
+        return {"token_ids_BT": rows_BT}, _padded_places(batch.forest, batch.places_N)
+
+    def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
+        way = default_way(self.device) if self.attention is None else self.attention
+        padding = flex_padding(forest.num_tokens) if way == "flex" else 0
+        if padding:
+            forest = pad_forest(forest, padding)
+        return {
+            "token_ids_BT": forest.token_ids_T[None].to(self.device),
+            "position_ids": forest.positions_T[None].to(self.device),
+            "forest": ForestAttention.of(forest, way, self.device),
+        }
+
+    def _project(
+        self, hidden_ND: torch.Tensor, columns_C: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits as the model makes them from what enters its output head, of all tokens or of these.
+
+        Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),
+        CohereForCausalLM (product). `check_trees` compares with the model's own logits, so another kind is noticed.
+        """
+        config = self._base.config.get_text_config()
+        head = self.model.get_output_embeddings()
+        if columns_C is None:
+            logits_NV = head(hidden_ND)
+        elif type(head) is torch.nn.Linear:
+            bias = None if head.bias is None else head.bias[columns_C]
+            logits_NV = torch.nn.functional.linear(hidden_ND, head.weight[columns_C], bias)
+        else:  # a head with an adapter of its own
+            logits_NV = head(hidden_ND)[:, columns_C]
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits_NV = logits_NV / divisor
+        if (factor := getattr(config, "logit_scale", None)) is not None:
+            logits_NV = logits_NV * factor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits_NV = torch.tanh(logits_NV / cap) * cap
+        return logits_NV
+
+    @property
+    def _num_vocabulary(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def _forward(self, token_ids_BT: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        # Any: position_ids and the forest, which transformers hands down to its attention function.
+        return self.model(input_ids=token_ids_BT, use_cache=False, **arguments).logits
+
+    def _plain_model(self) -> Any:
+        """The model with its adapter, as transformers computes it. Any: its forward is untyped."""
+        return self.model
+
+    def _load_base(self) -> PreTrainedModel:
+        return load_base(self.base_model, self.dtype, self.device)
+
+    def _wrap(self, lora: LoRAConfig, seed: int) -> PeftModel:
+        torch.manual_seed(seed)  # nothing else in the trainer draws random numbers
+        model = get_peft_model(self._base, peft_config(lora, self._base))
+        assert isinstance(model, PeftModel)
+        fuse_lora(model)
+        return model.eval()
+
+    def _drop_adapter(self) -> None:
+        self._base, self._model, self._lora = self.model.unload(), None, None
+
+
+def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
+    """Write an adapter that changes nothing into a folder: A random by seed, B zero. The base is not loaded, and
+    no device is used.
+
+    Source: Hu et al. 2021, arXiv:2106.09685, section 4.1; A is uniform within 1 / sqrt(inputs), as PEFT has it.
+    """
+    model = outline_adapter(base_model, lora)
+    chance = torch.Generator().manual_seed(seed)
+
+    def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(like.shape)
+        if "lora_embedding_B" in name:  # an embedding looks up A, so B is the random one
+            return made.normal_(generator=chance)
+        bound = like.shape[-1] ** -0.5 if "lora_A" in name else 0.0
+        return made.uniform_(-bound, bound, generator=chance)
+
+    tensors = {name: fresh(name, each) for name, each in adapter_tensors(model).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(model, tensors, folder)
+
+
+def outline_adapter(base_model: str, lora: LoRAConfig) -> PeftModel:
+    """The adapter on its base, without weights, for names and shapes.
+
+    Raises ValueError for layers that the base lacks.
+    """
+    base = outline(base_model)
+    with torch.device("meta"):
+        model = get_peft_model(base, peft_config(lora, base))
+    assert isinstance(model, PeftModel)
+    return model
+
+
+def adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
+    return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def _save(model: PeftModel, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config = model.peft_config["default"]
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    config.inference_mode = False
+
+
+def _pad_rows(forest: Forest) -> torch.Tensor:
+    """A forest of unshared rows, one row each, padded on the right: causal attention never looks there."""
+    rows = [forest.token_ids_T[node.start : node.stop] for node in forest.nodes]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _padded_places(forest: Forest, places_N: torch.Tensor) -> torch.Tensor:
+    starts = torch.tensor([node.start for node in forest.nodes])
+    longest = max(node.stop - node.start for node in forest.nodes)
+    rows_N = torch.searchsorted(starts, places_N, right=True) - 1
+    return rows_N * longest + forest.positions_T[places_N]

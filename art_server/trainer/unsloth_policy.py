@@ -1,0 +1,193 @@
+"""The policy through Unsloth's kernels, on request. Importing Unsloth patches transformers and peft, so it comes before
+them (`unsloth_worker.py`), and nothing else imports this file.
+
+Unsloth's part is loading, kernels and gradient checkpointing; adapter, head and loss are Policy's. Written against
+unsloth 2026.10.7, whose private names stand here alone. docs/training.md says what differs from PEFT.
+"""
+
+import contextlib
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from peft import PeftModel, get_peft_model
+from transformers import PreTrainedModel
+from unsloth import FastLanguageModel, FastModel  # pyright: ignore[reportMissingImports]  # extra `gpu`
+from unsloth.utils import attention_dispatch  # pyright: ignore[reportMissingImports]
+from unsloth_zoo.gradient_checkpointing import (  # pyright: ignore[reportMissingImports]
+    reset_unsloth_gradient_checkpointing_buffers,
+)
+from unsloth_zoo.peft_utils import (  # pyright: ignore[reportMissingImports]
+    requires_grad_for_gradient_checkpointing,
+)
+
+from art.wire import LoRAConfig
+from art_server.trainer.attention import ForestAttention, tree_attention
+from art_server.trainer.base import find_class, peft_config, read_config, usual_attention
+from art_server.trainer.batches import MicroBatch
+from art_server.trainer.policy import Policy
+from art_server.trainer.tree import pad_forest
+
+
+class UnslothPolicy(Policy):
+    name = "unsloth"
+    checks_rows = True
+
+    def __init__(
+        self,
+        base_model: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        max_seq_length: int | None = None,
+    ) -> None:
+        """Load the base for rows of `max_seq_length` tokens, and never more than it has positions for: Unsloth would
+        stretch its RoPE, and train another model than the engine serves."""
+        own = int(read_config(base_model).get_text_config().max_position_embeddings)
+        self.max_length = min(own, max_seq_length or own)
+        super().__init__(base_model, dtype, device)
+
+    def use_trees(self, shared: bool) -> None:
+        self.shares_prefixes = shared
+
+    def use_checkpointing(self, enabled: bool) -> None:
+        """Nothing: Unsloth's own is always on, and keeps its inputs in main memory."""
+
+    def leave_device(self, optimizer: torch.optim.Optimizer, *, keep_copy: bool) -> None:
+        with contextlib.suppress(NameError):  # lengths below 512 have no buffers
+            reset_unsloth_gradient_checkpointing_buffers()
+        super().leave_device(optimizer, keep_copy=keep_copy)
+
+    def _load_base(self) -> PreTrainedModel:
+        config = read_config(self.base_model)
+        quantised = getattr(config, "quantization_config", None) or {}
+        base, _ = FastLanguageModel.from_pretrained(
+            model_name=self.base_model,
+            max_seq_length=self.max_length,
+            dtype=self.dtype,
+            load_in_4bit=bool(quantised.get("load_in_4bit")),
+            device_map={"": self.device},
+            use_exact_model_name=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+        # Families without layers of Unsloth's own run on transformers', compiled.
+        self._has_own_layers = type(base).forward.__module__.startswith("unsloth.models.")
+        text = config.get_text_config()
+        limits = ("sliding_window", "attn_logit_softcapping")
+        self.can_share = self._has_own_layers and not any(
+            getattr(text, each, None) for each in limits
+        )
+        attention_dispatch._flex_shared_prefix_attention = _attend
+        return base
+
+    def _wrap(self, lora: LoRAConfig, seed: int) -> PeftModel:
+        torch.manual_seed(seed)
+        model = get_peft_model(self._base, peft_config(lora, self._base))
+        if self._has_own_layers:
+            model = FastLanguageModel.patch_peft_model(model, use_gradient_checkpointing="unsloth")
+        else:
+            requires_grad_for_gradient_checkpointing(model)
+            model = FastModel.post_patch_model(model, use_gradient_checkpointing="unsloth")
+        # Its kernels are chosen by the training flag; no layer that it patches has dropout.
+        return FastLanguageModel.for_training(model)
+
+    def _drop_adapter(self) -> None:
+        super()._drop_adapter()
+        # Layers keep the kernels that were chosen for their adapter.
+        for name, module in self._base.named_modules():
+            for kernel in ("apply_qkv", "apply_o", *(["forward"] if name.endswith(".mlp") else [])):
+                vars(module).pop(kernel, None)
+
+    def _check_tokens(self, batch: MicroBatch) -> None:
+        longest = int(batch.forest.positions_T.max()) + 1
+        if longest > self.max_length:
+            raise ValueError(
+                f"a row of {longest} tokens is longer than the {self.max_length} that Unsloth was loaded for: {self.base_model} "
+                "has no more positions, or --max-seq-length allows no more; send shorter trajectories, or use --trainer peft"
+            )
+        super()._check_tokens(batch)
+
+    def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """Trees, or rows packed one after the other; padded where the layers are not Unsloth's own."""
+        if not self._has_own_layers:
+            return super()._arguments(batch)
+        # A single token goes past the output head's door.
+        forest = batch.forest if batch.forest.num_tokens > 1 else pad_forest(batch.forest, 1)
+        if batch.is_shared:
+            arguments = self._tree_arguments(forest)
+            arguments["prefix_seg_info"] = arguments.pop("forest")
+            return arguments, batch.places_N
+        lengths = torch.tensor([each.stop - each.start for each in forest.nodes], dtype=torch.int32)
+        arguments = {
+            "token_ids_BT": forest.token_ids_T[None].to(self.device),
+            "position_ids": forest.positions_T[None].to(self.device),
+            "packed_seq_lengths": lengths.to(self.device),
+        }
+        return arguments, batch.places_N
+
+    def _forward(self, token_ids_BT: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        # Any: as in Policy.
+        is_mixed = self.dtype != torch.float32
+        with torch.autocast(self.device.type, self.dtype if is_mixed else None, is_mixed):
+            return super()._forward(token_ids_BT, **arguments)
+
+    def _plain_model(self) -> Any:
+        """transformers' own model around the same weights, embeddings and (adapted) linear layers."""
+        config = read_config(self.base_model)
+        model_class = _untouched_class(config)
+        with init_empty_weights():
+            plain = model_class._from_config(
+                config, dtype=self.dtype, attn_implementation=usual_attention(model_class)
+            )
+        _share_weights(plain, self._base)
+        return plain.to(self.device).eval()
+
+
+def _attend(
+    query_BTHD: torch.Tensor,
+    key_BTHD: torch.Tensor,
+    value_BTHD: torch.Tensor,
+    forest: ForestAttention,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention over trees, in the place of Unsloth's kernel for a prompt that a group shares: its decoders hand
+    `prefix_seg_info` down to that as it is (unsloth/utils/attention_dispatch.py, `_run_attention`)."""
+    query, key, value = (each.transpose(1, 2) for each in (query_BTHD, key_BTHD, value_BTHD))
+    return tree_attention(_LAYER, query, key, value, None, scaling=scale, forest=forest)[0]
+
+
+_LAYER = torch.nn.Module()
+"""What `tree_attention` names in its messages."""
+
+
+def _untouched_class(config: Any) -> Any:
+    """The family's class as transformers wrote it. Unsloth changes the imported one, so the file is run once more.
+
+    Any: as in `find_class`.
+    """
+    found = importlib.util.find_spec(
+        type(config).__module__.replace(".configuration_", ".modeling_")
+    )
+    assert found is not None and found.origin is not None
+    spec = importlib.util.spec_from_file_location(f"{found.name}_untouched", found.origin)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, find_class(config).__name__)
+
+
+def _share_weights(plain: torch.nn.Module, own: torch.nn.Module) -> None:
+    """Give a model without weights those of another: linear layers whole, because they may be adapted or quantised, of
+    other layers the weights alone, because Unsloth may compute them in its own way."""
+    for name, child in list(plain.named_children()):
+        theirs = getattr(own, name)
+        if (
+            isinstance(child, torch.nn.Linear)
+            or child._parameters.keys() != theirs._parameters.keys()
+        ):
+            setattr(plain, name, theirs)
+        else:
+            child._parameters.update(theirs._parameters)
+            _share_weights(child, theirs)

@@ -1,0 +1,291 @@
+"""The trainer process: tasks in, answers out, one JSON line each (task.py).
+
+    python -m art_server.trainer.worker --base-model PATH [--trainer peft] [--dtype float32] [--threads 2]
+
+Every task starts from the checkpoint that it names, so a failed one leaves nothing behind.
+"""
+
+import argparse
+import gc
+import logging
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import BinaryIO, get_args
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from art_server.children import be_child, claim_stdout
+from art_server.shared.tasks import BetweenSteps, Done, Failed, Progress, Ready, Task
+from art_server.store import files
+from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
+from art_server.trainer.gap import GapTooLarge
+from art_server.trainer.memory import (
+    CHECKPOINTING_FACTOR,
+    Budgets,
+    is_out_of_memory,
+    return_freed_memory,
+)
+from art_server.trainer.policy import Policy
+from art_server.trainer.step import MIN_TOKENS_PER_MICRO_BATCH, train
+
+logger = logging.getLogger(__name__)
+
+TASK = TypeAdapter[Task](Task)
+
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def main(answers: BinaryIO) -> None:
+    """Say Ready, and work until stdin ends."""
+    arguments = _parse_arguments()
+    be_child()
+    return_freed_memory()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    worker = Worker(
+        base_model=arguments.base_model,
+        trainer=arguments.trainer,
+        dtype=DTYPES[arguments.dtype],
+        device=find_device(arguments.device),
+        between_steps=arguments.between_steps,
+        max_seq_length=arguments.max_seq_length,
+        max_tokens_per_micro_batch=arguments.max_tokens_per_micro_batch,
+        checkpointing_factor=arguments.checkpointing_factor,
+        budgets=Budgets(arguments.budgets),
+        answers=answers,
+    )
+    worker.serve(sys.stdin.buffer)
+
+
+class Cancelled(Exception):
+    """The server asked for the end of the task."""
+
+
+OUT_OF_MEMORY_ADVICE = (
+    "Lower the trainer's --max-tokens-per-micro-batch, send shorter trajectories, or register the model with a lower"
+    " LoRA rank"
+)
+
+
+class Worker:
+    """Holds the policy between tasks, so that the base is loaded once."""
+
+    def __init__(
+        self,
+        *,
+        base_model: str,
+        trainer: str,
+        dtype: torch.dtype | None,
+        device: torch.device | None = None,
+        between_steps: BetweenSteps = "stay",
+        max_seq_length: int | None = None,
+        max_tokens_per_micro_batch: int | None,
+        checkpointing_factor: float = CHECKPOINTING_FACTOR,
+        budgets: Budgets | None = None,
+        answers: BinaryIO,
+    ) -> None:
+        self._base_model = base_model
+        self._trainer = trainer
+        self._dtype = dtype
+        self._device = device
+        self._between_steps: BetweenSteps = between_steps
+        self._max_seq_length = max_seq_length
+        self._max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self._checkpointing_factor = checkpointing_factor
+        self._budgets = budgets
+        self._answers = answers
+        self._policy: Policy | None = None
+        self._is_cancelled = False
+
+    def serve(self, tasks: BinaryIO) -> None:
+        """Answer each line; return at the end of the stream, which is also how a vanished parent shows. SIGUSR1 ends a train
+        task before its next micro-batch."""
+        signal.signal(signal.SIGUSR1, self._cancel)
+        self._answer(Ready())
+        while line := tasks.readline():
+            self._answer(self._handle(line))
+
+    def _handle(self, line: bytes) -> Done | Failed:
+        try:
+            task = TASK.validate_json(line)
+        except ValidationError as error:
+            # Without the input: a line is tens of megabytes.
+            return Failed(
+                code="bad_task",
+                message=str(error.errors(include_input=False, include_url=False)[:3]),
+            )
+        try:
+            return self._run(task)
+        except FloatingPointError as error:
+            return Failed(code="non_finite", message=str(error))
+        except GapTooLarge as error:
+            return Failed(code="gap_too_large", message=str(error))
+        except BadCheckpoint as error:
+            return Failed(code="bad_checkpoint", message=str(error))
+        except Cancelled:
+            return Failed(code="cancelled", message="the job was cancelled", retryable=True)
+        except torch.AcceleratorError:
+            raise  # no later call on the device would succeed: the server starts another process
+        except Exception as error:
+            # The process's outermost handler: the server decides what becomes of the job.
+            traceback.print_exc()
+            if is_disk_full(error):
+                failed = Failed(code="no_disk_space", message=str(error), retryable=True)
+            elif is_out_of_memory(error):
+                failed = Failed(code="out_of_memory", message=f"{error}. {OUT_OF_MEMORY_ADVICE}")
+            else:
+                failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
+        # What the model looks like after an unforeseen error is unknown: the next task loads the base anew.
+        self._drop_policy()
+        return failed
+
+    def _run(self, task: Task) -> Done:
+        if task.kind == "init":
+            write_first_checkpoint(self._base_model, task.lora, task.seed, Path(task.out_dir))
+            return Done(metrics={})
+        if task.kind == "check":
+            check_checkpoint(self._base_model, task.lora, Path(task.folder))
+            return Done(metrics={})
+        policy = self._load_policy()
+        if task.kind == "load":
+            return Done(metrics={"num_parameters": float(policy.num_parameters)})
+        max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
+        has_left = self._between_steps == "stay"
+        try:
+            done = train(
+                policy,
+                task,
+                max(max_tokens // task.budget_divisor, MIN_TOKENS_PER_MICRO_BATCH),
+                self._report,
+                between_steps=self._between_steps,
+                budgets=self._budgets,
+            )
+            has_left = has_left or self._between_steps == "leave"
+            return done
+        finally:
+            self._is_cancelled = False
+            if not has_left:  # read anew for the next step, or stopped before it left: the engine wants the device
+                del policy
+                self._drop_policy()
+            _empty_cache()
+
+    def _cancel(self, *_: object) -> None:
+        self._is_cancelled = True
+
+    def _report(self, progress: Progress) -> None:
+        """Tell the server; between micro-batches the place to stop."""
+        if self._is_cancelled and progress.phase != "save":
+            raise Cancelled
+        self._answer(progress)
+
+    def _drop_policy(self) -> None:
+        self._policy = None
+        gc.collect()
+        _empty_cache()
+
+    def _load_policy(self) -> Policy:
+        if self._policy is None:
+            self._policy = self._make_policy()
+            self._policy.checkpointing_factor = self._checkpointing_factor
+            logger.info(
+                "loaded %s with %s on %s", self._base_model, self._policy.name, self._policy.device
+            )
+        return self._policy
+
+    def _make_policy(self) -> Policy:
+        if self._trainer != "unsloth":
+            return Policy(self._base_model, self._dtype, self._device)
+        try:
+            # Here, because whoever has not asked for Unsloth need not have it, nor wait for it.
+            from art_server.trainer.unsloth_policy import UnslothPolicy
+        except (ImportError, RuntimeError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"--trainer unsloth: Unsloth cannot be imported here ({reason}): install "
+                "'agent-reinforcement-trainer[gpu]' on a machine with a GPU, or use --trainer peft"
+            ) from error
+        return UnslothPolicy(self._base_model, self._dtype, self._device, self._max_seq_length)
+
+    def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
+        self._answers.write(answer.model_dump_json().encode() + b"\n")
+        self._answers.flush()
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Whether a disk took no write; safetensors says so in words only."""
+    return (isinstance(error, OSError) and error.errno in files.NO_ROOM) or (
+        "No space left on device" in str(error)
+    )
+
+
+def find_device(name: str) -> torch.device | None:
+    """The device of the command line; None for "auto".
+
+    Raises ValueError where torch does not find it: the server decided for it, and another one would not hold what it
+    planned.
+    """
+    if name == "auto":
+        return None
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch finds no GPU here")
+    return device
+
+
+def _empty_cache() -> None:
+    """Give freed GPU memory back: the engine on the same device wakes next."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="art_server.trainer.worker",
+        description="The trainer process: tasks in, answers out, one JSON line each.",
+    )
+    parser.add_argument(
+        "--base-model", required=True, help="a folder with safetensors, or a Hugging Face id"
+    )
+    parser.add_argument("--trainer", choices=["auto", "unsloth", "peft"], default="auto")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the base model")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda:NUMBER")
+    parser.add_argument(
+        "--between-steps",
+        choices=get_args(BetweenSteps),
+        default="stay",
+        help="whether the base stays on the device, leaves it for main memory, or is read again from its files",
+    )
+    parser.add_argument(
+        "--max-seq-length",
+        type=int,
+        help="of the rows that Unsloth is loaded for (the model's own)",
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads of torch")
+    parser.add_argument(
+        "--max-tokens-per-micro-batch", type=int, help="the default fits the device"
+    )
+    parser.add_argument(
+        "--checkpointing-factor",
+        type=float,
+        default=CHECKPOINTING_FACTOR,
+        help="so many times as many tokens fit with gradient checkpointing",
+    )
+    parser.add_argument(
+        "--budgets", type=Path, help="the file that remembers what fitted after memory ran out"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main(claim_stdout())

@@ -1,1 +1,0 @@
-"""The trainer: one optimizer step from resolved token rows to a PEFT folder, in a process of its own."""

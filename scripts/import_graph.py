@@ -1,0 +1,100 @@
+"""Who imports whom: read from the code, with imports inside of functions and under TYPE_CHECKING."""
+
+import ast
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"art": ROOT / "art_client" / "art", "art_server": ROOT / "art_server"}
+
+PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "in_vllm"}
+"""With the room that runs in nothing else; all others are the server's, or shared."""
+
+Graph = Mapping[str, frozenset[str]]
+
+
+def modules() -> dict[str, Path]:
+    """Our modules by their dotted name."""
+    found: dict[str, Path] = {}
+    for package, folder in PACKAGES.items():
+        for file in sorted(folder.rglob("*.py")):
+            parts = (package, *file.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def imported_names(file: Path) -> set[str]:
+    """Everything that a file imports, also what may be a name in a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def import_graph() -> Graph:
+    """From each of our modules to those of ours that it imports."""
+    files = modules()
+    graph: dict[str, frozenset[str]] = {}
+    for module, file in files.items():
+        names = imported_names(file)
+        ours = {name if name in files else name.rpartition(".")[0] for name in names}
+        graph[module] = frozenset(ours & files.keys()) - {module}
+    return graph
+
+
+def foreign_packages(file: Path) -> set[str]:
+    """The packages that a file imports and that are neither ours nor Python's."""
+    packages = {name.partition(".")[0] for name in imported_names(file)}
+    return packages - sys.stdlib_module_names - PACKAGES.keys()
+
+
+def room(module: str) -> str:
+    """A folder of the server, or a file beside them; the client is one room."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == "art_server" and rest else package
+
+
+def circles(graph: Graph) -> list[set[str]]:
+    """Groups of modules each of which comes, by imports, to all others of its group."""
+    reached = {module: reach(graph, module) for module in graph}
+    groups = {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in graph
+        if module in reached[module]
+    }
+    return sorted(map(set, groups), key=sorted)
+
+
+def reach(graph: Graph, start: str) -> set[str]:
+    reached: set[str] = set()
+    ahead = [start]
+    while ahead:
+        new = graph[ahead.pop()] - reached
+        reached |= new
+        ahead += new
+    return reached
+
+
+def picture() -> str:
+    """The rooms of the server and who imports whom, as a Mermaid diagram; an arrow that others imply is left out."""
+    rooms: dict[str, set[str]] = {}
+    for module, imported in import_graph().items():
+        rooms.setdefault(room(module), set()).update(map(room, imported))
+    drawn = {each for each in rooms if (PACKAGES["art_server"] / each).is_dir()} | {
+        "service",
+        "art",
+    }
+    arrows = {each: frozenset(rooms[each] & drawn) - {each} for each in sorted(drawn)}
+    lines = ["```mermaid", "flowchart TD"]
+    for process, alone in PROCESSES.items():
+        inside = [alone] if alone else sorted(drawn - {*PROCESSES.values(), "shared", "art"})
+        lines += [f'    subgraph {alone or "server"}_process["{process}"]']
+        lines += [*(f"        {each}" for each in inside), "    end"]
+    for each, to in arrows.items():
+        implied = {far for near in to for far in reach(arrows, near)}
+        lines += [f"    {each} --> {other}" for other in sorted(to - implied)]
+    return "\n".join([*lines, "```"])

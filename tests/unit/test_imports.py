@@ -1,0 +1,81 @@
+"""The contract of imports: floors, rooms by process, nothing in circles, and a client without a server's packages."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from scripts.import_graph import (
+    ROOT,
+    circles,
+    foreign_packages,
+    import_graph,
+    modules,
+    picture,
+    room,
+)
+
+FLOORS = [
+    {"cli"},
+    {"app"},
+    {"api"},
+    {"service"},
+    {"relay", "checkpoints"},
+    {"base_loader"},
+    {"jobs"},
+    {"ledger"},
+    {"engine"},
+    {"device"},
+    {"trainer", "in_vllm"},
+    {"base_models", "background", "children", "flags", "installation"},
+    {"store"},
+    {"settings", "errors", "clock", "shared"},
+    {"art", "art_server"},
+]
+"""From the roof down: a room imports what lies below it."""
+OTHER_PROCESSES = {"trainer", "in_vllm"}
+COMMANDS = {"art_server.checkpoints.export", "art_server.checkpoints.travel"}
+"""Of `art export` and `art import`: they run in a process of their own, and load the trainer's code when they need it."""
+EXTRAS = {"pydantic_core", "sky"}
+"""A part of pydantic, and what comes with the extra `sky`."""
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    assert circles(import_graph()) == []
+
+
+def test_imports_point_down() -> None:
+    floor = {each: number for number, rooms in enumerate(FLOORS) for each in rooms}
+    for module, imported in import_graph().items():
+        for each in imported:
+            if room(module) != room(each):
+                assert floor[room(module)] < floor[room(each)], f"{module} imports {each}"
+
+
+def test_the_server_imports_nothing_that_runs_in_other_processes() -> None:
+    for module, imported in import_graph().items():
+        if room(module) not in OTHER_PROCESSES and module not in COMMANDS:
+            assert not {room(each) for each in imported} & OTHER_PROCESSES, module
+
+
+@pytest.mark.parametrize("module", ["art_server.app", "art_server.cli", "art_server.jobs.trainer"])
+def test_the_server_loads_no_torch(module: str) -> None:
+    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "vllm", "transformers"} & set(json.loads(ran.stdout))
+
+
+def test_the_client_imports_what_it_declares() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=\[; ]", each)[0] for each in project["dependencies"]}
+    for module, file in modules().items():
+        if room(module) == "art":
+            assert foreign_packages(file) <= declared | EXTRAS, module
+
+
+def test_the_page_shows_the_picture_of_the_code() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert picture() in page, "run scripts/pages"
