@@ -1,18 +1,22 @@
 """The contract of imports: floors, rooms by process, nothing in circles, and a client without a server's packages."""
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from scripts.import_graph import (
+    PACKAGES,
     ROOT,
     circles,
     foreign_packages,
     import_graph,
+    imported_names,
     modules,
     picture,
     room,
@@ -74,6 +78,28 @@ def test_the_client_imports_what_it_declares() -> None:
     for module, file in modules().items():
         if room(module) == "art":
             assert foreign_packages(file) <= declared | EXTRAS, module
+
+
+def is_python(file: Path) -> bool:
+    with open(file, "rb") as script:
+        return file.suffix == ".py" or script.readline().startswith(b"#!/usr/bin/env python")
+
+
+SCRIPTS = [file for file in (ROOT / "scripts").rglob("*") if file.is_file() and is_python(file)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
+def test_scripts_import_what_there_is(script: Path) -> None:
+    for name in imported_names(script):
+        if name.partition(".")[0] not in PACKAGES or name in modules():
+            continue
+        module, _, member = name.rpartition(".")
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            assert error.name == "unsloth", name
+            continue
+        assert hasattr(found, member), name
 
 
 def test_the_page_shows_the_picture_of_the_code() -> None:
