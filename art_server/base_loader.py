@@ -118,15 +118,15 @@ class BaseLoader:
             loaded = self._engine.base
             if loaded is not None and loaded.name == name:
                 return loaded
-            logging_it = None
+            progress = None
             if base_models.is_hub_id(name):
                 self._downloading = name
-                logging_it = asyncio.create_task(self._log_download(name))
+                progress = asyncio.create_task(self._log_download(name))
             try:
                 base = await asyncio.to_thread(find_base_model, name, base_models.CACHE_DIR)
             finally:
                 self._downloading = None
-                await cancel(logging_it)
+                await cancel(progress)
             if loaded is not None and same_weights(loaded, base):
                 return loaded
             base_models.check_trainable(base, self._config.trainer)

@@ -82,7 +82,7 @@ class EngineLost(Unavailable):
 
 
 class Relay:
-    """Sends requests to the engine, one at a time for each caller, any number together."""
+    """Sends requests to the engine and hands out its answers; any number at a time."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NoReturn, Self, TypeAlias, TypeVar
 
 import httpx
@@ -178,12 +178,16 @@ class Backend:
     async def _fetch_session(self, model: TrainableModel, session: str) -> SessionReply:
         return await self._call(SessionReply, "GET", f"{_model_path(model)}/sessions/{session}")
 
-    async def fetch_captured(self, session: str) -> dict[str, SessionReply]:
-        """What each of the registered trainable models said in a session, by the model's id."""
+    async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
+        """What each of the registered trainable models said in a session, by the model's id, but the known ones."""
         models = {
             _model_path(model): model for model in self._models if isinstance(model, TrainableModel)
         }
-        return {path: await self._fetch_session(model, session) for path, model in models.items()}
+        return {
+            path: await self._fetch_session(model, session)
+            for path, model in models.items()
+            if path not in known
+        }
 
     async def _log(
         self,

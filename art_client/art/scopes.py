@@ -1,5 +1,6 @@
 """Scopes: which session the requests of this context belong to."""
 
+from collections.abc import Container
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,8 +20,8 @@ class Server(Protocol):
     @property
     def is_open(self) -> bool: ...
 
-    async def fetch_captured(self, session: str) -> dict[str, SessionReply]:
-        """What each of its trainable models said in a session, by the model's id."""
+    async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
+        """What each of its trainable models said in a session, by the model's id, but the known ones."""
         ...
 
 

@@ -70,7 +70,7 @@ class Payload:
     """What a job trains, and what it leaves in the model's folder, as they are stored. Dropped when the job is done."""
 
     batch: bytes
-    """JSON of a `training.task.Batch`."""
+    """JSON of a `shared.tasks.Batch`."""
     trajectories: bytes
     """Lines of the trajectories file."""
 

@@ -38,7 +38,7 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
         await coroutine
     replies: dict[str, SessionReply] = {}
     for server in scope.servers:
-        replies |= await server.fetch_captured(scope.session)
+        replies |= await server.fetch_captured(scope.session, replies)
     add_captured(captured, replies.values())
     return captured.finish()
 
