@@ -1,4 +1,4 @@
-"""The application: the service behind the door, with its routes."""
+"""The ASGI application: the service's routes behind authentication."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -7,7 +7,8 @@ from fastapi import FastAPI
 
 from art_server import __version__
 from art_server.api import art_wire, checkpoints, control, errors, inference, openapi
-from art_server.api.door import Door
+from art_server.api.auth import Authentication
+from art_server.api.bodies import GroupBodies
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
 from art_server.service import Service
@@ -26,19 +27,20 @@ def make_app(service: Service, config: ServerConfig, inference_port: int | None)
             await service.stop()
 
     app = FastAPI(title="art-server", version=__version__, lifespan=lifespan)
+    keys = Keys(config.api_keys)
+    app.state.service, app.state.config, app.state.bodies = service, config, GroupBodies()
+    app.state.keys, app.state.inference_port = keys, inference_port
+    app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     errors.install(app)
-    keys = app.state.keys = Keys(config.api_keys)
-    model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
-    inference.install(app, service)  # first, for routes are tried in order
-    control.install(app, service, config.max_body_mb)
-    checkpoints.install(app, service)
-    art_wire.install(app, service, keys, model_keys, inference_port, config.max_body_mb)
+    inference.install(app, service)  # first, because routes are tried in order
+    for routes in (control, checkpoints, art_wire):
+        app.include_router(routes.router)
     openapi.describe(app)
     app.add_middleware(
-        Door,
+        Authentication,
         config=config,
         inference_port=inference_port,
         keys=keys,
-        model_keys=model_keys,
+        model_keys=app.state.model_keys,
     )
     return app

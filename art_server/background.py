@@ -1,4 +1,5 @@
-"""Work of the server that never ends by itself: it is started again after an error, and `/health` names what is not well."""
+"""The server's endless tasks. After an error a task is started again; `/health` shows the error until the task
+works."""
 
 import asyncio
 import contextlib
@@ -13,25 +14,25 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 30.0
-"""Before work that failed begins again, doubled from one failure to the next."""
+"""Pause before failed work is started again, doubled after each failure."""
 BEAT_SECONDS = 0.1
-"""Between two looks at the event loop."""
+"""Interval of the checks of the event loop."""
 STALL_SECONDS = 0.25
-"""An event loop that answers later than this is logged, with the line that holds it."""
+"""If the event loop is later than this, a warning is logged with the code that blocks it."""
 
 
 class Background:
-    """The server's endless tasks, and the faults that they have met and not yet overcome."""
+    """The server's endless tasks, and the present errors of those that fail."""
 
     def __init__(self) -> None:
         self.faults: dict[str, str] = {}
-        """By the name of what is not well: what happened last."""
+        """The last error, by the name of the work that fails."""
         self.num_faults: dict[str, int] = {}
-        """By the same name, since the server's start."""
+        """Number of errors since the server's start, by the same name."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` in the background until it returns or `stop` is called; again after every error."""
+        """Runs `work` in the background until it returns or `stop` is called; starts it again after every error."""
         self._tasks[name] = asyncio.create_task(self._keep(name, work), name=name)
 
     async def _keep(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -39,7 +40,7 @@ class Background:
         while True:
             running = asyncio.ensure_future(work())
             try:
-                # Well again when it has run for longer than it was paused.
+                # If it runs for longer than its last pause, it counts as working.
                 await asyncio.wait({running}, timeout=2 * pause)
                 if not running.done():
                     self.is_well(name)
@@ -60,18 +61,18 @@ class Background:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def is_faulty(self, name: str, error: BaseException) -> None:
-        """Note and log an error."""
+        """Records and logs an error."""
         self.num_faults[name] = self.num_faults.get(name, 0) + 1
         self.faults[name] = f"{type(error).__name__}: {error}"
         logger.error("%s failed: %s", name, error, exc_info=error)
 
     def is_well(self, name: str) -> None:
-        """What failed last works again."""
+        """Removes the recorded error, if there is one."""
         if self.faults.pop(name, None) is not None:
             logger.info("%s works again", name)
 
     async def stop(self, name: str | None = None) -> None:
-        """End one task, or all of them."""
+        """Ends one task, or all of them."""
         names = list(self._tasks) if name is None else [name]
         tasks = [self._tasks.pop(each) for each in names if each in self._tasks]
         for task in tasks:
@@ -82,9 +83,9 @@ class Background:
 
 
 class LoopWatch:
-    """Measures how late the event loop is, and logs what holds it.
+    """Measures how late the event loop is, and logs the code that blocks it.
 
-    A thread looks at a number that the loop raises; when the number stands still, it reads the loop's stack.
+    The loop updates a time stamp, and a thread checks it. If it gets too old, the thread logs the loop's stack.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class LoopWatch:
         self._is_over = threading.Event()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         self._thread_id, self._beat = threading.get_ident(), time.monotonic()
         self._is_over.clear()
         watcher = threading.Thread(target=self._look, name="loop watch", daemon=True)
@@ -111,12 +112,12 @@ class LoopWatch:
             self._is_over.set()
 
     def _look(self) -> None:
-        told = 0.0
+        reported = 0.0
         while not self._is_over.wait(BEAT_SECONDS):
             beat = self._beat
             late = time.monotonic() - beat - BEAT_SECONDS
-            if late > STALL_SECONDS and beat != told:
-                told = beat
+            if late > STALL_SECONDS and beat != reported:
+                reported = beat
                 frame = sys._current_frames().get(self._thread_id)
                 where = "".join(traceback.format_stack(frame, limit=6)) if frame else "?"
-                logger.warning("the event loop is held for more than %.2f s by\n%s", late, where)
+                logger.warning("the event loop is blocked for over %.2f s by\n%s", late, where)

@@ -1,4 +1,4 @@
-"""The base model: found or downloaded, planned onto the device, loaded into engine and trainer."""
+"""Loads the base model: finds or downloads it, plans the memory of the device, starts engine and trainer."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,11 @@ from art_server import base_models
 from art_server.base_models import BaseModel, find_base_model
 from art_server.device.figures import read_figures
 from art_server.device.model_size import read_model_size
-from art_server.device.owner import DeviceOwner
 from art_server.device.plan import Card, Demand, Plan, make_plan
-from art_server.device.probe import Machine
-from art_server.engine.engine import Engine
 from art_server.errors import Conflict, InvalidInput, StorageFull
 from art_server.jobs.queue import JobQueue
-from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
-from art_server.ledger.ledger import Ledger
+from art_server.processes import Processes
 from art_server.settings import ServerConfig
 from art_server.shared.tasks import LoadTask
 from art_server.store import files
@@ -27,50 +23,41 @@ from art_server.store import files
 logger = logging.getLogger(__name__)
 
 DOWNLOAD_LOG_SECONDS = 10.0
-"""Between two lines of a download."""
+"""Interval of log lines during a download."""
 
 
 class BaseLoader:
     """Loads one base model at a time."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        machine: Machine,
-        owner: DeviceOwner,
-        engine: Engine,
-        trainer: Trainer,
-        ledger: Ledger,
-        queue: JobQueue,
-    ):
+    def __init__(self, config: ServerConfig, processes: Processes, queue: JobQueue):
         self._config = config
-        self._machine = machine
-        self._owner = owner
-        self._engine = engine
-        self._trainer = trainer
-        self._ledger = ledger
+        self._machine = processes.machine
+        self._owner = processes.owner
+        self._engine = processes.engine
+        self._trainer = processes.trainer
+        self._ledger = processes.ledger
         self._queue = queue
         self._file = config.server_dir / "base.json"
         self._lock = asyncio.Lock()
         self.is_wanted = False
-        """True once a client or the command line asked for the loaded base model. Until then a model restored from the last
-        run may be replaced."""
+        """True once a client or the command line asked for the loaded base model. Until then a model restored from the
+        last run may be replaced."""
         self._warming: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BaseModel] | None = None
         self._downloading: str | None = None
-        """The hub's model that is fetched right now."""
+        """The hub id of the model that is being downloaded."""
 
     async def start(self) -> None:
-        """Load the base model that the command line names, else the one that served last.
+        """Loads the base model that the command line names, else the one that served last.
 
         Raises:
-            InvalidInput: `--base-model` cannot be found; of a hub's model `fatal` says so later.
+            InvalidInput: `--base-model` cannot be loaded. For a model of the hub, `fatal` has this error later.
         """
         name = self._config.base_model
         if name is not None:
             self.is_wanted = True
             if base_models.is_hub_id(name):
-                # The port is open while it is fetched.
+                # In the background, so that the port opens before the download ends.
                 self._fetching = asyncio.create_task(self._load(name), name="base model")
             else:
                 await self._load(name)
@@ -78,33 +65,33 @@ class BaseLoader:
             try:
                 await self._load(json.loads(self._file.read_text())["base_model"])
             except InvalidInput as error:
-                logger.warning("the base model of last time is gone: %s", error.message)
+                logger.warning("cannot load the base model that served last: %s", error.message)
 
     @property
     def fatal(self) -> BaseException | None:
-        """Why the server cannot do what its command line asks; whoever runs it ends it."""
+        """Why the base model of the command line cannot be loaded; `cli.py` then ends the server."""
         fetching = self._fetching
         if fetching is None or not fetching.done() or fetching.cancelled():
             return None
         return fetching.exception()
 
     async def stop(self) -> None:
-        """Give up what is still loading."""
+        """Cancels the load that `start` began and the trainer's first load, if they still run."""
         if self.fatal is None:
             await cancel(self._fetching)
         await cancel(self._warming)
 
     @property
     def download(self) -> str | None:
-        """How far the download is, where one runs."""
+        """The progress of the running download; None if there is none."""
         return base_models.download_progress(self._downloading) if self._downloading else None
 
     async def load(self, name: str, requested: Mapping[str, str] | None = None) -> BaseModel:
-        """Start engine and trainer with a base model that somebody asked for, or see that it is the one that runs. Returns
-        what is loaded. `requested` are engine arguments, which count if this starts the engine.
+        """Starts engine and trainer with a requested base model, if it is not loaded. Returns the loaded base model.
+        `requested` engine arguments apply if this call starts the engine.
 
         Raises:
-            InvalidInput: it cannot be found, trained or fitted.
+            InvalidInput: the base model cannot be found or trained, or does not fit.
             Conflict: another base model is loaded.
         """
         base = await self._load(name, requested)
@@ -139,10 +126,10 @@ class BaseLoader:
             if plan is None or plan.is_base_resident:
                 is_shared = plan is not None and self._config.takes_turns
                 self._warming = asyncio.create_task(
-                    self._warm_trainer(self._owner.held_by("trainer") if is_shared else None),
+                    self._warm_trainer(self._owner.held() if is_shared else None),
                     name="trainer's first load",
                 )
-            with contextlib.suppress(StorageFull):  # it serves all the same
+            with contextlib.suppress(StorageFull):  # the model serves without it
                 await asyncio.to_thread(files.write_json, self._file, {"base_model": name})
             return base
 
@@ -154,19 +141,19 @@ class BaseLoader:
     async def _warm_trainer(
         self, hold: contextlib.AbstractAsyncContextManager[None] | None
     ) -> None:
-        """Load the trainer's base before the first step asks for it: on a GPU behind the engine's start, which measures
-        what is free."""
+        """Loads the trainer's base model before the first step needs it. On a shared GPU this waits for the engine's
+        start, because vLLM then measures the free memory."""
         async with hold or contextlib.nullcontext():
             try:
                 await self._trainer.run(LoadTask())
-            except TrainerError as error:  # the first step tries again, and says it to its client
-                logger.warning("the trainer does not load its base model: %s", error)
+            except TrainerError as error:  # the first step tries again, and its job gets the error
+                logger.warning("the trainer cannot load its base model: %s", error)
 
     def _plan(self, base: BaseModel, requested: Mapping[str, str]) -> Plan | None:
-        """How engine and trainer share the GPU; None on a CPU, which they share by turns.
+        """The memory plan for the GPU; None on a CPU.
 
         Raises:
-            InvalidInput: the base model does not fit, with the numbers.
+            InvalidInput: the base model does not fit; the message contains the numbers.
         """
         if self._machine.kind == "cpu":
             return None
@@ -200,10 +187,10 @@ class BaseLoader:
         return plan
 
     async def _unload_base(self, loaded: BaseModel, wanted: str) -> None:
-        """Give up a base model that was only loaded because it served last, and that nobody has asked for since.
+        """Unloads a base model that was restored from the last run and that nobody has used since.
 
         Raises:
-            Conflict: it is in use, or was asked for on the command line.
+            Conflict: a client or the command line has named it, or a job is queued.
         """
         if self.is_wanted or await asyncio.to_thread(self._queue.next) is not None:
             raise Conflict(
@@ -212,14 +199,14 @@ class BaseLoader:
                 code="base_model_differs",
                 param="base_model",
             )
-        logger.info("base model %s, which served last, gives way to %s", loaded.name, wanted)
+        logger.info("unloading base model %s, which served last, to load %s", loaded.name, wanted)
         await cancel(self._warming)
         await self._trainer.stop()
         await self._engine.stop()
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:
-    """End a task of ours, if there is one."""
+    """Cancels a task, if there is one, and waits for its end."""
     if task is not None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

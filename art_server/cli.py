@@ -1,4 +1,4 @@
-"""`art-server` and `art`: open the ports and run the application, or run a command."""
+"""The commands `art-server`, which opens the ports and runs the application, and `art`."""
 
 import argparse
 import asyncio
@@ -27,13 +27,13 @@ logger = logging.getLogger("art_server")
 
 INFERENCE_PORT = 8000
 GRACE_SECONDS = 10
-"""How long open answers may go on after SIGTERM."""
+"""How long open answers may continue after SIGTERM."""
 IDLE_CONNECTION_SECONDS = 600
 """Clients keep connections for reuse; closing one early makes their next request fail."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the server until it is told to stop; exits with 2 and one sentence when it cannot start."""
+    """Runs the server until a signal stops it. Exits with status 2 and one sentence if the server cannot start."""
     try:
         run(parse(arguments), lambda: parse(arguments).api_keys)
     except (UsageError, ServerError) as error:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def art(arguments: Sequence[str] | None = None) -> None:
-    """The command `art`, as ART's users know it."""
+    """The command `art`, as users of ART know it."""
     parser = argparse.ArgumentParser(
         prog="art", description="Train LLM agents with reinforcement learning."
     )
@@ -61,10 +61,10 @@ def art(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_command(command: argparse.Namespace) -> None:
-    """Do what `art` was asked, other than to run a server."""
+    """Runs a command of `art` other than `art run`."""
     try:
         from art_server.checkpoints import travel
-    except ModuleNotFoundError as error:  # the server's extra
+    except ModuleNotFoundError as error:  # comes with the extra `server`
         raise missing_extra(error) from error
     travel.run_command(command)
 
@@ -80,7 +80,7 @@ def open_port(host: str, port: int, flag: str) -> socket.socket:
     """A listening socket.
 
     Raises:
-        UsageError: the port is taken or may not be used.
+        UsageError: the port is in use or not permitted.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
@@ -98,7 +98,7 @@ def open_port(host: str, port: int, flag: str) -> socket.socket:
 
 
 def open_ports(config: ServerConfig) -> tuple[socket.socket, socket.socket | None]:
-    """The control port, and the inference port unless it is taken and was not asked for."""
+    """The control port, and the inference port unless it equals the control port or the default is in use."""
     control = open_port(config.host, config.port, "--port")
     wanted = INFERENCE_PORT if config.inference_port is None else config.inference_port
     if wanted == config.port != 0:
@@ -110,8 +110,8 @@ def open_ports(config: ServerConfig) -> tuple[socket.socket, socket.socket | Non
             control.close()
             raise
         logger.warning(
-            "NO SECOND INFERENCE PORT: %s. Inference is served on the control port; clients that expect port %d "
-            "will not find it",
+            "NO SECOND INFERENCE PORT: %s. Inference is served on the control port only; clients that use port %d "
+            "do not reach this server",
             error,
             wanted,
         )
@@ -119,9 +119,10 @@ def open_ports(config: ServerConfig) -> tuple[socket.socket, socket.socket | Non
 
 
 def check_tls(config: ServerConfig) -> None:
-    """
+    """Checks the certificate and its key, if they are configured.
+
     Raises:
-        UsageError: certificate and key cannot be read, or do not belong together.
+        UsageError: they cannot be read, or do not belong together.
     """
     if config.tls_cert is None or config.tls_key is None:
         return
@@ -131,23 +132,23 @@ def check_tls(config: ServerConfig) -> None:
         except OSError as error:
             raise UsageError(f"{flag} {file} cannot be read: {error.strerror}") from error
     try:
-        # The empty password keeps OpenSSL from asking on the terminal.
+        # The empty password keeps OpenSSL from prompting on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             config.tls_cert, config.tls_key, password=""
         )
     except ssl.SSLError as error:
         raise UsageError(
-            f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} are no PEM certificate and its key without a "
-            f"password: {error.reason or error}"
+            f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} are not a PEM certificate and its key "
+            f"without a password: {error.reason or error}"
         ) from error
 
 
 def replace_keys(keys: "Keys", reread: Callable[[], Sequence[ApiKey]]) -> None:
-    """Accept the keys as they are configured by now; those from before, where these cannot be read."""
+    """Accepts the keys that are configured now. If they cannot be read, the earlier keys stay."""
     try:
         found = reread()
         if not found:
-            raise UsageError("no key is left; to do without keys, start the server again")
+            raise UsageError("no key is left; to run without keys, restart the server")
     except UsageError as error:
         logger.error("SIGHUP: the API keys stay as they are: %s", error)
         return
@@ -156,7 +157,7 @@ def replace_keys(keys: "Keys", reread: Callable[[], Sequence[ApiKey]]) -> None:
 
 
 def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> None:
-    """Serve until a signal; at SIGHUP accept what `reread_keys` returns."""
+    """Serves until a signal stops it. At SIGHUP it accepts the keys that `reread_keys` returns."""
     try:
         import uvicorn
         import uvloop
@@ -164,7 +165,7 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
         from art_server.app import make_app
         from art_server.service import Service
         from art_server.store import files
-    except ModuleNotFoundError as error:  # the extra that brings FastAPI and uvicorn
+    except ModuleNotFoundError as error:  # FastAPI and uvicorn come with the extra `server`
         raise missing_extra(error) from error
     check_builds(installed_builds())
     check_tls(config)
@@ -172,7 +173,7 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
         files.keep_private(config.path)
     except OSError as error:
         raise UsageError(
-            f"--path {config.path}: {error.filename} cannot be made private ({error.strerror}): it has to belong to the "
+            f"--path {config.path}: {error.filename} cannot be made private ({error.strerror}): it must belong to the "
             "user who runs art-server"
         ) from error
     logging.basicConfig(
@@ -183,7 +184,7 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logger.info("art-server %s: %s", __version__, config)
     if config.legacy_without_key and config.api_keys:
-        logger.warning("--legacy-without-key: whoever reaches this address can train every model")
+        logger.warning("--legacy-without-key: anyone who reaches the server can train every model")
     control, inference = open_ports(config)
     url = address(config, control)
     inference_url = address(config, inference) if inference is not None else url

@@ -1,4 +1,4 @@
-"""The time of day as it was at the server's start, plus what has passed since: a clock that is set meanwhile moves nothing."""
+"""The time of day at the server's start plus the time since then: setting the system's clock later has no effect."""
 
 import time
 

@@ -1,20 +1,20 @@
-"""What can go wrong in the server, without HTTP; `api/errors.py` maps each class to a status.
+"""The server's errors, without HTTP; `api/errors.py` maps each class to a status.
 
 ServerError
   InvalidInput       the request is wrong; the message names the field and the remedy
-  Unauthorized       no key, an unknown one, or one that expired
+  Unauthorized       no key, an unknown key, or an expired one
   Forbidden          the key may not do this
   NotFound           no such model, step or job
-  Conflict           the request contradicts what is there
+  Conflict           the request contradicts the current state
   TooLarge           a body above the limit
-  TooMany            more requests or jobs than are taken at a time
-  Unavailable        cannot now, may later: the same request may be repeated
-  StorageFull        the disk does not take the write: it is full, read-only or broken
+  TooMany            more requests or jobs than the server accepts at a time
+  Unavailable        not possible now; the same request may be repeated later
+  StorageFull        the disk refuses a write: it is full, read-only or broken
 """
 
 
 class ServerError(Exception):
-    """Carries a stable code, the field at fault, and whether a repetition may succeed."""
+    """An error with a stable code, the field at fault, and whether the same request may succeed later."""
 
     retryable = False
 
@@ -30,11 +30,11 @@ class InvalidInput(ServerError):
 
 
 class Unauthorized(ServerError):
-    """No key, an unknown one, or one that expired."""
+    """No key, an unknown key, or an expired one."""
 
 
 class Forbidden(ServerError):
-    """The key is known and does not cover this."""
+    """The key is known, but does not permit this."""
 
 
 class NotFound(ServerError):
@@ -42,7 +42,7 @@ class NotFound(ServerError):
 
 
 class Conflict(ServerError):
-    """The request contradicts what is there."""
+    """The request contradicts the current state."""
 
 
 class TooLarge(ServerError):
@@ -50,7 +50,7 @@ class TooLarge(ServerError):
 
 
 class TooMany(ServerError):
-    """More than is taken at a time; fewer, or later."""
+    """More requests or jobs than the server accepts at a time."""
 
     retryable = True
 
@@ -60,16 +60,16 @@ class TooMany(ServerError):
 
 
 class Unavailable(ServerError):
-    """Not now: the engine starts, a step runs too long, a process died."""
+    """Not possible now: the engine is starting, a step runs too long, or a process died."""
 
     retryable = True
 
 
 class StorageFull(ServerError):
-    """The disk refused a write; nothing was half-written."""
+    """The disk refused a write; no file was written in part."""
 
     retryable = True
 
 
 class UsageError(Exception):
-    """The command line cannot be carried out; the message says why and what to do."""
+    """The command line cannot be executed; the message contains the reason and the remedy."""

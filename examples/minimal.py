@@ -17,9 +17,8 @@ async def rollout(model: art.TrainableModel, question: str) -> art.Trajectory:
 
 async def main() -> None:
     model = art.TrainableModel(name="agent-001", project="minimal", base_model="art/tiny")
-    async with (
-        art.LocalBackend() as backend
-    ):  # or art.Backend("http://gpu-box:7623", api_key="...")
+    # For a server on another machine: art.Backend("http://gpu-box:7623", api_key="...")
+    async with art.LocalBackend() as backend:
         await model.register(backend)
         for _ in range(3):
             groups = await art.gather_trajectory_groups(

@@ -1,4 +1,4 @@
-"""What the example programs share: their flags and server, one turn of a game, and the plot of rewards."""
+"""Code that the example programs share: flags, server, one turn of a game, and the plot of rewards."""
 
 import argparse
 import re
@@ -14,13 +14,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 OTHER_RATE = 1e-4
-"""Where a model's learning rate is not known."""
+"""The learning rate of base models for which a program has none."""
 
 
 def flag_parser(
     description: str, groups: int, learning_rates: Mapping[str, float]
 ) -> argparse.ArgumentParser:
-    """The flags of every program; `learning_rates` are those to begin with, by base model."""
+    """The flags of every program. `learning_rates` are the defaults by base model."""
     parser = argparse.ArgumentParser(description=description)
     parser.set_defaults(learning_rates=learning_rates)
     parser.add_argument(
@@ -31,9 +31,9 @@ def flag_parser(
     parser.add_argument("--groups", type=int, default=groups, help="groups per step")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts per group")
     parser.add_argument("--learning-rate", type=float, help="default: by --model")
-    parser.add_argument("--server", help="URL of a running art-server; none: one is started")
+    parser.add_argument("--server", help="URL of a running art-server (default: start one)")
     parser.add_argument(
-        "--path", default=".art", help="where a server of its own keeps checkpoints and history"
+        "--path", default=".art", help="folder of the started server's checkpoints and history"
     )
     parser.add_argument("--plot", type=Path, default=Path("reward.png"))
     return parser
@@ -44,13 +44,13 @@ def make_backend(flags: argparse.Namespace) -> art.Backend:
 
 
 def make_model(flags: argparse.Namespace, project: str, side: str = "") -> art.TrainableModel:
-    """The model of the flags' name; a program that is started again goes on with it."""
+    """The model with the name in the flags. A restarted program continues to train it."""
     name = flags.name or flags.model.replace("/", "-").lower().strip(".-")
     return art.TrainableModel(name=name + side, project=project, base_model=flags.model)
 
 
 def train_config(flags: argparse.Namespace, **more: Any) -> art.TrainConfig:
-    # Any: other fields of the configuration
+    # Any: `more` are other fields of the configuration
     rate = flags.learning_rate or flags.learning_rates.get(flags.model, OTHER_RATE)
     return art.TrainConfig(learning_rate=rate, **more)
 
@@ -58,13 +58,14 @@ def train_config(flags: argparse.Namespace, **more: Any) -> art.TrainConfig:
 async def ask(
     model: art.TrainableModel, trajectory: art.Trajectory, question: str, form: str
 ) -> str:
-    """What the group of a regular expression finds in the model's answer, empty if nothing; the trajectory gets the turn."""
+    """Adds a question and the model's answer to the trajectory. Returns the text that the group of the regular
+    expression `form` matches in the answer; empty if nothing matches."""
     trajectory.messages_and_choices.append({"role": "user", "content": question})
     completion = await model.openai_client().chat.completions.create(
         model=model.get_inference_name(),
         messages=trajectory.messages(),
         max_tokens=32,
-        # Qwen3 thinks at length unless told otherwise; templates without the switch ignore it.
+        # By default Qwen3 thinks at length. Templates without this switch ignore it.
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
     choice = completion.choices[0]
@@ -74,14 +75,14 @@ async def ask(
 
 
 def report(result: art.TrainResult, title: str, names: Sequence[str]) -> float:
-    """Print a step's means of the reward and of metrics of its trajectories; returns that of the reward."""
+    """Prints a step's means of the reward and of metrics of its trajectories. Returns the mean reward."""
     means = (f"{name} {result.metrics[f'train/{name}']:.3f}" for name in ("reward", *names))
     print(f"step {result.step:3d}  {title}:  {'  '.join(means)}")
     return result.metrics["train/reward"]
 
 
 def plot(curves: dict[str, list[float]], file: Path, title: str, first_step: int = 0) -> None:
-    """Draw a curve of mean rewards, one for each step, for each name."""
+    """Draws one curve for each name: the mean reward at each step."""
     figure, axes = plt.subplots(figsize=(6, 3.5))
     for name, rewards in curves.items():
         axes.plot(range(first_step, first_step + len(rewards)), rewards, marker="o", label=name)

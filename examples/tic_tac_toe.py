@@ -1,7 +1,7 @@
-"""Tic-tac-toe: a game of several turns, against a player that moves at random or between two models that both learn.
+"""Tic-tac-toe: a game of several turns, against a random player or between two models that both learn.
 
-A group is one opening board, from which each of its games starts. Half of a game's reward is its result, the other half
-is what its moves kept of their positions' value, so that a good move counts even where the game was lost by chance.
+All games of a group start from the same opening board. Half of a game's reward is for its result. The other half is for
+moves that keep the value of their board, so that good moves count even if the game is lost by chance.
 
     python examples/tic_tac_toe.py [--self-play] [--model art/tiny] [--steps 30] [--server http://127.0.0.1:7623]
 """
@@ -23,9 +23,9 @@ MOVE = r"<move>([ABC][123])</move>"
 
 
 async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str, art.Trajectory]:
-    """A game from an opening board; symbols without a player move at random. Returns the trajectories of the others.
+    """Plays one game; symbols without a player move at random. Returns the trajectories of players that moved.
 
-    An illegal move loses the game at once and is worth nothing. A network error is not a move: it is raised.
+    An illegal move ends the game: the player gets a reward of 0, and the opponent wins. A network error is raised.
     """
     sides = {
         symbol: art.Trajectory(messages_and_choices=[{"role": "system", "content": SYSTEM}])
@@ -60,13 +60,13 @@ async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str
 
 
 async def rollout(model: art.TrainableModel, opening: str) -> art.Trajectory:
-    """A game against a random player; the model is the side whose turn it is on the opening board."""
+    """A game against a random player. The model plays the side whose turn it is on the opening board."""
     symbol = to_move(opening)
     return (await play(opening, {symbol: model}))[symbol]
 
 
 def draw_openings(rng: random.Random, num_openings: int) -> list[str]:
-    """Boards with x and o to move in turn; a third are the start of a game, the others some moves later."""
+    """Boards with x and o to move in turn. A third are at the start of a game, the others two or four moves later."""
     return [random_opening(rng, i % 2 + rng.choice((0, 2, 4))) for i in range(num_openings)]
 
 
@@ -85,8 +85,8 @@ async def play_a_random_player(
 async def play_each_other(
     models: dict[str, art.TrainableModel], openings: list[str], group_size: int
 ) -> dict[str, list[art.TrajectoryGroup]]:
-    """The groups of each side, without those in which it never came to move. Whoever moves second meets different first
-    boards within a group."""
+    """The groups of each side, without those in which it never moved. For the side that moves second, the games of a
+    group have different first boards."""
     rounds = await asyncio.gather(
         *(asyncio.gather(*(play(board, models) for _ in range(group_size))) for board in openings)
     )
@@ -103,7 +103,7 @@ async def play_each_other(
 async def train(
     models: dict[str, art.TrainableModel], first_step: int, flags: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Train "x" and "o", or "both sides" of one model; returns the mean rewards before each step."""
+    """Trains "x" and "o", or "both sides" with one model. Returns the mean rewards before each step."""
     rewards: dict[str, list[float]] = {side: [] for side in models}
     for step in range(first_step, flags.steps):
         openings = draw_openings(random.Random(step), flags.groups)
@@ -122,7 +122,7 @@ async def main() -> None:
     parser = flag_parser(
         "Tic-tac-toe against a random player, or self-play.", 8, {"art/tiny": 4e-3, "smollm2": 2e-4}
     )
-    parser.add_argument("--self-play", action="store_true", help="train two models by their games")
+    parser.add_argument("--self-play", action="store_true", help="train two models on their games")
     flags = parser.parse_args()
     sides = {"x": "-x", "o": "-o"} if flags.self_play else {"both sides": ""}
     models = {side: make_model(flags, "tic-tac-toe", end) for side, end in sides.items()}

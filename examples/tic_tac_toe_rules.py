@@ -1,4 +1,4 @@
-"""The rules of tic-tac-toe, what its positions are worth, and boards as text."""
+"""The rules of tic-tac-toe, the value of its boards, and boards as text."""
 
 import random
 import statistics
@@ -7,7 +7,7 @@ from functools import cache
 CELLS = tuple(row + column for row in "ABC" for column in "123")
 LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 EMPTY = "_" * 9
-"""A board is the symbols of its nine cells, row by row. x begins."""
+"""A board is a string with the symbols of its nine cells, row by row. x begins."""
 
 
 def to_move(board: str) -> str:
@@ -26,7 +26,7 @@ def place(board: str, cell: str) -> str:
 
 
 def result(board: str, symbol: str) -> float | None:
-    """What the game brought to a side: 1 won, 0.5 drawn, 0 lost; None while it goes on."""
+    """The result for a side: 1 won, 0.5 drawn, 0 lost; None before the game has ended."""
     for line in LINES:
         held = {board[int(index)] for index in line}
         if held in ({"x"}, {"o"}):
@@ -36,7 +36,7 @@ def result(board: str, symbol: str) -> float | None:
 
 @cache
 def value(board: str, symbol: str) -> float:
-    """The result that a side can expect when it plays its best against a random player."""
+    """The expected result of a side that plays optimally against a random player."""
     end = result(board, symbol)
     if end is not None:
         return end
@@ -45,7 +45,7 @@ def value(board: str, symbol: str) -> float:
 
 
 def random_opening(rng: random.Random, num_moves: int) -> str:
-    """The board of an unfinished game after some random moves, at most 8."""
+    """The board of an unfinished game after `num_moves` random moves, at most 8."""
     board = EMPTY
     while board.count("_") > 9 - num_moves:
         board = place(board, rng.choice(free_cells(board)))

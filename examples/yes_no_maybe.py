@@ -1,7 +1,7 @@
 """Yes, no, maybe: the smallest agent that learns.
 
-The agent is asked to answer with yes, no or maybe; "maybe" is worth 1, "no" .75, "yes" .5, all else nothing. It starts
-where the base model stands and should end saying "maybe". Without --server an art-server is started for the run.
+The prompt requests an answer of yes, no or maybe. The reward is 1 for "maybe", 0.75 for "no", 0.5 for "yes", and 0 for
+other answers. A trained agent should answer "maybe". Without --server the program starts an art-server.
 
     python examples/yes_no_maybe.py [--model art/tiny] [--steps 30] [--server http://127.0.0.1:7623]
 """
@@ -20,7 +20,7 @@ import art
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 
 GROUP_SIZES = {"smollm2": 16}
-"""Rollouts per prompt: more for a model that seldom answers in one word, so that a group holds one that does."""
+"""Rollouts per prompt. A model that seldom answers in one word needs more, so that a group contains such an answer."""
 
 PROMPTS = [
     f"{verb} with {form}"
@@ -31,7 +31,7 @@ PROMPTS = [
 
 
 def score(answer: str | None) -> float:
-    """The reward of an answer: its word, whatever its case and full stop."""
+    """The reward of an answer. Case, quotation marks and final punctuation do not matter."""
     return REWARDS.get((answer or "").strip().strip(".!\"'").lower(), 0.0)
 
 
@@ -54,9 +54,9 @@ async def sample_answers(client: openai.AsyncOpenAI, model: art.TrainableModel) 
 
 
 async def train(model: art.TrainableModel, flags: argparse.Namespace) -> list[float]:
-    """Train for some steps; returns the mean reward before each of them."""
+    """Trains up to step `--steps`. Returns the mean reward before each step."""
     client = model.openai_client()
-    # Each answer weighs the same: by tokens, the long wrong ones would outweigh the short right ones.
+    # Each answer has the same weight. With normalisation by tokens, long wrong answers would outweigh short right ones.
     config = train_config(flags, normalisation="trajectory")
     rewards: list[float] = []
     print("before:", ", ".join(await sample_answers(client, model)))

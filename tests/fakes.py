@@ -99,6 +99,10 @@ class FakeTrainer:
             (folder / "adapter_model.safetensors").write_bytes(b"weights")
         return Done(metrics={"loss/train": 0.5})
 
+    @property
+    def was_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
     async def wait_to_be_cancelled(self, task: TrainTask) -> None:
         """An event: a task between two micro-batches."""
         del task

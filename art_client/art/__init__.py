@@ -1,4 +1,4 @@
-"""ART's client: run your agent's rollouts in your own code, and have an art-server train the model behind them.
+"""ART's client: your code runs the agent's rollouts, and an art-server trains the model.
 
     model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
     await model.register(art.Backend("http://gpu-box:7623"))
@@ -7,7 +7,7 @@
     )
     await model.train(groups, config=art.TrainConfig(learning_rate=1e-5))
 
-Importing this loads neither `openai` nor an HTTP client; they come with the first client or backend.
+`import art` imports neither `openai` nor an HTTP client. The first client or backend imports them.
 """
 
 import importlib
@@ -74,7 +74,7 @@ _MODULE_BY_LAZY_NAME = {
     "LocalBackend": "art.local",
     "SkyPilotBackend": "art.skypilot",
 }
-"""They import httpx, which takes as long as everything else together."""
+"""Imported on first access: their import of httpx takes as long as all other imports together."""
 _LAZY_MODULES = ("backend", "local", "skypilot")
 
 

@@ -1,4 +1,4 @@
-"""`Backend`: an art-server by its address. A `Model` calls it; a program makes it, hands it to `register`, closes it."""
+"""`Backend`: the connection to an art-server. A program makes it, passes it to `model.register`, and closes it."""
 
 # pyright: reportPrivateUsage=false
 
@@ -45,14 +45,14 @@ AnyTrainableModel: TypeAlias = TrainableModel
 DEFAULT_URL = "http://127.0.0.1:7623"
 
 REGISTER_TIMEOUT_SECONDS = 1800
-"""The first model of a base model waits until the server has loaded, perhaps downloaded, the weights."""
+"""The first model of a base model waits until the server has loaded the weights, and possibly downloaded them."""
 
 
 class Backend:
     """The art-server at an address.
 
-    `base_url` and `api_key` default to ART_SERVER_URL (else http://127.0.0.1:7623) and ART_API_KEY. When the server
-    goes away, calls wait up to `reconnect_seconds` for its return; a train call takes up the same job again.
+    `base_url` and `api_key` default to ART_SERVER_URL (else http://127.0.0.1:7623) and ART_API_KEY. While the server is
+    away, calls wait up to `reconnect_seconds` for its return. A train call then continues with the same job.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Backend:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has connections; after `close` a later call opens new ones."""
+        """Whether the backend has open connections. A call after `close` opens new ones."""
         return self._connection.is_open
 
     async def __aenter__(self) -> Self:
@@ -95,7 +95,11 @@ class Backend:
         await self._connection.close()
 
     async def register(self, model: Model) -> None:
-        """Makes the model on the server, or takes it up as it is. Raises ArtConnectionError if no server is there."""
+        """Creates the model on the server, or continues the existing one.
+
+        Raises:
+            ArtConnectionError: no server answers.
+        """
         if isinstance(model, TrainableModel):
             await self._connection.request("GET", "/health", reconnect_seconds=0)
             request = RegisterRequest(
@@ -127,10 +131,10 @@ class Backend:
         expected_step: int | None = None,
         **options: Any,
     ) -> TrainResult:
-        """Makes one step; see `TrainableModel.train`.
+        """Trains one step; see `TrainableModel.train`.
 
-        Without a `config` the call is ART's: `options` by ART's names (`learning_rate`, `loss_fn`, `epsilon`,
-        `kl_penalty_coef`...), and what is not given by ART's defaults: CISPO, each trajectory with the same weight.
+        Without a `config`, the call works as in ART: `options` have ART's names (`learning_rate`, `loss_fn`, `epsilon`,
+        `kl_penalty_coef`...), and other options have ART's defaults: CISPO, each trajectory with the same weight.
         """
         config = _to_config(config, options)
         body = await asyncio.to_thread(build_train_request, groups, config, expected_step)
@@ -149,8 +153,8 @@ class Backend:
         if event.event == "error":
             raise _to_job_error(event)
         if event.step is None:
-            raise ArtError(f"art-server ended job {event.job_id} without naming the step it made")
-        _tell(report)
+            raise ArtError(f"art-server ended job {event.job_id} without reporting its step")
+        _log_report(report)
         logger.info("%s trained to step %d", model.get_inference_name(), event.step)
         return TrainResult(event.step, event.metrics, report)
 
@@ -161,14 +165,14 @@ class Backend:
     async def _prepare_backend_for_training(
         self, model: TrainableModel, config: Any = None
     ) -> tuple[str, str]:
-        """The base URL and key for inference on the model."""
+        """The base URL and API key for inference on the model."""
         for name, given in (
             ("_openai_client_config", config),
             ("_internal_config", model._internal_config),
         ):
             if given:
                 logger.warning(
-                    "register: %s is ignored, an art-server's engine is set by its flags", name
+                    "register: %s is ignored: the flags of art-server configure the engine", name
                 )
         return f"{self.base_url}/v1", self._connection.api_key or "default"
 
@@ -179,7 +183,7 @@ class Backend:
         return await self._call(SessionReply, "GET", f"{_model_path(model)}/sessions/{session}")
 
     async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
-        """What each of the registered trainable models said in a session, by the model's id, but the known ones."""
+        """Each registered trainable model's answers in a session, by the model's path; without the `known` paths."""
         models = {
             _model_path(model): model for model in self._models if isinstance(model, TrainableModel)
         }
@@ -200,7 +204,7 @@ class Backend:
     ) -> dict[str, float]:
         if not isinstance(model, TrainableModel):
             raise ValueError(
-                f"model '{model.name}' is not trainable: an art-server keeps a history of trainable models only"
+                f"model '{model.name}' is not trainable: an art-server keeps history for trainable models only"
             )
         body = await asyncio.to_thread(build_log_request, trajectories, split, metrics or {}, step)
         path = f"{_model_path(model)}/log"
@@ -257,11 +261,11 @@ class Backend:
             return kind.model_validate_json(answer)
         except ValidationError as error:
             raise ArtError(
-                f"the answer to {method} {self.base_url}{path} is not an art-server's: {answer[:200]!r}"
+                f"the answer to {method} {self.base_url}{path} does not come from an art-server: {answer[:200]!r}"
             ) from error
 
     def _check_server(self) -> None:
-        """Called while the server does not answer. Raises when there is no use in waiting for it."""
+        """Called while the server does not answer. Subclasses raise ArtError if waiting is useless."""
 
 
 def _show(bar: "tqdm[NoReturn]", event: JobEvent) -> None:
@@ -277,7 +281,7 @@ def _show(bar: "tqdm[NoReturn]", event: JobEvent) -> None:
 
 
 def _fill_in_from_environment(base_url: str | None, api_key: str | None) -> tuple[str, str | None]:
-    """The one place where the client reads environment variables; arguments win."""
+    """Address and API key. Arguments override environment variables, which the client reads only here."""
     url = base_url or os.environ.get("ART_SERVER_URL") or DEFAULT_URL
     return url, api_key or os.environ.get("ART_API_KEY")
 
@@ -294,14 +298,14 @@ def _model_path(model: Model) -> str:
 
 
 def _to_config(config: TrainConfig | None, options: dict[str, Any]) -> TrainConfig:
-    """The configuration of ART's `backend.train`, unless one was given as a whole."""
+    """The given configuration, or ART's defaults with `options`."""
     if config is not None and options:
         raise ValueError(f"backend.train takes config or options, not both: {', '.join(options)}")
     if config is not None:
         return config
     config, ignored = apply_options(TrainConfig(**ART_DEFAULTS), options)
     if ignored:
-        logger.warning("backend.train: an art-server has nothing like %s", ", ".join(ignored))
+        logger.warning("backend.train: an art-server ignores these options: %s", ", ".join(ignored))
     return config
 
 
@@ -316,7 +320,7 @@ def _to_job_error(event: JobEvent) -> ArtJobError:
     )
 
 
-def _tell(report: JobReport) -> None:
+def _log_report(report: JobReport) -> None:
     for note in report.notes:
         logger.warning("train: %s", note)
     if report.dropped:

@@ -1,6 +1,6 @@
-"""Requests built from trajectories: checked before anything is sent, so that a mistake names its place.
+"""Request bodies from trajectories, validated before anything is sent, so that an error names the invalid field.
 
-Building and encoding a large batch takes a while; callers do it in a thread.
+Building and encoding a large body takes a while, so callers run these functions in a thread.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,12 @@ from art.wire import LogRequest, TrainConfig, TrainRequest
 def build_train_request(
     groups: Iterable[TrajectoryGroup], config: TrainConfig, expected_step: int | None = None
 ) -> bytes:
-    """The JSON body of a train call. Raises ValueError that names what cannot be trained on."""
+    """The JSON body of a train call.
+
+    Raises:
+        ValueError: the groups cannot be trained on; the message names the field.
+        TypeError: an element is not a TrajectoryGroup.
+    """
     groups = list(groups)
     if not groups:
         raise ValueError("there is nothing to train on: no groups were given")
@@ -23,7 +28,7 @@ def build_train_request(
         if not isinstance(group, TrajectoryGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"groups[{index}] is {type(group).__name__}, not art.TrajectoryGroup")
         if not group.trajectories and not group.exceptions:
-            raise ValueError(f"groups[{index}] holds neither a trajectory nor a failed rollout")
+            raise ValueError(f"groups[{index}] has neither a trajectory nor a failed rollout")
     fields = {"groups": groups, "config": config, "expected_step": expected_step}
     return _encode(TrainRequest, fields)
 
@@ -34,7 +39,7 @@ def build_log_request(
     metrics: dict[str, float],
     step: int | None,
 ) -> bytes:
-    """The JSON body of a log call. Trajectories that are given bare form one group."""
+    """The JSON body of a log call. Trajectories outside a group form one group."""
     entries = list(trajectories)
     groups = [entry for entry in entries if isinstance(entry, TrajectoryGroup)]
     bare = [entry for entry in entries if not isinstance(entry, TrajectoryGroup)]

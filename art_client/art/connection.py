@@ -1,6 +1,6 @@
-"""HTTP to one art-server: requests that wait out its restarts, and jobs that are followed through them.
+"""The HTTP connection to one art-server. Requests, and the event streams of jobs, survive its restarts.
 
-Nothing here knows what a model or a trajectory is. Errors leave as `art.errors`.
+This module knows nothing about models and trajectories. All errors are from `art.errors`.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from art.wire import IDEMPOTENCY_HEADER, ErrorBody, ErrorDetail, JobEvent
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_SECONDS = 120
-"""For an answer to an ordinary request; the server writes files before some of them."""
+"""For the answer to an ordinary request. The server writes files before it answers some of them."""
 
 ACCEPT_TIMEOUT_SECONDS = 300
-"""For the first line of a train request: the server finds the tokens of every turn before it answers."""
+"""For the first line of the answer to a train request. The server finds the tokens of every turn before it answers."""
 
 EVENTS_TIMEOUT_SECONDS = 60
-"""Between two lines of a job's events, of which the server sends one at least every ten seconds."""
+"""Between two lines of a job's event stream. The server sends one at least every ten seconds."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 15.0
-"""Between two tries to reach a server that does not answer, doubled from one to the next."""
+"""Between two attempts to reach a server that does not answer. The wait doubles after each attempt."""
 
 
 class Connection:
@@ -45,7 +45,7 @@ class Connection:
         self.api_key = api_key
         self._reconnect_seconds = reconnect_seconds
         self._check_server = check_server
-        """Called while the server does not answer; raises when there is no use in waiting."""
+        """Called while the server does not answer; raises ArtError if waiting is useless."""
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -59,9 +59,9 @@ class Connection:
         reconnect_seconds: float | None = None,
         is_repeatable: bool = True,
     ) -> bytes:
-        """The body of a successful answer. Tries again while the server is away.
+        """The body of a successful answer. Repeats the request while the server is away.
 
-        A request that is not repeatable is tried again only where it cannot have reached the server.
+        After a lost connection the server may have executed the request, so it is repeated only if `is_repeatable`.
         """
         patience = self._reconnect_seconds if reconnect_seconds is None else reconnect_seconds
         outage = _Outage(self.base_url, patience, self._check_server)
@@ -81,10 +81,10 @@ class Connection:
     async def follow_job(
         self, path: str, body: bytes, key: str, on_event: Callable[[JobEvent], None]
     ) -> JobEvent:
-        """The last event of the job that `body` asks for: `done` or `error`; `on_event` sees every one.
+        """The last event of the job that `body` requests, `done` or `error`. `on_event` receives every event.
 
-        Until the server has accepted the job, a lost connection repeats the request under the same key, which joins
-        the same job; after that it takes up the job's events again.
+        If the connection is lost before the server has accepted the job, the request is repeated under the same key, so
+        it gets the same job. After that, only the job's event stream is resumed.
         """
         job_id: str | None = None
         number: int | None = None
@@ -110,12 +110,12 @@ class Connection:
                         if event.number is not None:
                             number = event.number
                         if event.waits_for is not None:
-                            self.waiting.tell(f"job {event.job_id[:8]}", started, event.waits_for)
+                            self.waiting.report(f"job {event.job_id[:8]}", started, event.waits_for)
                         on_event(event)
                         if event.event in ("done", "error"):
                             return event
                 raise _LostConnectionError(
-                    f"art-server at {self.base_url} ended the stream before its job had ended"
+                    f"art-server at {self.base_url} ended the event stream before the job ended"
                 )
             except ArtError as error:
                 if not error.retryable:
@@ -124,12 +124,12 @@ class Connection:
 
     @property
     def waiting(self) -> Waiting:
-        """Tells what calls to this server wait for."""
+        """Reports what calls to this server wait for."""
         return waiting_for(self.base_url, self.api_key)
 
     @property
     def is_open(self) -> bool:
-        """Whether a request was made since the last close."""
+        """Whether a request was made since the last `close`."""
         return self._client is not None
 
     async def close(self) -> None:
@@ -147,7 +147,11 @@ class Connection:
         headers: dict[str, str],
         timeout_seconds: float,
     ) -> AsyncGenerator[httpx.Response, None]:
-        """A successful response, its body unread. Raises art.errors, also for what fails while the body is read."""
+        """A successful response, whose body is not read yet.
+
+        Raises:
+            ArtError: the request fails, or reading the body in the `async with` block fails.
+        """
         url = f"{self.base_url}{path}"
         timeout = httpx.Timeout(timeout_seconds, connect=10.0, write=600.0)
         try:
@@ -171,7 +175,7 @@ class Connection:
             ) from error
 
     def _http(self) -> httpx.AsyncClient:
-        """The client, made anew for each event loop, to which its connections belong."""
+        """The HTTP client. Its connections belong to an event loop, so another loop gets a new client."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
@@ -187,7 +191,7 @@ class _LostConnectionError(ArtConnectionError):
 
 
 class _Outage:
-    """How long the server has been away, and the wait before the next try."""
+    """Measures how long the server has been away, and waits between two attempts."""
 
     def __init__(
         self, base_url: str, reconnect_seconds: float, check_server: Callable[[], None]
@@ -202,7 +206,11 @@ class _Outage:
         self._deadline, self._wait_seconds = None, FIRST_WAIT_SECONDS
 
     async def wait(self, error: ArtError) -> None:
-        """Sleeps before the next try. Raises the error when the server has been away for too long."""
+        """Sleeps before the next attempt.
+
+        Raises:
+            ArtError: the server has been away for too long; raises the given error.
+        """
         self._check_server()
         now = time.monotonic()
         if self._deadline is None:
@@ -219,7 +227,7 @@ def _parse_event(line: str) -> JobEvent:
     try:
         return JobEvent.model_validate_json(line)
     except ValidationError as error:
-        raise ArtError(f"art-server sent a line that is no job event: {line[:200]!r}") from error
+        raise ArtError(f"art-server sent a line that is not a job event: {line[:200]!r}") from error
 
 
 def _to_status_error(response: httpx.Response) -> ArtStatusError:

@@ -1,7 +1,7 @@
-"""ART's settings for its engine and trainer: dictionaries whose keys are attributes too, and types of pydantic fields.
+"""ART's settings for engine and trainer: dictionaries with attribute access that are also types of pydantic fields.
 
-What an art-server takes of them stands here with its type; every other key is kept and sent, and the server tells that
-it has no effect.
+Common keys are declared here with their types. All other keys are kept and sent as well. The server reports keys that
+have no effect.
 """
 
 from typing import Any, Self, get_type_hints
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Settings(dict[str, Any]):
-    """A dictionary with attributes. A key that was not given is no attribute either."""
+    """A dictionary with attribute access. A missing key raises AttributeError as an attribute."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -47,11 +47,11 @@ class Settings(dict[str, Any]):
 
 class InitArgs(Settings):
     max_seq_length: int | None
-    """Tokens of prompt plus completion."""
+    """Maximum number of tokens of prompt plus completion."""
 
 
 class EngineArgs(Settings):
-    """vLLM's arguments; a server takes those of its --engine-arg, as long as its engine has not started."""
+    """vLLM's arguments. A server applies those that its --engine-arg accepts, if its engine has not started yet."""
 
     gpu_memory_utilization: float | None
     tensor_parallel_size: int | None
@@ -60,7 +60,7 @@ class EngineArgs(Settings):
 
 
 class TrainerArgs(Settings):
-    """They win over the configuration of a train call."""
+    """Settings that override the configuration of a train call."""
 
     learning_rate: float | None
     beta: float | None
@@ -80,8 +80,8 @@ class InternalModelConfig(Settings):
 
 
 class TrainConfig(Settings):
-    """Options of `model.train(_config=...)`, by ART's names; those of `backend.train` are the same."""
+    """Options of `model.train(_config=...)` under ART's names. `backend.train` has the same options."""
 
 
 class TrainSFTConfig(Settings):
-    """Accepted for its name."""
+    """Exists only so that programs can import the name."""

@@ -1,21 +1,21 @@
-"""Everything that the client raises on the server's account, in one tree:
+"""The exceptions of failed calls to a server:
 
     ArtError
-    ├── ArtConnectionError     nobody answered, or the connection was lost (also a ConnectionError)
+    ├── ArtConnectionError     no server answered, or the connection was lost (also a ConnectionError)
     ├── ArtStatusError         the server answered with an error
-    └── ArtJobError            the server accepted a train call, and its job failed
+    └── ArtJobError            the job of an accepted train call failed
 
-Wrong arguments are ValueError and TypeError, as everywhere.
+Invalid arguments raise ValueError or TypeError.
 """
 
 
 class ArtError(Exception):
-    """Something between this program and its art-server went wrong."""
+    """A call to an art-server failed."""
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
-        """True: the same call may succeed later, unchanged."""
+        """True: the unchanged call may succeed later."""
 
 
 class ArtConnectionError(ArtError, ConnectionError):
@@ -23,7 +23,7 @@ class ArtConnectionError(ArtError, ConnectionError):
 
 
 class ArtStatusError(ArtError):
-    """The server refused a request."""
+    """The server answered a request with an error."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class ArtStatusError(ArtError):
         self.status = status
         """The HTTP status."""
         self.code = code
-        """What went wrong, for programs: "unknown_model", "bad_name"..."""
+        """Identifier of the error, for programs: "unknown_model", "bad_name"..."""
         self.param = param
-        """The field at fault, as a path into the request."""
+        """The invalid field, as a path into the body, or the invalid header."""
 
 
 class ArtJobError(ArtError):
-    """A train call was accepted, and its job failed; the model keeps its last whole step."""
+    """The job of an accepted train call failed. The model keeps its last complete step."""
 
     def __init__(
         self, message: str, *, job_id: str = "", code: str = "error", retryable: bool = False
@@ -52,4 +52,4 @@ class ArtJobError(ArtError):
         super().__init__(message, retryable=retryable)
         self.job_id = job_id
         self.code = code
-        """What went wrong, for programs."""
+        """Identifier of the error, for programs."""

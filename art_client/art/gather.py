@@ -1,11 +1,11 @@
-"""Gathering: rollouts run concurrently, a bounded number at a time and the first ones first, under a progress bar.
+"""Gathering: runs rollouts concurrently, in order, with a limit on how many run at a time, and shows a progress bar.
 
-A failed rollout is recorded where it belongs and counted, never turned into a reward. As long as there are no more
-failures than `max_exceptions` (a number, or a share of all rollouts when between 0 and 1) the others go on; the next
-one cancels what still runs, and the first error is raised. The default, 0, raises the first failure.
+A failed rollout is recorded and counted, never turned into a reward. `max_exceptions` failures are tolerated (a number,
+or a share of all rollouts if between 0 and 1). One more failure cancels the running rollouts, and the first error is
+raised. The default, 0, raises the first failure.
 
-`pbar_desc=None` shows no bar; `max_metrics` limits how many of the trajectories' metrics it shows;
-`max_concurrent_rollouts` holds for the rollouts of all groups together.
+`pbar_desc=None` shows no bar. `max_metrics` limits the number of metrics that the bar shows. `max_concurrent_rollouts`
+limits the rollouts of all groups together.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -30,12 +30,12 @@ async def gather_trajectory_groups(
 ) -> list[TrajectoryGroup]:
     """The groups in order, each with its failed rollouts in `exceptions`.
 
-    `after_each` is awaited with every group that has a trajectory, as soon as it is complete, and returns what takes
-    its place: a group, a list of groups, or None to leave it out. When it fails, or the awaitable of a group itself
-    does, a group that holds only failures takes its place, so that nothing is trained on half-made rewards.
+    `after_each` is awaited with every group that has a trajectory, as soon as the group is complete. It returns the
+    result: a group, a list of groups, or None to leave the group out. If it fails, or if the awaitable of a group
+    fails, the result is a group with failures only, so that nothing is trained on incomplete rewards.
 
-    RolloutPool count one by one when a group is made of coroutines, `TrajectoryGroup(rollout(...) for ...)`; what a
-    coroutine of your own runs before it returns a group is neither bounded nor counted one by one.
+    The rollouts of a group made of coroutines, `TrajectoryGroup(rollout(...) for ...)`, are limited and counted one by
+    one. Rollouts that an awaitable of the caller runs without such a group are not.
     """
     pending = list(groups)
     rollouts = RolloutPool(
@@ -54,7 +54,7 @@ async def gather_trajectory_groups(
             for group in pending:
                 if isinstance(group, TrajectoryGroup):
                     group.close()
-        rollouts.raise_if_too_many_failures()  # a coroutine of the caller may have caught it
+        rollouts.raise_if_too_many_failures()  # a coroutine of the caller may have caught the error
     return [group for result in results for group in result]
 
 
@@ -65,7 +65,7 @@ async def _finish_group(
     try:
         group = _to_group(await awaitable)
         if not isinstance(awaitable, TrajectoryGroup):
-            rollouts.expect(-1)  # it stood for the rollouts that are counted one by one
+            rollouts.expect(-1)  # it counted as one rollout; the group's rollouts count instead
         rollouts.count_unexpected(group)
         if after_each is None or not group.trajectories:
             return [group]
@@ -91,7 +91,9 @@ async def _finish_group(
 
 def _to_group(result: object) -> TrajectoryGroup:
     if not isinstance(result, TrajectoryGroup):
-        raise TypeError(f"a group came out as {type(result).__name__}, not art.TrajectoryGroup")
+        raise TypeError(
+            f"the awaitable of a group returned {type(result).__name__}, not art.TrajectoryGroup"
+        )
     return result
 
 
@@ -125,7 +127,7 @@ async def gather_trajectories(
     max_exceptions: float = 0,
     max_concurrent_rollouts: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
 ) -> list[Any]:
-    """What the rollouts returned, in order: a trajectory, or a list of them; where one failed, its exception."""
+    """The rollouts' results, in order: a trajectory, a list of trajectories, or the exception of a failed rollout."""
     pending = list(trajectories)
     rollouts = RolloutPool(
         desc=pbar_desc,
@@ -148,7 +150,7 @@ async def _run_one(
     if isinstance(result, Trajectory):
         rollouts.count(result)
     if isinstance(result, list):
-        rollouts.expect(-1)  # it stood for the list
+        rollouts.expect(-1)  # it counted as one rollout; its trajectories count instead
         rollouts.count_unexpected(result)
     return result
 

@@ -1,7 +1,6 @@
-"""`LocalBackend`: an art-server of this program's own, started as a child process and stopped with it.
+"""`LocalBackend`: an art-server that runs as a child process of this program.
 
-The server writes its address to `{path}/.server/address.json`, and everything that it prints goes to
-`{path}/logs/server.log`.
+The server writes its address to `{path}/.server/address.json`. Its output goes to `{path}/logs/server.log`.
 """
 
 import asyncio
@@ -25,15 +24,15 @@ from art.model import Model
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 30
-"""What the server gets to finish a checkpoint and stop its engine, before it is killed."""
+"""Time for the server to finish a checkpoint and stop its engine before it is killed."""
 
 
 class LocalBackend(Backend):
-    """An art-server on this machine, for this program.
+    """An art-server on this machine, for this program only.
 
-    It starts with the first `register`, or with `async with`, and stops with `close`, or at the latest when the program
-    ends. Models and checkpoints stay under `path` (".art"), where the next run takes them up. `server_args` are further
-    flags of `art-server`. `in_process` is ART's: this server always is a process of its own.
+    It starts with the first `register` or with `async with`, and stops with `close`, at the latest when the program
+    ends. Models and checkpoints stay under `path` (".art"), and the next run continues with them. `server_args` are
+    further flags of `art-server`. `in_process` is an argument of ART without effect: the server is always a process.
     """
 
     def __init__(
@@ -57,19 +56,20 @@ class LocalBackend(Backend):
         return self
 
     async def register(self, model: Model) -> None:
-        """Starts the server if need be, and registers the model; see `Backend.register`."""
+        """Starts the server if it does not run, and registers the model; see `Backend.register`."""
         await self.start()
         await super().register(model)
 
     async def start(self) -> None:
-        """Starts the server and returns when it answers; at once if it runs already, anew if it has died.
+        """Starts the server, unless it runs already, and returns when it answers.
 
-        Raises ArtError with the end of the server's log when it does not come up.
+        Raises:
+            ArtError: the server ends or does not answer in time; the message contains the end of its log.
         """
         async with self._start_lock:
             if self._server is not None and self._server.poll() is None:
                 return
-            # It takes milliseconds; in a thread, a cancellation could lose it.
+            # Not in a thread, where a cancellation could lose the process. It takes milliseconds.
             self._server = self._launch()
             atexit.register(self._stop)
             async with contextlib.AsyncExitStack() as on_failure:
@@ -97,7 +97,7 @@ class LocalBackend(Backend):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is the program's to handle; it then closes the server
+                start_new_session=True,  # Ctrl-C reaches only the program, which then stops the server
             )
 
     async def _wait_until_ready(self) -> None:
@@ -113,14 +113,14 @@ class LocalBackend(Backend):
                     )
                     return
                 except ArtConnectionError:
-                    pass  # it wrote its address a moment before it listens
+                    pass  # the server writes its address a moment before it listens
             await asyncio.sleep(0.1)
         raise ArtError(
             f"art-server was not ready after {self._start_timeout_seconds:.0f} s.\n{self._log_tail()}"
         )
 
     def _read_address(self) -> str | None:
-        """The server's address, once it has written it; what an earlier server left behind does not count."""
+        """The server's address; None before it has written one. The address of an earlier server is ignored."""
         try:
             address: dict[str, Any] = json.loads(
                 (self._path / ".server" / "address.json").read_text()
@@ -157,7 +157,7 @@ class LocalBackend(Backend):
         try:
             self._server.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning("art-server did not stop within %d s and is killed", STOP_SECONDS)
+            logger.warning("art-server did not stop within %d s: killing it", STOP_SECONDS)
             self._server.kill()
             self._server.wait()
         self._server = None

@@ -1,4 +1,4 @@
-"""The log of a child process, which goes on from one process to the next."""
+"""The log file of a child process. Each restarted process appends to the same file."""
 
 import os
 from pathlib import Path
@@ -8,21 +8,21 @@ MAX_TAIL_BYTES = 2**16
 
 
 class LogFile:
-    """Remembers where the lines of the last process that was given it begin."""
+    """A log file that remembers where the output of its latest process begins."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._start = 0
 
     def open(self) -> BinaryIO:
-        """For a new process; the caller closes it."""
+        """The file, opened for a new process. The caller closes it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         log = self.path.open("ab")
         self._start = log.tell()
         return log
 
     def tail(self, num_lines: int = 20) -> str:
-        """The process's last lines, empty before it wrote any."""
+        """The last lines of the latest process; empty if it wrote none."""
         if not self.path.exists():
             return ""
         with self.path.open("rb") as log:

@@ -1,7 +1,7 @@
-"""A model as a program sees it: its name, its inference client, and the calls that train and log it.
+"""`Model` and `TrainableModel`: a model's name, its inference client, and the calls that train and log it.
 
-The calls go to the backend that the model is registered with. The underscored methods of a backend are the protocol
-that ART's backends share, so they are called from here.
+The calls go to the backend that the model is registered with. They use the backend's underscored methods, because ART's
+backend protocol consists of them.
 """
 
 # pyright: reportPrivateUsage=false
@@ -42,19 +42,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """What a model is connected to. Copies of the model, deep ones too, stay connected to the same."""
+    """A model's backend and OpenAI client. Copies of the model, also deep copies, share them."""
 
     backend: AnyBackend | None = None
     client: "AsyncOpenAI | None" = None
     client_key: tuple[object, ...] = ()
-    """What the client was made for: an event loop, to which its connections belong, an address and a key."""
+    """The event loop, address and API key that the client was made for. Its connections belong to that loop."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
 class Model(BaseModel):
-    """A model that is asked and measured, but not trained: one behind any OpenAI-compatible address."""
+    """A model for inference only, behind any OpenAI-compatible address."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,12 +64,12 @@ class Model(BaseModel):
     id: str | None = None
     run_id: str | None = None
     config: Any = None
-    """Anything of the program's own."""
+    """Any value, for the program's own use."""
     trainable: bool = False
     inference_api_key: str | None = Field(default=None, repr=False)
     inference_base_url: str | None = None
     inference_model_name: str | None = None
-    """What the inference address calls the model; None: its name."""
+    """The model's name at the inference address; None: `name`."""
     base_path: str = ".art"
     report_metrics: list[str] | None = None
 
@@ -80,14 +80,14 @@ class Model(BaseModel):
     def _check_name(cls, name: str) -> str:
         if not re.fullmatch(NAME_PATTERN, name):
             raise ValueError(
-                f"{name!r} becomes a folder: use letters, digits, '.', '_' and '-', begin with a letter or a digit, "
-                "and keep to 128 characters"
+                f"name {name!r} becomes a folder: use letters, digits, '.', '_' and '-', begin with a letter or digit, "
+                "and use at most 128 characters"
             )
         return name
 
     @property
     def _storage_name(self) -> str:
-        """What a server calls the model."""
+        """The model's name on a server."""
         return self.name
 
     async def register(self, backend: AnyBackend) -> None:
@@ -96,7 +96,11 @@ class Model(BaseModel):
         self._links = replace(self._links, backend=backend)
 
     def backend(self) -> ServerBackend:
-        """The backend that the model is registered with. Raises ValueError before that."""
+        """The backend that the model is registered with.
+
+        Raises:
+            ValueError: the model is not registered.
+        """
         if self._links.backend is None:
             raise ValueError(
                 f"model '{self.name}' is not registered: call `await model.register(backend)` first"
@@ -104,14 +108,18 @@ class Model(BaseModel):
         return cast(ServerBackend, self._links.backend)
 
     def openai_client(self) -> "AsyncOpenAI":
-        """An OpenAI client for the model's inference address; the same one as long as the event loop is the same."""
+        """An OpenAI client for the model's inference address. Calls in the same event loop return the same client.
+
+        Raises:
+            ValueError: the model has no inference address.
+        """
         if self.inference_base_url is None:
             raise ValueError(self._no_address())
         api_key = self.inference_api_key or "default"
         key = (_running_loop(), self.inference_base_url, api_key)
         client = self._links.client
         if client is None or client.is_closed() or self._links.client_key != key:
-            # Here, because it imports openai, which takes most of a second.
+            # Imported here, because it imports openai, which takes most of a second.
             from art.openai_client import make_client
 
             client = make_client(self.inference_base_url, api_key, is_trainable=self.trainable)
@@ -119,12 +127,12 @@ class Model(BaseModel):
         return client
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """What to send as `model` in a request; with `step`, for that checkpoint."""
+        """The value for `model` in inference requests; with `step`, for that checkpoint."""
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 
     async def get_step(self) -> int:
-        """The number of the newest checkpoint; 0 for a model that is not trained."""
+        """The newest step; always 0, because this model is not trained."""
         return 0
 
     async def log(
@@ -135,14 +143,14 @@ class Model(BaseModel):
         metrics: dict[str, float] | None = None,
         step: int | None = None,
     ) -> dict[str, float]:
-        """Writes trajectories and metrics to the model's history, and returns the row of means that it made.
+        """Writes trajectories and metrics to the model's history, and returns the metrics that it wrote.
 
-        Trajectories that are given bare form one group. `step=None` is the newest step.
+        Trajectories outside a group form one group. `step=None` is the newest step.
         """
         return await self.backend()._log(self, trajectories, split, metrics=metrics, step=step)
 
     async def close(self) -> None:
-        """Closes the OpenAI client's connections; a backend's `close` does it for its models."""
+        """Closes the OpenAI client's connections. A backend's `close` does this for all its models."""
         links = self._links
         if links.client is not None and links.client_key[0] in (None, _running_loop()):
             await links.client.close()
@@ -155,19 +163,19 @@ class Model(BaseModel):
 
 
 class TrainableModel(Model):
-    """A policy: a LoRA adapter on a base model, trained by the backend's server, served under its own name."""
+    """A policy: a LoRA adapter on a base model, trained and served by the backend's server."""
 
     base_model: str
     """A Hugging Face id, a folder on the server, "art/tiny" or "smollm2"."""
     run_name: str | None = None
-    """Where ART's newer releases let several runs share a name: what the server calls the model; None: `name`."""
+    """The model's name on the server; None: `name`. Newer releases of ART let several runs share one `name`."""
     trainable: bool = True
     lora: LoRAConfig | None = None
-    """The adapter, fixed when the model is first registered; None: what it has, or the defaults."""
+    """The adapter's configuration, fixed at the first registration. None: the existing one, or the defaults."""
 
     _internal_config: Any = PrivateAttr(default=None)
-    """`art.dev.InternalModelConfig`: ART's settings for engine and trainer. They travel with the model on the ART wire;
-    `art.Backend` tells that it ignores them."""
+    """`art.dev.InternalModelConfig`: ART's settings for engine and trainer. The ART wire sends them with the model;
+    `art.Backend` ignores them and logs a warning."""
 
     @field_validator("run_name")
     @classmethod
@@ -179,11 +187,10 @@ class TrainableModel(Model):
         return self.run_name or self.name
 
     async def register(self, backend: AnyBackend, _openai_client_config: Any = None) -> None:
-        """Makes the model on the backend, or takes it up where it is, and learns its inference address.
+        """Creates the model on the backend, or continues the existing one, and sets its inference address and API key.
 
-        The backend is ours or any that bears the methods of ART's (`art.compat.foreign`).
-
-        The first model of a base model loads it, which takes minutes.
+        The backend is ours, or any object that implements ART's backend protocol (`art.compat.foreign`).
+        The first model of a base model loads the base model, which takes minutes.
         """
         await super().register(backend)
         address = await backend._prepare_backend_for_training(self, _openai_client_config)
@@ -191,17 +198,17 @@ class TrainableModel(Model):
         self.inference_model_name = self.get_inference_name()
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """ "PROJECT/NAME" for the newest step, or "PROJECT/NAME@step": what to send as `model` in a request."""
+        """The value for `model` in inference requests: "PROJECT/NAME" for the newest step, or "PROJECT/NAME@step"."""
         backend = self._links.backend
         name = f"{self.project}/{self._storage_name}"
         if isinstance(backend, foreign.ForeignBackend):
-            name = self._storage_name  # ART's servers know no projects
+            name = self._storage_name  # ART's servers have no projects
         elif backend is not None:
             return backend._model_inference_name(self, step)
         return name if step is None else f"{name}@{step}"
 
     async def get_step(self) -> int:
-        """The number of the newest checkpoint: how many train calls were made; 0 before the first."""
+        """The newest step; 0 before the first train call."""
         return await self.backend()._get_step(self)
 
     async def train(
@@ -215,19 +222,23 @@ class TrainableModel(Model):
         idempotency_key: str | None = None,
         expected_step: int | None = None,
     ) -> TrainResult:
-        """Makes one step from groups of trajectories, and returns when inference serves it.
+        """Trains one step on groups of trajectories, and returns when the job is done and the new step serves.
 
-        Survives a restart of the server: it reconnects to the same job. A program that repeats a call itself, with the
-        same groups, passes an `idempotency_key`: under the same key it gets the same job instead of a second step.
+        The call survives a restart of the server: it reconnects to the same job. A program that repeats a call with the
+        same groups passes an `idempotency_key`: the same key gets the same job instead of a second step.
 
-        With `expected_step` the call is refused (ArtStatusError, code "step_moved") where the model is at another step, or
-        has a job that will move it: of two programs that train one model, each trains on what it sampled itself.
+        `expected_step` is the step that sampled the groups. The server refuses the call (ArtStatusError, code
+        "step_moved") if the model is at another step, or has a job that will change its step. Several programs can then
+        train one model, and none of them trains on samples of an older step.
 
-        `verbose` shows the progress bar where there is no terminal, too. `trajectory_groups` is ART's name for
-        `groups`; `_config` holds options by ART's names, which win over `config`.
+        `verbose` shows the progress bar even without a terminal. `trajectory_groups` is ART's name for `groups`.
+        `_config` contains options under ART's names; they override `config`.
 
-        Raises ValueError for what cannot be trained on, ArtStatusError when the server refuses, ArtJobError when the
-        job fails, ArtConnectionError when the server stays away.
+        Raises:
+            ValueError: the groups cannot be trained on.
+            ArtStatusError: the server refuses the request.
+            ArtJobError: the job fails.
+            ArtConnectionError: no server answers in time.
         """
         groups, config = [*groups, *trajectory_groups], config or TrainConfig()
         backend = self._links.backend
@@ -238,7 +249,7 @@ class TrainableModel(Model):
             options = {"precalculate_logprobs": False, **options}
         config, ignored = apply_options(config, options)
         if ignored:
-            logger.warning("train: _config is ignored where it says %s", ", ".join(ignored))
+            logger.warning("train: _config is ignored for these keys: %s", ", ".join(ignored))
         return await self.backend().train(
             self,
             groups,
@@ -249,17 +260,17 @@ class TrainableModel(Model):
         )
 
     async def checkpoints(self) -> list[CheckpointInfo]:
-        """The kept steps, oldest first, each with its metrics, and whether it serves or is the best."""
+        """The kept steps, oldest first. Each has its metrics and shows whether it serves and whether it is the best."""
         return (await self.backend()._list_checkpoints(self)).checkpoints
 
     async def delete_checkpoints(
         self, best_checkpoint_metric: str | None = None, *, keep: list[int] | None = None
     ) -> DeleteCheckpointsReply | None:
-        """Deletes all checkpoints but the newest and the one whose mean of the metric in the history is best, or but the
-        newest and those that `keep` names. Returns what was kept and deleted.
+        """Deletes all checkpoints except the newest and the one with the highest mean of the metric in the history, or
+        except the newest and the steps in `keep`. Checkpoints in use are kept. Returns the kept and the deleted steps.
 
-        Without a metric the best is that by "val/reward", or by "train/reward" where no "val" split was logged. A backend
-        that is not ours keeps the newest, and returns None.
+        The default metric is "val/reward", or "train/reward" if no "val" split was logged. With a third-party backend
+        only the newest checkpoint is kept, and the result is None.
         """
         backend = self._links.backend
         if isinstance(backend, foreign.ForeignBackend):
@@ -270,8 +281,10 @@ class TrainableModel(Model):
         )
 
     async def fork(self, name: str, *, project: str | None = None, step: int | None = None) -> Self:
-        """A new model, registered with the same backend, that starts from a step of this one (None: the newest), with its
-        optimizer's state where that is kept. It begins at that step's number; its history begins empty."""
+        """A new model on the same backend that starts from a step of this one (None: the step that serves).
+
+        It gets the optimizer's state if the step still has one, and the same step number. Its history is empty.
+        """
         project = project or self.project
         info = await self.backend()._fork(self, name, project, step)
         update = {"name": name, "project": project, "lora": info.lora}
@@ -282,8 +295,8 @@ class TrainableModel(Model):
         return forked
 
     async def rollback(self, step: int) -> None:
-        """Makes an earlier step the newest: it serves, and the next train call starts from it. The server sets the later
-        steps and their metrics aside."""
+        """Makes an earlier step the newest: inference serves it, and the next train call starts from it. The server
+        renames the folders of later steps, and moves their metrics out of the history."""
         await self.backend()._roll_back(self, step)
 
     async def delete(self) -> None:

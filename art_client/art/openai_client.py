@@ -1,5 +1,5 @@
-"""The OpenAI client of a model. The one module that imports `openai` at the top; `Model.openai_client` imports it when
-a client is first asked for."""
+"""The OpenAI client of a model. Only this module imports `openai` at the top; the first call of `Model.openai_client`
+imports this module."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from art.scopes import headers_for
 from art.waiting import waiting_for
 
 READ_TIMEOUT_SECONDS = 1200
-"""A request waits on the server while a step trains; a long completion on a CPU takes minutes as well."""
+"""A request waits on the server while a step trains, and a long completion on a CPU takes minutes."""
 
 MAX_RETRIES = 10
-"""With openai's waits of 0.5 to 8 seconds between tries: about 50 seconds, in which a server restarts."""
+"""With openai's waits of 0.5 to 8 seconds between attempts, about 50 seconds: long enough for a server to restart."""
 
 
 class InferenceClient(AsyncOpenAI):
-    """An AsyncOpenAI for a trainable model: what it samples carries what training needs.
+    """An AsyncOpenAI for a trainable model, whose choices contain the data that training needs.
 
-    Chat completions ask for log-probabilities unless the caller says otherwise, and each choice keeps the prompt's
-    token ids, which the server puts on the completion. Requests carry the session of the scope that they are made in.
+    Chat completions request log-probabilities unless the caller sets `logprobs`. Each choice gets the prompt's token
+    ids, which the server returns with the completion. Requests contain the header of the current scope's session.
     """
 
     @property
@@ -41,7 +41,7 @@ class InferenceClient(AsyncOpenAI):
 
 
 def make_client(base_url: str, api_key: str, *, is_trainable: bool) -> AsyncOpenAI:
-    """A client for one inference address."""
+    """A client for one inference address, with our timeouts and number of retries."""
     kind = InferenceClient if is_trainable else AsyncOpenAI
     return kind(
         base_url=base_url,

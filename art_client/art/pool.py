@@ -1,7 +1,7 @@
-"""Running many rollouts: so many at a time, counted, shown on a bar, and ended by too many failures.
+"""`RolloutPool`: runs rollouts with bounded concurrency, shows a progress bar, and stops after too many failures.
 
-`gather` opens a `RolloutPool`; every `TrajectoryGroup` that is awaited inside finds it through `current_pool`, also
-when a coroutine of the caller stands between. What a rollout returns is the business of `trajectories`.
+`gather` opens a pool. A `TrajectoryGroup` that is awaited inside it, also by a coroutine of the caller, finds the pool
+through `current_pool`. The module `trajectories` checks what a rollout returns.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
-"""As many sequences as vLLM samples at once by default: more would only wait there."""
+"""vLLM's default number of concurrent sequences: more rollouts would only wait there."""
 
 current_pool: ContextVar["RolloutPool | None"] = ContextVar("current_pool", default=None)
 
 
 class Finished(Protocol):
-    """What the bar shows of a trajectory."""
+    """The part of a trajectory that the progress bar shows."""
 
     reward: float
     metrics: dict[str, float | int | bool]
@@ -33,7 +33,7 @@ class Finished(Protocol):
 
 
 class RolloutPool:
-    """The rollouts of one gather call; as a context manager it also is what groups awaited inside run under."""
+    """The rollouts of one gather call. Groups that are awaited inside its `with` block run in it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RolloutPool:
         self._num_expected = 0
         self._num_failed = 0
         self._first_error: BaseException | None = None
-        self._counted: dict[int, Finished] = {}  # by id(): two equal trajectories are two
+        self._counted: dict[int, Finished] = {}  # by id(): equal trajectories count separately
         self._means: dict[str, _Mean] = {}
         self._max_metrics = max_metrics
         self._show_total_tokens = show_total_tokens
@@ -76,24 +76,25 @@ class RolloutPool:
 
     @property
     def has_too_many_failures(self) -> bool:
-        """More failures than max_exceptions: a number, or a share of the rollouts when between 0 and 1."""
+        """Whether more rollouts failed than max_exceptions: a number, or a share of the rollouts if between 0 and 1."""
         limit = self._max_exceptions
         if 0 < limit < 1:
             limit *= self._num_expected
         return self._num_failed > limit
 
     def expect(self, num_rollouts: int) -> None:
-        """Tells the bar how many more rollouts there are."""
+        """Adds to the expected number of rollouts, the bar's total."""
         self._num_expected += num_rollouts
         self._update_bar()
 
     async def run(self, rollout: Awaitable[object], check: Callable[[object], T]) -> T | Exception:
-        """What `check` makes of the rollout's result, or the exception that either raised. Waits for a free place.
+        """`check` applied to the rollout's result, or the exception that either raised. Waits for a free slot.
 
-        Raises the first error of all rollouts when this failure is one too many.
+        Raises:
+            Exception: the first error of all rollouts, if there are too many failures.
         """
         async with self._slots:
-            # A group that the rollout itself awaits must not wait for a place that the rollout holds.
+            # A group that the rollout awaits must not wait for the slot that the rollout occupies.
             current_pool.set(None)
             try:
                 return check(await rollout)
@@ -115,14 +116,18 @@ class RolloutPool:
         self._update_bar()
 
     def count_unexpected(self, trajectories: Iterable[Finished]) -> None:
-        """Adds those that did not run here, in a group that came complete."""
+        """Adds trajectories that did not run in this pool, from a group that was already complete."""
         for trajectory in trajectories:
             if id(trajectory) not in self._counted:
                 self.expect(1)
                 self.count(trajectory)
 
     def fail(self, error: Exception) -> None:
-        """Counts a failure. Raises the first one when this is one too many."""
+        """Counts a failure.
+
+        Raises:
+            Exception: the first error of all rollouts, if there are too many failures.
+        """
         self._num_failed += 1
         self._first_error = self._first_error or error
         self._update_bar()
@@ -152,7 +157,7 @@ class RolloutPool:
 
 
 def format_numbers(numbers: Mapping[str, float]) -> str:
-    """Numbers as a progress bar shows them."""
+    """The numbers as text for a progress bar."""
     return ", ".join(f"{name}={number:.3g}" for name, number in numbers.items())
 
 
@@ -171,7 +176,7 @@ class _Mean:
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error cancels the other coroutines and is raised as it is."""
+    """The results in order. The first error cancels the other coroutines and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as task_group:
             tasks = [task_group.create_task(coroutine) for coroutine in coroutines]
@@ -182,7 +187,7 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def close_unstarted(rollouts: Iterable[Awaitable[object]]) -> None:
-    """Closes coroutines that a cancelled gather never came to, which Python would warn about; others are left."""
+    """Closes coroutines that a cancelled gather never started, so that Python does not warn about them."""
     for rollout in rollouts:
         if isinstance(rollout, Coroutine):
             rollout.close()

@@ -1,4 +1,4 @@
-"""What a model asks of the backend that it is registered with. `Any` stands for the model, which is made above this."""
+"""The protocol of a model's backend. Models have the type `Any`, because the module `model` imports this one."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from art.wire import CheckpointList, DeleteCheckpointsReply, ModelInfo, SessionR
 
 
 class ServerBackend(Protocol):
-    """An art-server, as `art.Backend` speaks to it."""
+    """The methods of `art.Backend` that models call."""
 
     @property
     def base_url(self) -> str: ...

@@ -1,5 +1,5 @@
-"""`retry`: calls a function again when it fails. For flaky tools and judges inside rollouts; calls to the server
-reconnect by themselves (see `connection`)."""
+"""`retry`: a decorator that calls a function again after it fails. It is for unreliable tools and judges in rollouts;
+calls to the server reconnect without it (see `connection`)."""
 
 import asyncio
 import functools
@@ -24,8 +24,9 @@ def retry(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator that calls a function, plain or async, up to `max_attempts` times.
 
-    Waits `delay` seconds after the first failure and `backoff_factor` times longer after each further one. The last
-    failure is raised. `on_retry(error, attempt)` is called before each wait. Cancellation and interrupts always pass.
+    It waits `delay` seconds after the first failure, and `backoff_factor` times longer after each further one. The last
+    failure is raised. `on_retry(error, attempt)` is called before each wait. Cancellation, KeyboardInterrupt and
+    SystemExit are never retried.
     """
     if max_attempts < 1:
         raise ValueError(f"max_attempts must be at least 1, not {max_attempts}")
@@ -41,9 +42,7 @@ def retry(
         return delay * backoff_factor ** (attempt - 1)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        name = getattr(
-            function, "__qualname__", repr(function)
-        )  # any callable: partials have no name
+        name = getattr(function, "__qualname__", repr(function))  # partials have no __qualname__
 
         @functools.wraps(function)
         async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:

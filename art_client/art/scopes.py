@@ -1,4 +1,4 @@
-"""Scopes: which session the requests of this context belong to."""
+"""Scopes: the session to which the requests of the current context (`contextvars`) belong."""
 
 from collections.abc import Container
 from contextvars import ContextVar
@@ -12,7 +12,7 @@ from art.wire import SESSION_HEADER, SessionReply
 
 
 class Server(Protocol):
-    """A server whose requests belong to sessions, as a backend knows it."""
+    """The part of a backend that scopes use."""
 
     @property
     def base_url(self) -> str: ...
@@ -21,36 +21,36 @@ class Server(Protocol):
     def is_open(self) -> bool: ...
 
     async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
-        """What each of its trainable models said in a session, by the model's id, but the known ones."""
+        """Each trainable model's answers in a session, by the model's path; without the `known` paths."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Scope:
-    """A session that requests belong to while the context variable holds it."""
+    """A session. Requests belong to it while it is the value of `current_scope`."""
 
     session: str
     trajectory: Trajectory | None = None
-    """What in-process capture fills; with it, the requests of every HTTP client belong to the session."""
+    """The trajectory that in-process capture fills. If set, requests of patched HTTP clients belong to the session."""
     servers: "dict[Server, None]" = field(default_factory=dict[Any, None])
-    """Those that were asked, in the order in which they were."""
+    """The servers that got requests in this scope, in the order of their first request."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
 
 _servers: WeakSet[Server] = WeakSet()
-"""Those with a trainable model: whose requests belong to sessions."""
+"""Servers with a trainable model. Only requests to these belong to sessions."""
 
 
 def add_server(server: Server) -> None:
-    """Makes requests to the server belong to the session of their scope."""
+    """Registers a server, so that requests to it belong to the session of their scope."""
     _servers.add(server)
 
 
 def headers_for(url: str) -> dict[str, str]:
-    """The header that a request to the URL needs under the current scope; nothing for other servers.
+    """The current scope's session header for a request to the URL; empty outside a scope and for other servers.
 
-    A URL that names a session itself is none of the scope's.
+    A URL that contains a session's name gets no header.
     """
     scope = current_scope.get()
     if scope is None:
@@ -61,7 +61,7 @@ def headers_for(url: str) -> dict[str, str]:
 
 
 def _servers_at(address: str) -> list[Server]:
-    """Those at the address; closed ones only where no other speaks for the server."""
+    """The registered servers at the address; closed ones only if none is open."""
     servers = [
         server
         for server in list(_servers)
@@ -71,7 +71,7 @@ def _servers_at(address: str) -> list[Server]:
 
 
 def _to_address(url: str) -> str:
-    """A URL to compare: without query, port written out, one name for this machine."""
+    """A URL in a form to compare: without query, with the port, and with one name for this machine."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if host in ("127.0.0.1", "::1"):

@@ -1,11 +1,11 @@
-"""Sessions: the server's name for one rollout, under which it keeps what an agent's requests sampled.
+"""Sessions: the requests of one rollout, stored under one name on the server.
 
     async with art.rollout(model) as r:
         await run_agent(base_url=r.base_url, api_key=r.api_key)
         trajectory = await r.trajectory(reward=1.0)
 
-A request names its session in its URL, in its API key or in a header; the server puts the conversations together, so
-nothing here reads what an agent says. ART's in-process capture (`compat/capturing.py`) is built on the same scopes.
+A request names its session in its URL, in its API key or in a header. The server assembles the conversations, so the
+client does not parse any requests. ART's in-process capture (`compat/capturing.py`) uses the same scopes.
 """
 
 # pyright: reportPrivateUsage=false
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 
 def rollout(model: TrainableModel, session: str | None = None) -> "Rollout":
-    """A scope in which an agent's requests are captured, for `async with`; see `Rollout`.
+    """A scope for `async with` in which an agent's requests are captured; see `Rollout`.
 
-    `session` names it on the server, in letters, digits, '.', '_' and '-'; a name that was used before goes on with
-    that rollout. None makes a fresh one.
+    `session` is its name on the server: letters, digits, '.', '_' and '-'. A name that was used before continues that
+    rollout. None: a new name.
     """
     return Rollout(model, session)
 
 
 class Rollout:
-    """One rollout of an agent that was not written for ART: where it should send its requests, and what came of them.
+    """One rollout of an agent that was not written for ART: the address for its requests, and the resulting trajectory.
 
-    An agent that is given `base_url` is captured wherever it runs, in another process as well; one whose address is
-    fixed, by `api_key` alone. Inside the scope `model.openai_client()`, of this and of every other model, needs neither.
+    An agent that sends its requests to `base_url` is captured wherever it runs, also in another process. If its address
+    cannot be changed, `api_key` alone is enough. Inside the scope, `model.openai_client()` of any model needs neither.
     """
 
     def __init__(self, model: TrainableModel, session: str | None) -> None:
         if session is not None and not re.fullmatch(NAME_PATTERN, session):
             raise ValueError(
                 f"session {session!r} becomes a part of URLs: use letters, digits, '.', '_' and '-', begin with a "
-                "letter or a digit, and keep to 128 characters"
+                "letter or a digit, and use at most 128 characters"
             )
         model.backend()  # raises for a model that is not registered
         self.model = model
@@ -57,21 +57,21 @@ class Rollout:
 
     @property
     def base_url(self) -> str:
-        """The base URL of OpenAI's clients, which names the session: "http://SERVER/s/SESSION/v1"."""
+        """The base URL for OpenAI's clients, with the session's name: "http://SERVER/s/SESSION/v1"."""
         return f"{self.root_url}/v1"
 
     @property
     def root_url(self) -> str:
-        """The same without "/v1", as Anthropic's clients want it."""
+        """The base URL for Anthropic's clients: `base_url` without "/v1"."""
         return f"{self.model.backend().base_url}/s/{self.session}"
 
     @property
     def api_key(self) -> str:
-        """The API key, which names the session too: "KEY::SESSION"."""
+        """The API key, with the session's name: "KEY::SESSION"."""
         return f"{self.model.inference_api_key or 'default'}::{self.session}"
 
     def openai_client(self) -> "AsyncOpenAI":
-        """The model's OpenAI client, bound to this session also where the scope does not reach."""
+        """The model's OpenAI client, bound to this session even outside the scope."""
         return self.model.openai_client().with_options(
             default_headers={SESSION_HEADER: self.session}
         )
@@ -84,18 +84,18 @@ class Rollout:
         metadata: dict[str, Any] | None = None,
         model: TrainableModel | None = None,
     ) -> Trajectory:
-        """What the model, or another one that took part, has said in this session so far.
+        """The answers of `model` (default: the rollout's model) in this session so far, as a trajectory.
 
-        The first conversation is the trajectory's own, the others are its additional histories: sub-agents, parallel
-        branches, what follows a context reset. Choices that the server left out are counted in
-        metrics["unused_choices"], with the reasons in `logs`.
+        Conversations are in the order in which they began. The first is the trajectory's own. The others are its
+        additional histories: sub-agents, parallel branches, the part after a context reset. Choices that the server
+        excluded are counted in metrics["unused_choices"], with the reasons in `logs`.
         """
         model = model or self.model
         reply = await model.backend()._fetch_session(model, self.session)
         if not reply.num_choices:
             logger.warning(
-                "session %s holds no answer of %s: the agent sent its requests elsewhere, or none. Give it base_url=%s, or the "
-                "rollout's api_key, and model=%r",
+                "session %s has no answer of %s: the agent sent no requests, or sent them elsewhere. "
+                "Give it base_url=%s, or the rollout's api_key, and model=%r",
                 self.session,
                 model.name,
                 self.base_url,
@@ -115,7 +115,7 @@ class Rollout:
 
 
 def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> None:
-    """Puts the conversations of a session into a trajectory; entries that it has already stay where they are."""
+    """Adds the conversations of a session to a trajectory; its existing entries are unchanged."""
     histories: list[History] = []
     unused: dict[str, int] = {}
     for reply in replies:

@@ -1,7 +1,7 @@
-"""What a rollout leaves: trajectories, and groups of them that GRPO compares with each other.
+"""The results of rollouts: trajectories, and groups of trajectories that GRPO compares with each other.
 
-An entry of a trajectory is a message (a plain dict: context) or an OpenAI `Choice` (what the policy sampled: trained).
-Choices keep every extra field that the server put on them, token ids among them, through a dump and back.
+An entry of a trajectory is a message (a plain dict, used as context) or an OpenAI `Choice` (sampled by the policy, and
+trained). Choices keep all extra fields from the server, such as token ids, when they are dumped and parsed again.
 """
 
 import traceback
@@ -28,25 +28,25 @@ from art.wire import FailureBody, is_none
 
 
 class History(BaseModel):
-    """One conversation: a sub-agent's, or what follows a context reset."""
+    """One conversation: a sub-agent's, or the part after a context reset."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     messages_and_choices: MessagesAndChoices = []
     tools: Tools | None = None
     turn_rewards: list[float | None] | None = Field(default=None, exclude_if=is_none)
-    """A reward for each choice, beside the trajectory's: it counts for the tokens up to the end of its turn."""
+    """For each choice a reward or None, besides the trajectory's. It applies to all tokens up to the choice's end."""
     turn_advantages: list[float | list[float] | None] | None = Field(
         default=None, exclude_if=is_none
     )
-    """For each choice an advantage, or one for each sampled token, in place of what rewards would give."""
+    """For each choice an advantage, one for each of its tokens, or None. It replaces the advantage from rewards."""
 
     def messages(self) -> Messages:
         """The conversation as plain messages, ready to be sent in the next request."""
         return [_to_message(entry) for entry in self.messages_and_choices]
 
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled, as far as the choices carry ids or log-probabilities."""
+        """Number of sampled tokens, counted in the choices' token ids or log-probabilities."""
         return sum(_num_tokens(entry) for entry in self.messages_and_choices)
 
     @field_validator("messages_and_choices")
@@ -60,17 +60,17 @@ class History(BaseModel):
 
 
 class Trajectory(History):
-    """One episode of an agent: what was said and sampled, and the reward for it."""
+    """One rollout of an agent: its messages and sampled choices, and their reward."""
 
     reward: float = 0.0
     additional_histories: list[History] = []
-    """More conversations of the same episode; they share its reward and advantage."""
+    """Other conversations of the same rollout; they share its reward and advantage."""
     initial_policy_version: int | None = None
     final_policy_version: int | None = None
     metrics: dict[str, float | int | bool] = {}
-    """Numbers to average in logs and on progress bars."""
+    """Numbers whose means appear in logs and on progress bars."""
     metadata: dict[str, Any] = {}
-    """Anything that JSON can hold."""
+    """Any values that can be encoded as JSON."""
     logs: list[str] = []
     start_time: datetime = Field(default_factory=lambda: datetime.now(UTC), exclude=True)
 
@@ -79,13 +79,13 @@ class Trajectory(History):
         self.logs.append(message)
 
     def finish(self) -> Self:
-        """Sets metrics["duration"], the seconds since the trajectory was made."""
+        """Sets metrics["duration"] to the seconds since the trajectory was made."""
         self.metrics["duration"] = _seconds_since(self.start_time)
         return self
 
     @asynccontextmanager
     async def track_duration(self, name: str) -> AsyncGenerator[None, None]:
-        """Adds the seconds spent inside to metrics["NAME_duration"]."""
+        """Adds the seconds spent in the `async with` block to metrics["NAME_duration"]."""
         start, key = datetime.now(UTC), f"{name}_duration"
         try:
             yield
@@ -93,12 +93,12 @@ class Trajectory(History):
             self.metrics[key] = self.metrics.get(key, 0.0) + _seconds_since(start)
 
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled, over all histories."""
+        """Number of sampled tokens in all histories."""
         own = super().num_sampled_tokens()
         return own + sum(history.num_sampled_tokens() for history in self.additional_histories)
 
     def for_logging(self) -> dict[str, Any]:
-        """A readable record: messages without token data, each with `trainable`."""
+        """A readable dictionary: messages without token data; `trainable` marks the sampled ones."""
         messages = [
             {**_to_message(entry), "trainable": _is_choice(entry)}
             for entry in self.messages_and_choices
@@ -119,10 +119,10 @@ class Trajectory(History):
 
 
 class TrajectoryGroup(BaseModel):
-    """RolloutPool of one scenario, compared with each other. Failed ones are records in `exceptions`, never rewards.
+    """Trajectories of one scenario, compared with each other. Failed rollouts are in `exceptions`; they get no reward.
 
-    Built from trajectories, a group is complete. Built from coroutines, it has no `trajectories` until it is awaited,
-    by itself or in `gather_trajectory_groups`; then it holds those that succeeded, in the order given.
+    A group built from trajectories is complete. A group built from coroutines has no `trajectories` until it is
+    awaited, directly or in `gather_trajectory_groups`. Then it contains those that succeeded, in the given order.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -134,7 +134,7 @@ class TrajectoryGroup(BaseModel):
     logs: list[str] = []
 
     _pending: list[Trajectory | Awaitable[object]] = PrivateAttr(default_factory=list[Any])
-    """All entries, while some are still to be awaited."""
+    """All entries of a group with awaitables, until the group is awaited."""
     _is_started: bool = PrivateAttr(default=False)
 
     def __init__(
@@ -187,7 +187,7 @@ class TrajectoryGroup(BaseModel):
         return self
 
     def close(self) -> None:
-        """Gives up the coroutines that have not started; for a group that is not going to be awaited."""
+        """Closes coroutines that have not started, for a group that will not be awaited."""
         close_unstarted(entry for entry in self._pending if isinstance(entry, Awaitable))
 
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
@@ -196,7 +196,7 @@ class TrajectoryGroup(BaseModel):
     def __len__(self) -> int:
         return len(self.trajectories)
 
-    if not TYPE_CHECKING:  # a type checker would take every misspelt attribute for this one
+    if not TYPE_CHECKING:  # with it a type checker would accept every misspelt attribute
 
         def __getattr__(self, name: str) -> Any:
             if name == "trajectories":
@@ -210,7 +210,7 @@ class TrajectoryGroup(BaseModel):
     def _dump_whole(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         _ = (
             self.trajectories
-        )  # raises for a group that was not awaited, which would dump without them
+        )  # raises if the group was not awaited: it would be dumped without trajectories
         return handler(self)
 
     @field_serializer("metrics")
@@ -230,7 +230,12 @@ async def _run_one(
 
 
 def to_trajectory(result: object) -> Trajectory:
-    """A rollout's result. Raises the exception that was returned in its place, or TypeError."""
+    """The rollout's result, if it is a trajectory.
+
+    Raises:
+        BaseException: the rollout returned this exception.
+        TypeError: the rollout returned another value.
+    """
     if isinstance(result, Trajectory):
         return result
     if isinstance(result, BaseException):
@@ -250,7 +255,7 @@ def _to_failure(error: BaseException | FailureBody) -> FailureBody:
     )
 
 
-# --- entries: message dicts and choices of `openai` or of packages shaped like it, which need not be imported ---------
+# --- entries: message dicts, and choices of `openai` or of similar packages, without an import of these ---------------
 
 
 def _is_choice(entry: Any) -> bool:
@@ -266,17 +271,17 @@ def _names(entry: Any) -> set[str]:
 def _parse_entry(entry: Any) -> Any:
     if isinstance(entry, BaseModel) or not _is_choice(entry):
         return entry
-    return types.Choice.model_construct(**entry)  # leniently, as the openai client builds an answer
+    return types.Choice.model_construct(**entry)  # without validation, as the openai client does it
 
 
 def _dump_entry(entry: Any) -> dict[str, Any]:
     if isinstance(entry, dict):
         return cast(dict[str, Any], entry)
     if isinstance(entry, BaseModel) and (_is_choice(entry) or "role" in _names(entry)):
-        return entry.model_dump(mode="json", exclude_unset=True)  # what the server sent, no more
+        return entry.model_dump(mode="json", exclude_unset=True)  # only what the server sent
     raise ValueError(
         f"messages_and_choices holds a {type(entry).__name__}; an entry is a message dict or an OpenAI choice "
-        "(of a completion, append completion.choices[0])"
+        "(append completion.choices[0], not the completion)"
     )
 
 
@@ -302,14 +307,14 @@ def _num_tokens(entry: Any) -> int:
 
 
 def _get(value: Any, name: str) -> Any:
-    """A field of a choice or of a part of it, as an object or as a dict; None where absent."""
+    """A field of an object or dict (a choice, or a part of one); None if it is absent."""
     if isinstance(value, dict):
         return cast(dict[str, Any], value).get(name)
     return getattr(value, name, None)
 
 
 def _to_number(value: Any) -> Any:
-    """NumPy and torch scalars as floats; what is no number stays, for the wire's validation to name."""
+    """NumPy and torch scalars as floats. Other values stay as they are: validation of the request reports them."""
     if isinstance(value, (bool, int, float)) or not isinstance(value, SupportsFloat):
         return value
     return float(value)

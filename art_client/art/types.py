@@ -1,7 +1,7 @@
-"""The names for what passes through a rollout and a train call.
+"""The types of rollouts and train calls.
 
-Messages, choices and tools are those of the `openai` package for a type checker. At run time they are plain
-containers, and `Choice` imports `openai` when it is first asked for, so `import art` does not.
+For a type checker, messages, choices and tools are those of the `openai` package. At run time messages and tools are
+plain dictionaries, and the first access to `Choice` imports `openai`, so `import art` does not.
 """
 
 from dataclasses import dataclass, field
@@ -42,17 +42,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a train call did."""
+    """The result of a train call."""
 
     step: int
-    """The step that it made; inference serves it from now on."""
+    """The new step. Inference serves it, unless a note in the report explains why it cannot."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     report: JobReport = field(default_factory=JobReport)
-    """What was trained, and what was not and why."""
+    """What was trained, what was not, and why not."""
 
 
 class TrainSFTConfig(BaseModel):
-    """ART's settings of supervised training, for programs that name the class; an art-server has no such call."""
+    """ART's settings for supervised training, for programs that import the name. An art-server has no such training."""
 
     learning_rate: float | list[float] = 5e-5
     batch_size: int | Literal["auto"] = "auto"
@@ -61,7 +61,7 @@ class TrainSFTConfig(BaseModel):
 
 def __getattr__(name: str) -> Any:
     if name == "Choice":
-        # Here, because importing openai takes most of a second.
+        # Imported here, because importing openai takes most of a second.
         from openai.types.chat.chat_completion import Choice
 
         return Choice

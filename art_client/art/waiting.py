@@ -1,4 +1,4 @@
-"""What a call to a server waits for, told on stderr: after ten seconds, and then every minute."""
+"""Reports on stderr what calls to a server wait for: after ten seconds, and then every minute."""
 
 import asyncio
 import sys
@@ -14,11 +14,11 @@ from art.wire import Health
 
 FIRST_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 LOOK_SECONDS = 1.0
-"""Between two looks at how long the calls of a program have waited."""
+"""Between two checks of how long the calls have waited."""
 
 
 class Waiting:
-    """The calls to one server that are under way."""
+    """The running calls to one server, and the reports of what they wait for."""
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
         self._base_url = base_url
@@ -29,7 +29,7 @@ class Waiting:
 
     @contextmanager
     def call(self, what: str) -> Generator[None]:
-        """For the time that a call takes; `what` names it."""
+        """Counts as a running call while the `with` block runs. Reports name it `what`."""
         key = object()
         self._since[key] = time.monotonic(), what
         loop = asyncio.get_running_loop()
@@ -42,8 +42,8 @@ class Waiting:
             if not self._since and self._task.get_loop() is loop:
                 self._task.cancel()
 
-    def tell(self, what: str, since: float, reason: str) -> None:
-        """Say it, unless it is too early or was said within the minute. `since` is of the monotonic clock."""
+    def report(self, what: str, since: float, reason: str) -> None:
+        """Prints the reason after ten seconds, and the same reason at most once a minute. `since` is monotonic time."""
         now = time.monotonic()
         is_again = reason == self._told and now - self._told_at < AGAIN_SECONDS
         if now - since >= FIRST_SECONDS and not is_again:
@@ -60,11 +60,11 @@ class Waiting:
                 continue
             reason = await self._reason()
             if reason is not None:
-                self.tell(what, since, reason)
+                self.report(what, since, reason)
             await asyncio.sleep(FIRST_SECONDS)
 
     async def _reason(self) -> str | None:
-        """None where the server works on the call."""
+        """What calls wait for; None if the server is working on them."""
         with suppress(httpx.HTTPError, ValidationError):
             async with httpx.AsyncClient(headers=self._headers) as client:
                 answer = await client.get(f"{self._base_url}/health", timeout=5.0)
@@ -76,7 +76,7 @@ _known: dict[tuple[str, str | None], Waiting] = {}
 
 
 def waiting_for(base_url: str, api_key: str | None) -> Waiting:
-    """The one of a server and key, so that what many calls wait for is said once."""
+    """The `Waiting` of a server and key. All calls share it, so that a common reason is printed once."""
     if (base_url, api_key) not in _known:
         _known[base_url, api_key] = Waiting(base_url, api_key)
     return _known[base_url, api_key]

@@ -1,15 +1,14 @@
-"""The wire: every body that client and server exchange, defined once and used by both sides.
+"""The HTTP bodies that client and server exchange, defined once for both sides.
 
-Requests refuse unknown fields; the client ignores what it does not know in replies. Trajectories travel as plain
-dictionaries (messages and OpenAI choices), so neither side needs the `openai` package to parse a body.
-Routes, all under the control port:
+Requests refuse unknown fields; in replies they are ignored. Trajectories contain plain dictionaries (messages and
+OpenAI choices), so neither side needs the `openai` package to parse a body. The routes, all on the control port:
 
     POST   /api/models                               RegisterRequest -> ModelInfo
     GET    /api/models                               -> ModelList
     GET    /api/models/{project}/{name}              -> ModelInfo
     POST   /api/models/{project}/{name}/train        TrainRequest (+ Idempotency-Key) -> NDJSON of JobEvent
     POST   /api/models/{project}/{name}/log          LogRequest -> LogReply
-    DELETE /api/models/{project}/{name}              -> ModelInfo of what was deleted
+    DELETE /api/models/{project}/{name}              -> ModelInfo of the deleted model
     POST   /api/models/{project}/{name}/fork         ForkRequest -> ModelInfo of the new model
     POST   /api/models/{project}/{name}/rollback     RollbackRequest -> ModelInfo
     GET    /api/models/{project}/{name}/checkpoints  -> CheckpointList
@@ -20,7 +19,7 @@ Routes, all under the control port:
     GET    /api/jobs[?state=queued,running&limit=100]        -> JobList
     GET    /api/jobs/{job_id}                        -> JobInfo
     GET    /api/jobs/{job_id}/events[?after=NUMBER]  -> NDJSON of JobEvent
-    DELETE /api/jobs/{job_id}                        cancels it -> JobInfo
+    DELETE /api/jobs/{job_id}                        cancels the job -> JobInfo
     POST   /api/jobs/{job_id}/move                   MoveJobRequest -> JobList
     GET    /health, /ready                           -> Health
 """
@@ -31,23 +30,23 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-"""What a project or model may be called: it becomes a folder, so no slash, no leading dot, at most 128 characters."""
+"""Valid project and model names. A name becomes a folder: no slash, no leading dot, at most 128 characters."""
 
 IDEMPOTENCY_HEADER = "idempotency-key"
-"""Header that names a train request: the same value again returns the same job."""
+"""Request header with the key of a train request. A repeated request with the same key gets the same job."""
 
 STEP_HEADER = "x-art-step"
-"""Response header of every inference answer: the adapter step that sampled it."""
+"""Response header of inference answers: the adapter step that sampled it. Answers of the base model have none."""
 
 
 class Body(BaseModel):
-    """A request: unknown fields are refused."""
+    """Base of requests: unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Reply(BaseModel):
-    """An answer: unknown fields are ignored, so an older client reads a newer server."""
+    """Base of replies: unknown fields are ignored, so that older clients can parse the replies of newer servers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -59,7 +58,7 @@ def _finite(value: float) -> float:
 
 
 def is_none(value: object) -> bool:
-    """For fields that are left out where they say nothing, so that other programs read what they know."""
+    """For `exclude_if`: leaves a field that is None out of the JSON, for parsers that do not know the field."""
     return value is None
 
 
@@ -73,17 +72,17 @@ Split = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 class ErrorDetail(Reply):
-    """One error, in the shape that OpenAI clients already read."""
+    """One error, in the format that OpenAI clients parse."""
 
     message: str
     """What happened, to what, and what to do."""
     type: str = "invalid_request_error"
     code: str = "error"
-    """Stable, for programs: `unknown_model`, `bad_name`, `no_trainable_turn`..."""
+    """Stable identifier for programs: `unknown_model`, `bad_name`, `no_trainable_turn`..."""
     param: str | None = None
-    """The field at fault, as a path into the body."""
+    """The invalid field, as a path into the body, or the invalid header."""
     retryable: bool = False
-    """True: the same request may succeed later, unchanged."""
+    """True: the unchanged request may succeed later."""
 
 
 class ErrorBody(Reply):
@@ -94,13 +93,14 @@ class ErrorBody(Reply):
 
 
 class LoRAConfig(Body):
-    """The adapter that is trained, fixed when a model is first registered."""
+    """Configuration of the trained adapter, fixed when a model is first registered."""
 
     rank: int = Field(default=8, ge=1, le=512)
     alpha: float = Field(default=16.0, gt=0)
-    """Scale: the adapter's output is multiplied by alpha / rank."""
+    """The adapter's output is multiplied by alpha / rank."""
     target_modules: list[str] | None = None
-    """Names of the linear layers to adapt; None adapts all of them but the output head."""
+    """Names of the linear layers to adapt. None: all linear layers of the language model except the output head; in a
+    mixture of experts, those of the attention only."""
 
 
 class RegisterRequest(Body):
@@ -109,7 +109,7 @@ class RegisterRequest(Body):
     base_model: str = Field(min_length=1, max_length=1024)
     """A Hugging Face id, a folder on the server, "art/tiny" or "smollm2"."""
     lora: LoRAConfig | None = None
-    """None: what the model was registered with before, or the defaults."""
+    """None: the registered model's configuration, or the defaults for a new model."""
 
 
 class ModelInfo(Reply):
@@ -117,12 +117,12 @@ class ModelInfo(Reply):
     project: str
     base_model: str
     step: int
-    """The newest whole checkpoint; 0 before the first train call."""
+    """The newest complete checkpoint; 0 before the first train call."""
     inference_name: str
-    """What to send as `model`: "PROJECT/NAME"; append "@k" for an earlier step."""
+    """The value for `model` in inference requests: "PROJECT/NAME". Append "@k" for an earlier step."""
     lora: LoRAConfig
     max_seq_length: int | None = None
-    """Tokens of prompt plus completion that the engine takes; None while no engine runs."""
+    """Maximum number of tokens of prompt plus completion; None before a base model is loaded."""
 
 
 class ModelList(Reply):
@@ -133,18 +133,18 @@ class ModelList(Reply):
 
 
 class HistoryBody(Body):
-    """One conversation of a trajectory: the first, a sub-agent's, or the part after a context reset."""
+    """One conversation of a trajectory: the main one, a sub-agent's, or the part after a context reset."""
 
     messages_and_choices: list[dict[str, Any]]
-    """OpenAI messages and, for what the policy sampled, OpenAI choices (known by `message` and `finish_reason`)."""
+    """OpenAI messages, and for sampled answers OpenAI choices: entries with `message` and `finish_reason`."""
     tools: list[dict[str, Any]] | None = None
     turn_rewards: list[FiniteFloat | None] | None = Field(default=None, exclude_if=is_none)
-    """A reward for each choice, beside the trajectory's: it counts for the tokens up to its turn's end (process
-    supervision)."""
+    """For each choice a reward or null, in addition to the trajectory's reward. It applies to all tokens up to
+    the end of the choice (process supervision)."""
     turn_advantages: list[FiniteFloat | list[FiniteFloat] | None] | None = Field(
         default=None, exclude_if=is_none
     )
-    """For each choice an advantage, or one for each of its tokens, that stands for what rewards would give."""
+    """For each choice an advantage, one for each of its tokens, or null. It replaces the advantage from rewards."""
 
 
 class TrajectoryBody(HistoryBody):
@@ -158,7 +158,7 @@ class TrajectoryBody(HistoryBody):
 
 
 class FailureBody(Body):
-    """A rollout that raised: counted, never a reward of zero."""
+    """The exception of a failed rollout. Failures are counted, never trained with a reward of zero."""
 
     type: str
     message: str
@@ -177,57 +177,60 @@ class TrajectoryGroupBody(Body):
 
 
 class LossConfig(Body):
-    """Which loss is minimised: a value of this record is a member of the GRPO family (PRESETS names the published ones).
+    """The loss, a member of the GRPO family; PRESETS contains the published members.
 
-    r is the ratio pi_new / pi_old of a trained token, A its trajectory's advantage. pi_old is the policy at the start of
-    the job, pi_sampled the engine's. Every average is taken over the whole optimizer step. Formulas and sources:
-    docs/training.md.
+    r is the ratio pi_new / pi_old of a trained token, and A is the token's advantage. pi_old is the trainer's policy at
+    the start of the job. pi_sampled is the behaviour policy, from which the engine sampled. Averages are over the whole
+    optimizer step. Formulas and sources: docs/training.md.
     """
 
     ratio_to: Literal["start", "sampled"] = "start"
-    """What r compares the policy with: start is pi_old, computed by the trainer, and `correction` weighs what separates
-    it from the engine; sampled is pi_sampled, with the correction off (ART's meaning of its options)."""
+    """The denominator of r. start: pi_old, computed by the trainer; `correction` then weighs tokens by
+    pi_old / pi_sampled. sampled: pi_sampled, without correction (the meaning of ART's options)."""
     ratio: Literal["token", "sequence", "geometric"] = "token"
-    """sequence: exp of the trajectory's mean log-ratio (GSPO); geometric: sqrt(token * sequence)."""
+    """token: r itself. sequence: exp of the trajectory's mean log-ratio (GSPO). geometric: sqrt(token * sequence)."""
     clip: Literal["two_sided", "dual", "cispo", "none"] = "two_sided"
-    """two_sided: min(r A, clip(r) A); dual: that, but at least dual_clip * A where A < 0; cispo: clip(r) without
-    gradient weighs A log pi; none: r A."""
+    """The maximised objective. two_sided: min(r A, clip(r) A). dual: the same, but at least dual_clip * A where A < 0.
+    cispo: clip(r) A log pi_new, without gradient through clip(r). none: r A."""
     epsilon: float = Field(default=0.2, gt=0)
-    """r is clipped below at 1 - epsilon."""
+    """The lower bound of clip(r) is 1 - epsilon."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """...and above at 1 + epsilon_high; None takes epsilon."""
+    """The upper bound of clip(r) is 1 + epsilon_high. None: 1 + epsilon."""
     dual_clip: float = Field(default=3.0, gt=1)
-    """With clip="dual": the largest ratio that a token with a negative advantage still answers to."""
+    """With clip="dual": a token with a negative advantage and a ratio above this gets no gradient."""
 
     normalisation: Literal["tokens", "trajectory", "constant"] = "tokens"
-    """Sum over trained tokens divided by their number; or mean over trajectories of each one's mean; or sum divided by
-    (number of trajectories * constant_length)."""
+    """tokens: the sum over trained tokens / their number. trajectory: the mean over trajectories of each trajectory's
+    mean. constant: the sum / (number of trajectories * constant_length)."""
     constant_length: int = Field(default=1024, ge=1)
 
     baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """What a reward is compared with: the mean of its group, of the others in its group, or nothing."""
+    """What is subtracted from a reward: the mean of its group, the mean of its group's other rewards, or nothing."""
     scaling: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What advantages are divided by: the standard deviation of the group's rewards, of all advantages, or nothing."""
+    """group_std: advantages are divided by the standard deviation of the group's rewards. batch_std: advantages are
+    standardised over all groups with signal. none: advantages are not scaled."""
 
     correction: Literal["off", "truncate", "mask", "sequence_mask"] = "truncate"
-    """The weight c = pi_old / pi_sampled of a token's policy term. truncate: min(c, correction_high); mask: c, but 0
-    outside [correction_low, correction_high]; sequence_mask: likewise the geometric mean of the trajectory's c; off: 1."""
+    """The weight of a token's policy term, with c = pi_old / pi_sampled. truncate: min(c, correction_high). mask: c, or
+    0 outside [correction_low, correction_high]. sequence_mask: as mask, with the geometric mean of the trajectory's c.
+    off: 1."""
     correction_high: float = Field(default=2.0, gt=0)
     correction_low: float = Field(default=0.0, ge=0)
 
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty against the reference (the base model, adapter off); 0 leaves it out."""
+    """Weight of the KL penalty against the reference policy (the base model without adapter); 0: no penalty."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """loss: a term of the loss; reward: subtracted from each trajectory's reward; advantage: beta * (mean KL - KL of
-    the token) is added to each token's advantage. The last two take the sampler's log-probabilities."""
+    """loss: a term of the loss. reward: subtracted from each trajectory's reward. advantage: beta * (mean KL - KL of
+    the token) is added to each token's advantage. The last two compute KL from the sampler's log-probabilities."""
 
     entropy_bonus: float = Field(default=0.0, ge=0)
-    """Weight of the entropy at trained tokens, added to what is maximised."""
+    """Weight of the entropy at trained tokens, which is subtracted from the loss."""
 
     overlong: Literal["keep", "mask", "soft_penalty"] = "keep"
-    """What becomes of trajectories cut at a length limit: trained as they are; left out; or, for all, a reward that
-    falls linearly to -1 over the last overlong_buffer of overlong_length trained tokens."""
+    """keep: train conversations that were cut at a length limit as they are. mask: leave them out. soft_penalty: add a
+    penalty to the reward of every trajectory, which falls linearly from 0 to -1 over the last overlong_buffer of
+    overlong_length trained tokens."""
     overlong_length: int | None = Field(default=None, ge=1)
     overlong_buffer: int | None = Field(default=None, ge=1)
 
@@ -250,44 +253,44 @@ PRESETS: dict[str, LossConfig] = {
     "reinforce_pp": LossConfig(scaling="batch_std"),
     "ppo": LossConfig(clip="dual", scaling="batch_std"),
 }
-"""The family by published names. Sources: docs/training.md."""
+"""The published losses, by name. Sources: docs/training.md."""
 
 
 class TrainConfig(LossConfig):
-    """How one train call updates the policy. Defaults: GRPO with group mean and standard deviation, tokens
-    normalised over the batch, one AdamW step without weight decay (Shao et al. 2024, arXiv:2402.03300)."""
+    """The configuration of one train call. Defaults: GRPO with group mean and standard deviation, the loss averaged
+    over the batch's tokens, one AdamW step without weight decay (Shao et al. 2024, arXiv:2402.03300)."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"] = (
         "grpo"
     )
-    """Where the fields of the loss come from that are not given."""
+    """Supplies the fields of the loss that are not given."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 5e-6
-    """auto: from the model's width, see docs/training.md; the job's report tells the value."""
+    """auto: computed from the model's width, see docs/training.md; the notes in the job's report contain the value."""
     warmup_steps: int = Field(default=0, ge=0)
-    """The learning rate rises linearly over these first steps of the model."""
+    """The learning rate rises linearly over this number of the model's first optimizer steps."""
     schedule: Literal["constant", "cosine"] = "constant"
     schedule_steps: int | None = Field(default=None, ge=1)
-    """With cosine: the step of the model at which the learning rate has fallen to 0."""
+    """With cosine: the learning rate reaches 0 after this number of the model's optimizer steps."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     passes: int = Field(default=1, ge=1, le=64)
-    """How often the job goes through its groups."""
+    """Number of passes over the groups."""
     mini_batches: int = Field(default=1, ge=1, le=1024)
-    """Into how many optimizer steps each pass divides the groups, shuffled anew in each pass."""
+    """Number of optimizer steps in each pass. The groups are shuffled and divided among these steps."""
     sampling: Literal["as_sampled", "raw"] = "as_sampled"
-    """What a token's log-probability means, for the sampler's figure and the trainer's alike: under the distribution that
-    it was really sampled from (temperature, kept set, logit bias), or the model's own at temperature 1."""
+    """The distribution of a token's log-probabilities, both the sampler's and the trainer's. as_sampled: the one that
+    the token was sampled from (temperature, kept set, logit bias). raw: the model's own at temperature 1."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Tokens that were sampled more steps before the one which the job starts from are context only, and counted. None:
-    the truncated weight is all that bounds them."""
+    """Tokens that were sampled more than this number of steps before the job's start are counted and only used as
+    context. None: all tokens are trained, weighted by `correction`."""
     allow_training_without_logprobs: bool = False
-    """Also train assistant messages that were not sampled here: plain dictionaries, and choices of which no tokens are
-    known. They are tokenised, and the trainer takes its own log-probabilities for them."""
+    """Also train demonstrations (assistant messages as plain dictionaries) and choices whose tokens are unknown. Their
+    text is tokenised, and the trainer uses its own log-probabilities for them."""
     plot_tensors: bool = False
-    """Draw the packed trees of the step into the checkpoint's folder."""
+    """Save a plot of the step's packed prefix trees in the checkpoint's folder."""
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_preset(cls, given: Any) -> Any:  # Any: whatever is to be validated
+    def _fill_from_preset(cls, given: Any) -> Any:  # Any: the input is not validated yet
         if not isinstance(given, dict):
             return given
         fields = cast("dict[str, Any]", given)
@@ -306,8 +309,8 @@ class TrainConfig(LossConfig):
             raise ValueError("overlong='soft_penalty' needs overlong_length and overlong_buffer")
         if self.ratio_to == "sampled" and self.correction != "off":
             raise ValueError(
-                f"correction='{self.correction}' weighs pi_old / pi_sampled, which ratio_to='sampled' already holds:"
-                " leave correction out, or set ratio_to='start'"
+                f"correction='{self.correction}' weighs tokens by pi_old / pi_sampled, which ratio_to='sampled' already"
+                " includes: leave correction out, or set ratio_to='start'"
             )
         if self.correction_low > self.correction_high:
             raise ValueError("correction_low is above correction_high")
@@ -318,21 +321,21 @@ class TrainRequest(Body):
     groups: list[TrajectoryGroupBody] = Field(min_length=1)
     config: TrainConfig = TrainConfig()
     expected_step: int | None = Field(default=None, ge=0)
-    """The step that the trajectories were sampled with: where the model has another by now, or a job that will move it, the
-    request is refused."""
+    """The step that sampled the trajectories. The request is refused if the model is at another step, or has a job that
+    will change its step."""
 
 
 class Dropped(Reply):
-    """Why something in a job was not trained."""
+    """One reason why parts of a job were not trained."""
 
     reason: str
     count: int
     examples: list[str] = []
-    """Where: paths such as "groups[0].trajectories[2].messages_and_choices[1]", the first few."""
+    """The first few paths of such parts, for example "groups[0].trajectories[2].messages_and_choices[1]"."""
 
 
 class JobReport(Reply):
-    """What a job was made of, fixed when the server accepted it; the notes grow until it is done."""
+    """What a job trains. The report is fixed when the server accepts the job; only notes are added until it is done."""
 
     num_groups: int = 0
     num_groups_trained: int = 0
@@ -342,21 +345,23 @@ class JobReport(Reply):
     num_rows: int = 0
     num_trained_tokens: int = 0
     num_tokens_without_logprob: int = 0
-    """Trained with ratio 1, because the log-probability under what they were sampled from is unknown."""
+    """Tokens trained with ratio 1, because their log-probability under the behaviour policy is unknown."""
     sampled_steps: dict[int, int] = {}
-    """Sampled tokens by the model's step that sampled them, where the ledger knows it."""
+    """Number of sampled tokens by the step that sampled them, without tokens whose step the ledger does not know."""
     turns: dict[str, int] = {}
-    """Trained turns by the way in which their tokens were found: carried "ids", the "ledger", ids in the
-    "logprob_entries", "rendered" again from the text, "recomputed" (rendered, without log-probabilities)."""
+    """Number of trained turns by where their tokens come from: token ids in the choice ("ids"), the ledger ("ledger"),
+    ids in the log-probability entries ("logprob_entries"), or the tokenised text, with log-probabilities from the
+    choice ("rendered") or from the trainer ("recomputed")."""
     continuations: dict[str, int] = {}
-    """How later turns go on: "joined" to the row of exact tokens before them, or on a new row because the template
-    "dropped" content, the agent sent no thinking and answers that differ in it fit ("ambiguous"), rendering changed
-    tokens ("retokenized", with splicing off), or the context "changed"."""
+    """Number of later turns by how they continue earlier ones. "joined": in the same sequence. The others begin a new
+    sequence. "dropped": the template removed thinking. "ambiguous": the agent sent no thinking, and several recorded
+    answers differ only in it. "retokenized": rendering changed tokens while splicing was off. "changed": the context
+    changed otherwise."""
     dropped: list[Dropped] = []
     config: dict[str, Any] = {}
-    """The values in force."""
+    """The configuration in effect, defaults included."""
     notes: list[str] = []
-    """What else the client should know: settings without effect, and what the trainer decided by itself."""
+    """Further information: settings without effect, and decisions of the trainer."""
 
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -368,40 +373,40 @@ class JobInfo(Reply):
     name: str
     state: JobState
     step: int | None = None
-    """The step that the job made, when done."""
+    """The step that the job made; None before it is done."""
     metrics: dict[str, float] = {}
     report: JobReport = JobReport()
     error: ErrorDetail | None = None
-    """Why it failed; of a queued job, why its last try did not end."""
+    """Why the job failed; for a queued job, why its last attempt failed."""
     created_at: float = 0.0
     """Seconds since 1970."""
     waits_for: str | None = None
-    """What keeps it from going on."""
+    """What the job waits for; None if it does not wait."""
 
 
 class JobList(Reply):
     jobs: list[JobInfo]
-    """Those that have not ended in the order in which they run, then the others, the latest first."""
+    """Jobs that have not ended, in the order in which they run, then ended jobs, newest first."""
 
 
 class MoveJobRequest(Body):
     before: str | None = None
-    """The queued job that it is to run before; None: the end of the queue."""
+    """Id of the queued job that the moved job will precede; None: the end of the queue."""
 
 
 class JobEvent(Reply):
-    """One line of a train request's answer. The stream ends with `done` or `error`."""
+    """One line of a job's event stream, which ends with `done` or `error`."""
 
     event: Literal["accepted", "progress", "waiting", "done", "error"]
     job_id: str
     number: int | None = None
-    """Grows from one to the next; `GET /api/jobs/{job_id}/events?after=NUMBER` goes on behind it."""
+    """Increases with the job's progress. `GET /api/jobs/{job_id}/events?after=NUMBER` resumes after this event."""
     phase: str | None = None
     """With `progress` and `waiting`: "queued", "train", "save", "load"..."""
     completed: int | None = None
     total: int | None = None
     waits_for: str | None = None
-    """What keeps the job from going on: other jobs, the engine's start, another try after an error."""
+    """What the job waits for: other jobs, its base model, the engine's start, the next attempt after an error."""
     step: int | None = None
     metrics: dict[str, float] = {}
     report: JobReport | None = None
@@ -415,27 +420,27 @@ class LogRequest(Body):
     groups: list[TrajectoryGroupBody] = []
     split: Split = "val"
     step: int | None = Field(default=None, ge=0)
-    """None: the model's newest step."""
+    """None: the newest step."""
     metrics: dict[str, FiniteFloat] = {}
 
 
 class LogReply(Reply):
     step: int
     metrics: dict[str, float]
-    """The row that was appended to history.jsonl."""
+    """The metrics that were written into the step's row of history.jsonl."""
 
 
 class CheckpointInfo(Reply):
-    """One kept step."""
+    """One kept step of a model."""
 
     step: int
     created_at: float
     """Seconds since 1970."""
     metrics: dict[str, float] = {}
-    """The step's row of the history. `train/*` in it was measured on the samples that the step was trained from."""
+    """The step's row of history.jsonl. Its `train/*` values are of the samples that the step was trained on."""
     size_bytes: int
     unchanged: bool = False
-    """The step holds the weights of the one before it: its batch carried no signal."""
+    """The weights equal those of the previous step, because the batch had no signal."""
     is_serving: bool = False
     is_best: bool = False
 
@@ -444,62 +449,62 @@ class CheckpointList(Reply):
     checkpoints: list[CheckpointInfo]
     """Oldest first."""
     best_metric: str | None = None
-    """What `is_best` is judged by: "val/reward" where the history has it, else "train/reward"."""
+    """The metric behind `is_best`: "val/reward" if the history has it, else "train/reward"; None if it has neither."""
 
 
 class DeleteCheckpointsRequest(Body):
     best_metric: str | None = Field(default=None, max_length=256)
-    """Keep the step with the best mean of this metric in the history, besides the newest. None: "val/reward" where the
-    history has it, else "train/reward"."""
+    """Besides the newest step, keep the one with the highest mean of this metric in the history. None: "val/reward" if
+    the history has it, else "train/reward"."""
     keep: list[int] | None = None
-    """Or name the steps to keep, besides the newest."""
+    """The steps to keep besides the newest. If given, `best_metric` has no effect."""
 
 
 class DeleteCheckpointsReply(Reply):
     kept: list[int]
-    """With the step that serves and those that requests sample from, which stay in any case."""
+    """All kept steps. The step that serves and steps that requests sample from are always kept."""
     deleted: list[int]
 
 
 class ForkRequest(Body):
-    """A new model from a step of another."""
+    """Makes a new model that starts from a step of another model."""
 
     name: Name
     project: Name
     step: int | None = Field(default=None, ge=0)
-    """None: the one that serves."""
+    """The source's step; None: the one that serves."""
 
 
 class RollbackRequest(Body):
     step: int = Field(ge=0)
-    """The kept step that is to be the newest."""
+    """The kept step that becomes the newest."""
 
 
 class UploadReply(Reply):
-    """How far an upload has come."""
+    """The progress of an upload."""
 
     received_bytes: int
     model: ModelInfo | None = None
-    """Once the whole has arrived: the model that has the step."""
+    """The model that received the checkpoint; None until the upload is complete."""
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 
 SESSION_HEADER = "x-art-session"
-"""Request header that names the rollout a request belongs to. `/s/SESSION/v1` as base URL and `KEY::SESSION` as API key
-say the same, for agents of which only one of these can be set."""
+"""Request header with the name of the session. The base URL `/s/SESSION/v1` or the API key `KEY::SESSION` have the same
+effect, for agents whose headers cannot be set."""
 
 
 class SessionReply(Reply):
-    """What one model said in one session, as a trajectory's conversations."""
+    """One model's answers in one session, as the conversations of a trajectory."""
 
     histories: list[HistoryBody]
-    """Each conversation, in the order in which they began; a request that continues an earlier one extends it."""
+    """The conversations, in the order in which they began. A request that continues a conversation extends it."""
     num_choices: int
-    """Choices in the histories."""
+    """Number of choices in the histories."""
     unused: dict[str, int] = {}
-    """Choices left out, by reason: not delivered in full, or never continued while another of the same prompt was."""
+    """Number of excluded choices by reason: not fully delivered, or discarded for another choice of the same prompt."""
 
 
 # --- health -------------------------------------------------------------------------------------------------------
@@ -511,10 +516,10 @@ class Health(Reply):
     base_model: str | None = None
     version: str = ""
     detail: str | None = None
-    """While the engine is not ready: why, with its last log line."""
+    """Why the engine is not ready, with its last log line; None when it is ready."""
     waits_for: str | None = None
-    """What inference waits for, while it waits."""
+    """What inference requests wait for; None if they do not wait."""
     longest_stall_seconds: float = 0.0
-    """How long the server's event loop stood still at most since its start."""
+    """The longest time that the server's event loop was blocked since its start."""
     faults: dict[str, str] = {}
-    """Parts of the server that do not work just now, each with its last error: "job runner", "records"..."""
+    """Parts of the server that currently fail ("job runner", "records"...), each with its last error."""

@@ -1,1 +1,1 @@
-"""HTTP only: routes, the door, and the gate's OpenAI-compatible side. Decisions live in the packages behind it."""
+"""The HTTP layer: routes, authentication, the OpenAI-compatible proxy. The logic is in the packages that it calls."""

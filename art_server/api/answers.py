@@ -1,5 +1,7 @@
-"""Whole answers, and what every answer gains: chat and completion choices `token_ids` and `art = {id, step, model}`, the chat
-completion `prompt_token_ids`; other clients ignore these. If vLLM dies under a request, the request is sent again.
+"""Answers in one JSON body, and the helpers that they share with streams (`streaming.py`).
+
+Choices of chat and completions gain `token_ids` and `art = {id, step, model}`, a chat completion also
+`prompt_token_ids`. Other clients ignore these fields. If vLLM dies during a request, the request is sent again.
 """
 
 import asyncio
@@ -27,62 +29,62 @@ from art_server.shared.samples import new_request_id
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status that nginx gives a request whose client is gone; nobody reads it."""
+"""The status that nginx logs for a request whose client disconnected. No client receives it."""
 
 MAX_FAILED, MAX_KILLED = 2, 10
-"""How many engines may die under a request, by themselves (it may be the cause) or killed by somebody, until it is given up."""
+"""Engine deaths after which a request fails: crashes, which it may have caused, and kills from outside."""
 
 
 class Losses:
-    """The engines that died under one request."""
+    """Counts the engines that died during one request."""
 
     def __init__(self, service: Service):
         self._service = service
         self._num_failed = self._num_killed = 0
 
     async def is_again(self, request_id: str) -> bool:
-        """Count one; whether the request is to be sampled again."""
+        """Counts one more death. Returns whether to sample the request again."""
         if await self._service.was_engine_killed():
             self._num_killed += 1
         else:
             self._num_failed += 1
-        logger.warning("the engine died under request %s", request_id)
+        logger.warning("the engine died during request %s", request_id)
         return self._num_failed < MAX_FAILED and self._num_killed < MAX_KILLED
 
 
-async def answer_whole(service: Service, asked: InferenceRequest, request: Request) -> Response:
-    """Forward a request whose answer is one body; sampled again when the engine dies under it. When the client hangs up,
-    the engine is told so and stops."""
+async def answer_json(service: Service, inference: InferenceRequest, request: Request) -> Response:
+    """Forwards a request whose answer is one JSON body. If the engine dies, the request is sampled again. If the client
+    disconnects, sampling is cancelled."""
     with anyio.CancelScope() as sampling:
         hanging_up = asyncio.create_task(cancel_at_disconnect(request.receive, sampling))
         try:
-            return await sample_whole(service, asked)
+            return await sample_json(service, inference)
         finally:
             hanging_up.cancel()
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def cancel_at_disconnect(receive: Receive, answering: anyio.CancelScope) -> None:
-    """Wait until the client has gone; its body must have been read."""
+    """Cancels `answering` when the client disconnects. The request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
     answering.cancel()
 
 
-async def sample_whole(service: Service, asked: InferenceRequest) -> Response:
+async def sample_json(service: Service, inference: InferenceRequest) -> Response:
     losses = Losses(service)
     while True:
-        request_id = new_request_id(asked.is_first_turn)
+        request_id = new_request_id(inference.is_first_turn)
         try:
-            async with service.relay(asked, request_id) as (response, opened):
+            async with service.relay(inference, request_id) as (response, opened):
                 content = await response.read()
                 if response.status == 200:
-                    content = await finish_body(content, asked, opened)
+                    content = await finish_body(content, inference, opened)
                 return Response(
-                    name_as_asked(content, asked),
+                    with_requested_name(content, inference),
                     status_code=response.status,
                     media_type=response.headers.get("content-type"),
-                    headers=step_header(asked),
+                    headers=step_header(inference),
                     background=BackgroundTask(opened.mark_delivered),
                 )
         except EngineLost:
@@ -90,17 +92,18 @@ async def sample_whole(service: Service, asked: InferenceRequest) -> Response:
                 raise
 
 
-async def finish_body(content: bytes, asked: InferenceRequest, opened: OpenRequest) -> bytes:
-    """Wait until every choice is in the ledger; chat and completion choices get their tokens and their mark."""
-    if asked.api not in ("chat", "completions"):
+async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenRequest) -> bytes:
+    """The answer's body, once the ledger has recorded every choice or given it up. Choices of chat and completions get
+    their tokens and their `art` field."""
+    if inference.api not in ("chat", "completions"):
         await opened.wait(0)
         name_calls(content, opened, 0)
-        keep_turn(asked, opened, {})
+        keep_turn(inference, opened, {})
         return content
     body = msgspec.json.decode(content)
     for choice in body["choices"]:
         record = await opened.wait(choice["index"])
-        choice["art"] = asked.art_mark(opened, choice["index"])
+        choice["art"] = inference.art_field(opened, choice["index"])
         calls = choice.get("message", {}).get("tool_calls") or ()
         opened.ledger.name_calls(
             choice_id(opened.request.request_id, choice["index"]),
@@ -108,32 +111,32 @@ async def finish_body(content: bytes, asked: InferenceRequest, opened: OpenReque
         )
         if record is not None:
             choice["token_ids"] = record.token_ids
-            if asked.api == "chat":
+            if inference.api == "chat":
                 body["prompt_token_ids"] = record.prompt_token_ids
-    if asked.api == "chat":
-        keep_turn(asked, opened, {choice["index"]: choice for choice in body["choices"]})
+    if inference.api == "chat":
+        keep_turn(inference, opened, {choice["index"]: choice for choice in body["choices"]})
     else:
-        keep_turn(asked, opened, {})
+        keep_turn(inference, opened, {})
     return msgspec.json.encode(body)
 
 
 CALL_ID = re.compile(rb'"(?:call_id|id)": ?"([^"]*(?:call|tool)[^"]*)"')
-"""The id of a tool call as the APIs write it; the quotes of a text are escaped."""
+"""The id of a tool call, as the APIs write it. Quotes inside a text are escaped, so no text can match."""
 
 
 def name_calls(content: bytes, opened: OpenRequest, index: int) -> None:
-    """Remember which choice made the tool calls in an answer, or in a stream's events."""
+    """Stores in the ledger which choice made the tool calls of an answer, or of a stream's events."""
     if found := CALL_ID.findall(content):
         choice = choice_id(opened.request.request_id, index)
         opened.ledger.name_calls(choice, [each.decode() for each in found])
 
 
 def keep_turn(
-    asked: InferenceRequest, opened: OpenRequest, choices: dict[int, dict[str, Any]]
+    inference: InferenceRequest, opened: OpenRequest, choices: dict[int, dict[str, Any]]
 ) -> None:
-    """In a session, keep the request's messages and its choices as the agent sees them. `choices` holds those that the
-    API made already; the others are made from the sampled text."""
-    if asked.session is None:
+    """Stores a turn of a session: the request's messages, and its choices as the agent receives them. `choices` holds
+    choices that are already built; the others are built from the sampled text."""
+    if inference.session is None:
         return
     kept: dict[str, dict[str, Any]] = {}
     for index, record in opened.records.items():
@@ -143,22 +146,23 @@ def keep_turn(
             "index": index,
             "finish_reason": made["finish_reason"] if made else record.finish_reason,
             "message": {key: value for key, value in message.items() if value is not None},
-            "art": asked.art_mark(opened, index),
+            "art": inference.art_field(opened, index),
         }
-    tools = asked.body.get("tools")
+    tools = inference.body.get("tools")
     turn = {
-        "messages": asked.messages,
+        "messages": inference.messages,
         "tools": tools if isinstance(tools, list) else None,
         "choices": kept,
     }
     opened.ledger.keep_turn(opened.request.request_id, turn)
 
 
-def name_as_asked(content: bytes, asked: InferenceRequest) -> bytes:
-    """The adapter's name as the client asked for it. Inside a JSON string quotes are escaped, so no text can match."""
-    if asked.adapter == asked.asked_model:
+def with_requested_name(content: bytes, inference: InferenceRequest) -> bytes:
+    """The answer with the requested model name instead of the adapter's. Quotes inside a text are escaped, so no text
+    can match."""
+    if inference.adapter == inference.requested_model:
         return content
-    return content.replace(json_name(asked.adapter), json_name(asked.asked_model))
+    return content.replace(json_name(inference.adapter), json_name(inference.requested_model))
 
 
 @functools.lru_cache
@@ -166,5 +170,5 @@ def json_name(model: str) -> bytes:
     return b'"model":' + json.dumps(model).encode()
 
 
-def step_header(asked: InferenceRequest) -> dict[str, str]:
-    return {STEP_HEADER: str(asked.step)} if asked.step is not None else {}
+def step_header(inference: InferenceRequest) -> dict[str, str]:
+    return {STEP_HEADER: str(inference.step)} if inference.step is not None else {}

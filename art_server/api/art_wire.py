@@ -1,8 +1,8 @@
-"""The routes of ART's own server, for its older clients and NVIDIA's plugin: a thin layer over what `control` serves.
+"""The routes of ART's own server, for its older clients and NVIDIA's plugin: a thin layer over the control operations.
 
-What these clients send and nothing here has a use for is accepted, told once in the log, and noted in the job's report.
-A train call that cannot be carried out ends its stream with one line `{"error": TEXT}`: these clients show what stands
-in the stream, of a status they show the number only. ART's S3, fork and deployment routes are left out.
+Options without effect on this server are accepted, logged once for each model, and listed in the job's report. A train
+call that fails ends its stream with one line `{"error": TEXT}`, because these clients show the stream's text, but only
+the number of an HTTP status. ART's S3, fork and deployment routes are left out.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,14 +30,11 @@ from art.wire import (
     TrajectoryBody,
     TrajectoryGroupBody,
 )
-from art_server.api.bodies import beside, parse_body, read_body
-from art_server.api.control import MAX_SMALL_BODY_MB
-from art_server.api.door import Caller
+from art_server.api.auth import Caller
+from art_server.api.bodies import parse_body
 from art_server.api.errors import detail_of, invalid_body
-from art_server.api.keys import Keys
-from art_server.api.model_keys import ModelKeys
+from art_server.api.parameters import JsonBody, LargeBody, RawBody, TheCaller, TheService
 from art_server.errors import InvalidInput, ServerError
-from art_server.jobs.queue import digest
 from art_server.service import Service
 from art_server.settings import ENGINE_ARGS, Device
 from art_server.store.registry import Model
@@ -47,7 +44,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
 
 NO_KEY = "default"
-"""What stands for a key where none is configured."""
+"""The key that clients receive if the server has none configured."""
 DEFAULT_BENCHMARK = "val/reward"
 MAX_NOTES = 50
 CLIENT_SIDE = frozenset(
@@ -56,9 +53,9 @@ CLIENT_SIDE = frozenset(
         *("inference_api_key", "inference_base_url", "inference_model_name"),
     }
 )
-"""Fields of ART's models that are the client's own."""
+"""Fields of ART's models that only the client uses."""
 ENGINE_VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
-"""Never begins with a dash: it becomes an argument of vLLM's command line."""
+"""A value must not begin with a dash, because it becomes an argument of vLLM's command line."""
 ENGINE_VALUES = {"max_seq_length": re.compile(r"[1-9][0-9]{2,7}")}
 NESTED: Mapping[str, type[BaseModel]] = {
     "trajectory_groups": TrajectoryGroupBody,
@@ -66,27 +63,27 @@ NESTED: Mapping[str, type[BaseModel]] = {
     "additional_histories": HistoryBody,
 }
 NO_TRAJECTORIES = (
-    "no trajectories were collected, so there is nothing to train (trajectory_groups is empty). Look whether the workflow "
-    "ran (its log), whether target_functions names its functions, whether the evaluator gave rewards, and whether the "
-    "model was asked for log-probabilities"
+    "no trajectories were collected, so there is nothing to train (trajectory_groups is empty). Check that the "
+    "workflow ran (see its log), that target_functions names its functions, that the evaluator returned rewards, and "
+    "that the model was called with log-probabilities"
 )
 
 REMEDIES: Mapping[str, str] = {
-    "no_trainable_turn": "Sample from this server, under the training run's name, with log-probabilities, and keep "
-    "each choice with them",
+    "no_trainable_turn": "Sample from this server, with the training run's name as model and with log-probabilities, "
+    "and keep them in each choice",
     "out_of_memory": "Lower init_args.max_seq_length or shorten the trajectories, send fewer of them at once, or start "
     "the server with a smaller --engine-arg gpu_memory_utilization",
 }
-"""What a user of these clients can do, by the error's code."""
+"""How a user of these clients can fix an error, by its code."""
 
 
 class ArtBody(BaseModel):
-    """A body of ART's clients: what it holds beside the fields is kept, and told."""
+    """A body that ART's clients send. Unknown fields are accepted and reported."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     def unknown(self) -> list[str]:
-        """What was given and is no field."""
+        """The names of unknown fields that are set."""
         return list(given(self.model_extra))
 
 
@@ -106,7 +103,7 @@ class ModelBody(ArtBody):
 
 
 class CallBody(ArtBody):
-    """What is asked of a model; each route has its own fields."""
+    """A call that concerns one model. Each route reads its own fields."""
 
     model: ModelBody
     config: dict[str, Any] | None = None
@@ -121,125 +118,140 @@ class DeleteFilesBody(ArtBody):
     steps_to_keep: list[int]
 
 
-def install(
-    app: FastAPI,
-    service: Service,
-    keys: Keys,
-    model_keys: ModelKeys,
-    inference_port: int | None,
-    max_mb: int,
+router = APIRouter()
+
+
+async def _model(
+    body: Annotated[ModelBody, Depends(JsonBody(ModelBody))],
+    service: TheService,
+    caller: TheCaller,
+) -> Model:
+    return find_model(body, service, caller)
+
+
+BodyModel = Annotated[Model, Depends(_model)]
+"""The model that the body names."""
+
+
+def find_model(body: ModelBody, service: Service, caller: Caller) -> Model:
+    caller.check_project(body.project)
+    return service.model(body.project, body.run_name or body.name)
+
+
+@router.get("/healthcheck")
+async def healthcheck() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.post("/close")
+async def close() -> None:
+    """A client closes its backend. The server continues to run."""
+
+
+@router.post("/register")
+async def register(
+    body: Annotated[ModelBody, Depends(JsonBody(ModelBody))],
+    service: TheService,
+    caller: TheCaller,
+) -> dict[str, list[str]]:
+    caller.check_project(body.project)
+    wanted = checked(
+        RegisterRequest,
+        name=body.run_name or body.name,
+        project=body.project,
+        base_model=body.base_model,
+        lora=body.lora,
+    )
+    requested, notes = read_settings(body, service.device)
+    info = await service.register(wanted, requested, always_logprobs=True)
+    notes += service.ignored_args(requested)
+    log_notes(info.inference_name, notes)
+    return {"notes": notes}
+
+
+@router.post("/_get_step")
+async def get_step(model: BodyModel) -> int:
+    return model.step
+
+
+@router.post("/_prepare_backend_for_training")
+async def prepare(
+    request: Request,
+    body: Annotated[CallBody, Depends(JsonBody(CallBody))],
+    service: TheService,
+    caller: TheCaller,
+) -> list[str]:
+    model = find_model(body.model, service, caller)
+    log_notes(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
+    await service.wait_ready()
+    state = request.app.state
+    port = request.url.port if state.inference_port is None else state.inference_port
+    key = state.model_keys.make(model.id, caller.owner) if state.keys else NO_KEY
+    return [str(request.url.replace(port=port, path="/v1", query="")), key]
+
+
+@router.post("/_train_model")
+async def train_model(
+    raw: Annotated[RawBody, Depends(LargeBody(CallBody))], service: TheService, caller: TheCaller
+) -> Response:
+    """The job is accepted before the answer begins, so it continues after the client disconnects."""
+    body = await parse_body(raw.content, CallBody)
+    model = find_model(body.model, service, caller)
+    try:
+        made, notes = await asyncio.to_thread(read_train_request, body, service.device)
+        log_notes(model.id, notes)
+        service.check_trainable(model)
+        job = await service.submit(
+            model, caller.owner, None, await raw.digest(), lambda accept: accept(made), notes
+        )
+    except ServerError as error:
+        return Response(error_line(detail_of(error)), media_type="application/x-ndjson")
+    return StreamingResponse(metric_lines(service, job.job_id), media_type="application/x-ndjson")
+
+
+@router.post("/_log")
+async def log(
+    raw: Annotated[RawBody, Depends(LargeBody(CallBody))], service: TheService, caller: TheCaller
 ) -> None:
-    """Add the routes, which the door lists as `ART_PATHS`."""
-    router = APIRouter()
-
-    def model_of(request: Request, body: ModelBody) -> Model:
-        caller: Caller = request.state.caller
-        caller.check_project(body.project)
-        return service.model(body.project, body.run_name or body.name)
-
-    async def read_model(request: Request) -> Model:
-        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), ModelBody)
-        return model_of(request, body)
-
-    @router.get("/healthcheck")
-    async def healthcheck() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @router.post("/close")
-    async def close() -> None:
-        """A client goes; the server stays."""
-
-    @router.post("/register")
-    async def register(request: Request) -> dict[str, list[str]]:
-        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), ModelBody)
-        caller: Caller = request.state.caller
-        caller.check_project(body.project)
-        asked = checked(
-            RegisterRequest,
-            name=body.run_name or body.name,
-            project=body.project,
-            base_model=body.base_model,
-            lora=body.lora,
-        )
-        requested, notes = read_settings(body, service.device)
-        info = await service.register(asked, requested, always_logprobs=True)
-        notes += service.ignored_args(requested)
-        tell(info.inference_name, notes)
-        return {"notes": notes}
-
-    @router.post("/_get_step")
-    async def get_step(request: Request) -> int:
-        return (await read_model(request)).step
-
-    @router.post("/_prepare_backend_for_training")
-    async def prepare(request: Request) -> list[str]:
-        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), CallBody)
-        model = model_of(request, body.model)
-        tell(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
-        await service.wait_ready()
-        port = request.url.port if inference_port is None else inference_port
-        caller: Caller = request.state.caller
-        key = model_keys.make(model.id, caller.owner) if keys else NO_KEY
-        return [str(request.url.replace(port=port, path="/v1", query="")), key]
-
-    @router.post("/_train_model")
-    async def train_model(request: Request) -> Response:
-        """The job is accepted before the answer begins, so that it outlives a client that goes away."""
-        raw = await read_body(request, max_mb)
-        body = await parse_body(raw, CallBody)
-        model = model_of(request, body.model)
-        owner = request.state.caller.owner
-        try:
-            asked, notes = await asyncio.to_thread(read_train_request, body, service.device)
-            tell(model.id, notes)
-            raw_digest = await beside(digest, raw)
-            job = await service.submit(
-                model, owner, None, raw_digest, lambda accept: accept(asked), notes
-            )
-        except ServerError as error:
-            return Response(error_line(detail_of(error)), media_type="application/x-ndjson")
-        return StreamingResponse(
-            metric_lines(service, job.job_id), media_type="application/x-ndjson"
-        )
-
-    @router.post("/_log")
-    async def log(request: Request) -> None:
-        body = await parse_body(await read_body(request, max_mb), CallBody)
-        model = model_of(request, body.model)
-        tell(model.id, no_effect(body.unknown()))
-        groups, _ = known_fields(body.trajectory_groups, "trajectory_groups")
-        await service.log(model, checked(LogRequest, groups=groups, split=body.split))
-
-    @router.post("/_delete_checkpoint_files")
-    async def delete_checkpoint_files(request: Request) -> None:
-        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), DeleteFilesBody)
-        model = model_of(request, body.model)
-        await service.delete_checkpoints(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
-
-    @router.post("/_delete_checkpoints")
-    async def delete_checkpoints(
-        request: Request, benchmark: str = DEFAULT_BENCHMARK, benchmark_smoothing: float = 1.0
-    ) -> None:
-        model = await read_model(request)
-        if benchmark_smoothing != 1.0:
-            tell(model.id, no_effect(["benchmark_smoothing"]))
-        # These clients send the default always, also for models without a val split.
-        metric = None if benchmark == DEFAULT_BENCHMARK else benchmark
-        await service.delete_checkpoints(
-            model, checked(DeleteCheckpointsRequest, best_metric=metric)
-        )
-
-    app.include_router(router)
+    body = await parse_body(raw.content, CallBody)
+    model = find_model(body.model, service, caller)
+    groups, unknown = known_fields(body.trajectory_groups, "trajectory_groups")
+    log_notes(model.id, no_effect([*body.unknown(), *unknown]))
+    await service.log(model, checked(LogRequest, groups=groups, split=body.split))
 
 
-# --- what was asked for -------------------------------------------------------------------------------------------
+@router.post("/_delete_checkpoint_files")
+async def delete_checkpoint_files(
+    body: Annotated[DeleteFilesBody, Depends(JsonBody(DeleteFilesBody))],
+    service: TheService,
+    caller: TheCaller,
+) -> None:
+    model = find_model(body.model, service, caller)
+    await service.delete_checkpoints(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
+
+
+@router.post("/_delete_checkpoints")
+async def delete_checkpoints(
+    model: BodyModel,
+    service: TheService,
+    benchmark: str = DEFAULT_BENCHMARK,
+    benchmark_smoothing: float = 1.0,
+) -> None:
+    if benchmark_smoothing != 1.0:
+        log_notes(model.id, no_effect(["benchmark_smoothing"]))
+    # These clients always send the default, also for models without a val split.
+    metric = None if benchmark == DEFAULT_BENCHMARK else benchmark
+    await service.delete_checkpoints(model, checked(DeleteCheckpointsRequest, best_metric=metric))
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
 
 
 def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list[str]]:
-    """What a model asks of the engine, with notes on what of its settings has no effect.
+    """The engine arguments that a model requests, and a note for each of its settings that has no effect.
 
     Raises:
-        InvalidInput: a value that cannot become an engine's argument.
+        InvalidInput: a value cannot be an engine argument.
     """
     config = body.internal_config or InternalConfig()
     init_args, engine_args = given(config.init_args), given(config.engine_args)
@@ -262,11 +274,11 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
 
 
 def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, list[str]]:
-    """What to train and how, with notes on what has no effect. The model's `trainer_args` win over the configuration,
-    for NVIDIA's plugin loses them on its own way there.
+    """The train request of a call, and a note for each option that has no effect. The model's `trainer_args` override
+    the configuration, because NVIDIA's plugin drops them from the configuration that it sends.
 
     Raises:
-        InvalidInput: no trajectories, or values that do not fit.
+        InvalidInput: no trajectories, or invalid values.
     """
     if not body.trajectory_groups:
         raise InvalidInput(NO_TRAJECTORIES, code="no_trajectories", param="trajectory_groups")
@@ -287,8 +299,8 @@ def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, li
 
 
 def known_fields(values: Any, field: str) -> tuple[Any, list[str]]:
-    """The records under a field without what we do not know of them, and the names of that; whether the rest fits is
-    checked elsewhere."""
+    """The records of `field` reduced to their known fields, and the names of the dropped fields that are set. The
+    caller validates the values."""
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         return values, []
     fields = NESTED[field].model_fields
@@ -304,7 +316,7 @@ def known_fields(values: Any, field: str) -> tuple[Any, list[str]]:
 
 
 def given(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options that were set."""
+    """The options that are not None."""
     return {key: value for key, value in (options or {}).items() if value is not None}
 
 
@@ -313,9 +325,10 @@ def no_effect(names: Sequence[str]) -> list[str]:
 
 
 def checked(kind: type[T], **fields: Any) -> T:
-    """
+    """Validates fields as a `kind`.
+
     Raises:
-        InvalidInput: naming the fields that do not fit.
+        InvalidInput: invalid fields, which the message names.
     """
     try:
         return kind.model_validate(fields)
@@ -323,22 +336,22 @@ def checked(kind: type[T], **fields: Any) -> T:
         raise invalid_body(error) from error
 
 
-def tell(model_id: str, notes: Sequence[str]) -> None:
-    """Write each note into the log, once a model."""
+def log_notes(model_id: str, notes: Sequence[str]) -> None:
+    """Logs each note once for each model."""
     for note in notes:
-        _tell_once(model_id, note)
+        _log_note_once(model_id, note)
 
 
 @functools.lru_cache(maxsize=4096)
-def _tell_once(model_id: str, note: str) -> None:
-    logger.warning("%s: %r", model_id, note)  # a client's text: no line breaks of its own
+def _log_note_once(model_id: str, note: str) -> None:
+    logger.warning("%s: %r", model_id, note)  # %r, because a client's text may contain line breaks
 
 
-# --- what is answered ---------------------------------------------------------------------------------------------
+# --- answers ------------------------------------------------------------------------------------------------------
 
 
 async def metric_lines(service: Service, job_id: str) -> AsyncIterator[bytes]:
-    """The stream of a train call: one line of numbers for the one step, or one that tells the error. Meanwhile blanks,
+    """The stream of a train call: one line with the step's metrics, or one line with the error. Until then blanks,
     which JSON allows before a value, keep the connection alive."""
     async for event in service.follow(job_id):
         if event.event == "done":
@@ -352,7 +365,7 @@ async def metric_lines(service: Service, job_id: str) -> AsyncIterator[bytes]:
 
 
 def error_line(error: ErrorDetail) -> bytes:
-    """Cause and remedy, as the one line that these clients show."""
+    """The cause of an error and its remedy, as the one line that these clients show."""
     remedy = REMEDIES.get(error.code)
     text = f"{error.message.rstrip('.')}. {remedy}" if remedy else error.message
     return json.dumps({"error": text}).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Reading bodies: with a limit, beside the event loop when they are large, and no deeper than anything here can handle."""
+"""Request bodies: read up to a size limit, parsed in a thread if they are large, refused if they nest too deeply."""
 
 import asyncio
 import gc
@@ -18,28 +18,29 @@ G = TypeVar("G", TrainRequest, LogRequest)
 R = TypeVar("R")
 
 SMALL_BYTES = 64 * 1024
-"""Parsed at once; above it, in a thread."""
+"""Larger bodies are parsed in a thread."""
 MAX_DEPTH = 100
-"""Of objects and arrays. Whatever reads or writes JSON here and in vLLM handles 200; tools nest to 30 or so."""
+"""Levels of objects and arrays. All JSON readers and writers here and in vLLM handle 200; tools need about 30."""
 V1_MB = 4
-"""For tools, schemas, and prompts in a batch."""
+"""Room beyond the context, for tools, schemas, and several prompts in one request."""
 V1_BYTES_PER_TOKEN = 64
-"""A token is about four characters of text, each six bytes where JSON escapes it, or one number of at most eight."""
+"""A token is about four characters of text (six bytes each if JSON escapes them) or a number of up to eight bytes."""
 DROP_SECONDS = 0.01
-"""For threads that have just returned to drop their arguments, so that `release` is the one that frees them."""
+"""Time for a finished thread to drop its arguments, so that `release` frees the objects, not the thread."""
 FEWER_GROUPS = "send fewer groups at once, or start the server with a larger --max-body-mb"
 SHORTER = "shorten the conversation, or start the server with a larger --max-seq-length"
 
 
 def v1_limit_mb(max_seq_length: int | None) -> float:
-    """How large a request for inference may be. What is longer does not fit the context."""
+    """The largest body of an inference request. A larger one cannot fit the context."""
     return V1_MB + V1_BYTES_PER_TOKEN * (max_seq_length or 0) / 2**20
 
 
 async def read_body(request: Request, max_mb: float, remedy: str = FEWER_GROUPS) -> bytes:
-    """
+    """The body of a request.
+
     Raises:
-        TooLarge: more than the server takes; nothing is read where the length is told, else the rest is not.
+        TooLarge: the body is above the limit. Nothing is read if `content-length` shows this; otherwise reading stops.
     """
     limit = max_mb * 2**20
     told = request.headers.get("content-length", "")
@@ -58,9 +59,10 @@ async def read_body(request: Request, max_mb: float, remedy: str = FEWER_GROUPS)
 
 
 async def parse_body(body: bytes, kind: type[T]) -> T:
-    """
+    """The request that a body contains.
+
     Raises:
-        InvalidInput: naming the fields at fault.
+        InvalidInput: invalid fields, which the message names.
     """
     try:
         return await beside(kind.model_validate_json, body)
@@ -69,7 +71,7 @@ async def parse_body(body: bytes, kind: type[T]) -> T:
 
 
 async def beside(parse: Callable[[bytes], R], body: bytes) -> R:
-    """What `parse` makes of a body: at once where it is small, else in a thread."""
+    """`parse(body)`, in a thread if the body is large."""
     return parse(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(parse, body)
 
 
@@ -77,7 +79,7 @@ def decode(body: bytes) -> Any:
     """The value of a JSON body.
 
     Raises:
-        InvalidInput: it is none, or nested too deeply.
+        InvalidInput: the body is not JSON, or nested too deeply.
     """
     try:
         value = msgspec.json.decode(body)
@@ -85,7 +87,7 @@ def decode(body: bytes) -> Any:
         raise too_deep() from error
     except ValueError as error:
         raise InvalidInput(f"the body is not JSON: {error}", code="invalid_body") from error
-    # No body is deeper than it has brackets: most are not walked through.
+    # A body nests at most as deeply as it has brackets, so most bodies need no check of their values.
     if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise too_deep()
     return value
@@ -108,23 +110,23 @@ def is_deeper(value: Any, limit: int) -> bool:
 
 
 class GroupBodies:
-    """Reads bodies of many trajectories without holding up the event loop.
+    """Reads bodies of many trajectories without blocking the event loop.
 
-    A large one is read in a thread, one trajectory at a time, because a call to the parser holds the interpreter until it
-    returns. It becomes millions of objects without any garbage among them, and one search for garbage would take a second:
-    they are frozen until they are released.
+    A large body is read in a thread, one trajectory at a time, because a call to the parser holds the GIL until it
+    returns. It becomes millions of objects, none of them garbage, and one garbage collection over them would take a
+    second. Therefore they are frozen until they are released.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-        """One is read at a time: it takes a core, and many times its bytes."""
+        """Bodies are read one at a time, because each takes a core and many times its size in memory."""
         self._num_open = 0
 
     async def read(self, body: bytes, kind: type[G], use: Callable[[G], Awaitable[R]]) -> R:
-        """What `use` returns for the request that a body holds.
+        """The result of `use` for the request that a body contains.
 
         Raises:
-            InvalidInput: naming the fields at fault.
+            InvalidInput: invalid fields, which the message names.
         """
         if len(body) <= SMALL_BYTES:
             return await use(await parse_body(body, kind))
@@ -133,11 +135,12 @@ class GroupBodies:
             async with self._turn:
                 request = await asyncio.to_thread(read_frozen, body, kind)
             trajectories = [each for group in request.groups for each in group.trajectories]
-            used = await use(request)
-            del request
-            await asyncio.sleep(DROP_SECONDS)
-            await asyncio.to_thread(release, trajectories)
-            return used
+            try:
+                return await use(request)
+            finally:
+                del request
+                await asyncio.sleep(DROP_SECONDS)
+                await asyncio.to_thread(release, trajectories)
         finally:
             self._num_open -= 1
             if self._num_open == 0:
@@ -145,7 +148,7 @@ class GroupBodies:
 
 
 def read_frozen(body: bytes, kind: type[G]) -> G:
-    """`read_groups` without any search for garbage, then or later."""
+    """`read_groups` without garbage collection. Later collections skip the result."""
     gc.disable()
     try:
         return read_groups(body, kind)
@@ -155,21 +158,21 @@ def read_frozen(body: bytes, kind: type[G]) -> G:
 
 
 def release(values: list[Any]) -> None:
-    """Drop values one by one: all at once would hold the interpreter."""
+    """Drops values one by one, because dropping all at once would hold the GIL."""
     while values:
         values.pop()
 
 
 Place = tuple[int | str, ...]
 Problems = list[dict[str, Any]]
-"""As pydantic lists them."""
+"""Errors as pydantic lists them."""
 
 
 def read_groups(body: bytes, kind: type[G]) -> G:
-    """What `kind.model_validate_json` returns, and the problems that it finds, but from strict JSON, without NaN.
+    """The result of `kind.model_validate_json`, with the same errors, but only from strict JSON, without NaN.
 
     Raises:
-        InvalidInput: naming the fields at fault.
+        InvalidInput: invalid fields, which the message names, or no strict JSON.
     """
     problems: Problems = []
     try:
@@ -179,7 +182,7 @@ def read_groups(body: bytes, kind: type[G]) -> G:
         raise too_deep() from error
     except msgspec.DecodeError as error:
         raise InvalidInput(
-            f"the body is not JSON, which has no NaN and no Infinity: {error}", code="invalid_body"
+            f"the body is not JSON (NaN and Infinity are not allowed): {error}", code="invalid_body"
         ) from error
     request = validate(rest, kind, (), problems)
     if request is None or problems:
@@ -200,8 +203,8 @@ def read_group(text: msgspec.Raw, path: Place, problems: Problems) -> Trajectory
 def take_list(
     text: bytes | msgspec.Raw, name: str, one: bytes = b""
 ) -> tuple[bytes, list[msgspec.Raw]]:
-    """An object with its list `name` emptied, or holding `one` where it was not empty, and the list's items, unread. What
-    has another type becomes null, which is as wrong."""
+    """Splits a JSON object into the object with an empty list `name`, and the list's items, not yet parsed. If there
+    are items, `one` replaces them. A value of another type becomes null, which is just as invalid."""
     try:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
@@ -217,7 +220,7 @@ def take_list(
 
 
 def validate(text: bytes, kind: type[T], path: Place, problems: Problems) -> T | None:
-    """The record that a text holds; None where it does not fit, with the reasons added to `problems`."""
+    """The record that a text contains. If it is invalid, returns None and adds the errors to `problems`."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:

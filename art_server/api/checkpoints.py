@@ -1,8 +1,9 @@
-"""The routes of checkpoints: list, delete, fork, roll back, download, upload. Bodies are those of `art.wire`."""
+"""The checkpoint routes: list, delete, fork, roll back, download, upload. `art.wire` defines the bodies."""
 
 import re
+from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -17,102 +18,107 @@ from art.wire import (
     RollbackRequest,
     UploadReply,
 )
-from art_server.api.bodies import parse_body, read_body
-from art_server.api.door import Caller
+from art_server.api.parameters import JsonBody, PathModel, TheCaller, TheService
 from art_server.checkpoints.archive import CheckpointTar, describe
 from art_server.checkpoints.uploads import ByteRange
 from art_server.errors import InvalidInput, Unavailable
-from art_server.service import Service
-from art_server.store.registry import Model, check_name
+from art_server.store.registry import check_name
 
-MAX_BODY_MB = 4
 MAX_STEP_DIGITS = 9
 RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15})")
 
 
-def install(app: FastAPI, service: Service) -> None:
-    """Add the routes."""
-    router = APIRouter(prefix="/api/models/{project}/{name}")
+router = APIRouter(prefix="/api/models/{project}/{name}")
 
-    def model_of(request: Request, project: str, name: str) -> Model:
-        caller: Caller = request.state.caller
-        caller.check_project(project)
-        return service.model(project, name)
 
-    @router.delete("")
-    async def delete_model(request: Request, project: str, name: str) -> ModelInfo:
-        model = model_of(request, project, name)
-        await service.delete_model(model)
-        return service.info(model)
+@router.delete("")
+async def delete_model(model: PathModel, service: TheService) -> ModelInfo:
+    await service.delete_model(model)
+    return service.info(model)
 
-    @router.post("/fork")
-    async def fork(request: Request, project: str, name: str) -> ModelInfo:
-        source = model_of(request, project, name)
-        body = await parse_body(await read_body(request, MAX_BODY_MB), ForkRequest)
-        request.state.caller.check_project(body.project)
-        return service.info(await service.fork(source, body))
 
-    @router.post("/rollback")
-    async def roll_back(request: Request, project: str, name: str) -> ModelInfo:
-        model = model_of(request, project, name)
-        body = await parse_body(await read_body(request, MAX_BODY_MB), RollbackRequest)
-        await service.roll_back(model, body.step)
-        return service.info(model)
+@router.post("/fork")
+async def fork(
+    source: PathModel,
+    body: Annotated[ForkRequest, Depends(JsonBody(ForkRequest))],
+    service: TheService,
+    caller: TheCaller,
+) -> ModelInfo:
+    caller.check_project(body.project)
+    return service.info(await service.fork(source, body))
 
-    @router.get("/checkpoints")
-    async def list_checkpoints(request: Request, project: str, name: str) -> CheckpointList:
-        return await service.checkpoints(model_of(request, project, name))
 
-    @router.post("/checkpoints/delete")
-    async def delete_checkpoints(
-        request: Request, project: str, name: str
-    ) -> DeleteCheckpointsReply:
-        model = model_of(request, project, name)
-        body = await read_body(request, MAX_BODY_MB)
-        return await service.delete_checkpoints(
-            model, await parse_body(body or b"{}", DeleteCheckpointsRequest)
-        )
+@router.post("/rollback")
+async def roll_back(
+    model: PathModel,
+    body: Annotated[RollbackRequest, Depends(JsonBody(RollbackRequest))],
+    service: TheService,
+) -> ModelInfo:
+    await service.roll_back(model, body.step)
+    return service.info(model)
 
-    @router.get("/checkpoints/{step}.tar")
-    def download(request: Request, project: str, name: str, step: str) -> Response:
-        model = model_of(request, project, name)
-        number = read_step(step)
-        if number in model.going:
-            raise model.folder.unknown_step(number)
-        description = describe(model.folder, model.record, number)
-        return tar_response(
-            CheckpointTar(model.folder.checkpoint_dir(number), description), request.headers
-        )
 
-    @router.put("/checkpoints/{step}.tar")
-    async def upload(
-        request: Request, project: str, name: str, step: str, base_model: str | None = None
-    ) -> Response:
-        caller: Caller = request.state.caller
-        caller.check_project(check_name(project, "project"))
-        number = read_step(step)
-        byte_range = read_byte_range(request.headers)
-        part = service.upload_part(caller.owner, project, check_name(name, "name"), number)
-        try:
-            received = await service.receive_upload(part, byte_range, request.stream())
-        except ClientDisconnect as error:
-            raise Unavailable(
-                "the connection ended; what has arrived is kept", code="upload_interrupted"
-            ) from error
-        reply, status = UploadReply(received_bytes=received), 202
-        if not byte_range.is_question and received == (byte_range.total or received):
-            model = await service.take_in_upload(part, project, name, number, base_model)
-            reply, status = reply.model_copy(update={"model": service.info(model)}), 201
-        return JSONResponse(reply.model_dump(mode="json"), status_code=status)
+@router.get("/checkpoints")
+async def list_checkpoints(model: PathModel, service: TheService) -> CheckpointList:
+    return await service.checkpoints(model)
 
-    app.include_router(router)
+
+@router.post("/checkpoints/delete")
+async def delete_checkpoints(
+    model: PathModel,
+    body: Annotated[
+        DeleteCheckpointsRequest, Depends(JsonBody(DeleteCheckpointsRequest, may_be_empty=True))
+    ],
+    service: TheService,
+) -> DeleteCheckpointsReply:
+    return await service.delete_checkpoints(model, body)
+
+
+@router.get("/checkpoints/{step}.tar")
+def download(model: PathModel, step: str, request: Request) -> Response:
+    number = read_step(step)
+    if number in model.deleting:
+        raise model.folder.unknown_step(number)
+    description = describe(model.folder, model.record, number)
+    return tar_response(
+        CheckpointTar(model.folder.checkpoint_dir(number), description), request.headers
+    )
+
+
+@router.put("/checkpoints/{step}.tar")
+async def upload(
+    project: str,
+    name: str,
+    step: str,
+    request: Request,
+    service: TheService,
+    caller: TheCaller,
+    base_model: str | None = None,
+) -> Response:
+    caller.check_project(check_name(project, "project"))
+    number = read_step(step)
+    byte_range = read_byte_range(request.headers)
+    part = service.upload_part(caller.owner, project, check_name(name, "name"), number)
+    try:
+        received = await service.receive_upload(part, byte_range, request.stream())
+    except ClientDisconnect as error:
+        raise Unavailable(
+            "the connection closed; the received bytes are kept: continue the upload",
+            code="upload_interrupted",
+        ) from error
+    reply, status = UploadReply(received_bytes=received), 202
+    if not byte_range.is_question and received == (byte_range.total or received):
+        model = await service.take_in_upload(part, project, name, number, base_model)
+        reply, status = reply.model_copy(update={"model": service.info(model)}), 201
+    return JSONResponse(reply.model_dump(mode="json"), status_code=status)
 
 
 def read_step(text: str) -> int:
-    """
+    """Reads the number of a step.
+
     Raises:
-        InvalidInput: not a step's number.
+        InvalidInput: the text is not a step's number.
     """
     if not text.isdecimal() or not text.isascii() or len(text) > MAX_STEP_DIGITS:
         raise InvalidInput(
@@ -125,7 +131,7 @@ def read_byte_range(headers: Headers) -> ByteRange:
     """Which bytes of an upload a request carries.
 
     Raises:
-        InvalidInput: a Content-Range of another form.
+        InvalidInput: the Content-Range header has another form.
     """
     text = headers.get("content-range")
     if text is None:
@@ -133,7 +139,7 @@ def read_byte_range(headers: Headers) -> ByteRange:
     found = CONTENT_RANGE.fullmatch(text)
     if found is None or int(found[2]) < 1:
         raise InvalidInput(
-            "content-range must be 'bytes START-END/TOTAL', or 'bytes */TOTAL' to ask how much has arrived",
+            "content-range must be 'bytes START-END/TOTAL', or 'bytes */TOTAL' to query how many bytes have arrived",
             code="bad_range",
             param="content-range",
         )
@@ -141,7 +147,7 @@ def read_byte_range(headers: Headers) -> ByteRange:
 
 
 def tar_response(tar: CheckpointTar, headers: Headers) -> Response:
-    """The tar, or the rest of it that `Range` asks for while it is still the same (`If-Range`)."""
+    """The tar, or the part that `Range` requests if the tar has not changed (`If-Range`)."""
     answer = {"etag": tar.etag, "accept-ranges": "bytes"}
     wanted = RANGE.fullmatch(headers.get("range", ""))
     start, stop = 0, tar.size
@@ -160,7 +166,7 @@ def tar_response(tar: CheckpointTar, headers: Headers) -> Response:
 
 
 class TarResponse(StreamingResponse):
-    """Closes the tar's files however the sending ends."""
+    """Closes the tar's files when sending ends, also after an error."""
 
     def __init__(
         self, tar: CheckpointTar, start: int, stop: int, status: int, headers: dict[str, str]

@@ -1,11 +1,11 @@
-"""The control routes: register, train, log, jobs, health. Bodies are those of `art.wire`."""
+"""The control routes: register, train, log, sessions, jobs, health. `art.wire` defines the bodies."""
 
 import asyncio
 import functools
 from collections.abc import AsyncIterator
 from typing import Annotated, cast, get_args
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from art.wire import (
@@ -23,145 +23,157 @@ from art.wire import (
     SessionReply,
     TrainRequest,
 )
-from art_server.api.bodies import GroupBodies, beside, parse_body, read_body
-from art_server.api.door import STRANGER, Caller
+from art_server.api.auth import STRANGER, Caller
+from art_server.api.parameters import (
+    JsonBody,
+    LargeBody,
+    PathJob,
+    PathModel,
+    RawBody,
+    TheCaller,
+    TheService,
+    TrainableModel,
+)
 from art_server.errors import InvalidInput
-from art_server.jobs.queue import Job, digest
 from art_server.service import Service
-from art_server.store.registry import Model
 
-MAX_SMALL_BODY_MB = 4
 MAX_KEY_LENGTH = 200
 
 
-def install(app: FastAPI, service: Service, max_mb: int) -> None:
-    """Add the control routes."""
-    router = APIRouter()
-    bodies = GroupBodies()
+router = APIRouter()
 
-    def model_of(request: Request, project: str, name: str) -> Model:
-        caller: Caller = request.state.caller
-        caller.check_project(project)
-        return service.model(project, name)
 
-    def job_of(request: Request, job: Job) -> Job:
-        caller: Caller = request.state.caller
-        caller.check_project(job.project)
-        return job
+def visible(state: Health, caller: Caller) -> Health:
+    """Callers without a valid key see only the engine's state: the rest may contain file names and log lines."""
+    return Health(engine=state.engine) if caller is STRANGER else state
 
-    def shown(state: Health, caller: Caller) -> Health:
-        """Strangers see the engine's state only: the rest may name files and hold lines of the log."""
-        return Health(engine=state.engine) if caller is STRANGER else state
 
-    @router.get("/health")
-    async def health(request: Request) -> Health:
-        return shown(service.health(), request.state.caller)
+@router.get("/health")
+async def health(service: TheService, caller: TheCaller) -> Health:
+    return visible(service.health(), caller)
 
-    @router.get("/ready")
-    async def ready(request: Request) -> JSONResponse:
-        state = service.health()
-        status = 200 if state.engine == "ready" and not state.faults else 503
-        body = shown(state, request.state.caller).model_dump(mode="json")
-        return JSONResponse(body, status_code=status)
 
-    @router.post("/api/models")
-    async def register(request: Request) -> ModelInfo:
-        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), RegisterRequest)
-        caller: Caller = request.state.caller
-        caller.check_project(body.project)
-        return await service.register(body)
+@router.get("/ready")
+async def ready(service: TheService, caller: TheCaller) -> JSONResponse:
+    state = service.health()
+    status = 200 if state.engine == "ready" and not state.faults else 503
+    body = visible(state, caller).model_dump(mode="json")
+    return JSONResponse(body, status_code=status)
 
-    @router.get("/api/models")
-    async def models(request: Request) -> ModelList:
-        caller: Caller = request.state.caller
-        return ModelList(models=[service.info(m) for m in service.models(caller.projects)])
 
-    @router.get("/api/models/{project}/{name}")
-    async def model(request: Request, project: str, name: str) -> ModelInfo:
-        return service.info(model_of(request, project, name))
+@router.post("/api/models")
+async def register(
+    body: Annotated[RegisterRequest, Depends(JsonBody(RegisterRequest))],
+    service: TheService,
+    caller: TheCaller,
+) -> ModelInfo:
+    caller.check_project(body.project)
+    return await service.register(body)
 
-    @router.post("/api/models/{project}/{name}/train")
-    async def train(request: Request, project: str, name: str) -> Response:
-        model = model_of(request, project, name)
-        caller: Caller = request.state.caller
-        key = request.headers.get(IDEMPOTENCY_HEADER)
-        if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
-            raise InvalidInput(
-                f"the idempotency key must have 1 to {MAX_KEY_LENGTH} characters",
-                code="bad_key",
-                param=IDEMPOTENCY_HEADER,
-            )
-        body = await read_body(request, max_mb)
-        body_digest = await beside(digest, body)
-        read = functools.partial(bodies.read, body, TrainRequest)
-        job = await service.submit(model, caller.owner, key, body_digest, read)
-        return StreamingResponse(
-            event_lines(service, job.job_id), media_type="application/x-ndjson"
+
+@router.get("/api/models")
+async def models(service: TheService, caller: TheCaller) -> ModelList:
+    return ModelList(models=[service.info(m) for m in service.models(caller.projects)])
+
+
+@router.get("/api/models/{project}/{name}")
+async def model(model: PathModel, service: TheService) -> ModelInfo:
+    return service.info(model)
+
+
+async def idempotency_key(request: Request) -> str | None:
+    """The key under which a repeated request finds its job.
+
+    Raises:
+        InvalidInput: the key is empty or too long.
+    """
+    key = request.headers.get(IDEMPOTENCY_HEADER)
+    if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
+        raise InvalidInput(
+            f"the idempotency key must have 1 to {MAX_KEY_LENGTH} characters",
+            code="bad_key",
+            param=IDEMPOTENCY_HEADER,
         )
-
-    @router.post("/api/models/{project}/{name}/log")
-    async def log(request: Request, project: str, name: str) -> LogReply:
-        model = model_of(request, project, name)
-        body = await read_body(request, max_mb)
-        return await bodies.read(body, LogRequest, functools.partial(service.log, model))
-
-    @router.get("/api/models/{project}/{name}/sessions/{session}")
-    async def session(request: Request, project: str, name: str, session: str) -> SessionReply:
-        model_of(request, project, name)
-        return await asyncio.to_thread(service.session, project, name, session)
-
-    @router.get("/api/jobs")
-    async def jobs(
-        request: Request,
-        state: Annotated[str, Query(max_length=100)] = "queued,running",
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    ) -> JobList:
-        states = read_states(state)
-        return JobList(jobs=await service.jobs(projects_of(request), states, limit))
-
-    @router.get("/api/jobs/{job_id}")
-    async def job(request: Request, job_id: str) -> JobInfo:
-        job_of(request, await service.job(job_id))
-        return await service.job_info(job_id)
-
-    @router.get("/api/jobs/{job_id}/events")
-    async def job_events(request: Request, job_id: str, after: int = -1) -> Response:
-        job_of(request, await service.job(job_id))
-        lines = event_lines(service, job_id, after)
-        return StreamingResponse(lines, media_type="application/x-ndjson")
-
-    @router.delete("/api/jobs/{job_id}")
-    async def cancel_job(request: Request, job_id: str) -> JobInfo:
-        job_of(request, await service.job(job_id))
-        await service.cancel_job(job_id)
-        return await service.job_info(job_id)
-
-    @router.post("/api/jobs/{job_id}/move")
-    async def move_job(request: Request, job_id: str) -> JobList:
-        job_of(request, await service.job(job_id))
-        body = await parse_body(await read_body(request, MAX_SMALL_BODY_MB), MoveJobRequest)
-        if body.before is not None:
-            job_of(request, await service.job(body.before))
-        await service.move_job(job_id, body.before)
-        return JobList(jobs=await service.jobs(projects_of(request), ("queued",), 1000))
-
-    app.include_router(router)
+    return key
 
 
-def projects_of(request: Request) -> frozenset[str] | None:
-    caller: Caller = request.state.caller
-    return caller.projects
+@router.post("/api/models/{project}/{name}/train")
+async def train(
+    model: TrainableModel,
+    key: Annotated[str | None, Depends(idempotency_key)],
+    body: Annotated[RawBody, Depends(LargeBody(TrainRequest))],
+    service: TheService,
+    caller: TheCaller,
+) -> Response:
+    job = await service.submit(model, caller.owner, key, await body.digest(), body.train)
+    lines = event_lines(service, job.job_id)
+    return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
+@router.post("/api/models/{project}/{name}/log")
+async def log(
+    model: PathModel,
+    body: Annotated[RawBody, Depends(LargeBody(LogRequest))],
+    service: TheService,
+) -> LogReply:
+    return await body.log(functools.partial(service.log, model))
+
+
+@router.get("/api/models/{project}/{name}/sessions/{session}")
+async def session(model: PathModel, session: str, service: TheService) -> SessionReply:
+    return await asyncio.to_thread(service.session, model, session)
+
+
+@router.get("/api/jobs")
+async def jobs(
+    service: TheService,
+    caller: TheCaller,
+    state: Annotated[str, Query(max_length=100)] = "queued,running",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> JobList:
+    return JobList(jobs=await service.jobs(caller.projects, read_states(state), limit))
+
+
+@router.get("/api/jobs/{job_id}")
+async def job(job: PathJob, service: TheService) -> JobInfo:
+    return await service.job_info(job.job_id)
+
+
+@router.get("/api/jobs/{job_id}/events")
+async def job_events(job: PathJob, service: TheService, after: int = -1) -> Response:
+    lines = event_lines(service, job.job_id, after)
+    return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
+@router.delete("/api/jobs/{job_id}")
+async def cancel_job(job: PathJob, service: TheService) -> JobInfo:
+    await service.cancel_job(job.job_id)
+    return await service.job_info(job.job_id)
+
+
+@router.post("/api/jobs/{job_id}/move")
+async def move_job(
+    job: PathJob,
+    body: Annotated[MoveJobRequest, Depends(JsonBody(MoveJobRequest))],
+    service: TheService,
+    caller: TheCaller,
+) -> JobList:
+    if body.before is not None:
+        caller.check_project((await service.job(body.before)).project)
+    await service.move_job(job.job_id, body.before)
+    return JobList(jobs=await service.jobs(caller.projects, ("queued",), 1000))
 
 
 def read_states(text: str) -> list[JobState]:
-    """
+    """The job states in a comma-separated list.
+
     Raises:
         InvalidInput: a state that no job has.
     """
     states = text.split(",")
     if unknown := set(states) - set(get_args(JobState)):
         raise InvalidInput(
-            f"state '{min(unknown)}' is none of {', '.join(get_args(JobState))}",
+            f"'{min(unknown)}' is not a job state: use one of {', '.join(get_args(JobState))}",
             code="bad_state",
             param="state",
         )

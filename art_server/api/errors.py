@@ -1,4 +1,4 @@
-"""From errors to answers: one table of statuses, one shape of body, the shape that OpenAI clients already read."""
+"""Maps errors to HTTP answers: one table of statuses, and one shape of body, which OpenAI clients already read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ STATUS: Mapping[type[errors.ServerError], int] = {
 }
 
 RETRY_AFTER_SECONDS = 5
-"""What a client that got a 429 or 503 is told to wait."""
+"""The `retry-after` of an answer with 429 or 503, unless the error has its own."""
 
 MAX_FIELDS_SHOWN = 3
 
@@ -59,12 +59,12 @@ def answer(error: errors.ServerError) -> JSONResponse:
 
 def too_deep() -> errors.InvalidInput:
     return errors.InvalidInput(
-        "the body, or JSON in one of its texts, is nested too deeply: flatten it", code="too_deep"
+        "the body, or a JSON text inside it, is nested too deeply: flatten it", code="too_deep"
     )
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """("groups", 0, "reward") -> "groups[0].reward". Pydantic's names for the members of a union are left out."""
+    """("groups", 0, "reward") as "groups[0].reward". Pydantic's names for the members of a union are left out."""
     path = ""
     for part in location:
         if isinstance(part, str) and not part.isidentifier():
@@ -74,7 +74,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def problems_of(error: ValidationError) -> list[dict[str, Any]]:
-    """What is wrong, without the content."""
+    """Pydantic's errors without the invalid input."""
     return [dict(problem) for problem in error.errors(include_url=False, include_input=False)]
 
 
@@ -83,21 +83,21 @@ def invalid_body(error: ValidationError) -> errors.InvalidInput:
 
 
 def invalid_fields(problems: Sequence[Mapping[str, Any]]) -> errors.InvalidInput:
-    """What is wrong with a body, field by field, without echoing its content."""
+    """An error that lists the invalid fields of a body without echoing its content."""
     shown = [f"{field_path(p['loc']) or 'body'}: {p['msg']}" for p in problems[:MAX_FIELDS_SHOWN]]
     more = len(problems) - len(shown)
     text = "; ".join(shown) + (f"; and {more} more" if more else "")
     names = any("name" in p["loc"] or "project" in p["loc"] for p in problems)
     hint = " (names: 1 to 128 letters, digits, '.', '_', '-', beginning with a letter or digit)"
     return errors.InvalidInput(
-        f"the request does not fit: {text}{hint if names else ''}",
+        f"the request is invalid: {text}{hint if names else ''}",
         code="bad_name" if names else "invalid_body",
         param=field_path(problems[0]["loc"]) or None,
     )
 
 
 def install(app: FastAPI) -> None:
-    """Have every error leave in the one shape."""
+    """Adds handlers that give every error the same shape."""
 
     @app.exception_handler(errors.ServerError)
     async def _server_error(_: Request, error: errors.ServerError) -> JSONResponse:
@@ -105,7 +105,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RecursionError)
     async def _too_deep(_: Request, error: RecursionError) -> JSONResponse:
-        """Nothing here recurses but readers and writers of JSON."""
+        """Only JSON readers and writers recurse here, so the body is nested too deeply."""
         return answer(too_deep())
 
     @app.exception_handler(HTTPException)
@@ -119,7 +119,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _unforeseen(_: Request, error: Exception) -> JSONResponse:
         detail = ErrorDetail(
-            message=f"{type(error).__name__} in the server; its log tells more",
+            message=f"{type(error).__name__} in the server: see the server's log",
             type="server_error",
             code="internal_error",
         )

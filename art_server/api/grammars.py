@@ -1,7 +1,7 @@
-"""Bounds on what constrains sampling: schemas, regular expressions, grammars, choices, tools.
+"""Size limits for everything that constrains sampling: schemas, regular expressions, grammars, choices, tools.
 
-vLLM compiles them in the engine's process (xgrammar 0.2.8), which samples for nobody meanwhile. The time grows with the
-third power of some sizes. With these bounds the worst that we found takes about two seconds on one core.
+vLLM compiles them in the engine's process (xgrammar 0.2.8), which samples nothing meanwhile. The time grows with the
+third power of some sizes. Within these limits the slowest input that we found takes about two seconds on one core.
 """
 
 import functools
@@ -14,27 +14,28 @@ from art_server.api.bodies import is_deeper
 from art_server.errors import InvalidInput
 
 FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
-"""Where requests of the four APIs hold them (`text.format` is of /v1/responses, `output_config.format` of /v1/messages)."""
+"""Fields with constraints in the four APIs (`text.format` of /v1/responses, `output_config.format` of /v1/messages)."""
 MAX_BYTES = 64 * 1024
-"""Of a field, or of one tool's schema."""
+"""For a field, or for the schema of one tool."""
 MAX_TOOLS, MAX_TOOLS_BYTES = 128, 256 * 1024
 MAX_DEPTH = 32
 MAX_MEMBERS, MAX_ITEMS = 128, 1024
-"""Of one object, of one list. 800 optional properties take five seconds, 2,000 take minutes."""
+"""For one object, and for one list. 800 optional properties take five seconds to compile, 2,000 take minutes."""
 MAX_TEXT = 256
 """Characters of a name, a choice or a constant."""
 MAX_LENGTHS = {"regex": 512, "pattern": 512, "whitespace_pattern": 512, "grammar": 2048}
-"""Characters of what is parsed as an expression: 600 times `"a"?` take ten seconds."""
+"""Characters of a text that is parsed as an expression: 600 times `"a"?` take ten seconds to compile."""
 PROSE = frozenset({"description", "title", "default", "examples", "$comment"})
-"""Members whose texts constrain nothing."""
+"""Members whose texts do not constrain sampling."""
 JSON_PATHS = frozenset({"structured_outputs.json", "structured_outputs.structural_tag"})
-"""Where a text may hold JSON."""
+"""Fields whose text may contain JSON."""
 
 
 def check_grammars(body: dict[str, Any]) -> None:
-    """
+    """Checks the constraints of a request.
+
     Raises:
-        InvalidInput: a field of a request that is above a bound.
+        InvalidInput: a field is above a limit.
     """
     for field in FIELDS:
         if body.get(field) is not None:
@@ -43,7 +44,7 @@ def check_grammars(body: dict[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=128)
 def check_field(field: str, text: bytes) -> None:
-    """An agent sends the same tools with each request: they are walked through once."""
+    """Checks one field. Cached, because an agent sends the same tools with each request."""
     value = msgspec.json.decode(text)
     if field != "tools" or not isinstance(value, list):
         check_document(field, value)
@@ -56,7 +57,7 @@ def check_field(field: str, text: bytes) -> None:
 
 
 def schemas_of(tool: Any) -> Iterator[tuple[str, Any]]:
-    """What of a tool can become a grammar, as the three APIs write it. The rest is prose for the model."""
+    """The parts of a tool that can become a grammar, in any of the APIs. The rest is text for the model."""
     if isinstance(tool, dict):
         for name in ("parameters", "input_schema"):
             yield name, tool.get(name)
@@ -72,7 +73,7 @@ def check_document(path: str, value: Any) -> None:
 
 
 def check_value(path: str, name: str, value: Any) -> None:
-    """Check what stands under `name`, directly or in a list."""
+    """Checks the value of the member `name`, or an item of a list there, and all values inside it."""
     if isinstance(value, dict):
         check_number(path, "members", len(value), MAX_MEMBERS)
         for key, inner in value.items():
@@ -103,7 +104,7 @@ def check_json(path: str, text: str) -> None:
 
 def check_number(path: str, what: str, number: int, limit: int) -> None:
     if number > limit:
-        raise too_large(path, f"{number} {what} are more than {limit}")
+        raise too_large(path, f"{number} {what} are above the limit of {limit}")
 
 
 def too_large(path: str, reason: str) -> InvalidInput:

@@ -1,7 +1,8 @@
-"""The OpenAI-compatible routes: requests go to vLLM and its answers come back as it made them.
+"""The OpenAI-compatible proxy: requests go to vLLM, and its answers go back to the client.
 
-A request's `model` is resolved to an adapter and replaced; the answer names the model as it was asked for. A request that
-comes while a step runs waits and is answered by the new step. `answers.py` has whole answers, `streaming.py` streams.
+A request's `model` is resolved to an adapter, whose name replaces it; the answer contains the requested name again. A
+request that waits at the pause gate while a step runs is resolved again afterwards, so that the new step answers it.
+`answers.py` handles answers in one JSON body, `streaming.py` streams.
 """
 
 import functools
@@ -11,9 +12,9 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
-from art_server.api.answers import answer_whole
+from art_server.api.answers import answer_json
+from art_server.api.auth import Caller
 from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
-from art_server.api.door import Caller
 from art_server.api.grammars import check_grammars
 from art_server.api.streaming import answer_stream
 from art_server.errors import InvalidInput
@@ -27,26 +28,26 @@ PATHS: Mapping[str, str] = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
 }
-"""What the gate forwards; everything else that vLLM serves stays behind it."""
+"""The routes that are forwarded, and the names of their APIs. vLLM's other routes cannot be reached."""
 
 OPENING_ROLES = frozenset({"system", "developer", "user"})
-"""A conversation of these only has no answer in it."""
+"""A conversation of only these roles contains no answer."""
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Add the routes under /v1."""
+    """Adds the routes under /v1."""
     router = APIRouter()
 
     async def forward(request: Request) -> Response:
         body = await read_body(request, v1_limit_mb(service.max_seq_length), SHORTER)
-        asked = await beside(functools.partial(make_request, request), body)
-        service.resolve(asked)  # a wrong name is told at once, not after a wait
-        if asked.is_stream:
-            return await answer_stream(service, asked)
-        return await answer_whole(service, asked, request)
+        inference = await beside(functools.partial(make_request, request), body)
+        service.resolve(inference)  # refuses an unknown name now, not after a wait
+        if inference.is_stream:
+            return await answer_stream(service, inference)
+        return await answer_json(service, inference, request)
 
     for path in PATHS:
-        # A plain route: FastAPI's own takes a sixth of the server's time for a request, and there is nothing to validate.
+        # Not a FastAPI route: that takes a sixth of the server's time per request, and there is nothing to validate.
         app.add_route(path, forward, methods=["POST"], name=PATHS[path])
 
     @router.get("/v1/models")
@@ -57,9 +58,10 @@ def install(app: FastAPI, service: Service) -> None:
 
 
 def make_request(request: Request, body: bytes) -> InferenceRequest:
-    """
+    """The inference request that a body contains.
+
     Raises:
-        InvalidInput: not a JSON object with a model, or a grammar above its limits.
+        InvalidInput: the body is not a JSON object with a model, or a grammar is above its limits.
     """
     data = decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("model"), str):
@@ -107,7 +109,7 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def model_cards(service: Service, caller: Caller) -> list[dict[str, Any]]:
-    """The models that a caller may ask, by every name that works."""
+    """The models that a caller may use, under every name that works."""
     if service.base_name is None:
         return []
     models = service.served_models(caller.projects, caller.model_id)

@@ -1,4 +1,4 @@
-"""The API keys that a server accepts, and how much of their limits is used."""
+"""The API keys that a server accepts, and the current usage of their limits."""
 
 import hmac
 import math
@@ -12,26 +12,27 @@ from art_server.settings import ApiKey
 
 WINDOW_SECONDS = 60.0
 BUSY_SECONDS = 1
-"""When to try again while all of a key's concurrent requests run: none of them says when it ends."""
+"""The `retry-after` while all of a key's concurrent requests run; when one will end is unknown."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """What the owner of a limited key does."""
+    """The requests of one owner of a limited key."""
 
     num_running: int = 0
     starts: deque[float] = field(default_factory=deque)
-    """Of the requests in the last window, oldest first."""
+    """Start times of the requests in the last window, oldest first."""
 
     def enter(self, key: ApiKey, now: float) -> None:
-        """Count a request that begins; the caller takes it off `num_running` when it has ended.
+        """Counts a request that begins. The caller subtracts it from `num_running` when it has ended.
 
         Raises:
             TooMany: a limit is reached; the request does not count.
         """
         if key.concurrent is not None and self.num_running >= key.concurrent:
             raise TooMany(
-                f"this API key may have {key.concurrent} requests at a time (`concurrent`), and has them: wait for one",
+                f"this API key may have {key.concurrent} requests at a time (`concurrent`), and "
+                "all of them are running: wait until one ends",
                 code="too_many_concurrent",
                 retry_after_seconds=BUSY_SECONDS,
             )
@@ -41,8 +42,8 @@ class Usage:
             if len(self.starts) >= key.requests_per_minute:
                 wait = math.ceil(self.starts[-key.requests_per_minute] + WINDOW_SECONDS - now)
                 raise TooMany(
-                    f"this API key may make {key.requests_per_minute} requests a minute (`requests_per_minute`), and has "
-                    f"made them: try again in {wait} s",
+                    f"this API key may make {key.requests_per_minute} requests a minute (`requests_per_minute`), and "
+                    f"all are used: try again in {wait} s",
                     code="rate_limited",
                     retry_after_seconds=wait,
                 )
@@ -51,24 +52,24 @@ class Usage:
 
 
 class Keys:
-    """The accepted keys. None of them: the server is open to its own machine."""
+    """The accepted keys. Without any, the server is open to every program of its own machine."""
 
     def __init__(self, keys: Sequence[ApiKey]):
         self._usages: dict[str, Usage] = {}
         self.replace(keys)
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
-        """Accept these keys from here on, and no others. What their owners have used of their limits stays."""
+        """Accepts only these keys from this call on. The usage of their owners stays."""
         self._keys = [(key.key.encode(), key) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
     def find(self, presented: str) -> ApiKey | None:
-        """The key that a request carries; it may have expired."""
+        """The accepted key that equals the presented one, None without one. It may have expired."""
         found: ApiKey | None = None
         given = presented.encode()
-        for secret, key in self._keys:  # all are compared, so that the time taken tells nothing
+        for secret, key in self._keys:  # compares all keys, so that the time taken reveals nothing
             if hmac.compare_digest(secret, given):
                 found = key
         return found
@@ -78,7 +79,7 @@ class Keys:
         return next((k for _, k in self._keys if k.owner == owner and not k.is_expired), None)
 
     def enter(self, key: ApiKey) -> Usage:
-        """Count a request under a limited key; see `Usage.enter`."""
+        """Counts a request of a limited key; see `Usage.enter`."""
         usage = self._usages.setdefault(key.owner, Usage())
         usage.enter(key, time.monotonic())
         return usage

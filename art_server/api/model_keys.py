@@ -1,7 +1,7 @@
-"""Keys for inference on one model, as the ART wire hands them out.
+"""Keys for inference on one model, which the ART wire issues.
 
-A key names its model and the owner of the key that it was made for, and proves both with a MAC: none is stored. It ends
-with the owner's last key, and all of them end with the secret (`PATH/.server/model_keys_secret`; delete it and start again).
+A key contains its model and the owner that it was issued to, with a MAC of both, so the server stores none. It is valid
+as long as its owner has a valid API key. To revoke all of them, delete `PATH/.server/model_keys_secret` and restart.
 """
 
 import hashlib
@@ -13,18 +13,18 @@ SECRET_BYTES = 32
 
 
 class ModelKeys:
-    """Makes and reads the keys of one server."""
+    """Makes and verifies the keys of one server."""
 
     def __init__(self, secret: bytes):
         self._secret = secret
 
     def make(self, model_id: str, owner: str) -> str:
-        """The key for `model_id` ("PROJECT/NAME") of the caller whom `owner` names."""
+        """The key for `model_id` ("PROJECT/NAME"), issued to `owner`."""
         claim = f"{model_id}:{owner}"
         return f"{claim}:{hmac.new(self._secret, claim.encode(), hashlib.sha256).hexdigest()}"
 
     def read(self, key: str) -> tuple[str, str] | None:
-        """Model and owner that a key was made for, None for what is no such key."""
+        """The model id and owner of a key, None if it is not a valid key of this kind."""
         model_id, _, rest = key.partition(":")
         owner, _, _ = rest.partition(":")
         is_ours = hmac.compare_digest(self.make(model_id, owner).encode(), key.encode())
@@ -32,7 +32,7 @@ class ModelKeys:
 
 
 def read_secret(file: Path) -> bytes:
-    """The server's secret, made at its first start, readable by its user only."""
+    """The server's secret. The first start creates it, readable by the server's user only."""
     if not file.exists():
         temporary = file.with_suffix(".tmp")
         with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as made:

@@ -1,58 +1,38 @@
-"""What each route takes, for `/openapi.json` and docs/routes.md. Routes read their bodies themselves, beside the event loop
-and with limits, so FastAPI does not know them."""
+"""The bodies, errors and scopes of all routes, for `/openapi.json` and docs/routes.md. Routes read their bodies
+themselves, with limits, and large ones in threads, so FastAPI does not know them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.dependencies.models import Dependant
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute
 
-from art.wire import (
-    DeleteCheckpointsRequest,
-    ErrorBody,
-    ForkRequest,
-    LogRequest,
-    MoveJobRequest,
-    RegisterRequest,
-    RollbackRequest,
-    TrainRequest,
-)
-from art_server.api.art_wire import CallBody, DeleteFilesBody, ModelBody
-from art_server.api.door import ART_PATHS, OPEN_PATHS
+from art.wire import ErrorBody
+from art_server.api.auth import ART_PATHS, OPEN_PATHS
 from art_server.api.inference import PATHS
+from art_server.api.parameters import JsonBody, LargeBody
 
 MODEL = "/api/models/{project}/{name}"
-BODIES: Mapping[tuple[str, str], type[BaseModel]] = {
-    ("post", "/api/models"): RegisterRequest,
-    ("post", f"{MODEL}/train"): TrainRequest,
-    ("post", f"{MODEL}/log"): LogRequest,
-    ("post", f"{MODEL}/fork"): ForkRequest,
-    ("post", f"{MODEL}/rollback"): RollbackRequest,
-    ("post", f"{MODEL}/checkpoints/delete"): DeleteCheckpointsRequest,
-    ("post", "/api/jobs/{job_id}/move"): MoveJobRequest,
-    ("post", "/register"): ModelBody,
-    ("post", "/_get_step"): ModelBody,
-    ("post", "/_delete_checkpoints"): ModelBody,
-    ("post", "/_prepare_backend_for_training"): CallBody,
-    ("post", "/_train_model"): CallBody,
-    ("post", "/_log"): CallBody,
-    ("post", "/_delete_checkpoint_files"): DeleteFilesBody,
-}
-LARGE = (f"{MODEL}/train", f"{MODEL}/log", "/_train_model", "/_log")
 UPLOAD = f"{MODEL}/checkpoints/{{step}}.tar"
+SPECIAL_LIMITS: Mapping[tuple[str, str], str] = {
+    **{("post", path): "4 MB plus 64 bytes for each token of the context" for path in PATHS},
+    ("put", UPLOAD): "8 GiB",
+}
 REFS = "#/components/schemas/{model}"
 INFERENCE = {
     "type": "object",
     "required": ["model"],
     "properties": {"model": {"type": "string"}, "stream": {"type": "boolean"}},
-    "description": "As in the API of the same name by OpenAI or Anthropic; vLLM reads the rest.",
+    "description": "As in the API of the same name by OpenAI or Anthropic. vLLM reads all other fields.",
 }
 
 
 def describe(app: FastAPI) -> None:
-    """Have the application's `/openapi.json` show bodies and errors."""
+    """Makes the application's `/openapi.json` show bodies and errors."""
     found: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
@@ -64,24 +44,27 @@ def describe(app: FastAPI) -> None:
 
 
 def make_openapi(app: FastAPI) -> dict[str, Any]:
-    """The description; FastAPI's, with what it does not see."""
+    """FastAPI's description of the application, with the bodies and errors that it does not know."""
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = sorted({*BODIES.values(), ErrorBody}, key=lambda kind: kind.__name__)
+    bodies = bodies_of(app.routes)
+    kinds = sorted(
+        {*(each.kind for each in bodies.values()), ErrorBody}, key=lambda kind: kind.__name__
+    )
     references, schemas = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template=REFS
     )
     made.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
     paths = made["paths"]
     for path in PATHS:
-        answer = {"200": {"description": "As the API answers, with `art` marks and token ids"}}
+        answer = {"200": {"description": "The answer of that API; choices have an `art` field"}}
         paths[path] = {"post": {"requestBody": body_of(INFERENCE), "responses": answer}}
-    for (method, path), kind in BODIES.items():
-        paths[path][method]["requestBody"] = body_of(references[kind, "validation"])
+    for (method, path), body in bodies.items():
+        paths[path][method]["requestBody"] = body_of(references[body.kind, "validation"])
     paths[UPLOAD]["put"]["requestBody"] = {
         "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
     }
     failed = {
-        "description": "What is wrong, and what to do",
+        "description": "The error, and how to fix it",
         "content": {"application/json": {"schema": references[ErrorBody, "validation"]}},
     }
     for operation in (each for path in paths.values() for each in path.values()):
@@ -92,14 +75,33 @@ def make_openapi(app: FastAPI) -> dict[str, Any]:
     return made
 
 
+def bodies_of(routes: Iterable[BaseRoute]) -> dict[tuple[str, str], JsonBody | LargeBody]:
+    """The body that each route reads, by method and path."""
+    return {
+        (method.lower(), route.path): body
+        for route in routes
+        if isinstance(route, APIRoute)
+        for body in find_bodies(route.dependant)
+        for method in route.methods
+    }
+
+
+def find_bodies(dependant: Dependant) -> list[JsonBody | LargeBody]:
+    """The bodies among the parameters of a route, and of what these depend on."""
+    own = [dependant.call] if isinstance(dependant.call, JsonBody | LargeBody) else []
+    return own + [body for each in dependant.dependencies for body in find_bodies(each)]
+
+
 def body_of(schema: Any) -> dict[str, Any]:
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 def route_table(app: FastAPI) -> str:
     """Every route, the scope that a key needs for it, and the largest body that it takes, as a Markdown table."""
+    bodies = bodies_of(app.routes)
+    limits = {**{key: body.limit for key, body in bodies.items()}, **SPECIAL_LIMITS}
     rows = [
-        f"| {method.upper()} | `{path}` | {scope_of(path)} | {limit_of(method, path)} |"
+        f"| {method.upper()} | `{path}` | {scope_of(path)} | {limits.get((method, path), 'none')} |"
         for path, operations in make_openapi(app)["paths"].items()
         for method in operations
     ]
@@ -109,17 +111,7 @@ def route_table(app: FastAPI) -> str:
 
 def scope_of(path: str) -> str:
     if path in OPEN_PATHS:
-        return "none; with a key more is told"
+        return "none; with a key the answer has more fields"
     if path.startswith("/v1/"):
         return "infer"
     return "train, or `--legacy-without-key`" if path in ART_PATHS else "train"
-
-
-def limit_of(method: str, path: str) -> str:
-    if path in PATHS:
-        return "4 MB and 64 bytes a token of the context"
-    if path in LARGE:
-        return "`--max-body-mb` (512)"
-    if path == UPLOAD and method == "put":
-        return "8 GiB"
-    return "4 MB" if (method, path) in BODIES else "none"

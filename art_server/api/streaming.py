@@ -1,7 +1,7 @@
-"""Streams: server-sent events as vLLM makes them, with names and marks put in.
+"""Streamed answers: vLLM's server-sent events, with the requested model name and `art` fields added.
 
-One that must wait is kept alive with comment lines. If vLLM dies under it, it is sampled again, unless part of it is out
-already; then it ends with an error event.
+Comment lines keep a waiting stream alive. If vLLM dies before a stream's first event, the request is sampled again.
+If it dies later, the stream ends with an error event.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from art_server.api.answers import (
     Losses,
     cancel_at_disconnect,
     keep_turn,
-    name_as_asked,
     name_calls,
     step_header,
+    with_requested_name,
 )
 from art_server.api.errors import answer, detail_of
 from art_server.errors import ServerError
@@ -32,78 +32,81 @@ from art_server.service import Service
 from art_server.shared.samples import new_request_id
 
 PATIENCE_SECONDS = 3.0
-"""A stream that has not begun by then is begun with a comment line, so that its client sees a living connection."""
+"""A stream without an event by then begins with a comment line, so that its client sees a live connection."""
 COMMENT_SECONDS = 5.0
-"""Between two comment lines of a stream that waits."""
+"""A stream that sends nothing for this long gets a comment line."""
 COMMENT = b": waiting for the policy\n\n"
 
 
-async def answer_stream(service: Service, asked: InferenceRequest) -> Response:
-    """Forward a streaming request. One that can begin at once keeps vLLM's status; one that must wait begins with
-    comment lines, and then tells errors as events."""
-    events = stream_events(service, asked)
+async def answer_stream(service: Service, inference: InferenceRequest) -> Response:
+    """Forwards a streaming request. A stream that can begin at once keeps vLLM's status. A stream that must wait begins
+    with comment lines and then sends errors as events."""
+    events = stream_events(service, inference)
     first = asyncio.ensure_future(anext(events))
     done, _ = await asyncio.wait({first}, timeout=PATIENCE_SECONDS)
     if done:
         try:
             head = first.result()
         except StreamRefused as refused:
-            return refused.response(asked)
-        return EventStream(begun(events, head), headers=step_header(asked))
-    return EventStream(errors_as_events(begun(events, first), asked))
+            return refused.response(inference)
+        return EventStream(begun(events, head), headers=step_header(inference))
+    return EventStream(errors_as_events(begun(events, first), inference))
 
 
 class StreamRefused(Exception):
-    """vLLM, or the gate, refused a streaming request before its first event."""
+    """vLLM or the server refused a streaming request before its first event."""
 
     def __init__(self, status: int, content: bytes, headers: dict[str, str]):
         self.status = status
         self.content = content
         self.headers = headers
 
-    def response(self, asked: InferenceRequest) -> Response:
+    def response(self, inference: InferenceRequest) -> Response:
         return Response(
-            name_as_asked(self.content, asked),
+            with_requested_name(self.content, inference),
             self.status,
             headers=self.headers,
             media_type="application/json",
         )
 
 
-async def stream_events(service: Service, asked: InferenceRequest) -> AsyncGenerator[bytes, None]:
-    """The events of an answer as they come, whole ones only, with names and marks put in; sampled again while nothing is out.
+async def stream_events(
+    service: Service, inference: InferenceRequest
+) -> AsyncGenerator[bytes, None]:
+    """The events of an answer as they arrive, in chunks of whole events, with the requested model name and `art`
+    fields. If the engine dies before the first event, the request is sampled again.
 
     Raises:
-        StreamRefused: no stream came to be.
+        StreamRefused: the request was refused before its first event.
     """
     losses = Losses(service)
     while True:
-        request_id = new_request_id(asked.is_first_turn)
+        request_id = new_request_id(inference.is_first_turn)
         is_begun = False
         try:
-            async with service.relay(asked, request_id) as (response, opened):
+            async with service.relay(inference, request_id) as (response, opened):
                 if response.status != 200:
                     raise StreamRefused(response.status, await response.read(), {})
                 rest = b""
                 received: dict[int, dict[str, Any]] = {}
-                keeps = asked.api == "chat" and asked.session is not None
+                keeps = inference.api == "chat" and inference.session is not None
                 while chunk := await response.content.readany():
                     events, rest = take_events(rest + chunk)
                     is_begun = is_begun or bool(events)
-                    if not asked.has_choices:
+                    if not inference.has_choices:
                         name_calls(events, opened, 0)
                     if keeps:
                         add_deltas(received, events)
-                    if CHOICE_END not in events and LAST_EVENTS[asked.api] not in events:
-                        yield name_as_asked(events, asked)
+                    if CHOICE_END not in events and LAST_EVENTS[inference.api] not in events:
+                        yield with_requested_name(events, inference)
                         continue
                     for event in events.split(EVENT_END)[:-1]:
-                        is_last = event.lstrip().startswith(LAST_EVENTS[asked.api])
+                        is_last = event.lstrip().startswith(LAST_EVENTS[inference.api])
                         finished = await finish_event(
-                            event + EVENT_END, is_last, asked, opened, received
+                            event + EVENT_END, is_last, inference, opened, received
                         )
                         if is_last:
-                            # Everything but this event is out; a client may hang up as soon as it has read it.
+                            # Marked before the last event, because a client may disconnect as soon as it has read it.
                             await opened.mark_delivered()
                         yield finished
                 if rest:
@@ -111,7 +114,7 @@ async def stream_events(service: Service, asked: InferenceRequest) -> AsyncGener
                 return
         except EngineLost as error:
             if is_begun:
-                yield error_event(error, asked)
+                yield error_event(error, inference)
                 return
             if not await losses.is_again(request_id):
                 raise refused_by(error) from error
@@ -126,7 +129,7 @@ def refused_by(error: ServerError) -> StreamRefused:
 
 
 class EventStream(Response):
-    """Server-sent events, and a comment line whenever none came for a while. Ends when the client hangs up."""
+    """Server-sent events, with a comment line in each long pause. Ends when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -170,7 +173,7 @@ class EventStream(Response):
 async def begun(
     events: AsyncGenerator[bytes, None], head: bytes | asyncio.Future[bytes]
 ) -> AsyncIterator[bytes]:
-    """The events from their first on, which is there or still to come."""
+    """All events of a stream. `head` is the first event, or its future. A comment line precedes a future event."""
     try:
         if isinstance(head, bytes):
             yield head
@@ -188,37 +191,37 @@ async def begun(
 
 
 async def errors_as_events(
-    events: AsyncIterator[bytes], asked: InferenceRequest
+    events: AsyncIterator[bytes], inference: InferenceRequest
 ) -> AsyncIterator[bytes]:
-    """For a stream that has begun: a refusal is told in it."""
+    """The events of a stream that has begun, with a refusal as its last event."""
     try:
         async for event in events:
             yield event
     except StreamRefused as refused:
-        yield raw_event(refused.content, asked)
+        yield raw_event(refused.content, inference)
 
 
 EVENT_END = b"\n\n"
 CHOICE_END = b'"finish_reason":"'
-"""What the event that ends a choice of chat or completions holds; the quotes of a text are escaped."""
+"""In the event that ends a choice of chat or completions. Quotes inside a text are escaped, so no text can match."""
 LAST_EVENTS: Mapping[str, bytes] = {
     "chat": b"data: [DONE]",
     "completions": b"data: [DONE]",
     "responses": b"event: response.completed",
     "messages": b"event: message_stop",
 }
-"""How the event begins after which an answer was sampled in full."""
+"""The beginning of each API's last event, after which an answer is complete."""
 
 
 def take_events(buffer: bytes) -> tuple[bytes, bytes]:
-    """The whole events of what came so far, each with the empty line that ends it, and the rest."""
+    """The whole events in a buffer, each with the empty line that ends it, and the rest."""
     whole, mark, rest = buffer.rpartition(EVENT_END)
     return whole + mark, rest
 
 
 def add_deltas(received: dict[int, dict[str, Any]], events: bytes) -> None:
-    """Put what a chat stream's events add to the choices that the agent has received so far: its own parser's work, which
-    may differ from what a parser makes of the whole text."""
+    """Adds the deltas of a chat stream's events to the choices in `received`. They are built from the deltas because
+    vLLM's streaming parser may split a text differently from a parser of the whole text."""
     for event in events.split(EVENT_END)[:-1]:
         data = event.partition(b"data: ")[2]
         if not data.startswith(b"{"):
@@ -247,39 +250,39 @@ def add_deltas(received: dict[int, dict[str, Any]], events: bytes) -> None:
 async def finish_event(
     event: bytes,
     is_last: bool,
-    asked: InferenceRequest,
+    inference: InferenceRequest,
     opened: OpenRequest,
     received: dict[int, dict[str, Any]],
 ) -> bytes:
-    """Put the asked name into an event, and the mark into the chunk that ends a choice. `received` are the choices of a
-    session's chat stream as the agent has them.
+    """The event with the requested model name, and with the `art` field in a chunk that ends a choice. `received` holds
+    the choices of a session's chat stream as the agent received them.
 
-    Such a chunk, or the last event, is held until the ledger has the choice, so that the client can train at once.
+    Such a chunk, or the last event, waits until the ledger has the choice, so that the client can train at once.
     """
-    event = name_as_asked(event, asked)
-    if asked.api in ("chat", "completions"):
+    event = with_requested_name(event, inference)
+    if inference.api in ("chat", "completions"):
         if CHOICE_END in event:
             prefix, _, data = event.partition(b"data: ")
             chunk = msgspec.json.decode(data)
             for choice in chunk["choices"]:
                 if choice.get("finish_reason") is not None:
                     await opened.wait(choice["index"])
-                    choice["art"] = asked.art_mark(opened, choice["index"])
-                    keep_turn(asked, opened, received)
+                    choice["art"] = inference.art_field(opened, choice["index"])
+                    keep_turn(inference, opened, received)
             return prefix + b"data: " + msgspec.json.encode(chunk) + EVENT_END
     elif is_last:
         await opened.wait(0)
-        keep_turn(asked, opened, {})
+        keep_turn(inference, opened, {})
     return event
 
 
-def error_event(error: ServerError, asked: InferenceRequest) -> bytes:
-    return raw_event(ErrorBody(error=detail_of(error)).model_dump_json().encode(), asked)
+def error_event(error: ServerError, inference: InferenceRequest) -> bytes:
+    return raw_event(ErrorBody(error=detail_of(error)).model_dump_json().encode(), inference)
 
 
-def raw_event(content: bytes, asked: InferenceRequest) -> bytes:
-    """An error inside a stream, in the form that the API's clients read."""
-    if asked.api in ("chat", "completions"):
+def raw_event(content: bytes, inference: InferenceRequest) -> bytes:
+    """An error as an event, in the form that the API's clients read."""
+    if inference.api in ("chat", "completions"):
         return b"data: " + content + b"\n\ndata: [DONE]\n\n"
     body = {"type": "error", **json.loads(content)}
     return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"

@@ -1,1 +1,1 @@
-"""Checkpoints as things: list, fork, roll back, delete, import, export, copy."""
+"""Checkpoints: list, fork, roll back, delete, upload, import, export, copy."""

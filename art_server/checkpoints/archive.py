@@ -1,10 +1,10 @@
-"""A checkpoint that travels: its description, and an uncompressed tar of its files.
+"""The exchange format of a checkpoint: an uncompressed tar of its description and its files.
 
     checkpoint.json  adapter_config.json  adapter_model.safetensors  [optimizer.safetensors]
 
-The description comes first and holds the digest of every other file, so whoever has all that it names has the whole.
-The same checkpoint always makes the same bytes, under the same ETag. A tar that comes in is read header by header, never
-by a library that follows links, paths or extensions.
+The description is the first member and holds the SHA-256 of every other file, so a receiver can verify that the
+checkpoint is complete. The same checkpoint always gives the same bytes and the same ETag. A received tar is parsed
+header by header, because a tar library would follow links, paths or extensions.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ BLOCK = tarfile.BLOCKSIZE
 CHUNK_BYTES = 2**20
 MAX_DESCRIPTION_BYTES = 2**20
 MAX_CHECKPOINT_BYTES = 8 * 2**30
-"""Of a tar that comes in: rank 64 on a model of 32 billion parameters, with its optimizer's state, is 6.5 GB."""
+"""Limit for a received tar. An adapter of rank 64 on 32 billion parameters has 6.5 GB with its optimizer state."""
 
 
 class Description(CheckpointRecord):
-    """checkpoint.json of a checkpoint that travels: what it belongs to as well."""
+    """checkpoint.json in the exchange format: the record, plus base model and LoRA shape."""
 
     step: int = Field(ge=0, lt=10**9)
     created_at: FiniteFloat = 0.0
@@ -53,16 +53,16 @@ class Description(CheckpointRecord):
         return ModelRecord(name=name, project=project, base_model=self.base_model, lora=self.lora)
 
     def record(self) -> CheckpointRecord:
-        """What a model's own checkpoint.json holds. The job that made it stays behind: it was another server's."""
+        """The part that a model's own checkpoint.json holds. Omits `job_id`: the job may have run on another server."""
         fields = self.model_dump(include=set(CheckpointRecord.model_fields) - {"job_id"})
         return CheckpointRecord.model_validate(fields)
 
 
 def describe(folder: ModelFolder, record: ModelRecord, step: int) -> Description:
-    """A kept step as it travels (blocking: one that was written without digests is read through).
+    """Returns the description of a kept step. Blocking: computes the digests if the step was written without them.
 
     Raises:
-        NotFound: no such step.
+        NotFound: the model has no such step.
     """
     kept = folder.read_checkpoint(step)
     content = folder.checkpoint_dir(step)
@@ -76,10 +76,10 @@ def describe(folder: ModelFolder, record: ModelRecord, step: int) -> Description
 
 
 def check_content(folder: Path, description: Description) -> None:
-    """See that a folder holds what its description names: every file, unchanged, and a plain LoRA adapter of its shape.
+    """Checks that a folder holds the described files, unchanged, and a plain LoRA of the described rank and alpha.
 
     Raises:
-        InvalidInput: it does not.
+        InvalidInput: a file is missing, changed or not described, or the adapter differs.
     """
     fault = content_fault(folder, description.files)
     unnamed = {
@@ -90,20 +90,23 @@ def check_content(folder: Path, description: Description) -> None:
     elif unnamed:
         fault = f"{DESCRIPTION_FILE} does not name {min(unnamed)}"
     if fault is not None:
-        raise InvalidInput(f"the checkpoint is not whole: {fault}", code="broken_checkpoint")
+        raise InvalidInput(
+            f"the checkpoint is incomplete or damaged: {fault}", code="broken_checkpoint"
+        )
     lora, _ = read_adapter(folder)
     if (lora.rank, lora.alpha) != (description.lora.rank, description.lora.alpha):
         raise InvalidInput(
-            f"{CONFIG_FILE} says rank {lora.rank} and alpha {lora.alpha:g}, {DESCRIPTION_FILE} says "
-            f"{description.lora.rank} and {description.lora.alpha:g}",
+            f"{CONFIG_FILE} has rank {lora.rank} and alpha {lora.alpha:g}, {DESCRIPTION_FILE} has rank "
+            f"{description.lora.rank} and alpha {description.lora.alpha:g}",
             code="broken_checkpoint",
         )
 
 
 def read_description(data: bytes) -> Description:
-    """
+    """Parses a checkpoint.json.
+
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: it is not a valid description.
     """
     try:
         return Description.model_validate_json(data)
@@ -111,7 +114,7 @@ def read_description(data: bytes) -> Description:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"]))
         raise InvalidInput(
-            f"{DESCRIPTION_FILE} is no description of a checkpoint: {place}: {problem['msg']}",
+            f"{DESCRIPTION_FILE} is not a valid description of a checkpoint: {place}: {problem['msg']}",
             code="broken_checkpoint",
         ) from error
 
@@ -119,11 +122,12 @@ def read_description(data: bytes) -> Description:
 def place_checkpoint(
     folder: ModelFolder, description: Description, content: Path, engine_log: Path
 ) -> None:
-    """Move a checked checkpoint to its place: as a new model's first step, or as an older one that the model lacks. One that
-    is there already, with the same weights, changes nothing (blocking).
+    """Moves a checked checkpoint into a model's folder (blocking): as the first step of a new model, or as an older
+    step that the model lacks. Does nothing if the model has the step with the same weights.
 
     Raises:
-        Conflict: it is there with other content, is newer than the model's newest, or of another base or shape.
+        Conflict: the model has the step with other weights, its newest step is older than this one, or its base model
+            or LoRA shape differs.
     """
     if not folder.exists():
         record = description.of_model(folder.project, folder.name)
@@ -131,24 +135,24 @@ def place_checkpoint(
     record, step, model_id = folder.read(), description.step, f"{folder.project}/{folder.name}"
     if (record.base_model, record.lora) != (description.base_model, description.lora):
         raise Conflict(
-            f"model '{model_id}' adapts '{record.base_model}' with {record.lora}; the checkpoint adapts "
-            f"'{description.base_model}' with {description.lora}: take another name",
+            f"model '{model_id}' has base model '{record.base_model}' and LoRA {record.lora}; the checkpoint has "
+            f"'{description.base_model}' and {description.lora}: choose another name",
             code="lora_differs",
             param="name",
         )
     if step in folder.steps():
-        kept = folder.read_checkpoint(step).files.get(ADAPTER_FILE)
+        kept = files.file_digest(folder.checkpoint_dir(step) / ADAPTER_FILE)
         if kept == description.files[ADAPTER_FILE]:
             return None
         raise Conflict(
-            f"model '{model_id}' has a step {step}, with other content: take another name",
+            f"model '{model_id}' has a step {step}, with other content: choose another name",
             code="step_exists",
             param="step",
         )
     newest = folder.newest_step()
     if newest is not None and step > newest:
         raise Conflict(
-            f"model '{model_id}' is at step {newest}, and step {step} is newer: take another name",
+            f"model '{model_id}' is at step {newest}, and the checkpoint of the newer step {step}: choose another name",
             code="step_beyond_newest",
             param="step",
         )
@@ -159,12 +163,13 @@ def place_checkpoint(
 
 
 class CheckpointTar:
-    """A checkpoint as a tar, made while it is read. Its files are open from the start: deleting the step spoils nothing."""
+    """A checkpoint as a tar, made while it is read. Its files are open from the start, so the step can be deleted."""
 
     def __init__(self, content: Path, description: Description):
-        """
+        """Opens the files; computes size and ETag.
+
         Raises:
-            NotFound: a file went meanwhile; the same request may be repeated.
+            NotFound: a file was deleted meanwhile; the request may be repeated.
         """
         data = description.model_dump_json().encode()
         self.etag = f'"{hashlib.sha256(data).hexdigest()}"'
@@ -173,7 +178,7 @@ class CheckpointTar:
         self._add(DESCRIPTION_FILE, len(data), data)
         try:
             for name in sorted(description.files):
-                file = self._opened.enter_context(open(content / name, "rb"))  # noqa: SIM115 - it is one
+                file = self._opened.enter_context(open(content / name, "rb"))  # noqa: SIM115 - the stack closes it
                 self._add(name, os.fstat(file.fileno()).st_size, file)
         except FileNotFoundError as error:
             self.close()
@@ -195,7 +200,7 @@ class CheckpointTar:
         self._opened.close()
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        """The bytes from `start` to before `stop`, in pieces; closes the files at the end."""
+        """Yields the bytes [start, stop) in pieces, and closes the files at the end."""
         stop = self.size if stop is None else stop
         with self._opened:
             begin = 0
@@ -216,11 +221,10 @@ class CheckpointTar:
 
 
 def unpack(tar: BinaryIO, folder: Path) -> Description:
-    """Write the members of a checkpoint's tar into a new folder, and check that they are the whole checkpoint. On return
-    they are on the disk.
+    """Writes the members of a checkpoint tar into a new folder, fsyncs them and checks that the checkpoint is complete.
 
     Raises:
-        InvalidInput: no tar of a checkpoint; what was written stays in the folder.
+        InvalidInput: the tar is not a valid checkpoint; the members written so far stay in the folder.
     """
     folder.mkdir(parents=True)
     description: Description | None = None
@@ -232,7 +236,7 @@ def unpack(tar: BinaryIO, folder: Path) -> Description:
                 )
             description = read_description(_read_exactly(tar, member.size))
         elif member.name not in CONTENT_FILES or (folder / member.name).exists():
-            raise _bad_tar(f"'{member.name[:80]}' does not belong there, or comes twice")
+            raise _bad_tar(f"'{member.name[:80]}' is not a file of a checkpoint, or occurs twice")
         else:
             _write_member(tar, member.size, folder / member.name)
         _read_exactly(tar, -member.size % BLOCK)
@@ -243,7 +247,7 @@ def unpack(tar: BinaryIO, folder: Path) -> Description:
 
 
 def _next_member(tar: BinaryIO) -> tarfile.TarInfo | None:
-    """The next header, None at the end. Plain files only: no links, folders, sparse files or extended headers."""
+    """Returns the next header, None at the end. Accepts plain files only: no links, folders or extended headers."""
     block = _read_exactly(tar, BLOCK)
     if not any(block):
         return None
@@ -252,16 +256,20 @@ def _next_member(tar: BinaryIO) -> tarfile.TarInfo | None:
     except (tarfile.TarError, ValueError) as error:
         raise _bad_tar(f"a header cannot be read ({error})") from error
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        raise _bad_tar(f"'{member.name[:80]}' is no plain file (write the tar with `--format=gnu`)")
+        raise _bad_tar(
+            f"'{member.name[:80]}' is not a plain file (write the tar with `--format=gnu`)"
+        )
     if not 0 <= member.size <= MAX_CHECKPOINT_BYTES:
-        raise _bad_tar(f"'{member.name[:80]}' claims {member.size} bytes")
+        raise _bad_tar(
+            f"'{member.name[:80]}' has {member.size} bytes, which is negative or above the limit"
+        )
     return member
 
 
 def _read_exactly(tar: BinaryIO, size: int) -> bytes:
     data = tar.read(size)
     if len(data) != size:
-        raise _bad_tar("it ends in the middle")
+        raise _bad_tar("it ends too early")
     return data
 
 
@@ -274,4 +282,4 @@ def _write_member(tar: BinaryIO, size: int, path: Path) -> None:
 
 
 def _bad_tar(problem: str) -> InvalidInput:
-    return InvalidInput(f"this is no checkpoint's tar: {problem}", code="bad_tar", param="body")
+    return InvalidInput(f"this is not a checkpoint tar: {problem}", code="bad_tar", param="body")

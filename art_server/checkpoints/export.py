@@ -1,4 +1,4 @@
-"""A checkpoint for programs that know nothing of ART: a PEFT folder, or a whole model, and a place for it on the hub."""
+"""Writes a checkpoint for other programs, as a PEFT folder or a merged model; uploads it to the Hugging Face hub."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE
 
 
 def write_adapter(content: Path, description: Description, folder: Path) -> None:
-    """Write the adapter as PEFT loads it, with the name under which others find its base model."""
+    """Writes a PEFT folder whose configuration names the base model by its public name."""
     files.copy_file(content / ADAPTER_FILE, folder / ADAPTER_FILE)
     config = json.loads((content / CONFIG_FILE).read_bytes())
     config["base_model_name_or_path"] = public_name(description.base_model)
@@ -21,7 +21,7 @@ def write_adapter(content: Path, description: Description, folder: Path) -> None
 
 
 def public_name(base_model: str) -> str:
-    """A base model's id on the hub; the absolute path of a folder; the name itself where it has neither."""
+    """A base model's name for other programs: a folder's absolute path, "smollm2"'s id on the hub, else the name."""
     if base_model == "smollm2":
         return SMOLLM2_ID
     path = Path(base_model).expanduser()
@@ -29,13 +29,13 @@ def public_name(base_model: str) -> str:
 
 
 def write_merged(content: Path, description: Description, folder: Path) -> None:
-    """Write the base model with the adapter added to its weights, in the base's number type, and all else that its folder
-    has: tokenizer, chat template, generation settings.
+    """Writes the base model with the adapter merged into its weights, in the base's dtype, and copies the other files
+    of its folder: tokenizer, chat template, generation settings.
 
     Raises:
         InvalidInput: the base's weights are quantised.
     """
-    # Here, because they take seconds to load.
+    # Imported here, because they take seconds to load.
     import torch
     from peft import PeftModel
 
@@ -45,7 +45,7 @@ def write_merged(content: Path, description: Description, folder: Path) -> None:
     config = read_config(str(base.path))
     if getattr(config, "quantization_config", None) is not None:
         raise InvalidInput(
-            f"base model '{base.name}' is quantised, and an adapter added to such weights is rounded away: export without "
+            f"base model '{base.name}' is quantised, and merging into it rounds the adapter away: export without "
             "--merge",
             code="not_mergeable",
         )
@@ -62,12 +62,12 @@ def write_merged(content: Path, description: Description, folder: Path) -> None:
 
 
 def push_folder(folder: Path, repository: str) -> str:
-    """Upload a folder to a repository of the Hugging Face hub, made private if it is not there. Returns where it is.
+    """Uploads a folder to a repository on the Hugging Face hub and returns its URL. A new repository is private.
 
     Raises:
-        InvalidInput: the hub refuses it.
+        InvalidInput: the upload failed.
     """
-    # The hub's client is heavy and only needed here.
+    # Imported here, because the hub's client is heavy and only this function needs it.
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

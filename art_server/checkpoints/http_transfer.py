@@ -1,4 +1,4 @@
-"""Checkpoints to and from a server by HTTP, for the command line. A connection that breaks is taken up where it broke."""
+"""Downloads and uploads checkpoints over HTTP, for the command line. An interrupted transfer is resumed."""
 
 import contextlib
 import os
@@ -16,16 +16,16 @@ from art_server.errors import InvalidInput, Unavailable
 
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0
-"""Before an attempt that follows a broken connection."""
+"""Pause after a failed attempt."""
 ANSWER_SECONDS = 1800.0
-"""The server checks what it received against the base model, and waits for a step that runs."""
+"""Read timeout: after an upload the server checks the checkpoint on the base model, and may first wait for a step."""
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
 
 
 class Server:
-    """A server by its address; the key is that of ART_API_KEY."""
+    """Client of a server; sends the key of ART_API_KEY."""
 
     def __init__(self, url: str):
         key = os.environ.get("ART_API_KEY")
@@ -42,11 +42,11 @@ class Server:
         self._http.close()
 
     def download(self, project: str, name: str, step: int | None, content: Path) -> Description:
-        """Fetch a model's step (None: the one that serves) into a new folder.
+        """Downloads a model's step (None: the serving one) into a new folder and returns its description.
 
         Raises:
-            InvalidInput: there is no such model or step, or what came is not whole.
-            Unavailable: the connection broke too often.
+            InvalidInput: there is no such model or step, or the received checkpoint is invalid.
+            Unavailable: all attempts failed.
         """
         info = self._find(project, name)
         path = checkpoint_path(info.project, info.name, info.step if step is None else step)
@@ -70,18 +70,18 @@ class Server:
         return description
 
     def upload(self, project: str, name: str, content: Path, description: Description) -> None:
-        """Send a checkpoint.
+        """Uploads a checkpoint as a step of a model.
 
         Raises:
             InvalidInput: the server refuses it.
-            Unavailable: the connection broke too often.
+            Unavailable: all attempts failed.
         """
         path = checkpoint_path(project, name, description.step)
 
         def send() -> None:
             with contextlib.closing(CheckpointTar(content, description)) as tar:
                 total = {"content-range": f"bytes */{tar.size}"}
-                # One that is whole and was not taken in is sent anew.
+                # A complete upload that the server did not accept is sent again from its first byte.
                 received = self._put(path, total, b"").received_bytes % tar.size
                 rest = {
                     "content-range": f"bytes {received}-{tar.size - 1}/{tar.size}",
@@ -102,7 +102,7 @@ class Server:
         if len(found) != 1:
             known = ", ".join(each.inference_name for each in found or models) or "none"
             raise InvalidInput(
-                f"'{name}' is {'one of several models' if found else 'no model'} of {self._http.base_url}; there: "
+                f"'{name}' is {'one of several models' if found else 'no model'} of {self._http.base_url}; models: "
                 f"{known}. Write PROJECT/NAME",
                 code="unknown_model",
             )
@@ -114,10 +114,10 @@ def checkpoint_path(project: str, name: str, step: int) -> str:
 
 
 def repeat(request: Callable[[], T]) -> T:
-    """The request's result, tried again while the server is away or busy.
+    """Returns the request's result. Retries while the server is unreachable or busy.
 
     Raises:
-        Unavailable: it stays so.
+        Unavailable: the last attempt failed too.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -131,10 +131,11 @@ def repeat(request: Callable[[], T]) -> T:
 
 
 def read_reply(kind: type[R], response: httpx.Response) -> R:
-    """
+    """Parses the body of a successful response.
+
     Raises:
-        InvalidInput: a refusal, or no answer of an art-server.
-        Unavailable: not now.
+        InvalidInput: the server refused the request, or is not an art-server.
+        Unavailable: the server is busy.
     """
     raise_refusal(response)
     try:
@@ -144,10 +145,11 @@ def read_reply(kind: type[R], response: httpx.Response) -> R:
 
 
 def raise_refusal(response: httpx.Response) -> None:
-    """
+    """Raises the error that a response carries, if any.
+
     Raises:
-        Unavailable: not now.
-        InvalidInput: any other refusal, in the server's words.
+        Unavailable: status 429 or 503.
+        InvalidInput: any other error status, with the server's message.
     """
     if response.is_success:
         return

@@ -1,7 +1,7 @@
-"""The checkpoints of models that a server knows: listed, pruned, forked, rolled back, deleted.
+"""Lists, prunes, forks, rolls back and deletes the checkpoints of registered models.
 
-A step that goes is marked first, so that no request resolves to it; then its adapter leaves the engine, then its folder
-goes. What a request holds is never taken from it.
+A step is removed in this order: it is marked, so that no request resolves to it; the engine unloads its adapter; its
+folder is deleted or set aside. No step is removed while requests use it.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from art.wire import (
 )
 from art_server.checkpoints.archive import check_content, describe
 from art_server.engine.engine import Engine
-from art_server.engine.gate import Gate
+from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
 from art_server.store.model_folder import ModelFolder, copy_content, create_model, row_metrics
@@ -32,35 +33,28 @@ from art_server.store.registry import Model, Registry
 logger = logging.getLogger(__name__)
 
 IN_USE_SECONDS, POLL_SECONDS = 60.0, 0.05
-"""How long a rollback waits for the requests that still sample from a later step."""
+"""How long a rollback waits for requests that still sample from a later step, and how often it checks."""
 
 T = TypeVar("T")
 
 
+@dataclass
 class Checkpoints:
-    """Changes steps and models on disk together with what the engine and the registry hold of them."""
+    """Changes steps and models on disk, and keeps engine and registry consistent with the disk."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        queue: JobQueue,
-        gate: Gate,
-        engine: Engine,
-        making: asyncio.Lock,
-        incoming: Path,
-        keep_last: int,
-    ):
-        self._registry = registry
-        self._queue = queue
-        self._gate = gate
-        self._engine = engine
-        self._making = making
-        """Held while a model is made or deleted."""
-        self._incoming = incoming
-        """A folder for what is not yet a checkpoint; empty at start."""
-        self._keep_last = keep_last
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Of each model: one change of its steps at a time."""
+    _registry: Registry
+    _queue: JobQueue
+    _gate: PauseGate
+    _engine: Engine
+    _making: asyncio.Lock
+    """Held while a model is created or deleted."""
+    _incoming: Path
+    """Folder for unfinished checkpoints; empty at start."""
+    _keep_last: int
+    _locks: defaultdict[str, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
+    """By model id: one change of its steps at a time."""
 
     async def overview(self, model: Model) -> CheckpointList:
         """The kept steps, oldest first, with their metrics."""
@@ -71,7 +65,7 @@ class Checkpoints:
     async def delete(
         self, model: Model, request: DeleteCheckpointsRequest
     ) -> DeleteCheckpointsReply:
-        """Delete steps, but the newest, the one that serves, the best or the named ones, and any in use.
+        """Deletes all steps except the newest, the serving one, those in use, and the named steps or the best one.
 
         Raises:
             InvalidInput: the history does not have the metric; nothing was deleted.
@@ -82,8 +76,8 @@ class Checkpoints:
         return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
 
     async def retain(self, model: Model) -> None:
-        """After a step: delete all but the newest `--keep-last`, the one that serves, the best and those in use. What cannot
-        be deleted is logged, and tried again after the next step."""
+        """Deletes old steps after a train step: all but the newest `--keep-last`, the serving, the best, those in use.
+        An error of the disk is logged; the next step tries again."""
         if not self._keep_last:
             return
         async with self._locks[model.id]:
@@ -99,18 +93,18 @@ class Checkpoints:
     async def _delete_steps(self, model: Model, keep: set[int]) -> list[int]:
         steps = model.folder.steps()
         keep = keep | {model.step, *steps[-1:]}
-        # Between the look at the gate and the mark nothing is awaited: no request comes in.
-        going = [
+        # Nothing is awaited between the check of the pause gate and the mark, so no request can start in between.
+        leaving = [
             step
             for step in steps
             if step not in keep and not self._gate.uses(model.adapter_name(step))
         ]
-        with marked_as_going(model, going):
-            await self._unload(model, going)
-            await asyncio.to_thread(model.folder.remove_steps, going)
-        if going:
-            logger.info("%s: deleted steps %s", model.id, going)
-        return going
+        with marked_for_deletion(model, leaving):
+            await self._unload(model, leaving)
+            await asyncio.to_thread(model.folder.remove_steps, leaving)
+        if leaving:
+            logger.info("%s: deleted steps %s", model.id, leaving)
+        return leaving
 
     async def _unload(self, model: Model, steps: Iterable[int]) -> None:
         names = {model.adapter_name(step) for step in steps}
@@ -120,12 +114,13 @@ class Checkpoints:
     # --- changing what a model is ---
 
     async def fork(self, source: Model, request: ForkRequest) -> Model:
-        """Make a model from a step of another: its adapter and, where it is kept, its optimizer's state. The step keeps its
-        number, and the new model's history begins behind it.
+        """Creates a model from a step of another model, with its adapter and, if it is kept, its optimizer state. The
+        step keeps its number; the new model's history is empty.
 
         Raises:
-            NotFound: no such step.
-            Conflict: the new model is there already.
+            NotFound: the source has no such step.
+            Conflict: the new model exists already.
+            InvalidInput: the step's files are damaged.
         """
         async with self._making, self._locks[source.id]:
             if self._registry.find(request.project, request.name) is not None:
@@ -151,26 +146,26 @@ class Checkpoints:
             shutil.rmtree(content, ignore_errors=True)
 
     async def roll_back(self, model: Model, step: int) -> None:
-        """Make an earlier step the newest. It serves at once; the later ones are set aside when the requests that sample
-        from them have ended, and so are their rows of the history.
+        """Makes an earlier step the newest. It serves at once. The later steps and their history rows are set aside
+        when all requests that sample from these steps have ended.
 
         Raises:
-            NotFound: no such step.
-            Conflict: jobs wait or run, or requests have not ended in time; the model is as before.
+            NotFound: the model has no such step.
+            Conflict: jobs wait or run, or requests did not end in time; the model is unchanged.
         """
         async with self._locks[model.id]:
             model.folder.read_checkpoint(step)
             await self._while_idle(model, lambda: None)
             later = [each for each in model.folder.steps() if each > step]
             before, model.step = model.step, step
-            with marked_as_going(model, later):
+            with marked_for_deletion(model, later):
                 try:
                     await self._wait_unused(model, later)
                     await self._unload(model, later)
                     await self._engine.forget_prompts()
                     await self._while_idle(model, lambda: model.folder.roll_back(step))
                 finally:
-                    if model.step == step:  # and not a newer one, of a job that came in between
+                    if model.step == step:  # a job in between may have made a newer step
                         model.step = min(before, model.folder.steps()[-1])
         logger.info("%s was rolled back; set aside: steps %s", model.adapter_name(step), later)
 
@@ -188,11 +183,11 @@ class Checkpoints:
             ) from error
 
     async def delete_model(self, model: Model) -> None:
-        """Delete a model with its history and trajectories.
+        """Deletes a model with its history and trajectories.
 
         Raises:
             NotFound: another request has deleted it.
-            Conflict: jobs wait or run, or requests sample from it; the model is as before.
+            Conflict: jobs wait or run, or requests sample from it; the model is unchanged.
         """
         async with self._making, self._locks[model.id]:
             model = self._registry.get(model.record.project, model.record.name)
@@ -214,7 +209,11 @@ class Checkpoints:
         logger.info("%s was deleted", model.id)
 
     async def _while_idle(self, model: Model, change: Callable[[], T]) -> T:
-        """Make a change while the model has no jobs and gets none; raises Conflict when it has."""
+        """Runs `change` in a thread while the model has no jobs and cannot get any.
+
+        Raises:
+            Conflict: jobs of the model wait or run.
+        """
 
         def held() -> T:
             with self._queue.held_idle(model.record.project, model.record.name):
@@ -224,31 +223,31 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def marked_as_going(model: Model, steps: Iterable[int]) -> Iterator[None]:
-    """Let no request resolve to these steps."""
-    model.going.update(steps)
+def marked_for_deletion(model: Model, steps: Iterable[int]) -> Iterator[None]:
+    """Inside the block no request resolves to these steps."""
+    model.deleting.update(steps)
     try:
         yield
     finally:
-        model.going.difference_update(steps)
+        model.deleting.difference_update(steps)
 
 
 def model_exists(model_id: str) -> Conflict:
     return Conflict(
-        f"model '{model_id}' is there already: choose another name, or delete it first",
+        f"model '{model_id}' exists already: choose another name, or delete it first",
         code="model_exists",
         param="name",
     )
 
 
 def best_step(folder: ModelFolder) -> int | None:
-    """The kept step that the history calls best; None where it has nothing to judge by."""
+    """The best kept step by the history; None if the history has no metric to judge by."""
     metric = folder.best_metric()
     return folder.best_step(metric) if metric is not None else None
 
 
 def steps_to_keep(model: Model, request: DeleteCheckpointsRequest) -> set[int]:
-    """What a request for deletion keeps, besides the newest step and the one that serves.
+    """Returns the steps that a deletion request keeps, besides the newest and the serving one.
 
     Raises:
         InvalidInput: there are steps to delete, and the history does not have the metric.
@@ -259,7 +258,7 @@ def steps_to_keep(model: Model, request: DeleteCheckpointsRequest) -> set[int]:
         return set(request.keep)
     metric, known = request.best_metric or folder.best_metric(), folder.metric_names()
     if set(steps) <= {model.step, *steps[-1:]}:
-        return set()  # programs ask before their first step
+        return set()  # no error: programs delete before their first step, when no metric exists
     if metric is None or metric not in known:
         asked = f"'{metric[:200]}'" if metric else "'val/reward' or 'train/reward'"
         raise InvalidInput(
@@ -273,12 +272,12 @@ def steps_to_keep(model: Model, request: DeleteCheckpointsRequest) -> set[int]:
 
 
 def list_checkpoints(model: Model) -> CheckpointList:
-    """The kept steps of a model (blocking: reads their descriptions and the history)."""
+    """Returns the kept steps of a model. Blocking: reads their descriptions and the history."""
     folder = model.folder
     metric = folder.best_metric()
     best = folder.best_step(metric) if metric is not None else None
     rows = {row.get("step"): row for row in folder.history()}
-    steps = [step for step in folder.steps() if step not in model.going]
+    steps = [step for step in folder.steps() if step not in model.deleting]
     infos: list[CheckpointInfo] = []
     for step in steps:
         with contextlib.suppress(NotFound, FileNotFoundError):  # deleted meanwhile

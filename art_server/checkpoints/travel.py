@@ -1,7 +1,8 @@
-"""`art export`, `art import`, `art copy`: a checkpoint from one place to another.
+"""`art export`, `art import`, `art copy`: move a checkpoint from a source to a target.
 
-Places are a server's folder, a server by URL, a PEFT folder, and whatever fsspec knows. On the way a checkpoint is a folder
-of files and a description that holds their digests (`store/archive.py`); each place takes it whole or not at all.
+Sources and targets are a server's folder, a server's URL, a PEFT folder, and any address that fsspec opens. In between,
+a checkpoint is a folder of files and a description with their digests (`checkpoints/archive.py`). A target gets the
+complete checkpoint or none.
 """
 
 import argparse
@@ -41,17 +42,17 @@ from art_server.store.registry import check_name
 
 
 def run_command(flags: argparse.Namespace) -> None:
-    """Do what `commands.py` parsed.
+    """Runs a command that `commands.py` parsed.
 
     Raises:
-        ServerError: it cannot be done; the message says why and what to do.
+        ServerError: the command failed; the message has the reason and the remedy.
     """
     {"export": export_model, "import": import_folder, "copy": copy_checkpoint}[flags.command](flags)
 
 
 def export_model(flags: argparse.Namespace) -> None:
     if flags.dir.exists() and (not flags.dir.is_dir() or any(flags.dir.iterdir())):
-        raise InvalidInput(f"{flags.dir} is there already: name a new folder", code="target_exists")
+        raise InvalidInput(f"{flags.dir} exists already: name a new folder", code="target_exists")
     temporary = flags.dir.absolute().with_name(f".{flags.dir.name}.{uuid.uuid4().hex}.tmp")
     write = write_merged if flags.merge else write_adapter
     try:
@@ -76,9 +77,10 @@ def import_folder(flags: argparse.Namespace) -> None:
 
 
 def copy_checkpoint(flags: argparse.Namespace) -> None:
-    """
+    """Copies a checkpoint from a model to an address, or from an address to a model.
+
     Raises:
-        InvalidInput: not one of the two is an address.
+        InvalidInput: source and target are two models or two addresses.
     """
     if ("://" in flags.source) == ("://" in flags.target):
         raise InvalidInput(
@@ -101,10 +103,10 @@ def copy_checkpoint(flags: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def opened_model(flags: argparse.Namespace, text: str) -> Iterator[tuple[Path, Description]]:
-    """The files of [PROJECT/]NAME[@k], and what they are; from a server, or from its folder.
+    """Yields folder and description of the checkpoint [PROJECT/]NAME[@k], from a server or from its folder.
 
     Raises:
-        InvalidInput: there is no such model, or its files are not what was written.
+        InvalidInput: there is no such model, or its files are damaged.
     """
     path, _, step = text.partition("@")
     project, _, name = path.rpartition("/")
@@ -129,8 +131,8 @@ def find_folder(root: Path, project: str, name: str) -> ModelFolder:
     if len(found) != 1:
         known = ", ".join(f"{each.project}/{each.name}" for each in found or folders) or "none"
         raise InvalidInput(
-            f"'{project + '/' if project else ''}{name}' is {'one of several' if found else 'no'} model in {root}; "
-            f"there: {known}. Write PROJECT/NAME, and name the server's folder with --path or a server with --url",
+            f"'{project + '/' if project else ''}{name}' is {'one of several models' if found else 'no model'} in {root}; "
+            f"models: {known}. Write PROJECT/NAME, and name the server's folder with --path or a server with --url",
             code="unknown_model",
         )
     return found[0]
@@ -139,7 +141,7 @@ def find_folder(root: Path, project: str, name: str) -> ModelFolder:
 def store_model(
     flags: argparse.Namespace, text: str, content: Path, description: Description
 ) -> None:
-    """Make a checkpoint PROJECT/NAME, on a server or in the folder of one that does not run. `content` is used up."""
+    """Stores a checkpoint as PROJECT/NAME, on a running server or in the folder of a stopped one."""
     project, slash, name = text.partition("/")
     if not slash:
         raise InvalidInput(
@@ -160,7 +162,7 @@ def store_model(
 def store_in_folder(
     root: Path, folder: ModelFolder, content: Path, description: Description
 ) -> None:
-    # Here, because torch and the server's parts take seconds to load.
+    # Imported here, because torch and the server's parts take seconds to load.
     from art_server.settings import ServerConfig
     from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
 
@@ -176,7 +178,7 @@ def store_in_folder(
         lock = files.lock_folder(config.server_dir)
     except Conflict as error:
         raise Conflict(
-            f"an art-server works in {root}: name it with --url", code=error.code
+            f"an art-server works in {root}: pass its address with --url", code=error.code
         ) from error
     files.keep_private(root)
     ready = config.server_dir / "incoming" / uuid.uuid4().hex
@@ -193,10 +195,10 @@ def base_of(description: Description) -> BaseModel:
 
 
 def describe_folder(source: Path, content: Path, base_model: str | None) -> Description:
-    """A PEFT folder as a checkpoint: of the step that its checkpoint.json names, else of step 0.
+    """Describes a PEFT folder as a checkpoint: of the step in its checkpoint.json, else of step 0.
 
     Raises:
-        InvalidInput: it is no plain LoRA adapter, or names no base model.
+        InvalidInput: the folder holds no plain LoRA adapter, or no base model is named.
     """
     lora, named = read_adapter(content)
     base = base_model or named
@@ -204,9 +206,7 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
         raise InvalidInput(
             "the adapter names no base model: pass --base-model", code="unknown_base_model"
         )
-    known: dict[str, Any] = {
-        "step": 0
-    }  # Any: what stands in the file; `read_description` checks it
+    known: dict[str, Any] = {"step": 0}  # Any: arbitrary JSON; `read_description` checks it
     if (source / DESCRIPTION_FILE).exists():
         try:
             known = dict(json.loads((source / DESCRIPTION_FILE).read_bytes()))
@@ -224,12 +224,12 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
 
 
 def open_address(address: str) -> tuple[Any, str]:
-    """A file system and the folder in it. Any: fsspec is untyped.
+    """Returns the file system of an address and the folder in it. Any: fsspec is untyped.
 
     Raises:
-        InvalidInput: fsspec does not know it, or the package for it is missing.
+        InvalidInput: fsspec does not know the scheme, or the package for it is missing.
     """
-    # Here, because only this command needs it.
+    # Imported here, because only this command needs it.
     from fsspec.core import url_to_fs
 
     try:
@@ -240,10 +240,10 @@ def open_address(address: str) -> tuple[Any, str]:
 
 
 def write_address(address: str, content: Path, description: Description) -> None:
-    """Write a checkpoint there. The description comes last: without it there is no checkpoint.
+    """Writes a checkpoint to an address. Writes the description last: without it the files are no checkpoint.
 
     Raises:
-        InvalidInput: another checkpoint is there.
+        InvalidInput: the address holds another checkpoint.
     """
     system, root = open_address(address)
     data = description.model_dump_json(indent=2).encode()
@@ -261,10 +261,10 @@ def write_address(address: str, content: Path, description: Description) -> None
 
 
 def read_address(address: str, folder: Path) -> Description:
-    """Fetch a checkpoint into a folder.
+    """Downloads a checkpoint from an address into a folder and returns its description.
 
     Raises:
-        InvalidInput: none is there, or it is not whole.
+        InvalidInput: the address holds no complete checkpoint.
     """
     system, root = open_address(address)
     try:
@@ -277,7 +277,7 @@ def read_address(address: str, folder: Path) -> Description:
             system.get_file(f"{root}/{name}", str(folder / name))
     except FileNotFoundError as error:
         raise InvalidInput(
-            f"{address} holds no whole checkpoint: {error} is missing", code="broken_checkpoint"
+            f"{address} holds no complete checkpoint: {error} is missing", code="broken_checkpoint"
         ) from error
     check_content(folder, description)
     return description

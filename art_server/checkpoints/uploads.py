@@ -1,8 +1,8 @@
-"""Checkpoints that come in over HTTP: received in parts, checked, and made a model's step.
+"""Receives checkpoint uploads: collects the parts of a tar, checks the checkpoint, stores it as a step of a model.
 
-The parts of a tar are appended to one file, so an upload continues where it was interrupted. The whole is unpacked beside
-the models, checked against its own digests, as a plain LoRA, and by the trainer against the base model; then it gets its
-place in one rename.
+The parts are appended to one file, so an interrupted upload can be resumed. The complete tar is unpacked into a
+temporary folder. Its digests and LoRA are checked, and the trainer checks that it fits the base model. One rename then
+makes it a step.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from art_server.base_models import BaseModel
@@ -29,60 +29,50 @@ from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.shared.tasks import CheckTask
 from art_server.store import files
-from art_server.store.registry import Model, Registry
+from art_server.store.registry import Model, Registry, check_rank
 
 WRITE_BYTES = 2**20
-"""Gathered before they are written."""
+"""Size of the write buffer."""
 KEPT_SECONDS = 86400.0
-"""How long the beginning of an upload waits for the rest."""
+"""An unfinished upload that got no data for this long is deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Which bytes of the whole a request carries: those from `start` on, of `total`. Without a total the request is the
-    whole."""
+    """The bytes of an upload that a request carries: from `start` on, of `total`. Without a total, all of them."""
 
     start: int = 0
     total: int | None = None
     is_question: bool = False
-    """It carries none and asks how many there are."""
+    """The request carries no bytes; the reply has the number of received ones."""
 
 
+@dataclass
 class Uploads:
-    """Receives tars and takes them in."""
+    """Receives tars and stores them as steps."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        engine: Engine,
-        trainer: Trainer,
-        making: asyncio.Lock,
-        incoming: Path,
-        max_rank: int,
-        load_base: Callable[[str], Awaitable[BaseModel]],
-    ):
-        self._registry = registry
-        self._engine = engine
-        self._trainer = trainer
-        self._making = making
-        """Held while a model is made or deleted."""
-        self._incoming = incoming
-        """A folder for what is not yet a checkpoint; empty at start."""
-        self._max_rank = max_rank
-        self._load_base = load_base
-        self._busy: set[Path] = set()
+    _registry: Registry
+    _engine: Engine
+    _trainer: Trainer
+    _making: asyncio.Lock
+    """Held while a model is created or deleted."""
+    _incoming: Path
+    """Folder for unfinished checkpoints; empty at start."""
+    _max_rank: int
+    _load_base: Callable[[str], Awaitable[BaseModel]]
+    _busy: set[Path] = field(default_factory=set)
 
     def part(self, owner: str, project: str, name: str, step: int) -> Path:
-        """The file in which an upload gathers; another caller's is another file."""
+        """The file that collects an upload. Each caller has a separate one."""
         key = hashlib.sha256(f"{owner} {project}/{name}@{step}".encode()).hexdigest()
         return self._incoming / f"{key[:32]}.part"
 
     async def receive(self, part: Path, byte_range: ByteRange, body: AsyncIterator[bytes]) -> int:
-        """Append a request's bytes. Returns how many there are; a connection that breaks leaves what has arrived.
+        """Appends a request's bytes and returns how many the upload has. A broken connection keeps what arrived.
 
         Raises:
-            TooLarge: above what a checkpoint may have.
-            Conflict: the bytes before `byte_range.start` are not there.
+            TooLarge: the upload exceeds the size limit.
+            Conflict: bytes before `byte_range.start` are missing.
             Unavailable: another request writes to the same upload.
         """
         if (byte_range.total or 0) > MAX_CHECKPOINT_BYTES:
@@ -104,12 +94,12 @@ class Uploads:
     async def take_in(
         self, part: Path, project: str, name: str, step: int, base_model: str | None
     ) -> Model:
-        """Make the whole that was received a step: of a new model its first, of a known one an older one that it lacks. The
-        same checkpoint again changes nothing.
+        """Stores a complete upload as the first step of a new model, or as an older step that a model lacks. Does
+        nothing if the model has the step with the same weights.
 
         Raises:
-            InvalidInput: it is not a whole checkpoint, or does not fit the base model.
-            Conflict: the step is there with other content, is newer than the model's newest, or of another base or shape.
+            InvalidInput: the checkpoint is incomplete, or does not fit the base model.
+            Conflict: the model has the step with other weights, its newest step is older, or base model or LoRA differ.
         """
         content = self._incoming / uuid.uuid4().hex
         try:
@@ -128,31 +118,19 @@ class Uploads:
             )
             await self._check_on_base(description, content)
             async with self._making:
-                return await self._place(project, name, description, content)
+                return await self._store(project, name, description, content)
         finally:
             await asyncio.to_thread(shutil.rmtree, content, ignore_errors=True)
 
     async def _check_on_base(self, description: Description, content: Path) -> None:
-        lora = description.lora
-        if lora.rank > self._max_rank:
-            raise InvalidInput(
-                f"the adapter's rank {lora.rank} is above the engine's maximum of {self._max_rank}: start the server with "
-                "a larger --max-lora-rank",
-                code="rank_too_high",
-                param="lora.rank",
-            )
+        check_rank(description.lora, self._max_rank)
         try:
-            await self._trainer.run(CheckTask(lora=lora, folder=str(content)))
+            await self._trainer.run(CheckTask(lora=description.lora, folder=str(content)))
         except TrainerError as error:
-            if error.retryable:
-                raise Unavailable(error.message, code=error.code) from error
-            raise InvalidInput(
-                f"the adapter does not fit base model '{description.base_model}': {error.message}",
-                code=error.code,
-                param="adapter",
-            ) from error
+            what = f"the adapter does not fit base model '{description.base_model}'"
+            raise error.for_client(what, "adapter") from error
 
-    async def _place(
+    async def _store(
         self, project: str, name: str, description: Description, content: Path
     ) -> Model:
         model = self._registry.find(project, name)
@@ -161,9 +139,8 @@ class Uploads:
         await asyncio.to_thread(place_checkpoint, folder, description, content, log)
         if model is None:
             return self._registry.add(folder, description.of_model(project, name))
-        await (
-            self._engine.forget_prompts()
-        )  # the step may have been another one before it was deleted
+        # The cache may hold prompts of a deleted step with this number.
+        await self._engine.forget_prompts()
         return model
 
     @contextlib.contextmanager
@@ -181,29 +158,31 @@ class Uploads:
 
 
 async def append(part: Path, byte_range: ByteRange, body: AsyncIterator[bytes]) -> int:
-    """Write a body into the part file from `byte_range.start` on, and drop what stood behind. Returns the file's length."""
+    """Writes a body into the part file from `byte_range.start` on, drops later bytes and returns the file's length."""
     limit = MAX_CHECKPOINT_BYTES if byte_range.total is None else byte_range.total
     written, waiting = byte_range.start, bytearray()
     try:
         async for piece in body:
             waiting += piece
             if written + len(waiting) > limit:
+                del waiting[limit - written :]
                 raise too_large(limit)
             if len(waiting) >= WRITE_BYTES:
                 await asyncio.to_thread(write_at, part, written, bytes(waiting))
                 written += len(waiting)
                 waiting.clear()
     finally:
-        write_at(part, written, bytes(waiting))  # what has arrived stays when the connection breaks
+        write_at(part, written, bytes(waiting))  # keeps what arrived before the connection broke
     return written + len(waiting)
 
 
 def write_at(part: Path, start: int, data: bytes) -> None:
-    opened = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
-    with files.disk_errors("the upload"), open(opened, "r+b") as file:
-        file.truncate(start)
-        file.seek(start)
-        file.write(data)
+    with files.disk_errors("the upload"):
+        opened = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+        with open(opened, "r+b") as file:
+            file.truncate(start)
+            file.seek(start)
+            file.write(data)
 
 
 def num_received(part: Path) -> int:
@@ -211,7 +190,7 @@ def num_received(part: Path) -> int:
 
 
 def unpack_part(part: Path, content: Path) -> Description:
-    """Unpack a whole upload, whose file goes: one that was refused has to come anew."""
+    """Unpacks a complete upload and deletes its file: a refused upload has to be sent again."""
     try:
         with open(part, "rb") as tar:
             return unpack(tar, content)
@@ -220,7 +199,7 @@ def unpack_part(part: Path, content: Path) -> Description:
 
 
 def clear_old_parts(incoming: Path) -> None:
-    """Make the folder, and delete what nobody continued."""
+    """Creates the folder, and deletes uploads that nobody continued."""
     incoming.mkdir(parents=True, exist_ok=True)
     for part in incoming.glob("*.part"):
         if time.time() - part.stat().st_mtime > KEPT_SECONDS:
@@ -229,8 +208,8 @@ def clear_old_parts(incoming: Path) -> None:
 
 def too_large(limit: int) -> TooLarge:
     return TooLarge(
-        f"the upload has more than {limit} bytes: a checkpoint may have {MAX_CHECKPOINT_BYTES}, and no more than the "
-        "content-range names",
+        f"the upload has more than {limit} bytes: at most {MAX_CHECKPOINT_BYTES} are allowed, and no more than the "
+        "content-range declares",
         code="checkpoint_too_large",
         param="body",
     )

@@ -1,1 +1,1 @@
-"""Who may use the device, and what fits it."""
+"""The devices: which exist, who may use them, and the memory plan."""

@@ -1,4 +1,4 @@
-"""Which devices engine and trainer each have to themselves, where the command line divides them."""
+"""Separate devices for engine and trainer, as `--serve-devices` and `--train-devices` name them."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from art_server.errors import InvalidInput
 from art_server.settings import ServerConfig
 
 FIRST_BFLOAT16 = (8, 0)
-"""The compute capability of Ampere, the first cards that have it."""
+"""The compute capability of Ampere, the first cards with bfloat16."""
 
 
 def check_devices(config: ServerConfig, machine: Machine) -> None:
-    """See that the devices of `--serve-devices` and `--train-devices` are there, and compute in the number types asked for.
+    """Checks that the devices of `--serve-devices` and `--train-devices` exist and support the requested number types.
 
     Raises:
-        InvalidInput: `no_such_device`, several GPUs for the trainer, or bfloat16 on a card that has none.
+        InvalidInput: a device does not exist, the trainer has several GPUs, or a card lacks the requested bfloat16.
     """
     there = [gpu.index for gpu in machine.gpus] if machine.gpus else list(machine.cores)
     kind = "GPU" if machine.gpus else "core"
@@ -49,7 +49,7 @@ def _check_bfloat16(gpu: Gpu) -> None:
 
 
 def device_environment(devices: Sequence[int], machine: Machine) -> dict[str, str]:
-    """What keeps a process to these devices; nothing where it may use all."""
+    """Environment variables that restrict a process to these devices; none if it may use all."""
     if not devices:
         return {}
     if machine.gpus:

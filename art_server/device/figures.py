@@ -1,5 +1,5 @@
-"""What processes and steps take on a GPU that cannot be computed. `figures.json` holds it; scripts/gpu-check measures it
-and writes it anew."""
+"""Memory figures of processes and steps, which no formula gives. scripts/gpu-check measures it and writes
+`figures.json`."""
 
 import json
 from pathlib import Path
@@ -10,26 +10,26 @@ FILE = Path(__file__).with_name("figures.json")
 
 
 class Figures(BaseModel):
-    """GiB, unless said otherwise."""
+    """Measured figures, in GiB of GPU memory unless noted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     context_gib: float
     """A process's CUDA context."""
     graphs_gib: float
-    """vLLM's CUDA graphs and what its libraries hold: outside its share of the card, and kept in sleep."""
+    """vLLM's CUDA graphs and the memory of its libraries: outside its share of the card, and not released in sleep."""
     engine_step_gib: float
-    """Activations of vLLM's largest batch: inside its share, cached by torch, given up in sleep only."""
+    """Activations of vLLM's largest batch: inside its share, cached by torch, released in sleep only."""
     head_gib: float
-    """Logits of a chunk of the output head, with their gradient."""
+    """Logits of one chunk of the output head, with their gradient."""
     reserve_gib: float
-    """What torch's allocator loses by splitting blocks."""
+    """Memory that torch's allocator loses by splitting blocks."""
     process_gib: float
     """Main memory of server, vLLM and trainer together, without weights."""
     hidden_factor: float
-    """A layer keeps so many numbers per unit of its width for each token until backward,"""
+    """Numbers that a layer keeps for backward, for each token and unit of its hidden width."""
     intermediate_factor: float
-    """and so many per unit of its inner width."""
+    """Numbers that a layer keeps for backward, for each token and unit of its inner width."""
 
 
 def read_figures() -> Figures:

@@ -1,4 +1,4 @@
-"""How large a base model is, from its configuration and the heads of its weight files; no tensor is read."""
+"""The size of a base model, from its configuration and the headers of its weight files; no tensor is read."""
 
 import json
 import math
@@ -10,41 +10,41 @@ from typing import Any
 from art_server.base_models import has_experts, is_attention
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""safetensors' names."""
+"""Floating-point types, as safetensors names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What memory follows from."""
+    """The numbers from which the memory plan is computed."""
 
     num_parameters: int
-    """Of floating-point weights; those that are quantised are in `quantized_bytes`."""
+    """Number of floating-point weights; quantised weights count in `quantized_bytes`."""
     num_layers: int
     hidden: int
     intermediate: int
-    """Inner width of what a token passes through in a layer: of a mixture, of its active experts."""
+    """Inner width of a layer's feed-forward network; in a mixture of experts, of the active experts together."""
     kv_width: int
-    """Numbers that a layer keeps in the KV cache for a token."""
+    """Numbers that one layer keeps in the KV cache for a token."""
     lora_width: int
-    """Inputs and outputs of all linear layers that LoRA adapts: an adapter has so many parameters per rank."""
+    """Sum of inputs and outputs of all linear layers that LoRA adapts: an adapter's parameters per rank."""
     max_positions: int
     lora_modules: tuple[str, ...] = ()
-    """Names of the layers that LoRA adapts; none where it is all linear ones."""
+    """Names of the layers that LoRA adapts; empty if it adapts all linear layers."""
     quantized_bytes: int = 0
-    """Weights that keep their size in whatever number type the model runs."""
+    """Bytes of quantised weights, which are the same in every number type that the model runs in."""
 
     def weights(self, itemsize: float) -> float:
-        """Bytes, with numbers of so many bytes."""
+        """Bytes of all weights, with `itemsize` bytes for each floating-point weight."""
         return self.num_parameters * itemsize + self.quantized_bytes
 
     @property
     def kv_per_token(self) -> int:
-        """Numbers that the KV cache keeps for a token."""
+        """Numbers that the KV cache keeps for a token, in all layers."""
         return self.num_layers * self.kv_width
 
 
 def read_model_size(folder: Path) -> ModelSize:
-    """The size of the model whose `config.json` and safetensors lie in `folder`."""
+    """The size of the model in `folder`, read from `config.json` and the safetensors headers."""
     config = json.loads((folder / "config.json").read_text())
     text: dict[str, Any] = config.get("text_config", config)
     tensors = [each for file in sorted(folder.glob("*.safetensors")) for each in _read_head(file)]
@@ -73,7 +73,7 @@ def read_model_size(folder: Path) -> ModelSize:
 
 
 def _read_head(file: Path) -> list[tuple[str, str, list[int]]]:
-    """Name, number type and shape of each tensor. Source: the safetensors format, an 8-byte length and a JSON head."""
+    """Name, number type and shape of each tensor. Source: safetensors format, an 8-byte length and a JSON header."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         head = json.loads(opened.read(length))
@@ -97,11 +97,11 @@ def _kv_width(text: dict[str, Any]) -> int:
 
 
 def _usual_lora_width(text: dict[str, Any], inner: int) -> int:
-    """Of a layer with four projections and a gated network, where the files hold packed weights."""
+    """`lora_width` for packed weights: assumes four projections and a gated network in each layer."""
     hidden, kv = int(text["hidden_size"]), _kv_width(text) // 2
     return int(text["num_hidden_layers"]) * (4 * hidden + 2 * (hidden + kv) + 3 * (hidden + inner))
 
 
 def _lora_width(name: str, shape: list[int]) -> int:
-    """Of a weight matrix inside a layer."""
+    """Inputs plus outputs of a weight matrix in a layer; 0 for other tensors."""
     return sum(shape) if len(shape) == 2 and ".layers." in name else 0

@@ -1,14 +1,14 @@
-"""What fits a GPU that engine and trainer share, and how they take turns on it: plain arithmetic, no GPU needed.
+"""The memory plan of a GPU that engine and trainer share, and their handover: plain arithmetic, no GPU needed.
 
-Both keep what they can. What differs between the cases is what leaves the card:
+The cases differ in what leaves the card:
 
     handover    the engine gives up for a step      the trainer's base between steps
     none        nothing                             stays
     kv_cache    its KV cache                        stays, or leaves
     sleep       all but its graphs                  leaves
 
-The first case in this order that leaves room for long batches is taken, else the one that leaves most. A trainer with a
-card of its own takes no turns: nothing leaves.
+The first case in this order with room for long batches is chosen, else the one with most room. A trainer with its own
+card needs no handover: nothing leaves.
 """
 
 from dataclasses import dataclass
@@ -26,23 +26,23 @@ CASES: tuple[tuple[Handover, bool], ...] = (
     ("kv_cache", False),
     ("sleep", False),
 )
-"""In order of what a step costs: handover, and whether the trainer's base stays on the card."""
+"""Handover, and whether the trainer's base stays on the card; the case with the cheapest step comes first."""
 
 MAX_UTILIZATION = 0.92
-"""vLLM's own default."""
+"""vLLM's default of `gpu_memory_utilization`."""
 MIN_KV_TOKENS = 8192
 GOOD_KV_TOKENS = 65_536
-"""With so many, dozens of rollouts run at a time."""
-ROW_TOKENS = 4096
-"""The longest row that must train, where the context is not limited by hand."""
+"""With this many tokens of KV cache, dozens of rollouts run at a time."""
+SEQUENCE_TOKENS = 4096
+"""The longest sequence that must be trainable if `--max-seq-length` is not set."""
 GOOD_TOKENS = 16_384
-"""With so many at a time, a group of rollouts is one tree."""
+"""A micro-batch of this many tokens has room for the prefix tree of a group of rollouts."""
 MAX_TOKENS = 32_768
-"""More at a time is no faster."""
+"""Larger micro-batches are no faster."""
 LORA_NUMBERS = 4
-"""Weight, gradient and two moments of Adam, all float32."""
+"""Numbers for each parameter of the adapter: weight, gradient and two moments of Adam, all float32."""
 HOST_SHARE = 0.9
-"""Of main memory; the rest is the system's."""
+"""Share of main memory that a plan may use; the rest is for the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What must fit."""
+    """What a plan must have room for."""
 
     base_model: str
     size: ModelSize
@@ -66,19 +66,19 @@ class Demand:
     lora_rank: int
     max_loras: int
     max_seq_length: int | None = None
-    """As asked for; None lets the engine take what its KV cache holds."""
+    """As requested; None: as many tokens as the engine's KV cache holds."""
     utilization: float | None = None
-    """As asked for."""
+    """`gpu_memory_utilization`, as requested; None: the plan chooses it."""
     handover: Handover | None = None
-    """As asked for."""
+    """As requested; None: the plan chooses it."""
     num_serving: int = 1
     """Cards that share the engine's weights and cache (tensor parallel)."""
     training_card: Card | None = None
-    """The trainer's own; None: it shares the engine's first."""
+    """The trainer's own card; None: it shares the engine's first card."""
 
     @property
     def row_tokens(self) -> int:
-        longest = self.max_seq_length or ROW_TOKENS
+        longest = self.max_seq_length or SEQUENCE_TOKENS
         return min(longest, self.size.max_positions)
 
     @property
@@ -103,26 +103,26 @@ class Plan:
     is_base_resident: bool
     """Whether the trainer's base stays on the device between steps."""
     has_host_copy: bool
-    """A base that leaves is kept in main memory; else it is read again from its files."""
+    """Whether a base that leaves is kept in main memory; otherwise it is read again from its files."""
     utilization: float
     """vLLM's `gpu_memory_utilization`."""
     kv_tokens: int
     tokens: int
-    """Per micro-batch, all activations kept; 0 where gradient checkpointing is always needed."""
+    """Per micro-batch without gradient checkpointing; 0 if checkpointing is always needed."""
     checkpointed_tokens: int
     """Per micro-batch with gradient checkpointing."""
     host: float
     """Bytes of main memory that weights and processes take."""
     lines: tuple[Line, ...]
     training_card: Card | None = None
-    """The trainer's own: the table's second column is that card's."""
+    """The trainer's own card; the table's second column is then for it."""
 
     def used(self) -> tuple[float, float]:
-        """Bytes while sampling, and while training."""
+        """Bytes on the card while sampling, and while training."""
         return sum(each.sampling for each in self.lines), sum(each.training for each in self.lines)
 
     def table(self, card: Card) -> str:
-        """For people, in GiB."""
+        """The plan for the log, in GiB."""
         own = self.training_card
         sampling, training = self.used()
         free = Line("free", card.total - sampling, (own or card).total - training)
@@ -144,17 +144,17 @@ class Plan:
             [
                 f"memory plan for {card.name}, {card.total / GIB:.1f} GiB ({turns}):",
                 *rows,
-                f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB; tokens at a time in training: "
+                f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB; tokens per micro-batch: "
                 f"{self.tokens:,}, {self.checkpointed_tokens:,} with gradient checkpointing",
             ]
         )
 
 
 def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
-    """The cheapest way to share the device in which everything fits.
+    """The first case of `CASES` with room for long batches; if there is none, the one with most room.
 
     Raises:
-        InvalidInput: `does_not_fit`, with the numbers.
+        InvalidInput: no case fits; the message contains the numbers.
     """
     plans = [
         plan
@@ -183,13 +183,13 @@ def _make(
 
     layer = figures.hidden_factor * size.hidden + figures.intermediate_factor * size.intermediate
     per_token = layer * size.num_layers * demand.trainer_itemsize
-    # Each layer's input, and one layer at a time whole.
+    # Each layer's input, and all activations of one layer at a time.
     checkpointed = (size.num_layers * size.hidden + layer) * demand.trainer_itemsize
 
     beside = (1 if own else 2) * context + graphs
     between = base if is_resident and not own else 0.0
     if handover == "none" and not own:
-        # Half of what is left, where long batches fit it, is worth the third of the time that checkpointing takes.
+        # Room for long batches, or up to half of the rest: gradient checkpointing takes a third of the time.
         half = (card.total - beside - fixed - trainer) / 2
         long = max(GOOD_TOKENS, demand.row_tokens) * checkpointed
         between = trainer + max(long, min(half, MAX_TOKENS * per_token))
@@ -207,7 +207,7 @@ def _make(
 
     host = figures.process_gib * GIB + (engine_weights + slots if handover == "sleep" else 0.0)
     has_copy = not is_resident and host + base <= HOST_SHARE * card.host
-    # What of the engine is on the trainer's card during a step, and of the trainer on the engine's card between steps.
+    # The parts of the engine that stay on the trainer's card during a step.
     has_cache, has_weights = handover == "none" and not own, handover != "sleep" and not own
     lines = (
         Line("engine: context, CUDA graphs", context + graphs, 0.0 if own else context + graphs),
@@ -252,21 +252,21 @@ def _comfort(plan: Plan) -> float:
 
 
 def _missing(card: Card, demand: Demand, plan: Plan) -> list[str]:
-    """What this plan has no room for, with numbers."""
+    """Reasons why a plan does not fit, with numbers; empty if it fits."""
     missing: list[str] = []
     case = f"handover {plan.handover}"
     if plan.kv_tokens < demand.kv_tokens:
         missing.append(
             f"{case}: the engine's share of {plan.utilization * card.total / GIB:.1f} GiB leaves {plan.kv_tokens:,} "
-            f"tokens of KV cache of {demand.kv_tokens:,}"
+            f"tokens of KV cache, and {demand.kv_tokens:,} are needed"
         )
     if plan.checkpointed_tokens < demand.row_tokens:
         missing.append(
-            f"{case}: training has room for {plan.checkpointed_tokens:,} tokens at a time, a row has {demand.row_tokens:,}"
+            f"{case}: training has room for {plan.checkpointed_tokens:,} tokens at a time, and a sequence has {demand.row_tokens:,}"
         )
     if plan.host > HOST_SHARE * card.host:
         missing.append(
-            f"{case}: {plan.host / GIB:.0f} GiB of main memory, of {card.host / GIB:.0f}"
+            f"{case}: it takes {plan.host / GIB:.0f} GiB of main memory, of {card.host / GIB:.0f}"
         )
     return missing
 
@@ -276,7 +276,7 @@ def _does_not_fit(card: Card, demand: Demand, plans: list[Plan]) -> InvalidInput
     weights = demand.size.weights(demand.engine_itemsize) / GIB
     return InvalidInput(
         f"base model '{demand.base_model}' ({weights:.1f} GiB of weights) does not fit {card.name} with "
-        f"{card.total / GIB:.1f} GiB: {'; '.join(reasons)}. Take a smaller base model or a 4-bit one, a lower "
+        f"{card.total / GIB:.1f} GiB: {'; '.join(reasons)}. Use a smaller base model or a 4-bit one, a lower "
         "--max-lora-rank, a shorter --max-seq-length, or a larger card",
         code="does_not_fit",
         param="base_model",

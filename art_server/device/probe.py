@@ -1,4 +1,4 @@
-"""Which device engine and trainer use: found once at start, and handed down to both."""
+"""Finds the devices for engine and trainer, once when the server starts."""
 
 import importlib.metadata
 import os
@@ -9,39 +9,39 @@ from art_server.errors import InvalidInput
 from art_server.settings import Device
 
 MIN_DRIVER = 580
-"""Of NVIDIA's driver, for the CUDA 13.0 that torch 2.13 is built for."""
+"""NVIDIA's oldest driver for CUDA 13.0, which torch 2.13 is built for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     index: int
-    """As torch and vLLM count, among the visible ones."""
+    """Number among the visible GPUs, as torch and vLLM count."""
     uuid: str
-    """What CUDA_VISIBLE_DEVICES may call it."""
+    """A name of the GPU that CUDA_VISIBLE_DEVICES accepts."""
     name: str
     total: int
-    """Bytes."""
+    """Bytes of memory."""
     capability: tuple[int, int]
-    """CUDA's version of what the card computes: 8.0 is Ampere."""
+    """CUDA compute capability: (8, 0) is Ampere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found."""
+    """Devices and main memory of this machine."""
 
     kind: Device
     gpus: tuple[Gpu, ...]
     host: int
     """Bytes of main memory."""
     cores: tuple[int, ...] = ()
-    """Of the CPU, as the kernel counts those that we may use."""
+    """Numbers of the CPU cores that this process may use."""
 
 
 def probe() -> Machine:
-    """The GPUs where vLLM's CUDA build is installed, else the CPU.
+    """The machine with its GPUs if vLLM's CUDA build is installed, else with its CPU only.
 
     Raises:
-        InvalidInput: `no_gpu`, the CUDA build is installed and no usable GPU answers; nothing falls back to a CPU in silence.
+        InvalidInput: the CUDA build is installed, but there is no usable GPU. There is no fallback to the CPU.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     is_linux = hasattr(os, "sched_getaffinity")
@@ -100,8 +100,8 @@ def _find_gpus() -> tuple[Gpu, ...]:
 
 
 def _visible(handles: list[Any], pynvml: Any) -> list[Any]:
-    """Those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of their UUID; at the first that is not there
-    the list ends, as CUDA has it."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names, by number or by the beginning of their UUID. As in CUDA, the list ends
+    at the first name without a GPU."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return handles

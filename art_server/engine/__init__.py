@@ -1,1 +1,1 @@
-"""vLLM as a supervised child process, the adapters that it has loaded, and the gate before it."""
+"""vLLM as a supervised child process, its loaded adapters, and the pause gate."""

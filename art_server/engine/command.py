@@ -1,4 +1,4 @@
-"""How vLLM is started: its flags and its environment."""
+"""vLLM's command line and environment."""
 
 import json
 import os
@@ -15,28 +15,28 @@ from art_server.settings import ENGINE_ARGS, Device, ServerConfig
 from art_server.shared.switches import EXPERTS_SWITCH, ONE_THREAD_SWITCH, SWITCH
 
 SOCKET_NAME = "engine.sock"
-"""vLLM's HTTP socket, in the engine's private folder."""
+"""Name of vLLM's HTTP socket in the engine's private folder."""
 
 CPU_MAX_SEQ_LENGTH = 8192
-"""Longest context by default on a CPU: a longer one takes memory for a cache that a CPU is too slow to fill."""
+"""Default limit of the context on a CPU: a longer one takes memory for a cache that a CPU is too slow to fill."""
 
 CPU_BLOCK_SIZE = 32
-"""Tokens of a block of the KV cache, the least that vLLM's fast kernels take: only whole blocks are shared, and prompts
-shorter than its default of 128 were computed anew for each rollout."""
+"""Tokens in a block of the KV cache, the fewest that vLLM's fast kernels support. Only whole blocks are shared: with
+vLLM's default of 128, each rollout computed its prompt again if the prompt was shorter than that."""
 
 FEW_CORES, LARGE_BYTES = 4, 100_000_000
-"""vLLM leaves a core to its other processes. Of so few cores and with so large a model that costs more than it brings:
-SmolLM2 on two cores, 96 rollouts: 10.3 s on one, 6.4 s on both; art/tiny 0.9 and 1.1 s."""
+"""vLLM leaves one core to its other processes. With at most this many cores and a model larger than this, that costs
+more than it gains: SmolLM2 on two cores, 96 rollouts: 10.3 s on one, 6.4 s on both; art/tiny 0.9 and 1.1 s."""
 
 MIN_CPU_LORAS = 16
-"""Adapters kept in main memory, so that going back to a recent step reads no file."""
+"""Adapters that vLLM keeps in main memory, so that a return to a recent step reads no file."""
 
 
 def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | None:
-    """Tokens of prompt plus completion that the engine is started for; None on CUDA lets vLLM take what its KV cache holds.
+    """The engine's context length: tokens of prompt plus completion. None (CUDA) means as many as the KV cache holds.
 
     Raises:
-        InvalidInput: `--max-seq-length` is above what the model can take.
+        InvalidInput: `--max-seq-length` is above the model's limit.
     """
     longest = max_positions(base.path)
     if config.max_seq_length is None:
@@ -54,8 +54,7 @@ def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | N
 def engine_command(
     config: ServerConfig, base: BaseModel, device: Device, run_dir: Path, plan: Plan | None = None
 ) -> list[str]:
-    """The command line of the engine's process; its sockets lie in `run_dir`. `plan` is that of a device that the trainer
-    uses too."""
+    """The command line of the engine's process, whose sockets are in `run_dir`. `plan` is a GPU's memory plan."""
     parsers = choose_parsers(base.path)
     arguments: dict[str, str] = {
         "model": str(base.path),
@@ -107,19 +106,19 @@ def engine_command(
 def engine_environment(
     config: ServerConfig, base: BaseModel, device: Device, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of the engine's process: ours without the server's key, plus what vLLM reads."""
+    """The engine's environment: the server's without its API key, plus the variables of vLLM and of our plugin."""
     environment = {key: value for key, value in inherited.items() if key != "ART_API_KEY"}
     environment.update(
         VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
         VLLM_SERVER_DEV_MODE="1",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
-        # Longer than our side keeps an idle connection, so that no request finds its connection just closed.
+        # Longer than our HTTP client keeps idle connections: no request gets one that vLLM has just closed.
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE="60",
     )
     environment[SWITCH] = device
     if device == "cpu":
-        # Without dynamo the first request with log-probabilities compiles nothing (8-15 s), at no cost on a CPU.
+        # With dynamo the first request with log-probabilities compiles for 8-15 s; a CPU gains nothing from it.
         environment["TORCHDYNAMO_DISABLE"] = "1"
         if is_mixture(base.path):
             environment[EXPERTS_SWITCH] = "1"
@@ -130,12 +129,12 @@ def engine_environment(
         if "tensor_parallel_size" not in config.engine_args and (takes_all or config.serve_devices):
             bound = ",".join(map(str, config.serve_devices or cores))
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
-        # Of the cores that nobody binds vLLM leaves one to its other processes.
+        # With "auto" vLLM leaves one core to its other processes: on two cores one thread computes.
         bound = environment.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
         if bound.isdecimal() or (bound == "auto" and len(cores) <= 2):
             environment[ONE_THREAD_SWITCH] = "1"
     else:
-        # The runner and the sampler of which `kept_sets.py` knows what they sample from.
+        # `kept_sets.py` works with this model runner and this sampler only.
         environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return environment

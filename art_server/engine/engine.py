@@ -1,9 +1,9 @@
 """The engine: vLLM as a supervised child process.
 
-Started once with a base model, it is kept running: when the process dies or hangs, or does not pause or wake as it must,
-it is killed with all that it spawned, started again when the device is free and given its adapters back. Its HTTP side is
-a Unix socket in a private folder, so nobody else on the machine can reach vLLM's own routes. Who may ask, and when, is
-the gate's business.
+It is started once with a base model and kept running: when the process dies, hangs, or fails to pause or wake, it is
+killed with all processes that it spawned and started again when the device is free; then its adapters are loaded again.
+vLLM's HTTP socket is in a private folder, so no other user of the machine can reach vLLM's own routes. Authentication,
+the proxy and the pause gate are elsewhere.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from art_server.children import Children, start_child
 from art_server.device.owner import DeviceOwner
 from art_server.device.plan import Plan
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
-from art_server.engine.failures import why_hopeless
+from art_server.engine.failures import find_cause
 from art_server.errors import InvalidInput, Unavailable
 from art_server.settings import Device, Handover, ServerConfig
 from art_server.shared.work import FILE_VARIABLE, make_file, read_work
@@ -41,60 +41,64 @@ State = Literal["none", "starting", "ready", "failed"]
 START_TIMEOUT_SECONDS = 1200.0
 """vLLM's start with a large model on a slow disk takes minutes."""
 MAX_FAILED_STARTS = 3
-"""After so many starts in a row that came to nothing, the engine is given up until a model is registered again."""
+"""After this many failed starts in a row the engine is given up until a model is registered again."""
 READY_POLL_SECONDS = 0.1
-"""Between two looks at one that starts."""
+"""Interval of health checks while the engine starts."""
 HEALTH_SECONDS = 2.0
-"""Between two looks at a running engine."""
+"""Interval of health checks while the engine runs."""
 HEALTH_TIMEOUT_SECONDS = 5.0
 HANG_SECONDS = 45.0
-"""An engine that answers no look, or computes nothing while requests wait for it, for this long is hung."""
+"""An engine is hung if for this long it answers no health check, or computes nothing while requests wait."""
 IDLE_SECONDS = 10.0
-"""An engine without requests for this long is given one of ours."""
+"""After this long without requests the engine gets a probe request for one token."""
 PAUSE_SECONDS, WAKE_SECONDS = 30.0, 120.0
-"""An engine that takes longer is ended, and comes back unpaused."""
+"""Limits for each request of PAUSE and WAKE. An engine that takes longer is killed, and restarts unpaused."""
 PAUSE: dict[Handover, tuple[str, ...]] = {
     "none": ("/pause?mode=keep&clear_cache=false",),
     "kv_cache": ("/pause?mode=keep&clear_cache=false", "/release_kv_cache_memory"),
     "sleep": ("/sleep?level=1&mode=keep",),
 }
-"""What vLLM is told before a step, by what it gives up. Frozen requests stay; without their KV cache they are computed again."""
+"""vLLM's routes for the start of a step, by handover. Frozen requests stay; without KV cache they are recomputed."""
 WAKE: dict[Handover, tuple[str, ...]] = {
     "none": ("/resume",),
     "kv_cache": ("/wake_up?tags=kv_cache",),
     "sleep": ("/wake_up?tags=kv_cache",),
 }
-"""What makes it go on; one that slept is given its weights before, and then adapters are loaded."""
+"""vLLM's routes for the end of a step. After `sleep`, `wake_weights` restores the weights first."""
 CONNECT_SECONDS = 10.0
 SUPERVISOR = "engine supervisor"
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a process that somebody ended; one that fails ends with another."""
+"""Exit codes of a process that was killed; one that fails has another exit code."""
 LOG_TAIL_LINES, LOG_SEARCH_LINES = 12, 200
 ENGINE_DEFAULTS = {
     "max_logprobs": "20",
     "pipeline_parallel_size": "1",
     "tensor_parallel_size": "1",
 }
-"""vLLM's own, where a client may well name them."""
+"""vLLM's defaults of arguments that clients often request: requesting the default is no conflict."""
 
 
 class Receiver(Protocol):
-    """Takes what vLLM reports of its requests."""
+    """Receives vLLM's reports about its requests (`ledger/intake.py`)."""
 
     async def listen(self, socket_path: Path) -> None: ...
 
     async def close(self) -> None: ...
 
 
+LOST = (aiohttp.ClientError, TimeoutError)
+"""What a request to vLLM raises if vLLM ends, or does not answer within the request's limit."""
+
+
 class EngineDied(Unavailable):
-    """vLLM ended, or refused what it must take."""
+    """vLLM ended, was not ready in time, or refused a necessary request."""
 
     def __init__(self, message: str):
         super().__init__(message, code="engine_failed")
 
 
 class AdapterRefused(EngineDied):
-    """vLLM runs, and does not take an adapter: the same again would end the same way."""
+    """vLLM runs but refuses an adapter; it would refuse the same adapter again."""
 
     retryable = False
 
@@ -104,7 +108,7 @@ class AdapterRefused(EngineDied):
 
 
 class Engine:
-    """vLLM's process, its state, and the adapters that it holds."""
+    """vLLM's process, its state, and its loaded adapters."""
 
     def __init__(
         self,
@@ -123,14 +127,14 @@ class Engine:
         self._log = LogFile(config.log_dir / "engine.log")
         self._given = config
         self._config = config
-        """With the engine arguments of the client whose model started it."""
+        """`_given` plus the engine arguments of the registration that started the engine."""
         self._device: Device = device
         self._kept_to = kept_to
-        """Variables that keep vLLM to devices of its own."""
+        """Environment variables that restrict vLLM to its own devices."""
         self._owner = owner
         self._plan: Plan | None = None
         self._seq_length: int | None = None
-        """As vLLM says, once it is ready."""
+        """As configured; once vLLM is ready, as it reports."""
         self._children = children
         self._receiver = receiver
         self._is_busy = is_busy
@@ -139,11 +143,11 @@ class Engine:
         self._paused = False
         self._has_weights = True
         self._ended: str | None = None
-        """Why we ended the process ourselves; the supervisor says it."""
+        """Why we killed the process; the supervisor reports it as the reason for the restart."""
         self._changed = asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
         self.was_killed = False
-        """Whether somebody else ended the last process: what it worked on is not to blame."""
+        """Whether somebody other than this server killed the last process: then its requests are not to blame."""
         self._run_dir: Path | None = None
         self._http: aiohttp.ClientSession | None = None
 
@@ -152,8 +156,8 @@ class Engine:
     def start(
         self, base: BaseModel, requested: Mapping[str, str], plan: Plan | None = None
     ) -> None:
-        """Begin to start vLLM with `base`, in the background; `wait_ready` tells when it serves. `requested` are a
-        client's engine arguments, as in `ServerConfig.with_requested`; the plan is that of a device that the trainer uses too."""
+        """Starts vLLM with `base` in the background; `wait_ready` returns when it serves. `requested` are a client's
+        engine arguments, as in `ServerConfig.with_requested`; `plan` is a GPU's memory plan."""
         assert self.base is None, "an engine serves one base model"
         self._config = self._given.with_requested(requested, max_positions(base.path))
         self._seq_length = seq_length(self._config, base, self._device)
@@ -163,7 +167,7 @@ class Engine:
         self._background.start(SUPERVISOR, self._supervise)
 
     async def stop(self) -> None:
-        """End vLLM; the engine may be started again, with another base model."""
+        """Ends vLLM. The engine can be started again, with another base model."""
         await self._background.stop(SUPERVISOR)
         await self._end_process()
         if self._http is not None:
@@ -179,14 +183,14 @@ class Engine:
 
     @property
     def http(self) -> aiohttp.ClientSession:
-        """vLLM's HTTP side; only the gate and this class speak to it."""
+        """The HTTP client for vLLM; only the proxy and this class use it."""
         assert self._http is not None, "wait_ready() comes first"
         return self._http
 
     @property
     def max_seq_length(self) -> int | None:
-        """Tokens of prompt plus completion; until vLLM tells what its KV cache holds, the model's own limit. None without
-        a base model."""
+        """Tokens of prompt plus completion, as vLLM reports; before that as configured, else the model's own limit.
+        None without a base model."""
         if self.base is None:
             return None
         return self._seq_length or max_positions(self.base.path)
@@ -196,7 +200,7 @@ class Engine:
         """What requests wait for while the engine starts."""
         if self.state != "starting":
             return None
-        return f"the engine, which starts. {self.detail or ''}".rstrip()
+        return f"the engine, which is starting. {self.detail or ''}".rstrip()
 
     @property
     def _handover(self) -> Handover:
@@ -208,7 +212,7 @@ class Engine:
         running["max_seq_length"] = str(self.max_seq_length)
         return [
             f"{name}={value} is not applied: the engine was started with {running.get(name, 'its default')}. Such "
-            "settings count from the command line (art-server --help), or from the first model that is registered"
+            "settings apply from the command line (art-server --help) or from the registration that starts the engine"
             for name, value in requested.items()
             if running.get(name) != value
         ]
@@ -222,10 +226,10 @@ class Engine:
         return self._process.pid if self._process is not None else None
 
     async def wait_ready(self, timeout_seconds: float) -> None:
-        """Return when vLLM serves with all of its adapters.
+        """Returns when vLLM serves with all of its adapters.
 
         Raises:
-            Unavailable: no base model yet, given up, or not ready in time.
+            Unavailable: there is no base model yet, or the engine was given up or is not ready in time.
         """
         if self.state == "ready":
             return
@@ -253,34 +257,33 @@ class Engine:
     # --- supervision ---
 
     async def _supervise(self) -> None:
-        """Until the engine is given up. An error of our own side (a disk that is full) is met by `Background`: the process of
-        the last try is ended, and the next one started after a pause, as often as it takes."""
+        """Starts vLLM, and restarts it when it ends or hangs, until the engine is given up. After an error on our side,
+        such as a full disk, `Background` calls this again after a pause, without limit."""
         failures = 0
         await self._end_process()
         await self._set_state("starting", self._why_restarted())
         while failures < MAX_FAILED_STARTS:
-            # Never onto a device that the trainer holds.
-            async with self._owner.held_by("engine"):
+            # vLLM must not start on a device that the trainer holds.
+            async with self._owner.held():
                 await self._start_process()
                 try:
                     await self._bring_up()
-                except (EngineDied, aiohttp.ClientError) as error:
+                except (EngineDied, *LOST) as error:
                     failures += 1
-                    hopeless = why_hopeless(self._log.tail(LOG_SEARCH_LINES))
-                    self.detail = (
-                        hopeless or f"{error}; last log lines:\n{self._log.tail(LOG_TAIL_LINES)}"
-                    )
+                    cause = find_cause(self._log.tail(LOG_SEARCH_LINES))
+                    last_lines = f"{error}; last log lines:\n{self._log.tail(LOG_TAIL_LINES)}"
+                    self.detail = cause.sentence if cause is not None else last_lines
                     logger.error("engine start %d failed: %s", failures, self.detail)
                     await self._end_process()
-                    if hopeless is not None:
+                    if cause is not None and cause.is_lasting:
                         break
                     continue
             failures = 0
             logger.info("engine ready: %s", self.base.name if self.base else None)
             reason = await self._watch()
-            await self._set_state("starting", f"It is restarted, because {reason}.")
+            await self._set_state("starting", f"It is being restarted because {reason}.")
             logger.error(
-                "engine restarts, because %s; last log lines:\n%s",
+                "engine restarts because %s; last log lines:\n%s",
                 reason,
                 self._log.tail(LOG_TAIL_LINES),
             )
@@ -289,7 +292,7 @@ class Engine:
 
     def _why_restarted(self) -> str | None:
         fault = self._background.faults.get(SUPERVISOR)
-        return f"It is restarted, because of {fault}." if fault else self.detail
+        return f"It is being restarted because of {fault}." if fault else self.detail
 
     async def _start_process(self) -> None:
         assert self.base is not None
@@ -319,14 +322,14 @@ class Engine:
         return self._run_dir / "work"
 
     async def _end_process(self) -> None:
-        """Kill vLLM with all that it spawned, and wait until its memory is free."""
+        """Kills vLLM with all processes that it spawned, and waits for the end of its main process."""
         if self._process is not None:
             await asyncio.to_thread(self._children.remove, self._process.pid)
             await self._process.wait()
             self._process = None
 
     async def _bring_up(self) -> None:
-        """Wait until vLLM answers, give it its adapters, and sample once so that the first user waits for nothing."""
+        """Waits until vLLM answers, loads its adapters, and samples one token as a warm-up."""
         assert self._process is not None and self.base is not None
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not await self._answers(timeout_seconds=5.0):
@@ -340,7 +343,7 @@ class Engine:
         for name, path in list(self._adapters.items()):
             try:
                 await self._post_load(name, path)
-            except AdapterRefused as error:  # whoever asks for it is told
+            except AdapterRefused as error:  # a request for this adapter gets the error again
                 logger.error("%s", error.message)
                 self._adapters.pop(name, None)
         await self._sample_once(timeout_seconds=START_TIMEOUT_SECONDS)
@@ -355,16 +358,16 @@ class Engine:
         try:
             async with self.http.get("/health", timeout=timeout) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+        except LOST:
             return False
 
     async def _sample_once(self, timeout_seconds: float) -> None:
-        """One token from the base model: the whole way through vLLM and back."""
+        """Samples one token from the base model, which exercises all of vLLM's processes."""
         assert self.base is not None
         body = {"model": self.base.name, "prompt": [1], "max_tokens": 1}
         status, text = await self._post("/v1/completions", body, timeout_seconds)
         if status != 200:
-            raise EngineDied(f"vLLM does not sample: {text[:500]}")
+            raise EngineDied(f"vLLM cannot sample a token: {text[:500]}")
 
     async def _post(
         self, path: str, body: dict[str, Any] | None = None, timeout_seconds: float = 300.0
@@ -375,7 +378,7 @@ class Engine:
             return response.status, await response.text()
 
     async def _watch(self) -> str:
-        """Look after a running engine. Returns why it must be restarted."""
+        """Watches a running engine. Returns the reason why it must be restarted."""
         assert self._process is not None
         answered = moved = used = time.monotonic()
         work, probe = b"", None
@@ -398,7 +401,7 @@ class Engine:
                 if seen != work or self._paused or not (self._is_busy() or is_probed):
                     work, moved = seen, now
                 if now - moved > HANG_SECONDS:
-                    return f"vLLM computed nothing for {HANG_SECONDS:.0f} s with requests waiting"
+                    return f"vLLM computed nothing for {HANG_SECONDS:.0f} s while requests waited"
                 if self._is_busy() or self._paused or is_probed:
                     used = now
                 elif now - used > IDLE_SECONDS:
@@ -409,8 +412,8 @@ class Engine:
                 probe.cancel()
 
     async def _probe(self) -> None:
-        """Let an idle engine compute one token; whether it does is seen by its work."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, EngineDied):
+        """Has an idle engine sample one token; `_watch` reads from its work counters whether it does."""
+        with contextlib.suppress(*LOST, EngineDied):
             await self._sample_once(timeout_seconds=2 * HANG_SECONDS)
 
     # --- tokenising ---
@@ -420,14 +423,14 @@ class Engine:
 
         Raises:
             Unavailable: the engine is not ready.
-            InvalidInput: the template refuses the conversation.
+            InvalidInput: the chat template refuses the conversation.
         """
         await self.wait_ready(START_TIMEOUT_SECONDS)
         assert self.base is not None
         status, text = await self._post("/tokenize", {"model": self.base.name, **body})
         if status != 200:
             raise InvalidInput(
-                f"a conversation of the trajectories cannot be rendered: {text[:500]}",
+                f"a conversation in the trajectories cannot be rendered: {text[:500]}",
                 code="cannot_render",
                 param="groups",
             )
@@ -436,39 +439,39 @@ class Engine:
     # --- pausing ---
 
     async def pause(self) -> None:
-        """Freeze, and give up what the plan says; requests in flight keep their place and go on after `resume`. The caller
-        holds the device."""
+        """Freezes vLLM and releases the memory that the plan's handover names; requests in flight continue after
+        `resume`. The caller holds the device."""
         self._paused, self._has_weights = True, self._handover != "sleep"
-        await self._tell(PAUSE[self._handover], PAUSE_SECONDS)
+        await self._post_control(PAUSE[self._handover], PAUSE_SECONDS)
 
     async def wake_weights(self) -> None:
-        """Take back what adapters are loaded into; the caller holds the device, and the trainer has left it."""
+        """Restores the weights, so that adapters can be loaded. The caller holds the device, free of the trainer."""
         if not self._has_weights:
             self._has_weights = True
-            await self._tell(("/wake_up?tags=weights",), WAKE_SECONDS)
+            await self._post_control(("/wake_up?tags=weights",), WAKE_SECONDS)
 
     async def resume(self) -> None:
-        """Take back the rest, and go on."""
+        """Restores the weights and the KV cache, where they were released, and continues requests."""
         await self.wake_weights()
-        await self._tell(WAKE[self._handover], WAKE_SECONDS)
+        await self._post_control(WAKE[self._handover], WAKE_SECONDS)
         self._paused = False
 
-    async def _tell(self, paths: Sequence[str], timeout_seconds: float) -> None:
-        """Post to vLLM. One that is down needs no pausing and starts unpaused; one that fails is ended, and becomes so."""
+    async def _post_control(self, paths: Sequence[str], timeout_seconds: float) -> None:
+        """Posts to control routes of vLLM, if it is ready. If a request fails, vLLM is killed and restarts unpaused."""
         for path in paths:
             if self.state != "ready":
                 return
             try:
                 status, text = await self._post(path, timeout_seconds=timeout_seconds)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                reason = f"{path} came to nothing ({error!r})"
+            except LOST as error:
+                reason = f"{path} failed ({error!r})"
             else:
                 if status == 200:
                     continue
                 reason = f"vLLM refused {path}: {text[:500]}"
-            logger.error("the engine is ended: %s", reason)
+            logger.error("killing the engine: %s", reason)
             self._ended = reason
-            await self._set_state("starting", f"It is restarted, because {reason}.")
+            await self._set_state("starting", f"It is being restarted because {reason}.")
             if self._process is not None:
                 await asyncio.to_thread(self._children.remove, self._process.pid)
 
@@ -477,27 +480,27 @@ class Engine:
     async def load_adapter(
         self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False
     ) -> None:
-        """Have the engine serve the PEFT folder `path` as `name`; also after every restart. No-op when it does. A caller
-        that holds the device says so; it comes back at once where the engine is down, which loads it when it starts.
+        """Has the engine serve the PEFT folder `path` as `name`, also after restarts; no-op if it already does. With
+        `holds_device`, for a caller that holds the device, it tries once at most, and a refusal raises nothing.
 
         Raises:
-            AdapterRefused: vLLM does not take it.
+            AdapterRefused: vLLM refuses the adapter.
             Unavailable: the engine is not ready in time.
         """
         if holds_device:
             if self.state == "ready":
-                with contextlib.suppress(aiohttp.ClientError, AdapterRefused):
+                with contextlib.suppress(*LOST, AdapterRefused):
                     await self._load(name, path)
             return
         while name not in self._adapters:
             await self.wait_ready(timeout_seconds)
-            async with self._owner.held_by("engine"):
+            async with self._owner.held():
                 if name in self._adapters or self.state != "ready":
                     continue
                 try:
                     await self._load(name, path)
-                except aiohttp.ClientError:
-                    await asyncio.sleep(0.2)  # it died meanwhile: wait for the next one
+                except LOST:
+                    await asyncio.sleep(0.2)  # vLLM died: wait for its restart
 
     async def _load(self, name: str, path: Path) -> None:
         if name not in self._adapters:
@@ -505,17 +508,19 @@ class Engine:
             self._adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Requests that use it must have ended."""
-        async with self._owner.held_by("engine"):
+        """Unloads an adapter. Requests that use it must have ended."""
+        async with self._owner.held():
             if self._adapters.pop(name, None) is not None and self.state == "ready":
-                with contextlib.suppress(aiohttp.ClientError):
+                with contextlib.suppress(*LOST):
                     await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def forget_prompts(self) -> None:
-        """Empty the cache of prompts: it finds them by their adapter's name, which other weights will get. Requests in flight
-        are computed again."""
-        async with self._owner.held_by("engine"):
-            await self._tell(("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS)
+        """Empties vLLM's prefix cache, which finds prompts by their adapter's name: other weights will get that name.
+        Requests in flight are computed again."""
+        async with self._owner.held():
+            await self._post_control(
+                ("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS
+            )
 
     def loaded_adapters(self) -> list[str]:
         return list(self._adapters)
@@ -533,8 +538,8 @@ def is_running(task: asyncio.Task[None] | None) -> bool:
 
 
 def make_run_dir(server_dir: Path) -> Path:
-    """A private folder for the engine's sockets, under the system's temporary folder because a socket's path must be
-    short. The one of an earlier, killed server on the same path is removed; a copied path names another server's."""
+    """Makes a private folder for the engine's sockets, in the system's temporary folder because a socket's path must be
+    short. Removes the folder of an earlier, killed server, but not if `server_dir` is a copy of another server's."""
     note, path = server_dir / "run_dir", str(server_dir.resolve())
     if note.exists():
         last, _, owner = note.read_text().partition("\n")

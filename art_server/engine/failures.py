@@ -1,44 +1,59 @@
-"""Why another start of vLLM would end as the last one did, read from what it wrote."""
+"""Recognises, in vLLM's log, why it did not start, and whether another start would fail in the same way."""
 
 import re
+from typing import NamedTuple
 
+OTHER_PROGRAM = (
+    "another program uses the card: {0}. End it, or start the server with a lower --engine-arg "
+    "gpu_memory_utilization=..."
+)
+"""This may pass: processes of a killed engine hold its memory for a moment."""
 CAUSES = (
     (
         re.compile(r"^.*\b((?:ImportError|ModuleNotFoundError): .+)$", re.MULTILINE),
-        "vLLM cannot be imported here, or not for this base model: {0}. Install what is missing, or the server anew (scripts/setup)",
+        "vLLM cannot be imported here, or not for this base model: {0}. Install the missing package, or reinstall the server (scripts/setup)",
     ),
     (
         re.compile(r"Model architectures? (\[.+?\]) .*not supported"),
-        "vLLM does not serve the architecture {0}: take another base model",
+        "vLLM does not serve the architecture {0}: use another base model",
     ),
     (
         re.compile(r"(\w+) does not support LoRA"),
-        "vLLM serves {0} without adapters only: take another base model",
+        "vLLM serves {0} without adapters only: use another base model",
     ),
     (
         re.compile(r"(Free memory on device .+? GPU memory utilization \(.+?\))"),
-        "another program uses the card: {0}. End it, or start the server with a lower --engine-arg gpu_memory_utilization=...",
+        OTHER_PROGRAM,
     ),
     (
         re.compile(
             r"(To serve at least one request .+?\. )|(No available memory for the cache blocks)"
         ),
-        "the KV cache has no room: {0}. Start the server with a shorter --max-seq-length, or take a smaller base model",
+        "the KV cache has no room: {0}. Start the server with a shorter --max-seq-length, or use a smaller base model",
     ),
 )
-"""What stands in the log, and one sentence with its first group."""
+"""Patterns in the log, each with a message; {0} is the pattern's first group that matched."""
 
 
 TRACEBACK = "Traceback (most recent call last)"
-"""Warnings before it name errors, too, that stopped nothing."""
+"""Only the log from here on is searched: warnings before it can name errors that did no harm."""
 
 
-def why_hopeless(log: str) -> str | None:
-    """A sentence with cause and remedy; None where another try may go better."""
+class Cause(NamedTuple):
+    """Why vLLM did not start."""
+
+    sentence: str
+    """With the remedy."""
+    is_lasting: bool
+    """Another start would fail in the same way."""
+
+
+def find_cause(log: str) -> Cause | None:
+    """The cause of a failed start, as far as vLLM's log names it."""
     log = log[max(0, log.find(TRACEBACK)) :] if TRACEBACK in log else ""
     for pattern, sentence in CAUSES:
         found = pattern.search(log)
         if found is not None:
             cause = next(group for group in found.groups() if group).strip()
-            return sentence.format(cause[:300])
+            return Cause(sentence.format(cause[:300]), sentence is not OTHER_PROGRAM)
     return None

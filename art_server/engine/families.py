@@ -1,4 +1,4 @@
-"""Which parsers of vLLM read a model's tool calls and thinking: from its architecture and its chat template.
+"""Chooses vLLM's parsers for a model's tool calls and thinking, by its architecture and its chat template.
 
 `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
 """
@@ -21,7 +21,7 @@ BY_ARCHITECTURE: dict[str, tuple[str, str | None]] = {
     "minimax_m2": ("minimax_m2", "minimax_m2"),
     "seed_oss": ("seed_oss", "seed_oss"),
 }
-"""Tool and reasoning parser of families that cannot be told by their template."""
+"""Tool and reasoning parser of architectures that cannot be recognised by their template."""
 
 BY_MARKUP = (
     ("<function=", "qwen3_xml"),
@@ -29,19 +29,19 @@ BY_MARKUP = (
     ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"),
 )
-"""Tool parsers by what stands in the template; the first that is found."""
+"""Tool parsers by a string in the chat template; the first string that is found decides."""
 
 DEFAULT_TOOL_PARSER = "hermes"
 
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """What vLLM is started with."""
+    """vLLM's parsers for one model."""
 
     tool: str
     reasoning: str | None
     template_kwargs: dict[str, bool]
-    """Defaults of the template that vLLM's parsers would guess otherwise."""
+    """Defaults for template arguments where vLLM's parsers would assume another value."""
 
 
 def choose_parsers(folder: Path) -> Parsers:
@@ -58,7 +58,7 @@ def choose_parsers(folder: Path) -> Parsers:
 
 
 def thinks_by_default(template: str) -> bool:
-    """Whether a template that knows `enable_thinking` renders as with true when it is not given."""
+    """Whether a template with the argument `enable_thinking` thinks when the argument is missing."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     messages = [{"role": "user", "content": "hello"}]
 
@@ -69,5 +69,5 @@ def thinks_by_default(template: str) -> bool:
 
     try:
         return render() != render(enable_thinking=False)
-    except jinja2.TemplateError:  # it needs more than we give it: as vLLM assumes
+    except jinja2.TemplateError:  # it needs other arguments, too; vLLM assumes thinking
         return True

@@ -1,1 +1,1 @@
-"""Runs inside vLLM's processes: its API server with our seam, and the plugin that each of them loads."""
+"""Code inside vLLM's processes: its API server with a wrapped engine client, and the plugin that each process loads."""

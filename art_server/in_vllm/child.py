@@ -1,15 +1,14 @@
-"""vLLM's API server with one seam: its engine client samples from the exact tokens of a conversation's past, and reports
-what it sampled.
+"""vLLM's API server, whose wrapped engine client samples from exact tokens of earlier turns and reports each choice.
 
 Started by `engine.py` as `python -m art_server.in_vllm.child RECORDS_SOCKET [vLLM's flags]`. Every API that vLLM serves
-(chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`. The wrapper shows the
-rendered prompt of a continued conversation to the server's ledger, which may answer with other tokens; asks the engine
-for the log-probabilities of the sampled tokens and hides them again when the client did not ask; and sends one JSON line
-for each finished choice. The HTTP answers stay vLLM's own; its middleware (CORS, keys, HTTP statistics), which nobody needs
-behind the gate and every event of a stream passes through, is left out.
+(chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`. The wrapper sends
+the rendered prompt of a continued conversation to the server's ledger, which may answer with other tokens. It requests
+the log-probabilities of the sampled tokens, and removes them from the output if the client did not request them. It
+sends one JSON line for each finished choice. vLLM's HTTP answers stay as they are. Its middleware (CORS, keys, HTTP
+statistics) is removed: every event of a stream would pass through it, and nothing behind the proxy needs it.
 
-This file and `vllm_plugin.py` with its parts are the only ones that touch vLLM's internals (0.32.0);
-`tests/integration/test_inference.py` tells when they move.
+Only this file and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
+`tests/integration/test_inference.py` fails when they change.
 """
 
 import asyncio
@@ -28,62 +27,62 @@ from art_server.in_vllm import entries
 from art_server.shared.samples import is_first_turn
 
 if __name__ in ("__main__", "__mp_main__"):
-    # vLLM's own worker processes are forked or spawned from here: both ways they take the signal over.
+    # vLLM forks or spawns its workers from this process. They do not inherit PR_SET_PDEATHSIG, so each sets it again.
     be_child()
     os.register_at_fork(after_in_child=be_child)
 
 
-class LedgerLine:
-    """The line to the server's ledger: prompts are asked about, samples are told, in order."""
+class LedgerClient:
+    """A connection to the server's ledger: fetches prompts and sends samples, in order."""
 
     def __init__(self, socket_path: str):
         self._socket_path = socket_path
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._asked: dict[str, asyncio.Future[list[int] | None]] = {}
+        self._pending: dict[str, asyncio.Future[list[int] | None]] = {}
 
     async def connect(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(self._socket_path, limit=1 << 28)
         self._reading = asyncio.create_task(self._read(reader))
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         assert self._writer is not None, "connect() comes first"
         self._writer.write(msgspec.json.encode(message) + b"\n")
 
-    async def ask_prompt(self, request_id: str, token_ids: list[int]) -> list[int] | None:
-        """The tokens to sample from instead of a rendered prompt; None leaves it as it is."""
-        answer = self._asked[request_id] = asyncio.get_running_loop().create_future()
-        self.tell({"request_id": request_id, "prompt": token_ids})
+    async def fetch_prompt(self, request_id: str, token_ids: list[int]) -> list[int] | None:
+        """The tokens to sample from instead of a rendered prompt; None keeps the rendered tokens."""
+        answer = self._pending[request_id] = asyncio.get_running_loop().create_future()
+        self.send({"request_id": request_id, "prompt": token_ids})
         try:
             return await answer
         finally:
-            self._asked.pop(request_id, None)
+            self._pending.pop(request_id, None)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             message = msgspec.json.decode(line)
-            answer = self._asked.get(message["request_id"])
+            answer = self._pending.get(message["request_id"])
             if answer is not None and not answer.done():
                 answer.set_result(message["token_ids"])
         os._exit(1)  # the server is gone
 
 
 class Sampled(NamedTuple):
-    """A choice or, of a stream, what one step of the engine added to it."""
+    """A choice or, in a stream, the part that one step of the engine added to it."""
 
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Any]] | None
     entries: Sequence[Sequence[int]] = ()
-    """Of each token (`entries.py`)."""
+    """One entry for each token (`entries.py`)."""
 
 
 NOT_FINITE = -9999.0
-"""Stands for a log-probability that JSON cannot carry, as in vLLM's own answers."""
+"""Replaces a log-probability that JSON cannot represent, as in vLLM's own answers."""
 
 
 def summary_of(parts: Sequence[Sampled], source: entries.Source = "unknown") -> dict[str, Any]:
-    """A whole choice: its text, its tokens, the log-probability of each, and what each was sampled from."""
+    """A whole choice: its text, its tokens, their log-probabilities, and what each token was sampled from."""
     logprobs = [
         float(entry[token].logprob)
         for part in parts
@@ -102,7 +101,7 @@ def summary_of(parts: Sequence[Sampled], source: entries.Source = "unknown") -> 
 
 
 def sampling_summary(params: Any) -> dict[str, Any]:
-    """The sampling parameters that decide what the sampled log-probabilities mean."""
+    """The sampling parameters on which the meaning of the sampled log-probabilities depends."""
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -125,9 +124,9 @@ def sampling_summary(params: Any) -> dict[str, Any]:
 def with_prompt(
     prompt: Any, token_ids: list[int], sampling_params: Any, max_model_len: int
 ) -> Any | None:
-    """A copy of a rendered prompt with other tokens; None where what the client asked for does not fit behind them.
+    """A copy of a rendered prompt with other tokens; None if the requested number of tokens does not fit behind them.
 
-    vLLM fills an unlimited answer up to the context's end: only that limit may move.
+    vLLM sets the limit of an unlimited answer to the context's end. Only such a limit is changed, in `sampling_params`.
     """
     room = max_model_len - len(token_ids)
     whole = max_model_len - len(prompt["prompt_token_ids"])
@@ -142,8 +141,8 @@ def with_prompt(
     }
 
 
-def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
-    """Wrap `engine_client.generate`: the prompt that the ledger wants, the same outputs, a record of each choice."""
+def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> Any:
+    """Wraps `engine_client.generate`: samples from the ledger's prompt, yields the same outputs, sends each choice."""
 
     async def recorded(
         prompt: Any, sampling_params: Any, request_id: str, **options: Any
@@ -155,16 +154,16 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
         if isinstance(prompt, dict) and prompt.get("type") == "token":
             rendered = list(prompt["prompt_token_ids"])
             if not is_first_turn(request_id):
-                replaced = await line.ask_prompt(request_id, rendered)
+                replaced = await ledger.fetch_prompt(request_id, rendered)
                 made = None
                 if replaced is not None:
                     made = with_prompt(prompt, replaced, sampling_params, max_model_len)
                 if made is not None or replaced is None:
-                    rendered = None  # the ledger knows what is sampled from
+                    rendered = None  # the ledger has the prompt that is sampled from
                 prompt = made or prompt
         source = entries.logprob_source(sampling_params)
         if sampling_params.structured_outputs is not None and request_id.startswith("cmpl-"):
-            # No chat, no thinking: vLLM would wait for the end of it before it applies the grammar.
+            # A completion does not think, but vLLM would wait for the end of thinking before it applies the grammar.
             options.setdefault("reasoning_ended", True)
         choices: defaultdict[int, list[Sampled]] = defaultdict(list)
         async for result in generate(prompt, sampling_params, request_id, **options):
@@ -176,7 +175,7 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
                 if hide_logprobs:
                     output.logprobs = None
                 if output.finish_reason is not None:
-                    line.tell(
+                    ledger.send(
                         {
                             "request_id": request_id,
                             "rendered": rendered,
@@ -193,7 +192,7 @@ def record_generate(generate: Any, line: LedgerLine, max_model_len: int) -> Any:
 
 
 def remember_token_texts() -> None:
-    """vLLM decodes the token of every log-probability anew, for an eighth of this process's time."""
+    """Caches tokens' texts: vLLM decodes one for each log-probability, in an eighth of this process's time."""
     from vllm.v1.engine import logprobs
 
     decode = logprobs.convert_ids_list_to_tokens
@@ -209,16 +208,16 @@ def remember_token_texts() -> None:
 
 
 def main() -> None:
-    """Run vLLM's API server with the wrapped engine client, until it is told to stop."""
+    """Runs vLLM's API server with the wrapped engine client until it is stopped."""
     from vllm.entrypoints.launchers.api_server import entry
 
-    line = LedgerLine(sys.argv.pop(1))
+    ledger = LedgerClient(sys.argv.pop(1))
     serve_with_vllm = entry.build_and_serve
 
     async def build_and_serve(engine_client: Any, *args: Any, **kwargs: Any) -> Any:
-        await line.connect()
+        await ledger.connect()
         max_model_len = engine_client.model_config.max_model_len
-        engine_client.generate = record_generate(engine_client.generate, line, max_model_len)
+        engine_client.generate = record_generate(engine_client.generate, ledger, max_model_len)
         return await serve_with_vllm(engine_client, *args, **kwargs)
 
     build_with_vllm = entry.build_app
@@ -226,7 +225,7 @@ def main() -> None:
     def build_app(*args: Any, **kwargs: Any) -> Any:
         app = build_with_vllm(*args, **kwargs)
         app.user_middleware.clear()
-        app.middleware_stack = None  # vLLM has built one already; the first request builds the next
+        app.middleware_stack = None  # vLLM has built it already; the first request builds it again
         return app
 
     entry.build_app = build_app

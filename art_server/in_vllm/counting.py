@@ -1,4 +1,4 @@
-"""Counts what vLLM computes, for the server (`shared/work.py`)."""
+"""Counts vLLM's work, by which the server recognises a hung engine (`shared/work.py`)."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ from art_server.shared.work import FILE_VARIABLE, NUM_SLOTS, WorkCounter
 
 
 def install(device: str) -> None:
-    """Count the tokens of each step of the scheduler and, on a CPU, where one step may take minutes, each layer."""
+    """Counts the tokens of each scheduler step and, on a CPU, each attention layer: a step can take minutes there."""
     path = os.environ.get(FILE_VARIABLE)
     if path is None:
         return

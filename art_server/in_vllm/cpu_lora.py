@@ -1,7 +1,7 @@
-"""LoRA on a CPU as matrix products, in place of vLLM's gather of a copy of the adapter for every token.
+"""LoRA on a CPU as matrix products, where vLLM gathers a copy of the adapter for every token.
 
-`install` puts the functions here where vLLM's CPU wrapper looks its own up. They give the same numbers: sums in the output's
-type, and a token without an adapter (index -1) is left as it is.
+`install` replaces the functions that vLLM's CPU wrapper calls. The numbers are the same, with sums in the output's
+type. A token without an adapter (index -1) is left unchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from vllm.lora.punica_wrapper import punica_cpu
 
 
 def only_adapter(indices: torch.Tensor) -> int | None:
-    """The adapter of all of them; None where they differ."""
+    """The adapter that all tokens have; None if they differ."""
     first = int(indices[0]) if len(indices) else -1
     return first if bool((indices == first).all()) else None
 
 
 def by_adapter(indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | slice]]:
-    """The adapters of a batch's tokens, each with its tokens."""
+    """Each adapter of a batch, with the indices of its tokens."""
     first = only_adapter(indices)
     if first is not None:
         if first >= 0:
@@ -66,21 +66,21 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """The same into a slice of the output."""
+    """`bgmv_expand` into a slice of the output's columns."""
     columns = slice(slice_offset, slice_offset + slice_size)
     for adapter, tokens in by_adapter(indices):
         matrix = weights[adapter].flatten(end_dim=-2)[:slice_size].to(output.dtype)
-        asked = inputs[tokens].to(output.dtype)
+        selected = inputs[tokens].to(output.dtype)
         if not add_inputs:
-            output[tokens, columns] = asked @ matrix.T
+            output[tokens, columns] = selected @ matrix.T
         elif isinstance(tokens, slice):
-            output[tokens, columns].addmm_(asked, matrix.T)  # in one pass
+            output[tokens, columns].addmm_(selected, matrix.T)  # in one pass
         else:
-            output[tokens, columns] += asked @ matrix.T
+            output[tokens, columns] += selected @ matrix.T
 
 
 def by_sequence(function: Callable[..., None]) -> Callable[..., None]:
-    """The same with an adapter for each sequence, as vLLM's wrapper calls it."""
+    """`function` with one adapter index for each sequence, as vLLM's wrapper calls it."""
 
     def sgmv(
         inputs: torch.Tensor,
@@ -102,7 +102,8 @@ def by_sequence(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def install() -> None:
-    """
+    """Replaces the LoRA functions of vLLM's CPU wrapper.
+
     Raises:
         ImportError: vLLM's wrapper has changed.
     """
@@ -115,14 +116,14 @@ def install() -> None:
 
 
 def leave_experts_out() -> None:
-    """Experts run by vLLM's kernels for CPUs, as without LoRA: with it vLLM takes Triton's for them, which need a GPU.
+    """Has experts computed by vLLM's CPU kernels: with LoRA vLLM chooses Triton kernels for them, which need a GPU.
 
-    Our adapters leave experts alone (`--lora-target-modules`).
+    Our adapters do not change experts (`--lora-target-modules`).
 
     Raises:
         ImportError: vLLM's choice of kernels has changed.
     """
-    # Here, because it takes seconds.
+    # Imported here, because it takes seconds.
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
     choose = method.select_unquantized_moe_backend

@@ -1,11 +1,11 @@
-"""What one token was sampled from, as the model runner's process hands it to the process of vLLM's APIs: an entry.
+"""Entries: what each token was sampled from, as vLLM's model runner process sends it to the process of vLLM's APIs.
 
-An entry is a list of int32, because it travels where vLLM has its sampling masks (`kept_sets.py`): the number of the token's
-set (-1 is the whole vocabulary), and the bits of the log-probability as float32; the first entry with a number goes on with
-the set itself: the byte of its form (`kept_set.py`) in a word of its own, and the packed words. Numbers count the distinct
-sets of one choice. Requests whose log-probabilities are known otherwise have empty entries.
+An entry is a list of int32, because vLLM's field for sampling masks carries it (`kept_sets.py`). Its first word is the
+number of the token's kept set, -1 for the whole vocabulary; the second is the float32 log-probability, bit by bit. The
+first entry with a number also contains the set: the byte of its form (`shared/kept_set.py`) in one word, then the
+packed words. Numbers count the distinct sets of one choice. A request that needs no entries has empty ones.
 
-Imports no torch: vLLM wants to be imported before it.
+Imports no torch: vLLM must be imported before it.
 """
 
 import array
@@ -19,16 +19,16 @@ import numpy as np
 from art_server.shared.kept_set import LIST, MASK
 
 MIN_TEMPERATURE = 1e-5
-"""vLLM samples greedily below it. Source: vllm/v1/sample/sampler.py, _SAMPLING_EPS."""
+"""Below this temperature vLLM samples greedily. Source: vllm/v1/sample/sampler.py, _SAMPLING_EPS."""
 
 Source = Literal["raw", "whole", "cut", "unknown"]
 
 
 def logprob_source(params: Any) -> Source:
-    """Where the log-probability comes from under which a request's tokens are sampled.
+    """Where the log-probabilities of a request's tokens under the behaviour policy come from.
 
-    "raw": it is the model's own. "whole" and "cut": entries tell it, and with "cut" the sets, too. "unknown": a temperature,
-    a bias and a set do not describe the distribution.
+    "raw": they are the model's own. "whole" and "cut": entries contain them, and for "cut" also the kept sets.
+    "unknown": temperature, bias and kept set do not describe the distribution.
     """
     if (
         params.temperature < MIN_TEMPERATURE
@@ -52,7 +52,7 @@ def logprob_source(params: Any) -> Source:
 
 
 class Sampling(NamedTuple):
-    """Of one choice: `Record.sampled_logprobs`, `kept` and `sets`."""
+    """`sampled_logprobs`, `kept` and `sets` of one choice's `Record`."""
 
     logprobs: list[float] | None
     kept: list[int]
@@ -60,7 +60,7 @@ class Sampling(NamedTuple):
 
 
 def read_choice(source: Source, raw: list[float], entries: Sequence[Sequence[int]]) -> Sampling:
-    """What a choice was sampled from, out of its raw log-probabilities and the entries that came with its tokens."""
+    """What a choice was sampled from, read from its raw log-probabilities and the entries of its tokens."""
     unknown = Sampling(None, [], [])
     if source == "unknown" or not all(map(math.isfinite, raw)):
         return unknown
@@ -83,10 +83,10 @@ def read_choice(source: Source, raw: list[float], entries: Sequence[Sequence[int
 
 
 class Kept:
-    """Of R rows, the tokens that stayed in play: as bits, and for the sets that are shorter so, as ids."""
+    """The kept sets of R rows: as bits, and as ids where these are shorter."""
 
     def __init__(self, bits_RW: np.ndarray, num_vocabulary: int):
-        """bits_RW: uint64, one bit a token, lowest first, none above the vocabulary."""
+        """bits_RW: uint64, one bit for each token, lowest first, 0 above the vocabulary."""
         self.counts_R = np.bitwise_count(bits_RW).sum(axis=1, dtype=np.int64)
         self.is_whole_R = self.counts_R == num_vocabulary
         self.is_listed_R = (self.counts_R * 32 <= num_vocabulary) & (self.counts_R > 0)
@@ -96,16 +96,16 @@ class Kept:
         flags = np.unpackbits(listed[words].view(np.uint8), bitorder="little")
         found = np.flatnonzero(flags.view(np.bool_))
         self.ids = (words[found >> 6] % bits_RW.shape[1] * 64 + (found & 63)).astype(np.int32)
-        """Of the listed rows, one after the other, ascending."""
+        """Ids of the rows with `is_listed_R`, one row after the other, ascending in each."""
         self.ends = np.cumsum(self.counts_R * self.is_listed_R)
-        """For each row, where its ids end."""
+        """For each row, where its ids end in `ids`."""
 
 
 class Figures(NamedTuple):
-    """What is known of R rows after sampling, on the CPU."""
+    """Log-probabilities and kept sets of R rows after sampling, on the CPU."""
 
     logprobs_R: np.ndarray
-    """float32: of the sampled token."""
+    """float32: of each row's sampled token."""
     kept: Kept
 
 
@@ -113,17 +113,17 @@ class Choice(NamedTuple):
     """A choice whose tokens have entries."""
 
     is_cut: bool
-    """Otherwise nothing is out of play: what vLLM has cut with it in a batch has a probability of 0."""
+    """False: the whole vocabulary stays in play. Tokens that vLLM masks in such a row have a probability of 0."""
     numbers: dict[bytes, int]
-    """Of the sets that its entries have named."""
+    """The number of each set in the choice's entries so far, by the set's bytes or their hash."""
 
 
 SHORT_BYTES = 256
-"""Up to this size, a set is its own name while a choice is sampled."""
+"""A set up to this size is its own key in `Choice.numbers`; a larger one is hashed."""
 
 
 def make_entries(figures: Figures, choices_R: Sequence[Choice]) -> list[np.ndarray]:
-    """The entries of R rows; new sets get their number in the row's choice. A row with nothing in play has an empty one."""
+    """The entries of R rows, empty for an empty set. A new set gets the next number in its row's choice."""
     kept = figures.kept
     heads = np.zeros((len(choices_R), 3), dtype=np.int32)
     heads[:, 1] = figures.logprobs_R.view(np.int32)

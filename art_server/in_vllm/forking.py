@@ -1,8 +1,8 @@
-"""On a CPU vLLM makes its core and its workers as new interpreters, one after another, and each imports vLLM anew: on two slow
-cores 25 s a process, of a start of 88 s. Here they are forked, as vLLM forks them on CUDA.
+"""Forks vLLM's core and workers on a CPU, as vLLM does on CUDA. On a CPU it starts new interpreters, one after another,
+and each imports vLLM again: on two slow cores 25 s for each process, of a start of 88 s.
 
-It wants new ones so that OpenMP reads, when it is loaded, which cores its threads are bound to. A worker of several threads
-is still made so; one with a single thread is bound by its process.
+vLLM needs new interpreters because OpenMP reads only when it is loaded to which cores its threads are bound. A worker
+with several threads is therefore still a new interpreter. A worker with one thread is forked, and its process is bound.
 """
 
 import functools

@@ -1,13 +1,13 @@
-"""What each token was really sampled from, told by vLLM's own processes: the log-probability under that distribution, and
-the set of tokens that top_k, top_p, min_p, a grammar, bad words, min_tokens and allowed_token_ids left in play.
+"""Reports from vLLM's processes what each token was sampled from: its log-probability under the behaviour policy, and
+the kept set, which top_k, top_p, min_p, a grammar, bad words, min_tokens and allowed_token_ids leave in play.
 
-vLLM has a way for such sets from the model runner to the request's output (`return_sampling_mask`), but takes it only when
-every request has a top_k, and its sampler forgets the probabilities. `install` fills the same fields otherwise, and lets
-the grammar's mask be applied after the raw log-probabilities are taken, so that those are the model's own.
+vLLM can send such sets from the model runner to the request's output (`return_sampling_mask`), but only if every
+request has a top_k, and without probabilities. `install` fills the same fields for other requests, too. It also has the
+grammar's mask applied after the raw log-probabilities are computed, so that these are the model's own.
 
-Where this holds: `GPUModelRunner` of `vllm/v1/worker/gpu_model_runner.py`, which serves CPUs and, when
-VLLM_USE_V2_MODEL_RUNNER is 0, CUDA. vLLM 0.32.0 itself would take the runner of `vllm/v1/worker/gpu` on CUDA; under that
-one, and under speculative decoding, nothing is told.
+This works with `GPUModelRunner` of `vllm/v1/worker/gpu_model_runner.py`, which vLLM uses on CPUs and, if
+VLLM_USE_V2_MODEL_RUNNER is 0, on CUDA. By default vLLM 0.32.0 uses the runner of `vllm/v1/worker/gpu` on CUDA; with
+that runner, and with speculative decoding, nothing is reported.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int]) -> Figures:
-    """The figures of some rows of processed logits (float32, -inf where a token is out of play) on a CPU."""
+    """The figures of some rows of processed logits (float32, -inf for tokens outside the kept set) on a CPU."""
     logits, num_vocabulary = logits_BV.numpy(), logits_BV.shape[1]
     packed = np.packbits(logits > -np.inf, axis=1, bitorder="little")[rows]
     if packed.shape[1] % 8:
         packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
     kept = Kept(packed.view(np.uint64), num_vocabulary)
     logprobs_R = logits[rows, sampled_R]
-    # A gather of the few kept logits, or torch's kernel, whichever reads less.
+    # Where few logits are kept, only these are read; torch's kernel reads all logits of a row.
     listed = np.flatnonzero(kept.is_listed_R)
     if len(listed):
         counts = kept.counts_R[listed]
@@ -51,7 +51,7 @@ def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int]) -> F
 
 
 class DeviceFigures:
-    """The same of all rows of logits on another device, copied while the device goes on."""
+    """The figures of all rows of logits on another device, copied to the CPU while the device continues."""
 
     def __init__(self, logits_BV: torch.Tensor, sampled_B: torch.Tensor):
         self._num_vocabulary = logits_BV.shape[1]
@@ -76,19 +76,19 @@ class DeviceFigures:
 
 
 class Step:
-    """What our functions in the model runner see of one step after another, and what its output gets of it."""
+    """What our functions in the model runner collect in one step after another, for the step's output."""
 
     def __init__(self) -> None:
         self.grammar: tuple[Any, ...] | None = None
-        """The arguments of vLLM's `apply_grammar_bitmask` but the logits, until they are there in float32."""
+        """The arguments of vLLM's `apply_grammar_bitmask` except the logits, until these exist in float32."""
         self.logits_BV: torch.Tensor | None = None
-        """What was sampled from; None where all rows are greedy."""
+        """The processed logits that were sampled from; None if all rows are greedy."""
         self._choices: dict[str, Choice | None] = {}
-        """By vLLM's request; None where it needs no entries."""
+        """By vLLM's request id; None if the request needs no entries."""
         self._has_failed = False
 
     def fill(self, runner: Any, output: Any) -> None:
-        """Put the entries into the step's output. After a fault its tokens have none, and the engine goes on."""
+        """Puts the entries into the step's output. After an error there are none, and the engine continues."""
         logits_BV, self.logits_BV = self.logits_BV, None
         if logits_BV is None:
             return
@@ -126,19 +126,19 @@ class Step:
     def _tolerance(self) -> Iterator[None]:
         try:
             yield
-        except Exception:  # whatever it is, the engine's own work is done
+        except Exception:  # must not stop the engine, whose own work is done
             if not self._has_failed:
-                logger.exception("tokens have no sampled log-probabilities; told once")
+                logger.exception("tokens have no sampled log-probabilities; logged once")
             self._has_failed = True
 
 
 Measure = Callable[[list[int], list[int]], Figures]
-"""From rows of the batch and the tokens sampled there."""
+"""From rows of the batch and their sampled tokens to figures."""
 
 
 def attach(output: Any, choices_B: list[Choice | None], measure_rows: Measure) -> None:
-    """Put the entries of a batch where vLLM has its sampling masks. Rows whose token is dropped (a prompt that has not been
-    read to its end) name no sets."""
+    """Puts the entries of a batch into vLLM's field for sampling masks. A row without an output token (its prompt is
+    not yet computed to the end) gets an empty entry, because a new set in it would be lost."""
     from vllm.v1.outputs import SamplingMaskLists
 
     wanted = [
@@ -155,14 +155,14 @@ def attach(output: Any, choices_B: list[Choice | None], measure_rows: Measure) -
     output.sampling_masks = SamplingMaskLists(np.concatenate(entries), np.cumsum(lengths_B))
 
 
-# --- where vLLM is changed ---
+# --- changes of vLLM ---
 
 
 def seam(owner: Any, name: str, uses: str | None = None) -> Any:
-    """A function of vLLM that is about to be wrapped.
+    """A function of vLLM that the caller replaces.
 
     Raises:
-        ImportError: it is gone, or no longer `uses` what else is replaced.
+        ImportError: vLLM has no such function, or it does not call `uses`, which is replaced, too.
     """
     found = getattr(owner, name, None)
     if found is None or (uses and uses not in inspect.unwrap(found).__code__.co_names):
@@ -171,12 +171,12 @@ def seam(owner: Any, name: str, uses: str | None = None) -> Any:
 
 
 def install() -> None:
-    """Let the scheduler hand entries on, and each worker process change its model runner when it makes its worker.
+    """Has the scheduler pass entries on, and each worker process change its model runner when it makes its worker.
 
     Raises:
         ImportError: vLLM has changed.
     """
-    # vLLM is imported here, because this module is read by tests and in processes without one.
+    # Imported here, because tests import this module without vLLM.
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -194,7 +194,7 @@ def install() -> None:
             )
 
     def make_worker_with_figures(self: Any, *args: Any, **kwargs: Any) -> None:
-        install_in_runner()  # late: the API's process and the scheduler's need not import the runner
+        install_in_runner()  # late, so that the API's and the scheduler's process do not import the runner
         make_worker(self, *args, **kwargs)
 
     Scheduler.__init__ = make_scheduler_with_masks
@@ -203,7 +203,7 @@ def install() -> None:
 
 @functools.cache
 def install_in_runner() -> Step:
-    """Change the model runner and the sampler of this process, once.
+    """Changes the model runner and the sampler of this process, once.
 
     Raises:
         ImportError: vLLM has changed.
@@ -223,7 +223,7 @@ def install_in_runner() -> Step:
     cut = seam(topk_topp_sampler, "apply_top_k_top_p")
 
     def keep_grammar(scheduler_output: Any, grammar: Any, input_batch: Any, logits: Any) -> None:
-        """Until the raw log-probabilities are taken; speculative decoding samples elsewhere."""
+        """Delays the mask until the raw log-probabilities are computed; speculative decoding gets it at once."""
         if scheduler_output.scheduled_spec_decode_tokens:
             apply_bitmask(scheduler_output, grammar, input_batch, logits)
         else:
@@ -239,7 +239,7 @@ def install_in_runner() -> Step:
         logits = step.logits_BV = cut(logits, k, p)
         return logits
 
-    def sample_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
         step.grammar = step.logits_BV = None
         is_speculative = (
             self.execute_model_state is not None
@@ -253,5 +253,5 @@ def install_in_runner() -> Step:
     gpu_model_runner.apply_grammar_bitmask = keep_grammar
     Sampler.apply_logits_processors = process_with_grammar
     topk_topp_sampler.apply_top_k_top_p = cut_and_keep
-    runner_class.sample_tokens = sample_and_tell
+    runner_class.sample_tokens = sample_and_report
     return step

@@ -1,4 +1,4 @@
-"""What we change in vLLM's own processes; it loads this in each of them (entry point `vllm.general_plugins`)."""
+"""Our changes of vLLM, which loads this module in each of its processes (entry point `vllm.general_plugins`)."""
 
 import os
 import time
@@ -6,20 +6,20 @@ import time
 from art_server.shared.switches import EXPERTS_SWITCH, SWITCH
 
 SPIN_SECONDS = 0.0005
-"""A wait spins for this long, which serves answers that come at once best..."""
+"""Busy-wait this long before sleeping, for answers that come at once."""
 POLL_SECONDS = 20e-6
-"""...and then sleeps between two looks,"""
+"""Shortest sleep between two polls."""
 POLL_SHARE = 0.02
-"""by this much of the time waited so far,"""
+"""Sleep for this share of the time waited so far."""
 MAX_POLL_SECONDS = 1e-3
-"""so that an idle engine costs next to nothing."""
+"""Longest sleep between two polls: an idle engine uses almost no CPU time."""
 
 
 class Pause:
-    """Between two looks of one process for a message of another.
+    """Waits between two polls of one process for a message of another.
 
-    vLLM's spins, yielding the core, for a second: on a machine of few cores that starves the processes that have work, by
-    milliseconds a token.
+    vLLM polls without sleep for a second and only yields the core: on a machine with few cores this starves the
+    processes that have work, and costs milliseconds for each token.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Pause:
     def __call__(self) -> None:
         now = time.monotonic()
         if now - self._last > SPIN_SECONDS:
-            self._began = now  # another wait
+            self._began = now  # a new wait begins
         if now - self._began < SPIN_SECONDS:
             os.sched_yield()
             self._last = now
@@ -40,12 +40,12 @@ class Pause:
 
 
 def install() -> None:
-    """Figures of what each token was sampled from, and of the work done; on a CPU also faster LoRA, mixtures of experts, and
-    waits that leave the cores to those that have work."""
+    """Installs reports of what each token was sampled from and of work done. On a CPU also: forked processes, faster
+    LoRA, mixtures of experts, and waits that leave the cores to processes with work."""
     device = os.environ.get(SWITCH)
     if device is None:
         return
-    # Here, because vLLM loads this module in processes of engines that are not ours, too.
+    # Imported here, because vLLM loads this module also in engines that no art-server started.
     from vllm.distributed.device_communicators import shm_broadcast
 
     from art_server.in_vllm import counting, kept_sets

@@ -1,1 +1,1 @@
-"""Train requests as durable jobs: accepted, queued on disk, run by the trainer's process."""
+"""Train requests as durable jobs: accepted, queued on disk, run by the trainer process."""

@@ -1,7 +1,7 @@
 """The durable queue: every train request that was acknowledged, in its own SQLite file.
 
-A job is written with its resolved payload and the client's idempotency key before it is acknowledged; the same key
-returns the same job, now and after a restart. Commits are synchronous: what was acknowledged survives a power loss.
+A job is written with its resolved payload and the client's idempotency key before the request is acknowledged. The same
+key returns the same job, also after a restart. Commits are synchronous: an acknowledged job survives a power loss.
 
     queued <-> running -> done | failed        queued, running -> cancelled        failed -> queued (the same key again)
 """
@@ -49,7 +49,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     error TEXT,
     created_at REAL NOT NULL,
     finished_at REAL,
-    place REAL,             -- in the queue; NULL: its number
+    place REAL,             -- order in the queue; NULL: the number
     starts INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_request ON jobs (project, name, idempotency_key);
@@ -57,17 +57,17 @@ CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, number);
 """
 
 COLUMNS = "job_id, project, name, state, target_step, config, report, metrics, error, request_digest, created_at, starts"
-"""All but the payload."""
+"""The columns of a `Job`."""
 FAILED_PAYLOAD_SECONDS = 3 * 86400.0
-"""How long the payload of a failed job is kept, so that the same key may run it again."""
+"""How long the payload of a failed job is kept, so that a request with the same key can run it again."""
 MAX_ENDED = 10_000
-"""Rows of ended jobs that are kept."""
+"""Number of ended jobs that are kept."""
 ENDED = ("done", "failed", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a job trains, and what it leaves in the model's folder, as they are stored. Dropped when the job is done."""
+    """What a job trains and what it writes into the model's folder, as stored bytes. Deleted when the job is done."""
 
     batch: bytes
     """JSON of a `shared.tasks.Batch`."""
@@ -76,7 +76,7 @@ class Payload:
 
     @staticmethod
     def make(batch: Batch, groups: Sequence[TrajectoryGroupBody]) -> "Payload":
-        """A group at a time: other threads wait while one call of a JSON library lasts."""
+        """Encodes one group at a time, because a call of a JSON library blocks all other threads."""
         shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
         trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
         start, end = shared.split(b'"groups":[]')
@@ -86,7 +86,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A job that has not ended, as the runner chooses among them."""
+    """A job that has not ended, with what the runner needs to choose one."""
 
     job_id: str
     model_id: str
@@ -102,18 +102,18 @@ class Job:
     name: str
     state: JobState
     target_step: int | None
-    """The step that it makes, set when it begins to run."""
+    """The step that the job makes, set when the job starts."""
     config: str
     """JSON of a `TrainConfig`."""
     report: JobReport
     metrics: dict[str, float]
-    """Of its trajectories; when done, also of its training."""
+    """Metrics of the trajectories; when the job is done, also those of the training."""
     error: ErrorDetail | None
-    """Why it failed; of a queued job, why its last try did not end."""
+    """Why the job failed; for a queued job, why its last run failed."""
     request_digest: str
     created_at: float
     starts: int
-    """How often it began to run."""
+    """How often the job was started."""
 
     def info(self, waits_for: str | None = None) -> JobInfo:
         return JobInfo(
@@ -141,13 +141,13 @@ def _job(row: sqlite3.Row) -> Job:
     )
 
 
-def digest(body: bytes) -> str:
-    """Names the content of a request, to notice a key that is used for two of them."""
+def request_digest(body: bytes) -> str:
+    """The digest of a request's body; it shows when one key is used for two different requests."""
     return hashlib.sha256(body).hexdigest()
 
 
 class JobQueue:
-    """Blocking calls of a few milliseconds; callers on the event loop go through `asyncio.to_thread`."""
+    """The queue's database. Calls block for a few milliseconds; from the event loop use `asyncio.to_thread`."""
 
     def __init__(self, file: Path, max_queued: int = 1000):
         self._max_queued = max_queued
@@ -163,10 +163,10 @@ class JobQueue:
     # --- requests ---
 
     def find_key(self, project: str, name: str, key: str, body_digest: str) -> Job | None:
-        """The job that an earlier request with the same key made, whoever sent it.
+        """The job that an earlier request with the same key made, from any caller; None if there is none.
 
         Raises:
-            Conflict: the key was used for another content.
+            Conflict: the key was used for a request with another body.
         """
         where = "project = ? AND name = ? AND idempotency_key = ?"
         rows = self._select(where, project, name, key)
@@ -174,7 +174,7 @@ class JobQueue:
             return None
         if rows[0].request_digest != body_digest:
             raise Conflict(
-                "this idempotency key was used for another train request: take a new key for new trajectories",
+                "this idempotency key was used for another train request: use a new key for new trajectories",
                 code="key_reused",
                 param="idempotency-key",
             )
@@ -194,13 +194,13 @@ class JobQueue:
         *,
         must_be_alone: bool = False,
     ) -> Job:
-        """Write a job; when it returns, the job survives anything. A request without a key is always a new job; of two
-        with the same key that come at once, the second gets the first one's job.
+        """Writes a job durably. A request without a key always makes a new job. Of two simultaneous requests with the
+        same key, the second gets the job of the first.
 
         Raises:
             TooMany: the queue is full.
-            Conflict: `must_be_alone`, and the model has jobs that have not ended.
-            StorageFull: the disk does not take it.
+            Conflict: `must_be_alone` is set, and the model has jobs that have not ended.
+            StorageFull: the disk refused the write.
         """
         job_id = uuid.uuid4().hex
         row = {
@@ -225,8 +225,8 @@ class JobQueue:
             self._check_room(len(waiting))
             if must_be_alone and (project, name) in map(tuple, waiting):
                 raise Conflict(
-                    f"expected_step: '{project}/{name}' has a job that has not ended, so that its step will move: "
-                    "wait for the job, and send what was sampled then",
+                    f"expected_step: model '{project}/{name}' has a job that has not ended and will change its step: "
+                    "wait for the job, then send trajectories that were sampled afterwards",
                     code="step_moved",
                     param="expected_step",
                 )
@@ -240,24 +240,25 @@ class JobQueue:
     def _check_room(self, num_waiting: int) -> None:
         if num_waiting >= self._max_queued:
             raise TooMany(
-                f"{num_waiting} jobs wait, and the queue takes no more: wait until some have ended, cancel some "
+                f"the queue is full with {num_waiting} jobs: wait until some have ended, cancel some "
                 "(DELETE /api/jobs/JOB), or start the server with a larger --max-queued-jobs",
                 code="queue_full",
             )
 
     def get(self, job_id: str) -> Job:
-        """
+        """The job with this id.
+
         Raises:
             NotFound: no such job.
         """
         rows = self._select("job_id = ?", job_id)
         if not rows:
-            raise NotFound(f"no job '{job_id[:80]}' here", code="unknown_job", param="job_id")
+            raise NotFound(f"there is no job '{job_id[:80]}'", code="unknown_job", param="job_id")
         return rows[0]
 
     def jobs(self, projects: frozenset[str] | None, states: Sequence[str], limit: int) -> list[Job]:
-        """The newest jobs that a caller with access to `projects` (None: all) may see; in the order of the queue those
-        that have not ended, the latest first of those that have."""
+        """The first `limit` jobs in these states and projects (None: all): jobs that have not ended in the order of the
+        queue, then ended jobs, the latest first."""
         marks = ",".join("?" * len(states))
         where = f"state IN ({marks})"
         values: list[object] = [*states]
@@ -269,10 +270,10 @@ class JobQueue:
             f"{where} ORDER BY finished_at IS NOT NULL, {order} LIMIT ?", *values, limit
         )
 
-    # --- the runner's side ---
+    # --- for the runner ---
 
     def waiting(self) -> list[Waiting]:
-        """Jobs that have not ended, in the order in which they run: those that were interrupted first."""
+        """Jobs that have not ended, in the order in which they run: interrupted jobs come first."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT job_id, project || '/' || name, target_step FROM jobs WHERE state IN ('running', 'queued')"
@@ -281,13 +282,13 @@ class JobQueue:
         return [Waiting(*row) for row in rows]
 
     def next(self) -> Job | None:
-        """The job that runs or will run first."""
+        """The job that runs or will run first; None if there is none."""
         waiting = self.waiting()
         return self.get(waiting[0].job_id) if waiting else None
 
     @contextlib.contextmanager
     def held_idle(self, project: str, name: str) -> Iterator[None]:
-        """Hold the queue while a model that has no jobs is changed under it; nothing is accepted or begun meanwhile.
+        """Locks the queue while a model without jobs is changed; no job is accepted or started meanwhile.
 
         Raises:
             Conflict: jobs of the model wait or run.
@@ -298,18 +299,18 @@ class JobQueue:
             (count,) = self._db.execute(query, (project, name)).fetchone()
             if count:
                 raise Conflict(
-                    f"jobs of model '{project}/{name}' wait or run ({count}): repeat the request when they have ended",
+                    f"{count} jobs of model '{project}/{name}' wait or run: repeat the request when they have ended",
                     code="jobs_pending",
                     param="name",
                 )
             yield
 
     def batch(self, job_id: str) -> bytes:
-        """JSON of what the job trains."""
+        """JSON of the job's `shared.tasks.Batch`."""
         return self._blob("batch", job_id)
 
     def trajectories(self, job_id: str) -> bytes:
-        """Lines of what it leaves in the model's folder."""
+        """The job's lines for the trajectories file."""
         return self._blob("trajectories", job_id)
 
     def _blob(self, column: str, job_id: str) -> bytes:
@@ -320,7 +321,7 @@ class JobQueue:
         return zlib.decompress(blob)
 
     def set_running(self, job_id: str, target_step: int) -> bool:
-        """False for a job that has ended meanwhile."""
+        """Marks a job as running; returns False if the job has ended meanwhile."""
         return self._update(
             job_id,
             "state = 'running', starts = starts + 1, target_step = ?",
@@ -329,7 +330,7 @@ class JobQueue:
         )
 
     def set_waiting(self, job_id: str, error: ErrorDetail) -> None:
-        """Back into the queue, with the reason."""
+        """Puts a job back into the queue, with the reason."""
         self._update(job_id, "state = 'queued', error = ?", error.model_dump_json())
 
     def set_done(self, job_id: str, metrics: dict[str, float], report: JobReport) -> None:
@@ -342,7 +343,7 @@ class JobQueue:
         )
 
     def set_failed(self, job_id: str, error: ErrorDetail) -> None:
-        """Its payload stays for some days."""
+        """Marks a job as failed; its payload is kept for some days."""
         self._update(
             job_id,
             "state = 'failed', error = ?, finished_at = ?",
@@ -351,21 +352,21 @@ class JobQueue:
         )
 
     def set_cancelled(self, job_id: str, *, is_running: bool) -> bool:
-        """Whether it could be cancelled: a job that runs only by who runs it."""
+        """Marks a job as cancelled; returns whether it could. `is_running` (runner only) also allows a running job."""
         states = "('queued', 'running')" if is_running else "('queued')"
         change = "state = 'cancelled', batch = NULL, trajectories = NULL, finished_at = ?"
         return self._update(job_id, change, clock.now(), where=f"state IN {states}")
 
     def revive(self, job_id: str) -> bool:
-        """Queue a failed job again. False when its payload is gone."""
+        """Queues a failed job again; returns False if its payload was deleted."""
         change = "state = 'queued', finished_at = NULL, place = NULL"
         return self._update(job_id, change, where="state = 'failed' AND batch IS NOT NULL")
 
     def move(self, job_id: str, before: str | None) -> None:
-        """Put a queued job before another one, or at the end.
+        """Moves a queued job before another one, or to the end of the queue.
 
         Raises:
-            Conflict: one of them does not wait.
+            Conflict: one of the two jobs is not queued.
         """
         with self._lock, database_errors("the queue"), transaction(self._db):
             queued = self._db.execute(
@@ -382,13 +383,13 @@ class JobQueue:
             names.insert(
                 len(names) if before is None or before == job_id else names.index(before), job_id
             )
-            places = sorted(place for _, place in queued)
+            orders = sorted(order for _, order in queued)
             self._db.executemany(
-                "UPDATE jobs SET place = ? WHERE job_id = ?", list(zip(places, names, strict=True))
+                "UPDATE jobs SET place = ? WHERE job_id = ?", list(zip(orders, names, strict=True))
             )
 
     def prune(self) -> None:
-        """Drop the payloads of jobs that failed days ago, and the oldest rows of ended jobs."""
+        """Deletes the payloads of jobs that failed days ago, and the oldest ended jobs."""
         ended = f"state IN {ENDED}"
         with self._lock, database_errors("the queue"):
             self._db.execute(

@@ -1,15 +1,15 @@
-"""From a client's trajectories to the exact tokens that are trained, and a report of what became of every turn.
+"""Resolves a client's trajectories to the exact tokens that are trained, and reports what happened to every turn.
 
-A choice's tokens are, in this order: those that it carries; those that the ledger holds for its id, or for its words
-(and log-probabilities, or conversation) when only these came and can mean one sample only; ids in its log-probability
-entries behind a prompt that is rendered; its text, rendered. What has no log-probabilities is trained only on request.
-Anything else is dropped and counted.
+A choice's tokens come from the first of these sources that has them: the choice itself; the ledger, by the choice's id;
+the ledger, by its text with its log-probabilities or its conversation, if all matches have equal tokens; the ids in its
+log-probability entries, behind a rendered prompt; its rendered text. A turn without log-probabilities is trained only
+with `allow_training_without_logprobs`. Every other turn is dropped and counted.
 
-A token's log-probability is that under what it was sampled from, as its record tells.
+The log-probability of a recorded token is the one under its behaviour policy (with sampling="raw", the model's own).
 
-Turns whose prompt begins with all that came before join one row; another prompt (a template that drops earlier thinking,
-a context that was cut) begins a new row of the same trajectory. A sampled token is trained once in its trajectory, where
-it was sampled; elsewhere it is context.
+A turn whose prompt begins with the whole sequence so far extends that sequence. Any other prompt (the template drops
+earlier thinking, the agent cut the context) begins a new sequence of the same trajectory. A sampled token is trained
+once in its trajectory, where it was sampled; elsewhere it is context.
 """
 
 import base64
@@ -33,14 +33,14 @@ from art_server.shared.advantages import has_signal
 from art_server.shared.tasks import (
     Batch,
     Distribution,
-    Row,
     Span,
+    TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
 )
 
 MAX_EXAMPLES = 5
-"""Places named for each reason in a report; the count is always whole."""
+"""Examples that a report lists for each reason; the count includes all."""
 
 RAW_SAMPLING = {
     "temperature": 1.0,
@@ -57,69 +57,69 @@ RAW_SAMPLING = {
     "allowed_token_ids": False,
     "thinking_token_budget": None,
 }
-"""With which a token's raw log-probability is the one that it was sampled with."""
+"""Sampling parameters under which the model's own distribution is the behaviour policy."""
 
-AMBIGUOUS = "several samples of other prompts or tokens fit the choice's words: keep the choice as it came, with its `art.id`"
+AMBIGUOUS = "samples with different prompts or tokens match the choice's text: keep the choice unchanged, with `art.id`"
 
-TWICE = "the same choice stands in the trajectory twice"
+TWICE = "the trajectory contains the same choice twice"
 
 POSITIVE_LOGPROB_TOLERANCE = 1e-3
-"""Engines round: a log-probability may come out a hair above zero."""
+"""Engines round, so a log-probability can be slightly above zero."""
 
 PART_OF_CHARACTER = "\ufffd"
 
 TOKEN_ID_PREFIX = "token_id:"
-"""vLLM writes a token so in log-probability entries when asked for ids (`return_tokens_as_token_ids`)."""
+"""Prefix of tokens in vLLM's log-probability entries if a request sets `return_tokens_as_token_ids`."""
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ResolvedTurn:
     """One turn with its exact tokens."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float] | None
-    """As long as token_ids; None when the trainer has to take its own."""
+    """As long as token_ids; None if the trainer has to compute them."""
     origin: str
-    """How the tokens were found, as in `JobReport.turns`."""
+    """How the tokens were found: a key of `JobReport.turns`."""
     choice_id: str | None = None
     drawn: list[Distribution | None] | None = None
-    """What each token was sampled from, None where that is the model's own; None for all."""
+    """The distribution under which each token is scored. None, for a token or for all: the model's own."""
     step: int | None = None
-    """The model's step that sampled it, by its record."""
+    """The model's step that sampled the turn, from its record."""
     unscored: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters under which its log-probabilities are unknown, or not wanted."""
+    """Sampling parameters that the log-probabilities leave out: they are unknown, or sampling="raw" ignores them."""
     reward: float | None = None
     advantages: list[float] | None = None
-    """One for each token, given by the client."""
+    """One for each token, from the client."""
 
 
 class UnusableTurn(Exception):
-    """Why a turn cannot be trained."""
+    """A turn cannot be trained; the message is the reason in the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where tokens are looked for. The last two ask the engine, and block."""
+    """Where the resolver finds tokens. `render` and `tokenize` call the engine, and block."""
 
     find_record: Callable[[str], Record | None]
     find_text: Callable[[bytes | None, Sequence[float] | None, bytes | None], Sequence[Match]]
-    """From what was said (None: anything), its log-probabilities if known, and the conversation before it (None: any), to
-    the records of the job's model, newest first."""
+    """From an answer's digest, its log-probabilities and its conversation's digest (each None: any) to records of the
+    job's model, newest first."""
     render: Callable[[list[Message], list[dict[str, Any]] | None], list[int]]
-    """A conversation with tools to the prompt of the next answer."""
+    """From messages and tools to the prompt of the next answer."""
     tokenize: Callable[[str], list[int]]
     token_text: Callable[[int], str | None]
-    """How a token reads on its own; None without a tokenizer."""
+    """The text of a single token; None without a tokenizer."""
     end_id: int | None
-    """The token that ends a turn."""
+    """The token that ends a turn; None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the loaded model can take."""
+    """Limits of the loaded base model."""
 
     vocab_size: int
     max_seq_length: int
@@ -127,17 +127,17 @@ class Limits:
 
 @dataclass(slots=True)
 class Report:
-    """Counts, as the batch is built."""
+    """What happened to the turns of a job, counted while they are resolved."""
 
     turns: dict[str, int] = field(default_factory=dict)
     continuations: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     unscored: dict[str, set[str]] = field(default_factory=dict)
-    """Sampling parameters under which no log-probability is known, or is wanted, with the values seen."""
+    """The names of all turns' `ResolvedTurn.unscored`, with their values."""
     num_unscored: int = 0
-    """Tokens that were sampled so."""
+    """Number of tokens in turns with such sampling parameters."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Tokens by the step that sampled them."""
+    """Number of tokens by the step that sampled them."""
 
     def trained(self, origin: str) -> None:
         self.turns[origin] = self.turns.get(origin, 0) + 1
@@ -145,7 +145,7 @@ class Report:
     def continued(self, how: str) -> None:
         self.continuations[how] = self.continuations.get(how, 0) + 1
 
-    def sampled_by(self, turn: Turn) -> None:
+    def sampled_by(self, turn: ResolvedTurn) -> None:
         if turn.unscored:
             self.num_unscored += len(turn.token_ids)
         for name, value in turn.unscored.items():
@@ -160,11 +160,11 @@ class Report:
         what = f"{self.num_unscored} tokens were sampled with {seen}"
         if config.sampling == "raw":
             return [
-                f"{what}; sampling='raw' compares them at temperature 1 over the whole vocabulary"
+                f"{what}; sampling='raw' scores them at temperature 1 over the whole vocabulary"
             ]
         return [
-            f"{what}: their log-probability under that is unknown, so they are trained with ratio 1, as if the trainer had "
-            "sampled them. Sample at a temperature above 0 and without penalties to weigh them"
+            f"{what}. Their log-probabilities under these settings are unknown, so they are trained with ratio 1, as "
+            "if the trainer had sampled them. For exact ratios, sample at a temperature above 0 and without penalties"
         ]
 
     def drop(self, reason: str, where: str) -> None:
@@ -179,10 +179,10 @@ def resolve(
     sources: Sources,
     limits: Limits,
 ) -> tuple[Batch, JobReport]:
-    """The batch that a job trains, and what became of everything else.
+    """The batch that a job trains, and a report of every turn.
 
     Raises:
-        InvalidInput: nothing in the request can be trained; the message tells the first reasons.
+        InvalidInput: nothing can be trained (the message has the reasons), or rewards or advantages are invalid.
     """
     report = Report()
     resolver = _Resolver(model_id, sources, limits, report, config)
@@ -192,7 +192,7 @@ def resolve(
             resolver.trajectory(trajectory, f"groups[{index}].trajectories[{position}]")
             for position, trajectory in enumerate(group.trajectories)
         ]
-        if any(trajectory.rows for trajectory in trajectories):
+        if any(trajectory.sequences for trajectory in trajectories):
             trainable.append(TrainableGroup(trajectories=trajectories))
     num_failed = sum(len(group.exceptions) for group in groups)
     if not trainable:
@@ -204,7 +204,7 @@ def resolve(
 
 
 class _Resolver:
-    """Resolves the trajectories of one job; a record is given to one turn, as long as there are equal ones left."""
+    """Resolves the trajectories of one job. Each record is used for one turn while equal records remain."""
 
     def __init__(
         self,
@@ -229,37 +229,39 @@ class _Resolver:
         for index, history in enumerate(trajectory.additional_histories):
             histories.append((f"additional_histories[{index}].", history))
         seen: set[Hashable] = set()
-        rows: list[Row] = []
+        sequences: list[TokenSequence] = []
         for prefix, history in histories:
             entries, tools = history.messages_and_choices, history.tools
             given = self._given(history, f"{where}.{prefix}")
             messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
             prefixes = conversation.prefix_digests(messages)
-            turns: list[Turn] = []
+            turns: list[ResolvedTurn] = []
             is_truncated = False
             for position, entry in enumerate(entries):
                 if not (is_choice(entry) or self._is_trained_message(entry)):
                     continue
-                place = f"{where}.{prefix}messages_and_choices[{position}]"
+                path = f"{where}.{prefix}messages_and_choices[{position}]"
                 reward, advantages = next(given)
                 before = (messages[:position], prefixes[position], tools)
                 is_truncated = entry.get("finish_reason") == "length"
                 try:
                     turn = with_signal(self._turn(entry, before, seen), reward, advantages)
                 except UnusableTurn as reason:
-                    self._report.drop(str(reason), place)
+                    self._report.drop(str(reason), path)
                     continue
                 self._report.trained(turn.origin)
                 self._report.sampled_by(turn)
                 turns.append(turn)
             made = join_turns(turns, self._count_continuation, self._index)
-            rows += [row.model_copy(update={"truncated": is_truncated}) for row in made]
-        if not rows:
+            sequences += [
+                sequence.model_copy(update={"truncated": is_truncated}) for sequence in made
+            ]
+        if not sequences:
             self._report.drop("the trajectory holds no trainable turn", where)
-        return TrainableTrajectory(reward=trajectory.reward, rows=rows)
+        return TrainableTrajectory(reward=trajectory.reward, sequences=sequences)
 
     def _index(self, drawn: Distribution | None) -> int:
-        """Where the batch holds a distribution, each once."""
+        """The index of a distribution in the batch, which contains each once; -1 for None."""
         if drawn is None:
             return -1
         name = (drawn.temperature, tuple(sorted(drawn.logit_bias.items())), drawn.kept)
@@ -271,10 +273,10 @@ class _Resolver:
     def _given(
         self, history: HistoryBody, where: str
     ) -> Iterator[tuple[float | None, float | list[float] | None]]:
-        """The reward and the advantages that the client gives each turn.
+        """The reward and the advantages that the client gives for each turn.
 
         Raises:
-            InvalidInput: it gives more or fewer than there are turns.
+            InvalidInput: their number differs from that of the turns.
         """
         entries = history.messages_and_choices
         num = sum(is_choice(entry) or self._is_trained_message(entry) for entry in entries)
@@ -283,7 +285,7 @@ class _Resolver:
         for name, values in (("turn_rewards", rewards), ("turn_advantages", advantages)):
             if len(values) != num:
                 raise InvalidInput(
-                    f"{name} has {len(values)} entries for {num} choices: give one for each, or null",
+                    f"{name} has {len(values)} entries for {num} choices: give one entry per choice, null for none",
                     code="bad_turns",
                     param=where + name,
                 )
@@ -292,8 +294,8 @@ class _Resolver:
     def _is_trained_message(self, entry: dict[str, Any]) -> bool:
         return self._trains_without_logprobs and entry.get("role") == "assistant"
 
-    def _count_continuation(self, turn: Turn, is_joined: bool) -> None:
-        """Count how a turn goes on from those before it, and why it could not be joined."""
+    def _count_continuation(self, turn: ResolvedTurn, is_joined: bool) -> None:
+        """Counts how a turn continues the turns before it: joined to their sequence, or why not."""
         if is_joined:
             self._report.continued("joined")
             return
@@ -306,7 +308,7 @@ class _Resolver:
         entry: dict[str, Any],
         before: tuple[list[Message], bytes, list[dict[str, Any]] | None],
         seen: set[Hashable],
-    ) -> Turn:
+    ) -> ResolvedTurn:
         choice = entry if is_choice(entry) else {"message": entry}
         mark = choice.get("art")
         mark = mark if isinstance(mark, dict) else {}
@@ -326,7 +328,7 @@ class _Resolver:
         if entry is choice:
             logprobs = tuple(logprob_values(choice) or ())
             content = (tuple(turn.prompt_token_ids), tuple(turn.token_ids), logprobs)
-            # Two choices of one content are two only where both have an id.
+            # Choices with equal content are different samples only if both have an id.
             same = {content} if turn.choice_id is None else {turn.choice_id, ("no id", content)}
             if same & seen:
                 raise UnusableTurn(TWICE)
@@ -336,23 +338,23 @@ class _Resolver:
         self._check(turn)
         return turn
 
-    def _recorded(self, identity: str) -> Turn | None:
+    def _recorded(self, identity: str) -> ResolvedTurn | None:
         record = self._sources.find_record(identity)
         if record is None:
             return None
         request = record.request
         if request.project != self._model_id.partition("/")[0]:
-            return None  # another project's
+            return None  # records of other projects are never used
         sampled_by = f"{request.project}/{request.name}"
         if sampled_by != self._model_id:
             raise UnusableTurn(f"the choice was sampled by '{sampled_by}', another model")
         return self._from_record(record)
 
-    def _from_record(self, record: Record) -> Turn:
-        """A recorded turn, scored as it was sampled, or raw."""
+    def _from_record(self, record: Record) -> ResolvedTurn:
+        """A recorded turn, scored under its behaviour policy or, with sampling="raw", under the model's own."""
         logprobs, drawn = (record.logprobs, None) if self._is_raw else as_sampled(record)
         is_unscored = logprobs is None or self._is_raw
-        return Turn(
+        return ResolvedTurn(
             record.prompt_token_ids,
             record.token_ids,
             logprobs,
@@ -365,20 +367,20 @@ class _Resolver:
 
     def _found_by_words(
         self, choice: dict[str, Any], before: bytes, seen: set[Hashable]
-    ) -> Turn | None:
-        """By what was said and its log-probabilities; without these, only in the same conversation. Whatever fits must be of
-        one prompt and the same tokens; of those the newest step's.
+    ) -> ResolvedTurn | None:
+        """Finds a choice's record by its text and log-probabilities; without these, only in the same conversation. All
+        matches must have the same prompt and tokens; a record of the newest step is used.
 
         Raises:
-            UnusableTurn: it may be one sample or another, or is one that the trajectory has already.
+            UnusableTurn: the matches differ, or the trajectory contains one of them already.
         """
-        said = conversation.said_by(choice["message"])
+        answer_digest = conversation.message_digest(choice["message"])
         logprobs = logprob_values(choice)
-        found = self._sources.find_text(said, logprobs, before)
+        found = self._sources.find_text(answer_digest, logprobs, before)
         if not found and logprobs is not None:
-            found = self._sources.find_text(said, logprobs, None)
-            if not found and said == conversation.SILENCE:
-                found = self._said_elsewise(logprobs, before)
+            found = self._sources.find_text(answer_digest, logprobs, None)
+            if not found and answer_digest == conversation.EMPTY_ANSWER:
+                found = self._find_by_logprobs(logprobs, before)
         if not found:
             return None
         if any(match.choice_id in seen for match in found):
@@ -391,77 +393,82 @@ class _Resolver:
         record = (fresh or latest)[0].load()
         return self._from_record(record) if record is not None else None
 
-    def _said_elsewise(self, logprobs: list[float], before: bytes) -> Sequence[Match]:
-        """For a choice that says nothing, because its client dropped the tool calls: by the log-probabilities alone,
-        unless they stand for different tokens."""
+    def _find_by_logprobs(self, logprobs: list[float], before: bytes) -> Sequence[Match]:
+        """Finds a choice whose client dropped the tool calls, so that no text is left, by its log-probabilities alone.
+        Returns nothing if the matches have different tokens."""
         found = self._sources.find_text(None, logprobs, before)
         found = found or self._sources.find_text(None, logprobs, None)
         return found if len({match.tokens for match in found}) == 1 else ()
 
     def _rendered(
         self, choice: dict[str, Any], messages: list[Message], tools: list[dict[str, Any]] | None
-    ) -> Turn:
-        """The last resort: the chat template's rendering, and the text's tokens."""
+    ) -> ResolvedTurn:
+        """The last resort: a prompt rendered by the chat template, and the token ids of the choice's text."""
         logprobs = logprob_values(choice)
         if logprobs is None and not self._trains_without_logprobs:
             raise UnusableTurn(
                 "the choice carries no log-probabilities and is not in the ledger: put the choice object of the server's "
-                "answer into the trajectory as it came, or set allow_training_without_logprobs"
+                "answer into the trajectory unchanged, or set allow_training_without_logprobs"
             )
         ids = entry_ids(choice)
         if ids is not None and logprobs is not None:
-            return Turn(self._sources.render(messages, tools), ids, logprobs, "logprob_entries")
+            return ResolvedTurn(
+                self._sources.render(messages, tools), ids, logprobs, "logprob_entries"
+            )
         ids = self._sources.tokenize(spoken_text(choice["message"]))
         end = [] if self._sources.end_id is None else [self._sources.end_id]
         if logprobs is None:
-            return Turn(self._sources.render(messages, tools), ids + end, None, "recomputed")
+            return ResolvedTurn(
+                self._sources.render(messages, tools), ids + end, None, "recomputed"
+            )
         if len(logprobs) == len(ids) + len(end):
             ids += end
         if len(logprobs) != len(ids):
             raise UnusableTurn(
-                f"the choice's text has other tokens than were sampled ({len(ids)} tokens, {len(logprobs)} "
-                "log-probabilities), and the sample is not in the ledger"
+                f"the choice's text splits into {len(ids)} tokens, the choice has {len(logprobs)} log-probabilities, "
+                "and the sample is not in the ledger"
             )
         texts = [entry.get("token") for entry in logprob_entries(choice)]
         for number, text in zip(ids, texts, strict=True):
             own = self._sources.token_text(number)
-            is_part = own is not None and PART_OF_CHARACTER in own  # which vLLM names by the whole
+            # vLLM's entry names the whole character.
+            is_part = own is not None and PART_OF_CHARACTER in own
             if isinstance(text, str) and not is_part and own not in (None, text):
                 raise UnusableTurn(
                     "the choice's text splits into other tokens than its log-probability entries name, and the sample is "
                     "not in the ledger"
                 )
-        return Turn(self._sources.render(messages, tools), ids, logprobs, "rendered")
+        return ResolvedTurn(self._sources.render(messages, tools), ids, logprobs, "rendered")
 
-    def _check(self, turn: Turn) -> None:
+    def _check(self, turn: ResolvedTurn) -> None:
         if not turn.prompt_token_ids or not turn.token_ids:
             raise UnusableTurn("the prompt or the sampled text is empty")
         length = len(turn.prompt_token_ids) + len(turn.token_ids)
         if length > self._limits.max_seq_length:
             raise UnusableTurn(
-                f"longer than the model's context of {self._limits.max_seq_length} tokens "
+                f"the turn is longer than the model's context of {self._limits.max_seq_length} tokens "
                 "(start the server with a larger --max-seq-length)"
             )
         highest = max(max(turn.prompt_token_ids), max(turn.token_ids))
         lowest = min(min(turn.prompt_token_ids), min(turn.token_ids))
         if lowest < 0 or highest >= self._limits.vocab_size:
-            raise UnusableTurn("a token id outside the model's vocabulary")
+            raise UnusableTurn("a token id is outside the model's vocabulary")
         if not all(
             math.isfinite(value) and value <= POSITIVE_LOGPROB_TOLERANCE
             for value in turn.logprobs or ()
         ):
-            raise UnusableTurn("a log-probability that is not a finite number of at most 0")
+            raise UnusableTurn("a log-probability is not a finite number of at most 0")
 
 
 def is_choice(entry: dict[str, Any]) -> bool:
-    """Whether an entry of a trajectory is an OpenAI choice; the others are messages, which are context only."""
+    """Whether an entry of a trajectory is an OpenAI choice; other entries are messages."""
     return isinstance(entry.get("message"), dict) and "finish_reason" in entry
 
 
 def unusual(sampling: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters with which a raw log-probability is not the one that a token was sampled with."""
+    """The sampling parameters that make the behaviour policy differ from the model's own distribution."""
     given = {name: sampling.get(name) for name in RAW_SAMPLING}
-    given["top_k"] = max(0, given["top_k"] or 0)  # -1 is off, too
+    given["top_k"] = max(0, given["top_k"] or 0)  # -1 also means off
     return {
         name: value
         for name, value in given.items()
@@ -470,7 +477,8 @@ def unusual(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | None] | None]:
-    """The log-probabilities of a record's tokens under what they were sampled from, and that; None where it is unknown."""
+    """The log-probabilities of a record's tokens under their behaviour policy (None: unknown), and the distribution of
+    each token (None: the model's own)."""
     if record.sampled_logprobs is None:
         return (None if unusual(record.sampling) else record.logprobs), None
     temperature = record.sampling.get("temperature", 1.0)
@@ -491,8 +499,10 @@ def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | 
     return record.sampled_logprobs, [whole if index < 0 else cut[index] for index in kept]
 
 
-def with_signal(turn: Turn, reward: float | None, advantages: float | list[float] | None) -> Turn:
-    """The turn with what the client gives for it alone."""
+def with_signal(
+    turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None
+) -> ResolvedTurn:
+    """The turn with the reward and advantages that the client gives for it."""
     if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
         raise UnusableTurn(
             f"{len(advantages)} advantages were given for {len(turn.token_ids)} sampled tokens"
@@ -502,13 +512,13 @@ def with_signal(turn: Turn, reward: float | None, advantages: float | list[float
     return replace(turn, reward=reward, advantages=advantages)
 
 
-def carried_tokens(choice: dict[str, Any], identity: str | None) -> Turn | None:
-    """The tokens that a choice carries itself, None unless prompt, ids and log-probabilities are all there."""
+def carried_tokens(choice: dict[str, Any], identity: str | None) -> ResolvedTurn | None:
+    """The tokens that a choice carries itself; None unless it has prompt ids, token ids and log-probabilities."""
     prompt, tokens = id_list(choice.get("prompt_token_ids")), id_list(choice.get("token_ids"))
     logprobs = logprob_values(choice)
     if prompt is None or tokens is None or logprobs is None or len(logprobs) != len(tokens):
         return None
-    return Turn(prompt, tokens, logprobs, "ids", identity)
+    return ResolvedTurn(prompt, tokens, logprobs, "ids", identity)
 
 
 def logprob_entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -519,14 +529,14 @@ def logprob_entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def logprob_values(choice: dict[str, Any]) -> list[float] | None:
-    """The log-probabilities that a choice carries, None when there are none."""
+    """The log-probabilities that a choice carries; None if there are none or one is missing."""
     values = [entry.get("logprob") for entry in logprob_entries(choice)]
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     return numbers if numbers and len(numbers) == len(values) else None
 
 
 def entry_ids(choice: dict[str, Any]) -> list[int] | None:
-    """Token ids that stand in the log-probability entries as "token_id:N"."""
+    """Token ids from log-probability entries of the form "token_id:N"; None unless all entries have it."""
     texts = [str(entry.get("token")) for entry in logprob_entries(choice)]
     numbers = [text.removeprefix(TOKEN_ID_PREFIX) for text in texts]
     is_all = all(
@@ -536,14 +546,14 @@ def entry_ids(choice: dict[str, Any]) -> list[int] | None:
 
 
 def id_list(value: Any) -> list[int] | None:
-    """`value` if it is a list of integers."""
+    """`value` if it is a list of integers, else None."""
     if isinstance(value, list) and all(type(item) is int for item in value):
         return value
     return None
 
 
 def spoken_text(message: Message) -> str:
-    """What an assistant message says, tool calls in the commonest markup."""
+    """The text of an assistant message, with tool calls in the most common markup."""
     calls = [
         f"<tool_call>\n{conversation.call_text(call)}\n</tool_call>"
         for call in conversation.as_list(message.get("tool_calls"))
@@ -553,20 +563,20 @@ def spoken_text(message: Message) -> str:
 
 
 def join_turns(
-    turns: Sequence[Turn],
-    on_continuation: Callable[[Turn, bool], None] = lambda *_: None,
+    turns: Sequence[ResolvedTurn],
+    on_continuation: Callable[[ResolvedTurn, bool], None] = lambda *_: None,
     index: Callable[[Distribution | None], int] = lambda _: -1,
-) -> list[Row]:
-    """The rows of one conversation: a turn whose prompt begins with all of the row so far extends it. `index` numbers what
-    tokens were sampled from."""
-    rows: list[Row] = []
+) -> list[TokenSequence]:
+    """The token sequences of one conversation. A turn whose prompt begins with the whole sequence so far extends it.
+    `index` gives the number of a distribution in the batch."""
+    sequences: list[TokenSequence] = []
     for turn in turns:
-        is_joined = bool(rows) and starts_with(turn.prompt_token_ids, rows[-1].token_ids)
-        if rows:
+        is_joined = bool(sequences) and starts_with(turn.prompt_token_ids, sequences[-1].token_ids)
+        if sequences:
             on_continuation(turn, is_joined)
         if not is_joined:
-            rows.append(
-                Row(
+            sequences.append(
+                TokenSequence(
                     token_ids=[],
                     logprobs=[],
                     distributions=[],
@@ -576,25 +586,25 @@ def join_turns(
                     rewards={},
                 )
             )
-        row = rows[-1]
-        tokens = row.token_ids
+        sequence = sequences[-1]
+        tokens = sequence.token_ids
         new_context = turn.prompt_token_ids[len(tokens) :]
         tokens.extend(new_context)
-        row.logprobs.extend([None] * len(new_context))
+        sequence.logprobs.extend([None] * len(new_context))
         drawn = turn.drawn or [None] * len(turn.token_ids)
-        row.distributions.extend([-1] * len(new_context) + [index(each) for each in drawn])
+        sequence.distributions.extend([-1] * len(new_context) + [index(each) for each in drawn])
         sampled = range(len(tokens), len(tokens) + len(turn.token_ids))
         if turn.logprobs is None:
-            row.recompute.extend(sampled)
+            sequence.recompute.extend(sampled)
         if turn.step is not None:
-            row.spans.append(Span(start=sampled.start, stop=sampled.stop, step=turn.step))
+            sequence.spans.append(Span(start=sampled.start, stop=sampled.stop, step=turn.step))
         if turn.advantages is not None:
-            row.advantages.update(zip(sampled, turn.advantages, strict=True))
+            sequence.advantages.update(zip(sampled, turn.advantages, strict=True))
         if turn.reward is not None:
-            row.rewards[sampled[-1]] = turn.reward
+            sequence.rewards[sampled[-1]] = turn.reward
         tokens.extend(turn.token_ids)
-        row.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
-    return rows
+        sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
+    return sequences
 
 
 def starts_with(token_ids: list[int], beginning: list[int]) -> bool:
@@ -607,7 +617,7 @@ def _nothing_trainable(
     if not any(group.trajectories for group in groups):
         first = next((group.exceptions[0] for group in groups if group.exceptions), None)
         why = f"; the first: {first.type}: {first.message[:300]}" if first else ""
-        return f"groups hold no trajectory ({num_failed} rollouts failed{why}): nothing to train"
+        return f"the groups contain no trajectory ({num_failed} rollouts failed{why}): nothing to train"
     reasons = "; ".join(
         f"{reason} ({count} times, e.g. {examples[0]})"
         for reason, (count, examples) in report.dropped.items()
@@ -616,8 +626,8 @@ def _nothing_trainable(
     hint = ""
     if not any(is_choice(entry) for entry in entries):
         hint = (
-            ". No trajectory holds a choice: put `completion.choices[0]` into it, not its message; an agent under "
-            "art.rollout needs the rollout's base_url or api_key"
+            ". No trajectory contains a choice: put `completion.choices[0]` into it, not only its message; an agent "
+            "under art.rollout needs the rollout's base_url or api_key"
         )
     return f"no group holds a trainable turn: {reasons}{hint}"
 
@@ -643,24 +653,27 @@ def _summary(
         dropped.append(Dropped(reason=reason, count=equal))
     if num_failed:
         dropped.append(Dropped(reason="the rollout failed", count=num_failed))
-    rows = [row for group in trained for t in group.trajectories for row in t.rows]
+    sequences = [
+        sequence for group in trained for t in group.trajectories for sequence in t.sequences
+    ]
     return JobReport(
         num_groups=len(groups),
         num_groups_trained=len(trained),
         num_trajectories=sum(len(group.trajectories) for group in groups),
         num_trajectories_trained=sum(
-            bool(trajectory.rows) for group in trained for trajectory in group.trajectories
+            bool(trajectory.sequences) for group in trained for trajectory in group.trajectories
         ),
         num_failed_rollouts=num_failed,
-        num_rows=len(rows),
+        num_rows=len(sequences),
         num_trained_tokens=sum(
-            sum(value is not None for value in row.logprobs) + len(row.recompute) for row in rows
+            sum(value is not None for value in sequence.logprobs) + len(sequence.recompute)
+            for sequence in sequences
         ),
         turns=report.turns,
         continuations=report.continuations,
         dropped=dropped,
         config=config.model_dump(),
-        num_tokens_without_logprob=sum(len(row.recompute) for row in rows),
+        num_tokens_without_logprob=sum(len(sequence.recompute) for sequence in sequences),
         sampled_steps=dict(sorted(report.steps.items())),
         notes=report.notes(config),
     )

@@ -1,13 +1,13 @@
-"""The life of a job: from an acknowledged request to a step that serves.
+"""The life of a job: from an accepted request to a step that serves.
 
     accept    resolve tokens, write the job                       (the request is acknowledged here)
-    run       close the gate, pause the engine, train in the trainer's process into a temporary folder
+    run       close the pause gate, pause the engine, train in the trainer process into a temporary folder
     commit    rename the folder to its step                        (the step exists from here on)
-    serve     resume the engine, load the adapter, move the alias, open the gate
-    finish    history, trajectories, mark the job done
+    serve     load the adapter, resume the engine, make the step the model's current one, open the pause gate
+    finish    write history and trajectories, mark the job done
 
-A server killed at any line goes on at the next start: a job whose step exists is finished, any other runs again from
-the newest whole step. Jobs run one at a time, for they share the base model's trainer and the device.
+A server that is killed at any line continues at its next start: a job whose step exists is finished, any other job runs
+again from the newest complete step. Jobs run one at a time, because they share the base model's trainer and the device.
 """
 
 import asyncio
@@ -37,13 +37,12 @@ from art.wire import (
 from art_server import clock
 from art_server.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine
-from art_server.engine.gate import Gate
+from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError, Unavailable
 from art_server.jobs.metrics import step_metrics, trajectory_metrics
 from art_server.jobs.queue import Job, JobQueue, Payload, Waiting
 from art_server.jobs.resolve import Limits, Message, Sources, resolve
-from art_server.jobs.trainer import Trainer
-from art_server.jobs.trainer_process import TrainerDied, TrainerError
+from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
 from art_server.ledger.ledger import Ledger
 from art_server.shared.tasks import Done, GapBars, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
@@ -53,25 +52,25 @@ logger = logging.getLogger(__name__)
 
 ACCEPTING_THREADS = 2
 HEARTBEAT_SECONDS = 5.0
-"""Between two lines of a job's event stream, at most: a client that hears nothing for a minute reconnects."""
+"""Longest time between two lines of a job's event stream. A client that gets no line for a minute reconnects."""
 DEATH_PAUSES = (1.0, 5.0, 20.0, 60.0, 120.0)
-"""Before a job is tried again under which the trainer's process died: what killed it (another program's memory, an operator)
-may pass within minutes. The last try has half the tokens at a time; then the job is given up."""
+"""Pauses before a job's retries after the trainer process died or an unforeseen error: the cause (another program's
+memory, an operator) may pass within minutes. The last retry has half the tokens per micro-batch; then the job fails."""
 EVENTS_PER_START = 1_000_000
-"""So that the events of a job are numbered on over restarts of the server."""
+"""Each start of a job numbers its events from the next multiple of this, so they grow across restarts of the server."""
 REST_SECONDS = 5.0
-"""Between two looks at jobs of which none can run."""
+"""Pause between two checks of the queue while none of its jobs can run."""
 ADAPTERS_KEPT_LOADED = 2
-"""The step that serves and the one before, which requests in flight may still use."""
+"""The current step and the one before it, which requests in flight may still use."""
 ENGINE_WAIT_SECONDS = 3600.0
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 5.0, 60.0
-"""Before a job is tried again that found the engine, the disk or the device not as it needs them, doubled from try to try."""
+"""First and longest pause before a retry after an error of engine, disk or device; it doubles with each retry."""
 EXPECTED_ERRORS = (ServerError, TrainerError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Why a model's jobs wait, and until when on the monotonic clock."""
+    """Why a model's jobs wait, and until when (monotonic clock)."""
 
     reason: str
     until: float
@@ -80,64 +79,55 @@ class Hold:
 
 @dataclass(slots=True)
 class Position:
-    """Where a running job is, for those who follow it."""
+    """The phase and the progress of a running job, for the clients that follow it."""
 
     phase: str = "queued"
     completed: int | None = None
     total: int | None = None
     since: float = field(default_factory=time.monotonic)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of the phases before this one."""
+    """Of completed phases, by name."""
     number: int = 0
-    """Of moves so far."""
+    """Number of calls of `move` so far."""
 
     def move(self, phase: str, completed: int | None = None, total: int | None = None) -> None:
-        """Go on, within the phase or to another."""
+        """Enters a phase, or continues within it."""
         if phase != self.phase:
             now = time.monotonic()
-            name = self.phase.partition(" ")[0]  # "train 2 of 3" is training
+            name = self.phase.partition(" ")[0]  # "train 2 of 3" counts as "train"
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self.since
             self.since = now
         self.phase, self.completed, self.total = phase, completed, total
         self.number += 1
 
 
+@dataclass
 class JobRunner:
-    """Accepts train requests and runs them, in order, in one background task."""
+    """Accepts train requests and runs them as jobs, in order, in one background task."""
 
-    def __init__(
-        self,
-        queue: JobQueue,
-        registry: Registry,
-        ledger: Ledger,
-        engine: Engine,
-        gate: Gate,
-        trainer: Trainer,
-        owner: DeviceOwner | None,
-        gap_bars: GapBars | None,
-        retain: Callable[[Model], Awaitable[None]],
-    ):
-        self._queue = queue
-        self._registry = registry
-        self._ledger = ledger
-        self._engine = engine
-        self._gate = gate
-        self._trainer = trainer
-        self._owner = owner
-        """Of the device that engine and trainer share; None where they take no turns."""
-        self._gap_bars = gap_bars
-        self._retain = retain
-        """Called after each step, to delete old ones."""
-        self._positions: dict[str, Position] = {}
-        self._holds: dict[str, Hold] = {}
-        """By model."""
-        self._deaths: dict[str, int] = {}
-        """By job: how often the trainer died under it."""
-        self._cancelled: set[str] = set()
-        self._running: str | None = None
-        self._accepting = ThreadPoolExecutor(ACCEPTING_THREADS, "accept")
-        self._changed = asyncio.Event()
-        self._wake = asyncio.Event()
+    _queue: JobQueue
+    _registry: Registry
+    _ledger: Ledger
+    _engine: Engine
+    _gate: PauseGate
+    _trainer: TrainerProcess
+    _owner: DeviceOwner | None
+    """Of the device that engine and trainer share; None if they have separate devices."""
+    _gap_bars: GapBars | None
+    _retain: Callable[[Model], Awaitable[None]]
+    """Called after each job, to delete old steps."""
+    _positions: dict[str, Position] = field(default_factory=dict)
+    _holds: dict[str, Hold] = field(default_factory=dict)
+    """By model id."""
+    _deaths: dict[str, int] = field(default_factory=dict)
+    """By job id: how often the trainer process died or an unforeseen error occurred during the job."""
+    _cancelled: set[str] = field(default_factory=set)
+    _running: str | None = None
+    _accepting: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(ACCEPTING_THREADS, "accept")
+    )
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     # --- accepting ---
 
@@ -151,16 +141,16 @@ class JobRunner:
         limits: Limits,
         notes: Sequence[str] = (),
     ) -> Job:
-        """Make a request a job: when this returns, it is on disk with resolved tokens. `notes` go into its report.
+        """Makes a request a job, which is then on disk with its resolved tokens. `notes` are added to its report.
 
         Raises:
-            InvalidInput: nothing in it can be trained.
-            Conflict: the model is not at `expected_step`, or will not stay there.
+            InvalidInput: nothing in the request can be trained.
+            Conflict: the model is not at `expected_step`, or has a job that will change its step.
             TooMany: the queue is full.
         """
         expected = request.expected_step
         self._check_step(model, expected)
-        # Threads of its own: a job may wait here for the engine's tokenizer, and everything else needs threads, too.
+        # A separate thread pool: resolving may wait for the engine's tokenizer, and other work needs threads, too.
         payload, report, metrics = await asyncio.get_running_loop().run_in_executor(
             self._accepting, self._prepare, model, request, self._sources(model), limits
         )
@@ -179,7 +169,7 @@ class JobRunner:
             must_be_alone=expected is not None,
         )
         try:
-            self._check_step(model, expected)  # a job may have ended since the first look
+            self._check_step(model, expected)  # a job may have ended since the first check
         except Conflict:
             await asyncio.to_thread(self._queue.set_cancelled, job.job_id, is_running=False)
             raise
@@ -193,7 +183,7 @@ class JobRunner:
     def _prepare(
         model: Model, request: TrainRequest, sources: Sources, limits: Limits
     ) -> tuple[Payload, JobReport, dict[str, float]]:
-        """Everything that a job needs of its request."""
+        """A request's payload, report and metrics."""
         batch, report = resolve(request.groups, request.config, model.id, sources, limits)
         payload = Payload.make(batch, request.groups)
         return payload, report, trajectory_metrics(request.groups, "train")
@@ -203,37 +193,37 @@ class JobRunner:
         newest = model.folder.newest_step() or 0
         if expected is not None and expected != newest:
             raise Conflict(
-                f"expected_step is {expected}, and model '{model.id}' is at step {newest}: sample with that one, or leave "
-                "expected_step out",
+                f"expected_step is {expected}, but model '{model.id}' is at step {newest}: sample with that step, or "
+                "leave out expected_step",
                 code="step_moved",
                 param="expected_step",
             )
 
     def _sources(self, model: Model) -> Sources:
-        """Where a job's tokens are looked for; used from a thread."""
+        """The sources of a job's tokens; call them from a thread, because some wait for the event loop."""
         loop = asyncio.get_running_loop()
         project, name = model.record.project, model.record.name
 
-        def ask_engine(body: dict[str, Any]) -> list[int]:
-            asked = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), loop)
-            return asked.result(ENGINE_WAIT_SECONDS)
+        def call_engine(body: dict[str, Any]) -> list[int]:
+            future = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), loop)
+            return future.result(ENGINE_WAIT_SECONDS)
 
         def render(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
             body: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
-            return ask_engine(body | ({"tools": tools} if tools else {}))
+            return call_engine(body | ({"tools": tools} if tools else {}))
 
         return Sources(
             find_record=self._ledger.find,
             find_text=functools.partial(self._ledger.find_text, project, name),
             render=render,
-            tokenize=lambda text: ask_engine({"prompt": text, "add_special_tokens": False}),
+            tokenize=lambda text: call_engine({"prompt": text, "add_special_tokens": False}),
             token_text=self._ledger.token_text,
             end_id=self._ledger.end_id,
         )
 
     async def find(self, model: Model, key: str | None, body_digest: str) -> Job | None:
-        """The job that an earlier request with the same key made; without a key there is none. One that failed for a reason
-        which may pass runs again."""
+        """The job that an earlier request with the same idempotency key made, or None. A job that failed with a
+        retryable error is queued again."""
         if key is None:
             return None
         record = model.record
@@ -243,7 +233,7 @@ class JobRunner:
         if job is None or job.state != "failed" or job.error is None or not job.error.retryable:
             return job
         if await asyncio.to_thread(self._queue.revive, job.job_id):
-            logger.info("job %s runs again: its request was repeated", job.job_id)
+            logger.info("job %s is queued again: its request was repeated", job.job_id)
             self._wake.set()
         return await self.get(job.job_id)
 
@@ -253,26 +243,26 @@ class JobRunner:
     async def jobs(
         self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int
     ) -> list[JobInfo]:
-        """The jobs that a caller with access to `projects` may see, in the order of the queue."""
+        """Up to `limit` jobs of these projects (None: all), in the order of `JobQueue.jobs`."""
         found = await asyncio.to_thread(self._queue.jobs, projects, states, limit)
         waiting = await asyncio.to_thread(self._queue.waiting)
         return [job.info(self._waits_for(job, waiting)) for job in found]
 
     async def info(self, job_id: str) -> JobInfo:
-        """A job as its client sees it."""
+        """A job as clients receive it."""
         job = await self.get(job_id)
         return job.info(self._waits_for(job, await asyncio.to_thread(self._queue.waiting)))
 
     async def move(self, job_id: str, before: str | None) -> None:
-        """Put a queued job before another one, or at the end."""
+        """Moves a queued job before another one, or to the end of the queue."""
         await asyncio.to_thread(self._queue.move, job_id, before)
         self._notify()
 
     async def cancel(self, job_id: str) -> None:
-        """Take a job out of the queue, or stop its training before the next micro-batch.
+        """Removes a job from the queue, or stops its training before the next micro-batch.
 
         Raises:
-            Conflict: it has ended, or its step is written already.
+            Conflict: the job has ended, or its step is on disk.
         """
         if not await asyncio.to_thread(self._queue.set_cancelled, job_id, is_running=False):
             await self._cancel_running(await self.get(job_id))
@@ -281,12 +271,13 @@ class JobRunner:
 
     async def _cancel_running(self, job: Job) -> None:
         self._cancelled.add(job.job_id)
-        self._trainer.cancel()
+        if self._running == job.job_id:
+            self._trainer.cancel()
         while self._running == job.job_id:
             await self._changed.wait()
         self._cancelled.discard(job.job_id)
         job = await self.get(job.job_id)
-        if job.state == "running" and not self._has_committed(job):  # it waits for another try
+        if job.state == "running" and not self._has_committed(job):  # it waits for a retry
             await asyncio.to_thread(self._queue.set_cancelled, job.job_id, is_running=True)
         elif job.state != "cancelled":
             raise Conflict(
@@ -296,8 +287,8 @@ class JobRunner:
             )
 
     async def follow(self, job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
-        """A job's events, from now to its end; anyone may follow, any number of times. `after` is the number of the last
-        event that is known already: what it told is not told again."""
+        """A job's events from now to its end; several clients may follow one job. `after` is the number of the last
+        event that the client has: if nothing has changed since, it is not sent again."""
         job = await self.get(job_id)
         if after < 0:
             yield JobEvent(event="accepted", job_id=job_id, report=job.report)
@@ -334,9 +325,9 @@ class JobRunner:
             yield JobEvent(event="error", job_id=job_id, error=error, report=job.report)
 
     def _waits_for(self, job: Job, waiting: Sequence[Waiting]) -> str | None:
-        """What keeps a job from going on, as its client reads it."""
+        """What a job waits for, as clients print it; None if it waits for nothing."""
         if job.state == "running" and self._engine.state == "starting":
-            return f"the engine, which starts. {self._engine.detail or ''}".rstrip()
+            return f"the engine, which is starting. {self._engine.detail or ''}".rstrip()
         if job.state != "queued":
             return None
         model = self._registry.find(job.project, job.name)
@@ -355,7 +346,7 @@ class JobRunner:
     # --- running ---
 
     async def run_forever(self) -> None:
-        """Run jobs as they come. Interrupted ones of an earlier server come first."""
+        """Runs jobs as they arrive. Jobs that an earlier server did not finish come first."""
         while True:
             self._wake.clear()
             job = await self._choose()
@@ -397,7 +388,7 @@ class JobRunner:
         return None
 
     async def _rest(self) -> None:
-        """Until a job comes, or one that waits may be tried again."""
+        """Waits for a job to arrive, at most until it is time to check the queue again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REST_SECONDS):
                 await self._wake.wait()
@@ -432,9 +423,11 @@ class JobRunner:
         return model.folder.read_checkpoint(step).job_id == job.job_id
 
     async def _wait_engine(self, job: Job) -> None:
-        """
+        """Returns when the engine is ready.
+
         Raises:
-            Unavailable: it was given up.
+            Unavailable: the engine could not be started.
+            TrainerError: the job was cancelled.
         """
         while self._engine.state == "starting":
             self._stop_if_cancelled(job)
@@ -488,18 +481,18 @@ class JobRunner:
 
     @contextlib.asynccontextmanager
     async def _turn(self, model: Model, job: Job) -> AsyncIterator[None]:
-        """The trainer's turn on a device that the engine uses too: nobody samples meanwhile."""
+        """Gives a shared device to the trainer; no request samples meanwhile. Does nothing with separate devices."""
         if self._owner is None:
             yield
             return
         self._gate.close(f"a step of '{model.id}', which trains")
-        async with self._owner.held_by("trainer"):
+        async with self._owner.held():
             self._move(job, "pause")
             await self._engine.pause()
             try:
                 yield
             finally:
-                # Frozen requests go on whatever happens to the job.
+                # Frozen requests continue even if the job fails.
                 await self._engine.resume()
 
     async def _run_trainer(self, job: Job, task: TrainTask, batch: bytes) -> Done:
@@ -509,7 +502,7 @@ class JobRunner:
             nonlocal waking
             self._move(job, progress.phase, progress.completed, progress.total)
             if progress.phase == "save" and waking is None:
-                # The trainer has left the device: the engine takes its weights back while the step is written.
+                # The trainer has left the device: the engine loads its weights while the step is written to disk.
                 waking = asyncio.create_task(self._engine.wake_weights())
 
         try:
@@ -519,8 +512,8 @@ class JobRunner:
                 await waking
 
     async def _serve(self, model: Model, job: Job, step: int) -> list[str]:
-        """Load the new step, then move the alias: in this order, so that nobody sees half of it. Returns what the client
-        should know: a step that the engine cannot load is trained all the same."""
+        """Loads the step's adapter and then makes the step current, so that no request gets a step that is not loaded.
+        Returns notes for the client: a step that the engine cannot load is trained nevertheless."""
         self._move(job, "load")
         name = model.adapter_name(step)
         notes: list[str] = []
@@ -530,10 +523,10 @@ class JobRunner:
             )
         except AdapterRefused as error:
             notes = [
-                f"step {step} is saved and does not serve: {error.message}. Step {model.step} answers"
+                f"step {step} is saved but does not serve: {error.message}. Step {model.step} still serves"
             ]
         except Unavailable as error:
-            notes = [f"step {step} is saved and will serve when the engine runs: {error.message}"]
+            notes = [f"step {step} is saved and serves once the engine is ready: {error.message}"]
             model.step = step
         else:
             model.step = step
@@ -562,8 +555,8 @@ class JobRunner:
             for phase, seconds in self._positions.get(job.job_id, Position()).seconds.items()
             if phase != "queued"
         }
-        told = [*job.report.notes, *record.notes, *notes]
-        report = job.report.model_copy(update={"notes": told})
+        all_notes = [*job.report.notes, *record.notes, *notes]
+        report = job.report.model_copy(update={"notes": all_notes})
         await asyncio.to_thread(model.folder.write_lines, "train", step, lines)
         await asyncio.to_thread(model.folder.add_history, step, metrics, job.job_id)
         await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
@@ -573,7 +566,7 @@ class JobRunner:
     # --- after an error ---
 
     async def _after_error(self, job: Job, error: Exception) -> None:
-        """Have a job wait for another try, or end it. One whose step exists has happened already: it is always tried again."""
+        """Schedules a job's retry, or ends the job. A job whose step is on disk is retried until it is finished."""
         logger.error(
             "job %s: %s", job.job_id, error, exc_info=not isinstance(error, EXPECTED_ERRORS)
         )
@@ -589,12 +582,12 @@ class JobRunner:
             else:
                 self._hold(model_id, detail.message, pause)
                 await asyncio.to_thread(self._queue.set_waiting, job.job_id, detail)
-        except Exception as second:  # the queue's disk may be the reason
-            logger.error("job %s stays as it is: %s", job.job_id, second)
+        except Exception as second:  # the disk that holds the queue may be the cause
+            logger.error("the state of job %s could not be updated: %s", job.job_id, second)
             self._hold(model_id, str(second))
 
     def _pause(self, job: Job, error: Exception) -> float | None:
-        """Seconds until a job is tried again; None if it is the job's own fault, or was tried often enough."""
+        """Least seconds until a job is retried; None if the job itself is at fault, or has used up its retries."""
         if is_environment(error):
             return 0.0
         if isinstance(error, TrainerError) and not isinstance(error, TrainerDied):
@@ -605,7 +598,7 @@ class JobRunner:
         return DEATH_PAUSES[deaths - 1] if deaths <= len(DEATH_PAUSES) else None
 
     def _hold(self, model_id: str, reason: str, pause: float = 0.0) -> None:
-        """Have a model's jobs wait; others go on."""
+        """Makes a model's jobs wait; those of other models run."""
         last = self._holds.get(model_id)
         tries = last.tries + 1 if last is not None else 1
         pause = max(pause, min(RETRY_SECONDS * 2 ** (tries - 1), LONGEST_RETRY_SECONDS))
@@ -618,13 +611,13 @@ class JobRunner:
         self._notify()
 
     def _notify(self) -> None:
-        """Wake all who follow a job."""
+        """Wakes everything that waits for a change of any job."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
 def is_environment(error: Exception) -> bool:
-    """Whether a job failed for a reason that lies outside of it and may pass: engine, disk, database, device."""
+    """Whether a job failed for a temporary reason outside the job: engine, disk, database or device."""
     if isinstance(error, TrainerDied):
         return False
     if isinstance(error, ServerError | TrainerError):
@@ -633,7 +626,7 @@ def is_environment(error: Exception) -> bool:
 
 
 def error_detail(error: Exception) -> ErrorDetail:
-    """A job's error as its client reads it."""
+    """A job's error as clients receive it."""
     if isinstance(error, ServerError | TrainerError):
         return ErrorDetail(
             message=error.message, code=error.code, type="server_error", retryable=error.retryable

@@ -1,4 +1,4 @@
-"""The trainer of the server's base model."""
+"""The trainer process for the server's base model."""
 
 import os
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from art_server.settings import Device, ServerConfig
 from art_server.shared.tasks import BetweenSteps
 
 MIN_TOKENS = 64
-"""At a time without gradient checkpointing, where the plan has no room for a row without it."""
+"""Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where it is always needed."""
 
 
 class Trainer(TrainerProcess):
-    """The worker that trains on the server's base model."""
+    """The worker process that trains adapters of the server's base model."""
 
     def __init__(
         self, config: ServerConfig, device: Device, kept_to: Mapping[str, str], children: Children
     ):
-        """`kept_to` are variables that keep the process to devices of its own."""
+        """`kept_to` are environment variables that restrict the process to its devices."""
         environment = worker_environment(config.server_dir / "unsloth", os.environ) | dict(kept_to)
         super().__init__((), config.log_dir / "trainer.log", environment, children)
         self._config = config
@@ -28,8 +28,7 @@ class Trainer(TrainerProcess):
         self._dtype = config.number_types(device)[1]
 
     def set_base(self, path: Path, plan: Plan | None = None) -> None:
-        """Name the weights to train; the process starts with the first task. The plan is that of a device which the engine
-        uses too."""
+        """Sets the base model's folder and the GPU's memory plan (None on a CPU); the first task starts the process."""
         tokens, factor = self._config.max_tokens_per_micro_batch, None
         if plan is not None:
             tokens = tokens or max(plan.tokens, MIN_TOKENS)

@@ -1,11 +1,11 @@
-"""The trainer process as the server holds it: start it, give it tasks, learn of its death.
+"""The trainer process from the server's side: starts it, sends it tasks, notices when it dies.
 
     trainer = TrainerProcess(worker_command("Qwen/Qwen3-0.6B"), log_path)
     done = await trainer.run(task, on_progress)
     await trainer.stop()
 
-Imports no torch. The process holds nothing that a kill could lose (a step is visible when the server renames its
-folder), so it is always ended by SIGKILL.
+This module imports no torch. The process is always ended by SIGKILL: a kill loses nothing, because a step exists only
+once the server has renamed its folder.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from art.log_file import LogFile
 from art_server.children import Children, start_child
+from art_server.errors import InvalidInput, ServerError, Unavailable
 from art_server.shared.tasks import (
     Answer,
     BetweenSteps,
@@ -42,27 +43,33 @@ logger = logging.getLogger(__name__)
 ANSWER = TypeAdapter[Ready | Progress | Done | Failed](Answer)
 
 MAX_ANSWER_BYTES = 2**26
-"""Answers are metrics and messages; a line above this is not one of ours."""
+"""Longest line of the process. Answers are metrics and messages, so a longer line is not an answer."""
 
 FIRST_PROGRESS_SECONDS = 1800.0
-"""A process that has finished no task loads a base and compiles kernels before it shows any progress."""
+"""A process that has finished no task may take this long to send a line: it loads a base model and compiles kernels."""
 SHORTEST_LIMIT_SECONDS, TIMES_ITS_PACE = 300.0, 20.0
-"""A process is hung that shows no progress for so many times its longest pause so far, and at least for so long."""
+"""A process is hung if it sends no line for at least this long, and for this many times its longest pause so far."""
 
 
 class TrainerError(Exception):
-    """The trainer refused or failed a task, and goes on."""
+    """A task was refused or failed; the process continues."""
 
     def __init__(self, code: str, message: str, retryable: bool = False) -> None:
-        """`retryable`: the same task may succeed later, unchanged."""
+        """`retryable`: the same task may succeed later without a change."""
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
         self.retryable = retryable
 
+    def for_client(self, what: str, param: str) -> ServerError:
+        """This error of a task that a request caused: `what` failed, because of the field `param`, or for the moment."""
+        if self.retryable:
+            return Unavailable(self.message, code=self.code)
+        return InvalidInput(f"{what}: {self.message}", code=self.code, param=param)
+
 
 class TrainerDied(TrainerError):
-    """The process ended under a task or while starting; the next task starts another."""
+    """The process ended or hung during a task or its start; the next task starts another process."""
 
     def __init__(self, message: str) -> None:
         super().__init__("trainer_died", message, retryable=True)
@@ -81,7 +88,7 @@ def worker_command(
     checkpointing_factor: float | None = None,
     budgets: Path | None = None,
 ) -> list[str]:
-    """The command line of a worker in this interpreter."""
+    """The command line of a worker, with this Python interpreter."""
     module = "unsloth_worker" if trainer == "unsloth" else "worker"
     command = [sys.executable, "-m", f"art_server.trainer.{module}"]
     command += ["--base-model", base_model, "--trainer", trainer, "--dtype", dtype]
@@ -100,9 +107,9 @@ def worker_command(
 
 
 def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker, without the server's keys. Unsloth writes the code that it compiles into `cache_dir`."""
-    # OpenMP threads otherwise spin at each barrier. Beside an engine on the same cores that is ruinous: a step of 45 ms took
-    # 2.1 s with both of two cores busy elsewhere.
+    """The environment of a worker, without the server's API key. Unsloth writes its compiled code into `cache_dir`."""
+    # Without PASSIVE, OpenMP threads spin at each barrier. That is slow beside an engine on the same cores: a step of
+    # 45 ms took 2.1 s while other processes used both of two cores.
     return {
         "OMP_WAIT_POLICY": "PASSIVE",
         **{name: value for name, value in inherited.items() if name != "ART_API_KEY"},
@@ -114,9 +121,9 @@ def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[st
 
 
 class TrainerProcess:
-    """One worker process: started by the first task, started again after a death, one task at a time.
+    """One worker process. It is started by the first task and again after a death, and runs one task at a time.
 
-    Use it from the main thread's event loop: the worker dies with the thread that starts it.
+    Use it from the main thread's event loop, because the worker dies with the thread that started it.
     """
 
     def __init__(
@@ -126,7 +133,7 @@ class TrainerProcess:
         environment: Mapping[str, str] | None = None,
         children: Children | None = None,
     ) -> None:
-        """`environment` is this process's where it is None. `children` is the list that the process is put on."""
+        """`environment` None is that of this process. `children` is the list that the worker is added to."""
         self._command = list(command)
         self._children = children
         self._log = LogFile(log_path)
@@ -139,13 +146,14 @@ class TrainerProcess:
 
     @property
     def pid(self) -> int | None:
-        """None while no process runs. The pid is also the process group's."""
+        """The id of the process and of its process group; None while no process runs."""
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the process unless it runs; return once it takes tasks.
+        """Starts the process unless it runs; returns once it accepts tasks.
 
-        Raises TrainerDied when it ends before that.
+        Raises:
+            TrainerDied: the process ended before that.
         """
         async with self._lock:
             await self._ensure_started()
@@ -156,10 +164,12 @@ class TrainerProcess:
         on_progress: Callable[[Progress], None] | None = None,
         batch: bytes | None = None,
     ) -> Done:
-        """Have a task done. `batch` is the JSON of a train task's batch, which is not read here. A cancelled call kills the
-        process; `cancel` ends a step and keeps it.
+        """Runs a task and returns its result. `batch` is the JSON of a train task's batch, which is passed on unread.
+        If this call is cancelled, the process is killed; `cancel` ends a train task and keeps the process.
 
-        Raises TrainerError when the task fails, TrainerDied when the process ends or hangs.
+        Raises:
+            TrainerError: the task failed.
+            TrainerDied: the process ended or hung.
         """
         async with self._lock:
             await self._ensure_started()
@@ -181,14 +191,16 @@ class TrainerProcess:
         return answer
 
     def cancel(self) -> None:
-        """Ask for the end of the train task under way, before its next micro-batch; it then fails as "cancelled"."""
+        """Requests that the running train task stops before its next micro-batch; it then fails as "cancelled"."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGUSR1)
 
     async def _receive_in_time(self, process: Process) -> Ready | Progress | Done | Failed:
-        """
-        Raises TrainerDied when the process shows nothing for much longer than its own pace.
+        """The next answer of the process.
+
+        Raises:
+            TrainerDied: the process ended, or sent nothing for much longer than its longest pause.
         """
         limit = FIRST_PROGRESS_SECONDS
         if self._has_finished_one:
@@ -199,17 +211,17 @@ class TrainerProcess:
                 answer = await self._receive(process)
         except TimeoutError as error:
             raise TrainerDied(
-                f"the trainer process was ended: it showed no progress for {limit:.0f} s; its last lines:\n{self._log.tail()}"
+                f"the trainer process was ended: it showed no progress for {limit:.0f} s; its last log lines:\n{self._log.tail()}"
             ) from error
         self._longest_pause = max(self._longest_pause, time.monotonic() - started)
         return answer
 
     async def stop(self) -> None:
-        """End the process and its children; a task under way ends with TrainerDied."""
+        """Kills the process and its children; a running task ends with TrainerDied."""
         process, self._process, self._is_ready = self._process, None, False
         if process is None:
             return
-        # Gone already: its end has not reached the event loop yet.
+        # The process may have ended already, before the event loop noticed.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
@@ -228,7 +240,7 @@ class TrainerProcess:
         async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_callback(self.stop)
             answer = await self._receive_in_time(process)
-            assert isinstance(answer, Ready), f"the trainer's first line is {answer!r}"
+            assert isinstance(answer, Ready), f"the trainer's first answer is {answer!r}"
             on_failure.pop_all()
         self._is_ready = True
         logger.info("trainer %d ready", process.pid)
@@ -239,13 +251,13 @@ class TrainerProcess:
         if not line.endswith(b"\n"):
             status = await process.wait()
             raise TrainerDied(
-                f"the trainer process ended with status {status}; its last lines:\n{self._log.tail()}"
+                f"the trainer process ended with status {status}; its last log lines:\n{self._log.tail()}"
             )
         try:
             return ANSWER.validate_json(line)
         except ValidationError as error:
             raise TrainerDied(
-                f"the trainer process was ended: it answered {line[:200]!r}"
+                f"the trainer process was ended: it sent an unknown answer {line[:200]!r}"
             ) from error
 
 
@@ -258,6 +270,6 @@ def _task_line(task: InitTask | CheckTask | LoadTask | TrainTask, batch: bytes |
 async def _send(process: Process, line: bytes) -> None:
     assert process.stdin is not None
     process.stdin.write(line)
-    # A process that died meanwhile shows, with its reason, when its answer is read.
+    # If the process has died, reading its answer raises an error with the reason.
     with contextlib.suppress(ConnectionError):
         await process.stdin.drain()

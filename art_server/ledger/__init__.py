@@ -1,1 +1,1 @@
-"""What the engine really sampled, and finding it again."""
+"""Records of what the engine sampled, and how to find them."""

@@ -1,7 +1,7 @@
-"""Conversations as four APIs write them, in one canonical form, so that what was sampled is found again.
+"""Conversations of four APIs as digests of one canonical form, by which sampled answers are found again.
 
-Two assistant turns are the same when they say the same: text without white space, tool calls by name and arguments.
-Thinking is left out, for templates and clients drop it. Only digests leave this module.
+Two assistant turns are equal if their texts without white space and their tool calls (name and arguments) are equal.
+Thinking is left out, because templates and clients drop it.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from typing import Any
 DIGEST_BYTES = 16
 
 THINK_START, THINK_END = "<think>", "</think>"
-"""Around the thinking of the model families that our reasoning parsers serve."""
+"""The tags around thinking, in the model families that our reasoning parsers support."""
 
 MAX_BROKEN_OBJECTS = 32
-"""A hostile text can make every brace cost its whole length; no honest one has so many that are not JSON."""
+"""The search for JSON stops after this many braces that begin none: each can cost the whole length of a text."""
 
 _MARKUP = re.compile(r"</?(tool_call|tool_calls)>|<\|python_tag\|>|\[TOOL_CALLS\]")
 _BETWEEN_CALLS = " \n\t[],;"
@@ -27,7 +27,7 @@ Message = dict[str, Any]
 
 
 def digest(*parts: bytes) -> bytes:
-    """16 bytes that name `parts`, each with its length, so that no two lists of parts look alike."""
+    """A digest of `parts` with 16 bytes. It includes each part's length, so that no two lists of parts are confused."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))
@@ -38,20 +38,20 @@ def digest(*parts: bytes) -> bytes:
 EMPTY = digest()
 
 
-# --- what an assistant said -----------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------------------------
 
 
-def said(text: str) -> bytes:
-    """Names what a text says: without thinking, tool-call markup and white space; JSON objects canonical."""
+def text_digest(text: str) -> bytes:
+    """Digest of an answer's text, with canonical JSON objects, without thinking, tool-call markup and white space."""
     return _name(_without_thinking(text))
 
 
-SILENCE = digest(b"")
-"""What an empty text says."""
+EMPTY_ANSWER = digest(b"")
+"""Digest of an answer without text or tool calls."""
 
 
-def said_by(message: Message) -> bytes:
-    """Names what an assistant message says; equal to `said` of the text that it was parsed from."""
+def message_digest(message: Message) -> bytes:
+    """Digest of an assistant message. It equals `text_digest` of the text that the message was parsed from."""
     calls = [call_text(call) for call in as_list(message.get("tool_calls"))]
     return _name(_without_thinking(text_of(message.get("content"))) + "".join(calls))
 
@@ -65,7 +65,7 @@ def _name(visible: str) -> bytes:
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:
-    """Thinking and answer of a text; the thinking is None where the text does not begin with any."""
+    """Thinking and answer of a text; the thinking is None if the text does not begin with any."""
     thought, mark, answer = text.partition(THINK_END)
     before, opening, inside = thought.partition(THINK_START)
     if not mark or (opening and before.strip()):
@@ -74,8 +74,8 @@ def split_thinking(text: str) -> tuple[str | None, str]:
 
 
 def split_calls(text: str) -> tuple[str, list[str]] | None:
-    """The text before the first tool call, and the calls in one way of writing; None without a call, or with anything but
-    markup and white space between or behind calls."""
+    """The text before the first tool call, and the calls as canonical JSON. None without a call, or if other text than
+    markup and separators is between or after the calls."""
     calls: list[str] = []
     before, position = "", 0
     for start, end, value in _json_objects(text):
@@ -99,7 +99,7 @@ def split_calls(text: str) -> tuple[str, list[str]] | None:
 
 
 def call_text(call: Any) -> str:
-    """A tool call as the models write it."""
+    """A tool call as models write it."""
     function = call.get("function") if isinstance(call, dict) else None
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments", {})
@@ -107,16 +107,16 @@ def call_text(call: Any) -> str:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:  # cut off, or not JSON: a stream hands on what was written
+        except ValueError:  # cut off, or not JSON: streams pass on the text unchanged
             return f'{{"name": {name}, "arguments": {arguments}'
     return f'{{"name": {name}, "arguments": {json.dumps(arguments)}}}'
 
 
 def _squeeze(text: str) -> str:
-    """Text without white space, each JSON object in it written in one way.
+    """Text without white space, with each JSON object in canonical form.
 
-    After the first tool call only calls count, for parsers drop the rest; the braces that end a call that is not JSON
-    do not count, for parsers take one off.
+    After the first tool call only calls count, because parsers drop the rest. Closing braces at the end do not count,
+    because parsers remove one from a call that is not JSON.
     """
     parts: list[str] = []
     position = 0
@@ -142,7 +142,7 @@ def _is_call(value: dict[str, Any]) -> bool:
 
 
 def _json_objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The JSON objects in a text, outermost ones only: start, end, value. Gives up on a text full of broken ones."""
+    """The outermost JSON objects in a text: start, end, value. Stops after too many braces that are not JSON."""
     position = 0
     failures = 0
     while failures < MAX_BROKEN_OBJECTS and (start := text.find("{", position)) >= 0:
@@ -156,14 +156,14 @@ def _json_objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
 
 
 def _as_call(value: dict[str, Any]) -> dict[str, Any]:
-    """Llama writes a call's arguments as `parameters`."""
+    """Renames `parameters`, as Llama calls a tool call's arguments."""
     if set(value) == {"name", "parameters"}:
         return {"name": value["name"], "arguments": value["parameters"]}
     return value
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, or parts of which the texts count."""
+    """The text of a message's content: a string, or a list of parts whose texts are joined."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -173,7 +173,7 @@ def text_of(content: Any) -> str:
 
 
 def message_from(text: str) -> Message:
-    """The assistant message that a sampled text is parsed to: its tool calls out of it, its thinking beside it."""
+    """The assistant message of a sampled text, with tool calls and thinking in separate fields."""
     thinking, mark, visible = text.partition(THINK_END)
     if not mark:
         thinking, visible = "", text
@@ -197,7 +197,7 @@ def message_from(text: str) -> Message:
 
 
 def names_in(messages: Sequence[Message], body: dict[str, Any]) -> list[str]:
-    """What a conversation names of earlier choices: ids of tool calls and of choices, and that of an earlier response."""
+    """The ids by which a request refers to earlier choices: of tool calls, of choices and of an earlier response."""
     names: list[Any] = []
     for message in messages:
         mark = message.get("art")
@@ -211,7 +211,7 @@ def names_in(messages: Sequence[Message], body: dict[str, Any]) -> list[str]:
 
 
 def is_before_user(messages: Sequence[Message]) -> bool:
-    """Whether a user's turn follows the last assistant's."""
+    """Whether a user message follows the last assistant or tool message."""
     for message in reversed(messages):
         if message.get("role") in ("assistant", "tool"):
             return False
@@ -224,7 +224,7 @@ def is_before_user(messages: Sequence[Message]) -> bool:
 
 
 def prefix_digests(messages: Sequence[Message]) -> list[bytes]:
-    """Names every beginning of a conversation: entry i names the first i messages."""
+    """The digests of all beginnings of a conversation: entry i is that of the first i messages."""
     digests = [EMPTY]
     for message in messages:
         digests.append(extend(digests[-1], message))
@@ -232,22 +232,22 @@ def prefix_digests(messages: Sequence[Message]) -> list[bytes]:
 
 
 def extend(before: bytes, message: Message) -> bytes:
-    """Names the conversation that `message` makes of the one before it."""
+    """The digest of a conversation with `message` added; `before` is its digest without."""
     role = str(message.get("role"))
     if role == "assistant":
-        return after(before, said_by(message))
+        return after(before, message_digest(message))
     role = "system" if role == "developer" else role
     text = _SPACE.sub("", text_of(message.get("content")))
     return digest(before, role.encode(), text.encode(errors="surrogatepass"))
 
 
-def after(before: bytes, what_was_said: bytes) -> bytes:
-    """Names the conversation that an assistant turn makes of the one before it."""
-    return digest(before, b"assistant", what_was_said)
+def after(before: bytes, answer: bytes) -> bytes:
+    """The digest of a conversation with an assistant's answer added; `answer` is the answer's digest."""
+    return digest(before, b"assistant", answer)
 
 
 def messages_of(api: str, body: dict[str, Any]) -> list[Message]:
-    """The conversation of a request, as chat messages, whatever its API."""
+    """The conversation of a request as chat messages, for each of the four APIs."""
     if api == "chat":
         return [m for m in as_list(body.get("messages")) if isinstance(m, dict)]
     if api == "messages":
@@ -261,12 +261,12 @@ def messages_of(api: str, body: dict[str, Any]) -> list[Message]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """`value` if it is a list, else nothing: bodies are whatever a client sent."""
+    """`value` if it is a list, else an empty list: bodies are not validated."""
     return value if isinstance(value, list) else []
 
 
 def _from_anthropic(message: Any) -> list[Message]:
-    """One message of Anthropic's API: tool results are messages of their own, tool uses are calls."""
+    """A message of Anthropic's API as chat messages: each tool result becomes a message, each tool use a tool call."""
     if not isinstance(message, dict):
         return []
     content = message.get("content")
@@ -296,7 +296,7 @@ def _from_anthropic(message: Any) -> list[Message]:
 
 
 def _from_responses(body: dict[str, Any]) -> list[Message]:
-    """The input of OpenAI's Responses API: a text, or items of which neighbours of one assistant turn join."""
+    """The input of OpenAI's Responses API as chat messages; function calls join the assistant message before them."""
     made: list[Message] = []
     if isinstance(body.get("instructions"), str):
         made.append({"role": "system", "content": body["instructions"]})
@@ -322,5 +322,5 @@ def _from_responses(body: dict[str, Any]) -> list[Message]:
 
 
 def fingerprint(logprobs: Sequence[float]) -> bytes:
-    """Names a list of log-probabilities as an agent sends them back, to five decimals."""
+    """Digest of log-probabilities to five decimals, so that values that an agent sends back match."""
     return digest(",".join(f"{value:.5f}" for value in logprobs).encode())

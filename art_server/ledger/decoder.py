@@ -1,4 +1,4 @@
-"""The base model's tokenizer as the ledger needs it: to read what was sampled, and to see where a turn ends."""
+"""The base model's tokenizer for the ledger: it decodes sampled tokens and knows the tokens that end a turn."""
 
 import json
 import logging
@@ -10,21 +10,22 @@ from tokenizers import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_OPENING_TOKENS = 8
-"""A template that opens the thinking, or an empty one, writes fewer tokens than this behind the assistant's header."""
+"""More tokens than a template that opens the thinking, or writes empty thinking, adds after the assistant's header."""
 
 
 class Decoder:
-    """Decodes token ids, special tokens included. Without a tokenizer.json it cannot, and splicing is off."""
+    """Decodes token ids, special tokens included. Without a tokenizer.json it cannot decode, and splicing is off."""
 
     def __init__(self, folder: Path, behind_answer: str = ""):
-        """`behind_answer` is what the chat template writes behind an answer: a special token there ends a turn, too."""
+        """`behind_answer` is the text that the chat template writes after an answer. If it begins with a special token,
+        that token also ends a turn."""
         file = folder / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
         if self._tokenizer is None:
             logger.warning("%s has no tokenizer.json: prompts are not spliced", folder)
         self._think_id = self._tokenizer.token_to_id("<think>") if self._tokenizer else None
         self.end_id = self._find_end_token(folder)
-        """The tokenizer's end-of-sequence token: what a chat template writes at the end of a turn."""
+        """The tokenizer's end-of-sequence token, which a chat template writes at the end of a turn; None if unknown."""
         self.end_ids = self._find_end_ids(folder) | self._find_opening_special(behind_answer)
 
     @property
@@ -32,11 +33,11 @@ class Decoder:
         return self._tokenizer is not None and bool(self.end_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        assert self._tokenizer is not None, "can_decode tells"
+        assert self._tokenizer is not None, "check can_decode first"
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def decode_behind(self, token_ids: Sequence[int], before: int | None) -> str:
-        """As the tokens read behind another one: some tokenizers drop white space at a text's beginning."""
+        """The text of tokens that follow the token `before`: some tokenizers drop white space at a text's beginning."""
         if before is None:
             return self.decode(token_ids)
         opening = self.decode([before])
@@ -47,7 +48,7 @@ class Decoder:
         return not self.decode([token_id]).strip()
 
     def thinking_start(self, prompt: Sequence[int]) -> int | None:
-        """Where a prompt opens the thinking of the answer to come, as its last tokens; None when it does not."""
+        """The position where the last tokens of a prompt open the thinking of the next answer; None if they do not."""
         first = max(0, len(prompt) - MAX_OPENING_TOKENS)
         for position in range(len(prompt) - 1, first - 1, -1):
             if prompt[position] == self._think_id:

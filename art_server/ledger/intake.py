@@ -1,4 +1,4 @@
-"""The socket over which the engine's process asks about prompts and reports what it sampled, and the way into the ledger."""
+"""Receives prompts and samples from the engine's process over a socket, and passes them to the ledger."""
 
 import asyncio
 import contextlib
@@ -10,30 +10,30 @@ import msgspec
 
 from art_server.background import Background
 from art_server.ledger.ledger import Ledger
-from art_server.shared.samples import REQUEST_ID, Line, Name, Sample
+from art_server.shared.samples import REQUEST_ID, EngineMessage, MessageName, Sample
 
 logger = logging.getLogger(__name__)
 
 RECORDS = "records"
-"""The name under which `/health` tells of records that are lost."""
+"""The name under which `/health` reports lost records."""
 
 READ_BYTES = 1 << 20
 
 
 PromptHandler = Callable[[str, list[int]], list[int] | None]
-"""From vLLM's request id and a rendered prompt to the tokens to sample from instead, if any."""
+"""From vLLM's request id and a rendered prompt to the tokens to sample from instead, or None."""
 
 SamplesHandler = Callable[[Sequence[Sample]], None]
 
 LostHandler = Callable[[str, int, int, Exception], None]
-"""Told of a choice of which no record could be taken: vLLM's request id, the choice's index in it, the choices of a prompt,
-and why."""
+"""Called for a choice that could not be recorded: vLLM's request id, the choice's index, the number of choices per
+prompt, and the error."""
 
 
 class RecordReceiver:
-    """Listens on a Unix socket; answers prompts and hands samples on, those that came together as one batch.
+    """Listens on a Unix socket, answers prompts, and passes on samples; samples that arrive together form one batch.
 
-    What cannot be taken is lost alone: its request is answered without a record, and the engine goes on.
+    A sample that cannot be recorded affects no other sample: its request is answered without a record.
     """
 
     def __init__(self, on_prompt: PromptHandler, on_samples: SamplesHandler, on_lost: LostHandler):
@@ -63,33 +63,33 @@ class RecordReceiver:
                 samples: list[Sample] = []
                 for line in lines:
                     try:
-                        asked = msgspec.json.decode(line, type=Line)
-                        if asked.prompt is None:
+                        message = msgspec.json.decode(line, type=EngineMessage)
+                        if message.prompt is None:
                             samples.append(msgspec.json.decode(line, type=Sample))
                             continue
                     except (msgspec.MsgspecError, RecursionError) as error:
-                        self._lose(line, error)  # a log-probability that is no number
+                        self._lose(line, error)  # such as a log-probability that is not a number
                         continue
-                    answer = {"request_id": asked.request_id, "token_ids": self._answer(asked)}
+                    answer = {"request_id": message.request_id, "token_ids": self._answer(message)}
                     writer.write(msgspec.json.encode(answer) + b"\n")
                 if samples:
                     self._take(samples)
             if rest:
-                logger.warning("the engine ended in the middle of a record")
+                logger.warning("the engine ended in the middle of a message")
 
-    def _answer(self, asked: Line) -> list[int] | None:
-        assert asked.prompt is not None
+    def _answer(self, message: EngineMessage) -> list[int] | None:
+        assert message.prompt is not None
         try:
-            return self._on_prompt(asked.request_id, asked.prompt)
-        except Exception as error:  # whatever it is, the engine samples from what it rendered
-            logger.error("no exact tokens for a prompt of %s: %r", asked.request_id, error)
+            return self._on_prompt(message.request_id, message.prompt)
+        except Exception as error:  # after any error the engine samples from its rendering
+            logger.error("no exact tokens for request %s: %r", message.request_id, error)
             return None
 
     def _take(self, samples: Sequence[Sample]) -> None:
         try:
             self._on_samples(samples)
         except Exception as error:
-            if len(samples) > 1:  # it is the fault of one of them
+            if len(samples) > 1:  # one of them is at fault: record each alone
                 for sample in samples:
                     self._take([sample])
             else:
@@ -98,15 +98,15 @@ class RecordReceiver:
 
     def _lose(self, line: bytes | bytearray, error: Exception) -> None:
         try:
-            name = msgspec.json.decode(line, type=Name)
+            name = msgspec.json.decode(line, type=MessageName)
         except (msgspec.MsgspecError, RecursionError):
-            logger.error("the engine wrote a line that cannot be read: %s", error)
+            logger.error("the engine sent a line that cannot be read: %s", error)
             return
         self._on_lost(name.request_id, name.index, name.sampling.get("n", 1), error)
 
 
 class Intake:
-    """Takes what the engine reports into the ledger: finds the request and the choice by vLLM's request id."""
+    """Passes the engine's prompts and samples to the ledger, with request and choice from vLLM's request id."""
 
     def __init__(self, ledger: Ledger, background: Background):
         self._ledger = ledger

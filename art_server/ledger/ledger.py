@@ -1,12 +1,11 @@
 """The ledger: for every choice that the engine sampled, its prompt, tokens, log-probabilities and policy step.
 
-Its own SQLite file. A request is announced before it goes to the engine (`open_request`). The engine's process asks with
-each rendered prompt (`take_prompt`) and may be given the exact tokens of the conversation's past instead (`splice.py`);
-each choice that it then reports becomes a record. The gate waits for the records before it ends its answer, so whoever
-has the answer can train on it.
+It has its own SQLite file. A request is announced before it goes to the engine (`open_request`). The engine's process
+sends the rendered prompt of a later turn (`take_prompt`) and may get the exact tokens of the conversation's past
+instead (`splice.py`). Each choice that it then reports becomes a record. The proxy waits for the records before it ends
+its answer, so a client that has the answer can train on it.
 
-A prompt is stored as the choice that it continues plus what is new, so a conversation of many turns is stored once.
-Records are dropped by age and by the file's size.
+A prompt is stored as the choice that it continues plus its new tokens. Records are deleted by age and by file size.
 """
 
 import array
@@ -46,28 +45,28 @@ from art_server.store.database import insert, transaction
 logger = logging.getLogger(__name__)
 
 RECORD_WAIT_SECONDS = 10.0
-"""A record travels over a local socket beside the answer; longer than this, the engine's process is gone."""
+"""A record arrives over a local socket beside the answer; if it takes this long, the engine's process is gone."""
 
 MAX_BEGINNINGS = 8
-"""Beginnings of a prompt that are looked at, longest first: its last turn, or one that an equal prompt hides."""
+"""Known beginnings of a prompt that are tried, longest first: the longest may be a prompt without a matching answer."""
 
 NAMED_CALLS = 20_000
-"""Tool calls of which the choice is remembered, the latest ones: more than are ever being answered at once."""
+"""Tool calls whose choices are remembered, the latest ones: more than are answered at the same time."""
 
 PRUNED_AT_A_TIME = 500
-"""Records that are dropped in one transaction; a thousand take some 50 ms, in which no prompt is taken."""
+"""Records that are deleted in one transaction; a thousand take some 50 ms, in which no prompt can be recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How much is kept."""
+    """The limits beyond which records are deleted."""
 
     max_age_seconds: float = 7 * 86400.0
     max_bytes: int = 4 << 30
 
 
 class Ledger:
-    """Writes are committed as they come (WAL); a record costs well under a millisecond. Safe to use from threads."""
+    """The store of records. Thread-safe. Writes are committed at once (WAL); each takes well under a millisecond."""
 
     def __init__(self, file: Path, retention: Retention = Retention(), is_splicing: bool = True):
         self._retention = retention
@@ -85,28 +84,28 @@ class Ledger:
             self._storage.db.close()
 
     def use_tokenizer(self, folder: Path) -> None:
-        """Read answers with a base model's tokenizer; before this, and without one, nothing is spliced."""
+        """Loads a base model's tokenizer and template rules. Without a tokenizer nothing is spliced."""
         self._rules = find_rules(folder)
         decoder = Decoder(folder, self._rules.behind_answer)
         self._decoder = decoder if decoder.can_decode else None
 
     @property
     def end_id(self) -> int | None:
-        """The token that ends a turn, None without a tokenizer."""
+        """The token that ends a turn; None if it is unknown."""
         return self._decoder.end_id if self._decoder is not None else None
 
     def token_text(self, token_id: int) -> str | None:
-        """How a token reads on its own, None without a tokenizer."""
+        """The text of a single token; None without a tokenizer."""
         return self._decoder.decode([token_id]) if self._decoder is not None else None
 
     def open_request(self, request: Request) -> "OpenRequest":
-        """Announce a request; use as a context manager around the time that it is with the engine."""
+        """Announces a request. Use the result as a context manager while the engine has the request."""
         return OpenRequest(self, request)
 
-    # --- what the engine tells ---
+    # --- messages from the engine ---
 
     def take_prompt(self, request_id: str, position: int, rendered: list[int]) -> list[int] | None:
-        """Take prompt `position` of a request as it was rendered. Returns the tokens to sample from instead, if any."""
+        """Stores rendered prompt number `position` of a request. Returns the tokens to sample from instead, or None."""
         opened = self._open.get(request_id)
         if opened is None:
             return None
@@ -116,11 +115,11 @@ class Ledger:
         return prompt.token_ids if prompt.link == "spliced" else None
 
     def take_samples(self, samples: Sequence[tuple[str, int, int, Sample]]) -> None:
-        """Take choices: (request id, the choice's index, the number of its prompt, the sample). They are committed
-        together. Unknown requests are passed over."""
+        """Stores choices in one transaction, given as (request id, choice index, prompt number, sample). Choices of
+        unknown requests are ignored."""
         made: list[tuple[OpenRequest, int, Record]] = []
         with self._lock, contextlib.ExitStack() as undo:
-            # What came to nothing leaves numbers of prompts in memory that others will be given.
+            # After a rollback SQLite reuses prompt numbers that the index in memory still holds, so rebuild it.
             undo.callback(self._fill_index)
             with transaction(self._storage.db):
                 for request_id, index, position, sample in samples:
@@ -131,7 +130,7 @@ class Ledger:
                     if sample.rendered is not None and (
                         taken is None or taken.token_ids != sample.rendered
                     ):
-                        # A first turn, or one whose spliced prompt left no room: sampled from as it was rendered.
+                        # A first turn, or a turn whose spliced prompt left no room: the rendering was sampled from.
                         opened.prompts[position] = self._make_prompt(
                             opened.request, sample.rendered, is_rendered=True
                         )
@@ -142,13 +141,13 @@ class Ledger:
                         self._storage.write(record, prompt)
                         made.append((opened, index, record))
                     else:
-                        opened.lose(index, "its prompt could not be recorded")
+                        opened.lose(index, "its prompt was not recorded")
             undo.pop_all()
         for opened, index, record in made:
             opened.add(index, record)
 
     def lose(self, request_id: str, index: int, reason: str) -> None:
-        """Say that there will be no record of a choice, so that nobody waits for it."""
+        """Reports that a choice will have no record, so that `OpenRequest.wait` returns."""
         opened = self._open.get(request_id)
         if opened is not None:
             opened.lose(index, reason)
@@ -172,12 +171,12 @@ class Ledger:
             created_at=clock.now(),
             continues=prompt.continues,
             link=prompt.link,
-            said=conversation.said(text),
+            said=conversation.text_digest(text),
             text=text,
         )
 
     def _text(self, sample: Sample) -> str:
-        """What a choice says. Where a stop string cut it, only vLLM knows the visible text."""
+        """The text of a choice. If a stop string cut it, only vLLM knows the visible text."""
         if self._decoder is None or isinstance(sample.stop_reason, str):
             return sample.text
         ids = sample.token_ids
@@ -187,7 +186,7 @@ class Ledger:
     def _make_prompt(
         self, request: Request, rendered: list[int], *, is_rendered: bool = False
     ) -> Prompt:
-        """A prompt as it will be sampled from; `is_rendered`: from the rendering, whatever it continues."""
+        """Stores the prompt that is sampled from; with `is_rendered` that is the rendering, without splicing."""
         hashes = prefix_hashes(rendered)
         made = Prompt(0, rendered, rendered, hashes, self._beginnings(rendered))
         if self._decoder is not None and not is_rendered:
@@ -199,8 +198,8 @@ class Ledger:
         return made
 
     def _beginnings(self, rendered: list[int]) -> list[tuple[int, bool]]:
-        """Where later renderings may go on from this one: at its end; where it opens the thinking, which they may leave out;
-        and one earlier, for white space at the end may melt into the answer's first token."""
+        """Lengths at which later renderings may continue this one, and whether they leave out thinking there: its end;
+        the start of thinking that it opens; one less than these, because white space may merge with the next token."""
         lengths = [(len(rendered), False)]
         if self._decoder is None:
             return lengths
@@ -214,7 +213,7 @@ class Ledger:
         ]
 
     def _continue(self, made: Prompt, request: Request, decoder: Decoder) -> None:
-        """Find the answer that a rendered prompt goes on from, and take over its tokens."""
+        """Finds the answer that a rendered prompt continues, and splices its tokens into `made`."""
         plain = ((*found, False) for found in self._index.beginnings(request.scope, made.hashes))
         opened = (
             (*found, True)
@@ -244,7 +243,7 @@ class Ledger:
             found = continue_answer(
                 made.rendered,
                 length,
-                lambda said, openings=openings: self._answers(request, openings, said),
+                lambda digest, openings=openings: self._answers(request, openings, digest),
                 reading,
                 is_thinking_left_out,
             )
@@ -257,14 +256,14 @@ class Ledger:
             return
 
     def _answers(
-        self, request: Request, openings: Mapping[int, Sequence[int]], said: bytes
+        self, request: Request, openings: Mapping[int, Sequence[int]], text_digest: bytes
     ) -> list[Answer]:
-        """The answers that say so, sampled from these prompts."""
+        """The answers with this digest that were sampled from these prompts, newest first."""
         marks = ",".join("?" * len(openings))
         rows = self._storage.db.execute(
             f"SELECT choice_id, session, prompt, tokens FROM records WHERE prompt IN ({marks}) AND said = ?"
             " AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC LIMIT 1024",
-            (*openings, said, request.owner, request.project, request.name),
+            (*openings, text_digest, request.owner, request.project, request.name),
         ).fetchall()
         return [
             Answer(r[0], r[1], self._storage.load_prompt(r[2]), unpack(r[3], "i"), openings[r[2]])
@@ -272,7 +271,7 @@ class Ledger:
         ]
 
     def name_calls(self, choice: str, call_ids: Iterable[str]) -> None:
-        """Remember which choice made tool calls, so that a request that carries them back names it."""
+        """Remembers which choice made these tool calls, so that a request with their ids refers to it."""
         with self._lock:
             for call_id in call_ids:
                 self._callers[call_id] = choice
@@ -280,19 +279,19 @@ class Ledger:
                 self._callers.popitem(last=False)
 
     def callers(self, names: Iterable[str]) -> frozenset[str]:
-        """The choices that made these tool calls, as far as they are remembered; names of choices are their own."""
+        """The ids of the choices that made these tool calls. Other names, such as choice ids, stay as they are."""
         with self._lock:
             return frozenset(self._callers.get(name, name) for name in names)
 
     def mark_delivered(self, request_id: str) -> None:
-        """The answer went out in full."""
-        with self._lock, tolerated("that an answer went out"):
+        """Marks the choices of a request whose answer was sent in full."""
+        with self._lock, tolerated("the delivery of an answer"):
             self._storage.db.execute(
                 f"UPDATE records SET is_delivered = 1 WHERE {OF_REQUEST}", of_request(request_id)
             )
 
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
-        """Keep what a session's request and its choices look like to the agent."""
+        """Stores a session's request and its choices as the agent has them."""
         blob = zlib.compress(json.dumps(turn).encode(), 1)
         with self._lock, tolerated("a session's turn"):
             turn_row = {"request_id": request_id, "body": blob}
@@ -301,7 +300,7 @@ class Ledger:
     # --- finding ---
 
     def find(self, choice: str) -> Record | None:
-        """The record of a choice id, None when there is none (any more)."""
+        """The record of a choice id; None if there is none or it was deleted."""
         with self._lock:
             found = self._storage.select("choice_id = ?", choice)
         return found[0] if found else None
@@ -309,7 +308,7 @@ class Ledger:
     def find_session(
         self, project: str, name: str, session: str
     ) -> list[tuple[Record, dict[str, Any]]]:
-        """What one model said in one of a project's sessions, in order, with the turns as the agent saw them."""
+        """The choices that one model sampled in a session, in order, each with its turn as the agent has it."""
         where = "session = ? AND project = ? AND name = ?"
         with self._lock:
             records = self._storage.select(where, session, project, name)
@@ -327,18 +326,17 @@ class Ledger:
         self,
         project: str,
         name: str,
-        said: bytes | None,
+        text_digest: bytes | None,
         logprobs: Sequence[float] | None,
         before: bytes | None = None,
     ) -> list[Match]:
-        """What a model said in these words (None: in any), newest first; with log-probabilities, only what was sampled
-        with them, and with `before`, only in that conversation. Records are not loaded: of a frequent answer there are
-        thousands."""
+        """A model's records with this digest, these log-probabilities and this conversation's digest (each None: any),
+        newest first. They are not loaded, because a frequent answer has thousands."""
         where = "project = ? AND name = ?"
         values: tuple[Any, ...] = (project, name)
-        if said is not None:
+        if text_digest is not None:
             where += " AND said = ?"
-            values = (*values, said)
+            values = (*values, text_digest)
         if before is not None:
             where += " AND before = ?"
             values = (*values, before)
@@ -355,11 +353,11 @@ class Ledger:
     # --- keeping within bounds ---
 
     def _fill_index(self) -> None:
-        """Know the prompts that may still be continued, and nothing else."""
+        """Rebuilds the indexes from the newest records, whose prompts may still be continued."""
         self._storage.forget()
         self._index = PromptIndex()
         self._without_thinking = PromptIndex()
-        """Prompts that open the thinking themselves, up to where they do: later renderings leave it out."""
+        """Prompts that open thinking, up to its start: later renderings may leave the thinking out."""
         rows = self._storage.db.execute(
             "SELECT owner, project, name, rendered, beginnings, prompt FROM records ORDER BY number DESC LIMIT ?",
             (MAX_PROMPTS,),
@@ -373,13 +371,13 @@ class Ledger:
                 index.add(scope, hashed % (1 << 64), prompt)
 
     def prune(self) -> int:
-        """Drop what is too old, and the oldest while the file is too large. Returns how many records went. A few at a time:
-        requests wait meanwhile."""
+        """Deletes records that are too old, and the oldest ones while the file is too large. Returns their number.
+        Deletes a few at a time, because requests wait meanwhile."""
         dropped = 0
         while part := self._prune_some():
             dropped += part
         if dropped:
-            logger.info("ledger: %d records dropped by age or size", dropped)
+            logger.info("ledger: %d records deleted by age or size", dropped)
         return dropped
 
     def _prune_some(self) -> int:
@@ -389,7 +387,7 @@ class Ledger:
                 "SELECT number, created_at FROM records ORDER BY number LIMIT ?",
                 (PRUNED_AT_A_TIME,),
             ).fetchall()
-            self._storage.db.execute(  # made while the clock ran ahead: their age counts from here
+            self._storage.db.execute(  # made while the clock was ahead: their age counts from now
                 "UPDATE records SET created_at = ? WHERE number <= ? AND created_at > ?",
                 (now, oldest[-1][0] if oldest else 0, now),
             )
@@ -408,7 +406,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def tolerated(what: str) -> Iterator[None]:
-    """A disk that takes no write must not cost an answer."""
+    """Logs a failed write instead of raising, so that a full disk does not cost an answer."""
     try:
         yield
     except sqlite3.Error as error:
@@ -417,14 +415,14 @@ def tolerated(what: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that is with the engine: its prompts, and the records that came for it."""
+    """A request that the engine has: its prompts, and the records that have arrived."""
 
     ledger: Ledger
     request: Request
     prompts: dict[int, Prompt] = field(default_factory=dict)
     records: dict[int, Record] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    """Choices of which there is no record, with the reason."""
+    """Choices without a record, with the reason."""
     _came: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __enter__(self) -> "OpenRequest":
@@ -443,11 +441,11 @@ class OpenRequest:
         self._came.set()
 
     async def mark_delivered(self) -> None:
-        """The answer went out in full: only now may a session hold it."""
+        """Marks the answer as sent in full; only then can a session contain it."""
         self.ledger.mark_delivered(self.request.request_id)
 
     async def wait(self, index: int) -> Record | None:
-        """The record of choice `index`; None when there is none, and `lost` tells why."""
+        """The record of choice `index`, once it has arrived; None if there is none, and then `lost` has the reason."""
         try:
             async with asyncio.timeout(RECORD_WAIT_SECONDS):
                 while index not in self.records and index not in self.lost:

@@ -1,4 +1,4 @@
-"""What the ledger is about: a request, the choices sampled for it, and its prompt."""
+"""The ledger's data: a request, the choices sampled for it, and its prompt."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -10,28 +10,28 @@ from art_server.ledger.splice import Link
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Who asked for what: known before anything is sampled."""
+    """An inference request, as far as it is known before anything is sampled."""
 
     request_id: str
-    """32 hexadecimal digits, chosen by the gate."""
+    """32 hexadecimal digits, chosen by the proxy."""
     api: str
     project: str | None
     name: str | None
     step: int | None
     """Project, name and step are None for the base model."""
     owner: str
-    """Whose the request is: the project, whatever key opened it; for the base model a name of the caller's key."""
+    """The project, for all of its keys; for the base model a name of the caller's key."""
     session: str | None = None
     before: bytes = conversation.EMPTY
-    """Names the conversation that the request carries."""
+    """Digest of the conversation that the request carries."""
     named: frozenset[str] = frozenset()
-    """Choices that the request names: by `art.id`, the id of a tool call, or that of an earlier response."""
+    """Ids of choices that the request refers to: by `art.id`, by a tool call's id or by an earlier response's id."""
     is_before_user: bool = True
-    """A user's turn follows the last answer."""
+    """Whether a user message follows the last answer."""
 
     @property
     def scope(self) -> str:
-        """Splicing never crosses projects or models."""
+        """Owner and model in one string; splicing never crosses them."""
         return f"{self.owner}\0{self.project}/{self.name}"
 
 
@@ -44,60 +44,61 @@ class Record:
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    """Raw: of the model's own distribution at temperature 1, which is what the client sees."""
+    """Raw: under the model's own distribution at temperature 1, as the client receives them."""
     finish_reason: str
     sampling: dict[str, Any]
     created_at: float
     sampled_logprobs: list[float] | None = None
-    """Under the distribution that the token was really sampled from (temperature, logit bias, kept set); None where the
-    engine cannot tell it (temperature 0, penalties)."""
+    """Under the behaviour policy (temperature, logit bias, kept set); None if the engine cannot compute them
+    (temperature 0, penalties)."""
     kept: list[int] = field(default_factory=list)
-    """For each token an index into `sets`, -1 where the whole vocabulary stayed in play. Empty: -1 everywhere."""
+    """For each token an index into `sets`; -1 is the whole vocabulary. Empty: -1 for all."""
     sets: list[bytes] = field(default_factory=list)
-    """`kept_set.pack_set` of each distinct set of this choice."""
+    """The distinct kept sets of this choice, as `kept_set.pack_set` packs them."""
     continues: str | None = None
-    """The choice whose answer the prompt goes on from, and how (`splice.Link`)."""
+    """The id of the choice whose answer the prompt continues."""
     link: Link | None = None
     said: bytes = b""
+    """Digest of the answer (`conversation.text_digest`)."""
     text: str = ""
-    """What was sampled, with special tokens; known only until the answer is out."""
+    """The sampled text; not stored."""
     is_delivered: bool = False
 
     @property
     def after(self) -> bytes:
-        """Names the conversation that this choice made."""
+        """Digest of the conversation that ends with this choice."""
         return conversation.after(self.request.before, self.said)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A record that fits, before it is loaded."""
+    """A matching record, before it is loaded."""
 
     choice_id: str
     step: int | None
     prompt: Hashable
     tokens: Hashable
-    """Equal for equal prompts and tokens."""
+    """`prompt` and `tokens` are equal if those of the records are."""
     load: Callable[[], Record | None]
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A rendered prompt, as it was taken from the engine's process."""
+    """A rendered prompt from the engine's process, and what it continues."""
 
     number: int
     token_ids: list[int]
-    """What is sampled from."""
+    """The tokens that the engine samples from."""
     rendered: list[int]
-    """As the template made it."""
+    """The tokens that the chat template made."""
     hashes: list[int]
-    """Names each of the rendering's beginnings."""
+    """The hash of each beginning of `rendered` (`splice.prefix_hashes`)."""
     beginnings: list[tuple[int, bool]]
-    """Lengths at which the rendering is known as an earlier prompt, and whether thinking begins there."""
+    """Lengths at which later renderings may continue `rendered`, and whether they leave out its thinking there."""
     continues: str | None = None
     link: Link | None = None
     length: int = 0
-    """Of a spliced prompt: how many first tokens of the rendering are those of the earlier prompt."""
+    """Of a spliced prompt: how many first tokens of `rendered` belong to the earlier prompt."""
 
 
 def choice_id(request_id: str, index: int) -> str:

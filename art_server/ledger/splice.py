@@ -1,22 +1,22 @@
-"""Token-in, token-out over turns: the prompt of a continued conversation begins with the exact tokens of its past.
+"""Token-in, token-out across turns: the prompt of a continued conversation begins with the exact tokens of its past.
 
-A chat template renders an earlier answer from its text; the tokens may come out otherwise than they were sampled, and a
-parsed tool call otherwise than it was written. The engine is given the sampled tokens instead, where they say what was
-rendered: *what the policy reads is what the agent sent*. How a rendered prompt R is read:
+A chat template renders an earlier answer from its text. The rendered tokens can differ from the sampled ones, and a
+parsed tool call can be written differently. The engine gets the sampled tokens instead if they spell the rendered text:
+*what the policy reads is what the agent sent*. A rendered prompt R has three parts:
 
-    R = [an earlier request's rendered prompt][that answer, rendered, up to the end-of-turn token][what is new]
+    R = [an earlier request's rendered prompt][that answer, rendered, up to the end-of-turn token][new tokens]
 
-The first part is found by its hash and compared, the answer is looked for among those that were sampled from that prompt.
-The new prompt is [what the engine was really given][what it really sampled][what is new].
+The first part is found by its hash and then compared. The answer is searched among those sampled from that prompt.
+The new prompt is [the tokens that the engine really sampled from][the tokens that it really sampled][new tokens].
 
-Sampled tokens stand for a rendering that they equal character for character. Four differences are harmless:
+Sampled tokens replace a rendering if their text equals it character for character. Four differences are harmless:
 
     1  the text is split into other tokens
-    2  white space at the turn's ends is gone, which the template strips by its own rule (`template.py`)
+    2  white space at the turn's ends is missing, because the template strips it by its own rule (`template.py`)
     3  a tool call is written as other JSON of the same value, with the template's own separators around it
-    4  thinking that the agent did not send is put back where the template's own rule keeps it
+    4  thinking that the agent did not send is put back, because the template's own rule keeps it
 
-Anything else is the agent's: an edited answer is its new context, and thinking that the template drops stays dropped.
+Otherwise the rendering stays: an edited answer is new context, and thinking that the template drops stays dropped.
 """
 
 from collections import OrderedDict
@@ -30,15 +30,15 @@ from art_server.ledger import conversation
 from art_server.ledger.template import TemplateRules
 
 Link = Literal["exact", "spliced", "dropped", "ambiguous", "retokenized"]
-"""How a prompt continues an earlier answer: rendered with the same tokens; rendered otherwise and spliced; its thinking
-dropped by the template; thinking not sent where several answers differ in it, so that none is put back; rendered
-otherwise while splicing is off."""
+"""How a prompt continues an earlier answer. exact: rendered with the same tokens; spliced: the rendered tokens differ
+and are replaced; dropped: its thinking is not rendered; ambiguous: the agent sent no thinking and several answers
+differ in it, so none is put back; retokenized: the rendered tokens differ and splicing is off."""
 
 MAX_PROMPTS = 20_000
-"""Prompts that the index knows, the most recently used: more than are ever being continued at once; a few MB."""
+"""Prompts in the index, the most recently used: a few MB, and more than are continued at the same time."""
 
 MAX_SAME = 8
-"""Different token sequences remembered for one rendering."""
+"""Prompts with different tokens that are remembered for one rendering."""
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never vanish modulo 2**64
 _powers = np.ones(1, dtype=np.uint64)
@@ -46,29 +46,29 @@ _powers = np.ones(1, dtype=np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A recorded choice, as a candidate for what a prompt continues."""
+    """A recorded choice that a prompt may continue."""
 
     choice_id: str
     session: str | None
     prompt_token_ids: Sequence[int]
-    """What the engine was given."""
+    """The tokens that the engine sampled from."""
     token_ids: Sequence[int]
     opening: Sequence[int] = ()
-    """The last tokens of the prompt's rendering, where these melted into the answer when both were rendered again."""
+    """The last tokens of the prompt's rendering, if a later rendering may have merged them with the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What a prompt continues, and with which tokens."""
+    """The answer that a prompt continues, and the prompt's tokens."""
 
     choice_id: str
     link: Link
     token_ids: list[int] | None
-    """The prompt to sample from; None leaves the rendering as it is."""
+    """The prompt to sample from; None: the rendered one."""
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
-    """Entry i names the first i tokens (a polynomial hash modulo 2**64, of all beginnings at once)."""
+    """The polynomial hashes (modulo 2**64) of all beginnings: entry i is that of the first i tokens."""
     global _powers
     if len(_powers) <= len(token_ids):
         with np.errstate(over="ignore"):
@@ -82,7 +82,7 @@ def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
 
 
 class PromptIndex:
-    """Which rendered prompts were seen, by owner and model, and which stored prompts they became. Bounded."""
+    """Finds stored prompts by owner, model and the hash of their rendering. Its size is bounded."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, int], tuple[int, ...]] = OrderedDict()
@@ -97,7 +97,7 @@ class PromptIndex:
     def beginnings(
         self, scope: str, hashes: Sequence[int]
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """The known beginnings of a rendered prompt, shorter than the whole, longest first: length and prompts."""
+        """The known beginnings of a prompt that are shorter than it, longest first: length and prompt numbers."""
         if not self._known:
             return
         for length in range(len(hashes) - 2, 0, -1):
@@ -109,19 +109,19 @@ class PromptIndex:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one request needs to know of its tokenizer, template and conversation."""
+    """How the answers in one request's prompt are compared: its tokenizer, template rules and conversation."""
 
     end_ids: frozenset[int]
     """The tokens that end a turn."""
     decode: Callable[[Sequence[int], int | None], str]
-    """Token ids to text, as they read behind another token."""
+    """From token ids, and the token before them, to text."""
     rules: TemplateRules
     session: str | None
-    """A request of a session continues answers of that session only."""
+    """If set, only answers of this session are continued."""
     named: frozenset[str]
-    """Choices that the request names, by their id or that of a tool call."""
+    """Ids of choices that the request refers to (`Request.named`)."""
     keeps_thinking: bool
-    """The template's rule keeps the thinking of the last answer."""
+    """Whether the template's rule keeps the thinking of the last answer."""
     is_splicing: bool
 
 
@@ -132,10 +132,10 @@ def continue_answer(
     reading: Reading,
     is_thinking_left_out: bool = False,
 ) -> Continuation | None:
-    """How `rendered` goes on after its first `length` tokens, an earlier request's prompt, or that without the thinking which
-    it opens.
+    """How `rendered` continues after its first `length` tokens: those of an earlier request's prompt or, with
+    `is_thinking_left_out`, of such a prompt without the thinking that it opens. None if it continues no answer.
 
-    `find` gives the answers sampled from that prompt that may be meant, newest first. None when no answer is continued.
+    `find` gives the answers with this text digest that were sampled from that prompt, newest first.
     """
     end = next((i for i in range(length, len(rendered)) if rendered[i] in reading.end_ids), None)
     if end is None:
@@ -145,7 +145,7 @@ def continue_answer(
     shown = reading.decode(shown_ids, before)
     answers = [
         answer
-        for answer in find(conversation.said(shown))
+        for answer in find(conversation.text_digest(shown))
         if reading.session in (None, answer.session)
     ]
     answers = [answer for answer in answers if answer.choice_id in reading.named] or answers
@@ -155,7 +155,7 @@ def continue_answer(
         behind = [*answer.opening, *sampled_ids]
         if behind == shown_ids:
             matches.setdefault("tokens", []).append((shown, answer))
-            break  # nothing is nearer
+            break  # no match is closer
         sampled = reading.decode(behind, before)
         if (match := match_text(sampled, shown, reading)) is not None:
             matches.setdefault(match, []).append((sampled, answer))
@@ -168,7 +168,7 @@ def continue_answer(
     if nearest == "not sent" and len({sampled for sampled, _ in matches[nearest]}) > 1:
         return Continuation(answer.choice_id, "ambiguous", None)
     sampled_ids, sampled_end = split_end(answer.token_ids, reading.end_ids)
-    # The rendered end of the turn stands: in some families it is the next role's header.
+    # The rendered end of the turn stays: in some model families it is the next role's header.
     taken = [*sampled_ids, sampled_end] if sampled_end == rendered[end] else sampled_ids
     new = rendered[end + 1 :] if len(taken) > len(sampled_ids) else rendered[end:]
     whole = [*answer.prompt_token_ids, *taken, *new]
@@ -184,7 +184,7 @@ NEAREST_FIRST: tuple[Match, ...] = ("tokens", "text", "harmless", "not sent", "d
 
 
 def match_text(sampled: str, shown: str, reading: Reading) -> Match | None:
-    """How a sampled answer is the one that is shown; None when it says something else."""
+    """How a sampled answer matches the rendered one (`shown`); None if their texts differ."""
     if sampled == shown:
         return "text"
     rules = reading.rules
@@ -206,8 +206,8 @@ def match_text(sampled: str, shown: str, reading: Reading) -> Match | None:
 
 
 def is_same(sampled: str, shown: str, left: str | None, right: str | None) -> bool:
-    """Whether two answers without thinking are the same but for white space that the template strips, and for how
-    it writes tool calls."""
+    """Whether two answers without thinking are equal, apart from white space that the template strips and the way in
+    which tool calls are written."""
 
     def trim(text: str) -> str:
         return text.lstrip(left).rstrip(right)
@@ -224,7 +224,7 @@ def is_same(sampled: str, shown: str, left: str | None, right: str | None) -> bo
 
 
 def split_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> tuple[list[int], int | None]:
-    """The tokens of an answer, and the one that ended it, None for one that was cut."""
+    """The tokens of an answer, and the token that ended it; None for an answer that was cut."""
     if token_ids and token_ids[-1] in end_ids:
         return list(token_ids[:-1]), token_ids[-1]
     return list(token_ids), None

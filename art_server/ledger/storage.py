@@ -1,6 +1,6 @@
-"""The ledger's SQLite file: prompts, records, kept sets and turns. Callers hold the ledger's lock.
+"""The ledger's SQLite file: prompts, records, kept sets and sessions' turns. Callers hold the ledger's lock.
 
-A prompt is stored as the choice that it continues plus what is new, so a conversation of many turns is stored once.
+A prompt is stored as the choice that it continues plus its new tokens, so a conversation of many turns is stored once.
 """
 
 import array
@@ -21,17 +21,17 @@ from art_server.store.database import add_columns, insert, open_database, transa
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS prompts (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given again: indexes in memory know prompts by it
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- not reused after a deletion, because indexes in memory hold it
     digest BLOB NOT NULL UNIQUE,
     parent TEXT,
     delta BLOB NOT NULL,
-    cut INTEGER,  -- of a spliced prompt: its rendering is that of the parent's prompt without its last `cut` tokens,
-    tail BLOB     -- and these
+    cut INTEGER,  -- of a spliced prompt: its rendering is that of the parent's prompt without the last `cut` tokens,
+    tail BLOB     -- followed by these tokens
 );
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,
     choice_id TEXT NOT NULL UNIQUE,
-    request_id TEXT NOT NULL,  -- the choice ids begin with it, so that it needs no index of its own
+    request_id TEXT NOT NULL,  -- choice ids begin with it, so it needs no index
     api TEXT NOT NULL,
     owner TEXT NOT NULL,
     project TEXT,
@@ -51,8 +51,8 @@ CREATE TABLE IF NOT EXISTS records (
     finish_reason TEXT NOT NULL,
     sampling TEXT NOT NULL,
     is_delivered INTEGER NOT NULL DEFAULT 0,
-    -- beginnings: where else later renderings go on from, 1 where thinking begins there, and the hash
-    -- sampled_from: log-probabilities (NULL: the raw ones), kept, sets (each itself or its number); empty: raw, whole
+    -- beginnings: where else later renderings may continue, as pairs: 1 if they leave out thinking there, and the hash
+    -- sampled_from: log-probabilities (nil: the raw ones), kept, sets (each itself or its number); empty: raw, no sets
     beginnings BLOB,
     sampled_from BLOB
 );
@@ -75,19 +75,19 @@ CREATE TABLE IF NOT EXISTS turns (
 """
 
 CACHED_PROMPTS = 512
-"""Prompts kept in memory, the most recently used: a conversation's next turn needs its last one."""
+"""Prompts kept in memory, the most recently used: a conversation's next turn needs the prompt of its last turn."""
 
 SMALL_BYTES = 1024
-"""Up to this size, packing costs more than it saves."""
+"""Up to this size, compression costs more than it saves."""
 
 CHECKPOINT_PAGES = 8000
-"""The log's length (32 MB) at which it goes into the file: each time waits for the disk."""
+"""Pages of the write-ahead log (32 MB) after which SQLite copies it into the file, and waits for the disk."""
 
 CACHED_SETS = 4096
-"""Kept sets of other records kept in memory: a grammar's are few."""
+"""Shared kept sets in memory; a grammar has few different ones."""
 
 USED_SECONDS = 3600.0
-"""A kept set's time of use is written again when it is older than this."""
+"""A kept set's `used_at` is updated when it is older than this."""
 
 IN_LIST = "IN (SELECT value FROM json_each(?))"
 WITHOUT_RECORD = "NOT EXISTS (SELECT 1 FROM records WHERE prompt = prompts.number)"
@@ -95,26 +95,26 @@ OF_REQUEST = "choice_id > ? AND choice_id < ?"
 
 
 def of_request(request_id: str) -> tuple[str, str]:
-    """The bounds of a request's choice ids."""
+    """The bounds of a request's choice ids, for OF_REQUEST."""
     return f"{request_id}-", f"{request_id}."
 
 
 class Storage:
-    """Writes are committed as they come (WAL), but those of a `transaction`."""
+    """The database and its caches. Each write is committed at once (WAL), except inside a `transaction`."""
 
     def __init__(self, file: Path):
         self.db = open_database(file, SCHEMA, is_durable=False)
         self.db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
         add_columns(self.db, "records", {"sampled_from": "BLOB", "beginnings": "BLOB"})
-        add_columns(self.db, "prompts", {"cut": "BLOB", "tail": "BLOB"})
+        add_columns(self.db, "prompts", {"cut": "INTEGER", "tail": "BLOB"})
         self._sets: dict[int, bytes] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
-        # Of requests that never got an answer.
+        # The prompts of requests that never got an answer.
         self.db.execute(f"DELETE FROM prompts WHERE {WITHOUT_RECORD}")
 
     def forget(self) -> None:
-        """Empty the caches of prompts: after a rollback SQLite gives their numbers to others."""
+        """Clears the caches of prompts: after a rollback SQLite gives the numbers of rolled-back prompts to others."""
         self._prompts.clear()
         self._renderings.clear()
 
@@ -151,7 +151,7 @@ class Storage:
         return number
 
     def load_rendering(self, number: int) -> "array.array[int]":
-        """A prompt as it was rendered: another than what was sampled from where it was spliced."""
+        """A prompt's rendered tokens. If the prompt was spliced, they differ from the tokens that were sampled from."""
         cached = self._renderings.get(number)
         if cached is not None:
             self._renderings.move_to_end(number)
@@ -176,7 +176,7 @@ class Storage:
         return whole
 
     def load_prompt(self, number: int) -> "array.array[int]":
-        """A prompt's tokens, put together from the choices that it continues."""
+        """The tokens that were sampled from, assembled from the choices that the prompt continues."""
         cached = self._prompts.get(number)
         if cached is not None:
             self._prompts.move_to_end(number)
@@ -274,7 +274,7 @@ class Storage:
         )
 
     def _store_sampled(self, record: Record) -> bytes | None:
-        """What a choice was sampled from. Other choices share the sets of a grammar, but hardly the few ids that top_p left."""
+        """The `sampled_from` of a record. Choices share a grammar's sets, but rarely the few ids that top_p keeps."""
         if record.sampled_logprobs is None:
             return None
         is_raw = record.sampled_logprobs == record.logprobs
@@ -334,15 +334,15 @@ class Storage:
     # --- keeping within bounds ---
 
     def size(self) -> int:
-        """Bytes in use; free pages are filled before the file grows."""
+        """Bytes in use, without free pages, which SQLite fills before the file grows."""
         (pages,) = self.db.execute("PRAGMA page_count").fetchone()
         (free,) = self.db.execute("PRAGMA freelist_count").fetchone()
         (page_size,) = self.db.execute("PRAGMA page_size").fetchone()
         return (pages - free) * page_size
 
     def drop(self, numbers: Sequence[int], used_prompts: Iterable[int]) -> None:
-        """Drop records, with all that nothing else needs; the used prompts are those of requests with the engine."""
-        asked = json.dumps(list(used_prompts))
+        """Deletes records and everything that only they need, except `used_prompts`, which open requests need."""
+        in_use = json.dumps(list(used_prompts))
         rows = self.db.execute(
             f"SELECT choice_id, prompt, request_id FROM records WHERE number {IN_LIST}",
             (json.dumps(numbers),),
@@ -354,9 +354,9 @@ class Storage:
             stay = self.db.execute(
                 f"SELECT number FROM prompts WHERE parent {IN_LIST} AND (number {IN_LIST} OR EXISTS"
                 f" (SELECT 1 FROM records WHERE prompt = prompts.number AND NOT choice_id {IN_LIST}))",
-                (choices, asked, choices),
+                (choices, in_use, choices),
             ).fetchall()
-            for (number,) in stay:  # their past goes: store them whole
+            for (number,) in stay:  # their parent is deleted: store them whole
                 whole, rendering = self.load_prompt(number), self.load_rendering(number)
                 self.db.execute(
                     "UPDATE prompts SET parent = NULL, delta = ?, cut = NULL, tail = ? WHERE number = ?",
@@ -366,7 +366,7 @@ class Storage:
             self.db.execute(f"DELETE FROM prompts WHERE parent {IN_LIST}", (choices,))
             self.db.execute(
                 f"DELETE FROM prompts WHERE number {IN_LIST} AND NOT number {IN_LIST} AND {WITHOUT_RECORD}",
-                (prompts, asked),
+                (prompts, in_use),
             )
             self.db.execute(
                 f"DELETE FROM turns WHERE request_id {IN_LIST} AND NOT EXISTS (SELECT 1 FROM records WHERE"
@@ -387,7 +387,7 @@ def signed(hashed: int) -> int:
 
 
 def _pack_beginnings(prompt: Prompt) -> bytes | None:
-    """Those beside the whole prompt."""
+    """The beginnings shorter than the whole prompt; None if there are none."""
     values = array.array("q")
     for length, is_thinking in prompt.beginnings[1:]:
         values.extend([int(is_thinking), signed(prompt.hashes[length])])

@@ -1,7 +1,7 @@
-"""What a chat template does to an earlier answer by its own rule: which white space it strips, which thinking it keeps.
+"""How a chat template changes earlier answers: which white space it strips, and which thinking it keeps.
 
-Seen by rendering, once a base model: the answers to a few conversations show it, whatever the template's text. A template
-that cannot be rendered here is taken to strip nothing and to keep nothing.
+The rules are found by rendering a few conversations once per base model, so the template's text does not matter. A
+template that cannot be rendered here is assumed to strip nothing and to keep no thinking.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from art_server.base_models import read_template
 logger = logging.getLogger(__name__)
 
 SPACES = "\n\t \r\u2003"
-"""White space that is tried. A template that strips all of these strips whatever is white space."""
+"""White space that is tried. A template that strips all of these is assumed to strip all white space."""
 WORD, THOUGHT = "WORD", "THOUGHT"
 QUESTION = {"role": "user", "content": "question"}
 CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
@@ -29,20 +29,20 @@ RESULT = {"role": "tool", "tool_call_id": "call12345", "name": "look", "content"
 
 @dataclass(frozen=True, slots=True)
 class TemplateRules:
-    """The defaults change nothing."""
+    """A template's rules for earlier answers. With the defaults it strips nothing and keeps no thinking."""
 
     left: str | None = ""
-    """White space that is stripped from an answer's beginning; None is any."""
+    """White space that is stripped from an answer's beginning; None: all white space."""
     right: str | None = ""
-    """...and from its end."""
+    """White space that is stripped from an answer's end; None: all white space."""
     around_thinking: str = ""
-    """White space that is written anew around thinking, and between it and the answer."""
+    """White space that the template replaces by its own around thinking, and between thinking and answer."""
     keeps_before_user: bool = False
-    """Thinking of an answer that a user's turn follows is rendered."""
+    """Whether thinking is rendered in an answer that a user message follows."""
     keeps_before_tool: bool = False
-    """Thinking of an answer that only tool results follow is rendered."""
+    """Whether thinking is rendered in an answer that only tool results follow."""
     behind_answer: str = ""
-    """What is rendered behind an answer that a user's turn follows."""
+    """The text that is rendered after an answer that a user message follows."""
 
 
 def find_rules(folder: Path) -> TemplateRules:
@@ -65,7 +65,7 @@ def find_rules(folder: Path) -> TemplateRules:
             return ""
 
     def stripped(left: str, right: str) -> str | None:
-        """Which white space beside the word changes nothing; `left` and `right` say on which side."""
+        """The white space that is stripped beside an answer, on the side of the "x"; None: all white space."""
         plain = render(QUESTION, {"role": "assistant", "content": WORD}, QUESTION)
         gone = "".join(
             space

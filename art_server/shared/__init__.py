@@ -1,1 +1,1 @@
-"""What several of the server's processes use: the messages between them, and what they must compute alike. No torch, no vLLM."""
+"""Code that several of the server's processes share: their messages, and results that must agree. No torch, no vLLM."""

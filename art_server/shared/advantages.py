@@ -1,23 +1,23 @@
-"""How much better a trajectory did than it was expected to: the weight of its tokens in the loss.
+"""Advantages: how much better a trajectory did than its group. They scale the gradients of its tokens.
 
-Groups that teach nothing are named here and nowhere else, so that forward passes, denominators and counts agree.
+Only this file decides which groups have signal, so that forward passes, denominators and counts agree.
 """
 
 import math
 from collections.abc import Sequence
 
 from art.wire import LossConfig
-from art_server.shared.tasks import Row, TrainableGroup, TrainableTrajectory
+from art_server.shared.tasks import TokenSequence, TrainableGroup, TrainableTrajectory
 
 STD_FLOOR = 1e-6
-"""Added to a standard deviation, so that rewards which differ by rounding only do not become advantages of order
-one."""
+"""Added to a standard deviation, so that rewards that differ only by rounding do not get advantages near 1."""
 
 
 def has_signal(group: TrainableGroup, config: LossConfig | None = None) -> bool:
-    """Whether any token of a group that is trained has an advantage, before the batch is scaled or KL lowers rewards.
+    """Whether any trained token of the group has an advantage, before batch scaling and before KL lowers rewards.
 
-    Raises FloatingPointError for rewards beyond arithmetic.
+    Raises:
+        FloatingPointError: a reward is not finite, or too large for a standard deviation.
     """
     config = config or LossConfig()
     outcomes_G = group_advantages(penalised_rewards(group, config), config)
@@ -25,68 +25,78 @@ def has_signal(group: TrainableGroup, config: LossConfig | None = None) -> bool:
     return any(
         any(advantages)
         for index, trajectory in enumerate(group.trajectories)
-        for row, advantages in zip(
-            trajectory.rows,
-            row_advantages(trajectory, outcomes_G[index] if outcomes_G else 0.0, turns_G[index]),
+        for sequence, advantages in zip(
+            trajectory.sequences,
+            sequence_advantages(
+                trajectory, outcomes_G[index] if outcomes_G else 0.0, turns_G[index]
+            ),
             strict=True,
         )
-        if not is_masked(row, config)
+        if not is_masked(sequence, config)
     )
 
 
-def is_masked(row: Row, config: LossConfig) -> bool:
-    """Left out because its conversation was cut at a length limit."""
-    return config.overlong == "mask" and row.truncated
+def is_masked(sequence: TokenSequence, config: LossConfig) -> bool:
+    """Whether the sequence is left out because its conversation was cut at a length limit."""
+    return config.overlong == "mask" and sequence.truncated
 
 
-def row_advantages(
+def sequence_advantages(
     trajectory: TrainableTrajectory, outcome: float, of_turns: Sequence[float]
 ) -> list[list[float]]:
-    """For each row the advantages of its trained tokens: those given for them, elsewhere that of the trajectory plus those
-    of its turns that are not over."""
+    """The advantages of each sequence's trained tokens.
+
+    A token has the advantage that the client gave it. Without one, it has the trajectory's (`outcome`) plus those of
+    its own turn and all later turns (`of_turns`).
+    """
     made: list[list[float]] = []
     turns = iter(of_turns)
     remaining = sum(of_turns)
-    for row in trajectory.rows:
+    for sequence in trajectory.sequences:
         advantages: list[float] = []
-        ends = sorted(row.rewards)
-        for position in trained_positions(row):
+        ends = sorted(sequence.rewards)
+        for position in trained_positions(sequence):
             while ends and ends[0] < position:
                 remaining -= next(turns)
                 ends.pop(0)
-            advantages.append(row.advantages.get(position, outcome + remaining))
+            advantages.append(sequence.advantages.get(position, outcome + remaining))
         for _ in ends:
             remaining -= next(turns)
         made.append(advantages)
     return made
 
 
-def trained_positions(row: Row) -> list[int]:
-    """Where the trained tokens of a row are: sampled ones, but the first token of all, which nothing predicts.
+def trained_positions(sequence: TokenSequence) -> list[int]:
+    """Positions of the trained tokens: the sampled ones, except position 0, which no token predicts.
 
-    Raises ValueError for a row whose log-probabilities and tokens differ in number, or contradict `recompute`.
+    Raises:
+        ValueError: tokens and log-probabilities differ in number, or a position in `recompute` has a log-probability.
     """
-    if len(row.token_ids) != len(row.logprobs):
+    if len(sequence.token_ids) != len(sequence.logprobs):
         raise ValueError(
-            f"a row has {len(row.token_ids)} tokens and {len(row.logprobs)} log-probabilities"
+            f"a sequence has {len(sequence.token_ids)} tokens and {len(sequence.logprobs)} log-probabilities"
         )
-    recomputed = set(row.recompute)
-    if known := [each for each in recomputed if row.logprobs[each] is not None]:
-        raise ValueError(f"positions {known[:3]} are to be recomputed and have log-probabilities")
+    recomputed = set(sequence.recompute)
+    if known := [each for each in recomputed if sequence.logprobs[each] is not None]:
+        raise ValueError(f"positions {known[:3]} are to be recomputed but have log-probabilities")
     return [
         index
-        for index, value in enumerate(row.logprobs)
+        for index, value in enumerate(sequence.logprobs)
         if index > 0 and (value is not None or index in recomputed)
     ]
 
 
 def turn_rewards(trajectory: TrainableTrajectory) -> list[float]:
-    """In the order of the turns."""
-    return [row.rewards[end] for row in trajectory.rows for end in sorted(row.rewards)]
+    """The rewards of the turns that have one, in order."""
+    return [
+        sequence.rewards[end]
+        for sequence in trajectory.sequences
+        for end in sorted(sequence.rewards)
+    ]
 
 
 def penalised_rewards(group: TrainableGroup, config: LossConfig) -> list[float]:
-    """The rewards of a group's trajectories, lowered where they are too long."""
+    """The rewards of a group's trajectories; with overlong="soft_penalty", lowered where a trajectory is too long."""
     return [
         each.reward + overlong_penalty(num_sampled(each), config) for each in group.trajectories
     ]
@@ -94,22 +104,24 @@ def penalised_rewards(group: TrainableGroup, config: LossConfig) -> list[float]:
 
 def num_sampled(trajectory: TrainableTrajectory) -> int:
     return sum(
-        sum(value is not None for value in row.logprobs) + len(row.recompute)
-        for row in trajectory.rows
+        sum(value is not None for value in sequence.logprobs) + len(sequence.recompute)
+        for sequence in trajectory.sequences
     )
 
 
 def group_advantages(
     rewards_G: Sequence[float], config: LossConfig | None = None
 ) -> list[float] | None:
-    """The advantage of each trajectory of a group, or None where the group carries no signal: compared within the
-    group, its rewards are all exactly equal, as those of a single trajectory (or none) always are.
+    """The advantage of each trajectory of a group, or None where the group has no signal.
 
-    group_mean: reward - mean. leave_one_out: reward - mean of the others. none: reward.
-    group_std: that, divided by (population standard deviation + STD_FLOOR).
-    Raises FloatingPointError when the rewards are not finite, or so large that their deviation is not.
+    It has none if its rewards are all equal, as with a single trajectory; with baseline="none", if all are 0.
+    baseline: group_mean is reward - mean, leave_one_out is reward - mean of the others, none is the reward.
+    scaling: group_std divides by (population standard deviation + STD_FLOOR), unless all rewards are equal.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Ahmadian et al. 2024,
     arXiv:2402.14740, eq. 8 (leave one out).
+
+    Raises:
+        FloatingPointError: a reward is not finite, or too large for a standard deviation.
     """
     config = config or LossConfig()
     if not all(math.isfinite(reward) for reward in rewards_G):
@@ -125,7 +137,7 @@ def group_advantages(
     std = math.sqrt(sum(deviation * deviation for deviation in deviations_G) / size)
     if not math.isfinite(std):
         raise FloatingPointError(
-            f"the rewards of a group run from {min(rewards_G):g} to {max(rewards_G):g}: their standard deviation is"
+            f"the rewards of a group range from {min(rewards_G):g} to {max(rewards_G):g}: their standard deviation is"
             " not a finite number; scale the rewards down"
         )
     if config.baseline == "none":
@@ -134,7 +146,7 @@ def group_advantages(
         advantages_G = [deviation * size / (size - 1) for deviation in deviations_G]
     else:
         advantages_G = deviations_G
-    if config.scaling != "group_std":
+    if config.scaling != "group_std" or std == 0:
         return advantages_G
     return [advantage / (std + STD_FLOOR) for advantage in advantages_G]
 
@@ -142,7 +154,9 @@ def group_advantages(
 def scale_over_batch(
     advantages: Sequence[list[float] | None], config: LossConfig
 ) -> list[list[float] | None]:
-    """With scaling="batch_std" (advantage - mean) / (standard deviation + STD_FLOOR) over all groups with signal.
+    """The advantages, with scaling="batch_std" normalised over all groups: (advantage - mean) / (std + STD_FLOOR).
+
+    None marks a group without signal, which does not count.
 
     Source: Hu 2025, arXiv:2501.03262, section 3.2 (global advantage normalisation).
     """
@@ -157,7 +171,7 @@ def scale_over_batch(
 
 
 def overlong_penalty(num_tokens: int, config: LossConfig) -> float:
-    """What the soft penalty adds to the reward of a trajectory with this many trained tokens: 0 to -1.
+    """The soft penalty that is added to the reward of a trajectory with this many sampled tokens: 0 to -1.
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 13.
     """
@@ -171,10 +185,13 @@ def overlong_penalty(num_tokens: int, config: LossConfig) -> float:
 def turn_advantages(
     rewards_of_turns: Sequence[list[float]], config: LossConfig
 ) -> list[list[float]]:
-    """For each trajectory of a group, the advantage that each of its turn rewards brings to all tokens up to it.
+    """For each trajectory of a group, the advantage of each of its turn rewards.
 
-    A turn reward is compared with all turn rewards of the group; a token gets the sum over the turns not yet over.
+    A turn reward is compared with all turn rewards of the group. A token gets the sum over its own and later turns.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.3 (process supervision).
+
+    Raises:
+        FloatingPointError: a turn reward is not finite.
     """
     values = [value for rewards in rewards_of_turns for value in rewards]
     if not all(math.isfinite(value) for value in values):

@@ -1,15 +1,15 @@
-"""The tokens that a sampler kept in play for one sampled token, as bytes: what top_k, top_p, min_p, a grammar, bad words and
-min_tokens left over. Imports no torch: the engine's process, the server and the trainer all read it.
+"""The kept set of a sampled token, as bytes: the tokens that top_k, top_p, min_p, a grammar, bad words and min_tokens
+left in play. Imports no torch: the engine's process, the server and the trainer all use this file.
 """
 
 import numpy as np
 
 LIST, MASK = b"i", b"m"
-"""The first byte: ascending int32 ids, or one bit for each token of the vocabulary, whichever is shorter."""
+"""The first byte, which names the form: ascending int32 ids, or one bit for each token of the vocabulary."""
 
 
 def pack_set(token_ids: np.ndarray, num_vocabulary: int) -> bytes:
-    """One set of token ids in the shorter of both forms; equal sets give equal bytes."""
+    """The set of token ids in the shorter form. Equal sets give equal bytes."""
     if len(token_ids) * 32 <= num_vocabulary:
         return LIST + np.sort(token_ids).astype("<i4").tobytes()
     is_kept_V = np.zeros(num_vocabulary, dtype=bool)
@@ -18,7 +18,11 @@ def pack_set(token_ids: np.ndarray, num_vocabulary: int) -> bytes:
 
 
 def unpack_set(packed: bytes) -> np.ndarray:
-    """The ids of a set, int64, ascending. Raises ValueError for bytes of another form."""
+    """The ids of a packed set, int64, ascending.
+
+    Raises:
+        ValueError: the bytes have neither form.
+    """
     if packed[:1] == LIST and len(packed) % 4 == 1:
         return np.frombuffer(packed, dtype="<i4", offset=1).astype(np.int64)
     if packed[:1] == MASK:

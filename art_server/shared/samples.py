@@ -1,4 +1,4 @@
-"""What vLLM's process reports of a request, as JSON lines over a socket, and the ids that tie them to it."""
+"""Messages about requests from vLLM's process to the server, as JSON lines over a socket, and their request ids."""
 
 import re
 import uuid
@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 REQUEST_ID = re.compile(r"([0-9a-f]{32})(?:[-_](\d+))?$")
-"""vLLM's request id holds the gate's and, for completions of several prompts, the prompt's number."""
+"""vLLM's request id ends with the proxy's id and, for completions of several prompts, the prompt's index."""
 
 FIRST_TURN = "f"
-"""The first digit of a request's id when it cannot continue an answer: its prompt comes with its samples, and the engine does
-not wait for other tokens."""
+"""First digit of the id of a request that cannot continue an earlier answer. The engine does not request exact
+tokens for it, and sends the prompt with the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +20,26 @@ class Sample:
     """One finished choice, as the engine sampled it."""
 
     request_id: str
-    """vLLM's own id of the request; it contains the id that the gate set."""
+    """vLLM's own id of the request; it contains the proxy's id."""
     index: int
     text: str
     """As vLLM decoded it, without special tokens, cut where a stop string cut it."""
     token_ids: list[int]
     logprobs: list[float]
-    """One for each of token_ids: raw log-probabilities, at temperature 1."""
+    """One for each of token_ids: the model's own log-probability, at temperature 1."""
     finish_reason: str
     stop_reason: int | str | None
     sampling: dict[str, Any]
     sampled_logprobs: list[float] | None = None
     kept: list[int] = field(default_factory=list)
     sets: list[bytes] = field(default_factory=list)
-    """As in the ledger's `Record`."""
+    """sampled_logprobs, kept and sets: as in the ledger's `Record`."""
     rendered: list[int] | None = None
-    """The prompt of a first turn; another's was asked about before."""
+    """The rendered prompt of a first turn, or of a turn whose exact tokens leave no room for an answer."""
 
 
 def new_request_id(is_first_turn: bool) -> str:
-    """32 hexadecimal digits."""
+    """A random id of 32 hexadecimal digits."""
     return (FIRST_TURN if is_first_turn else "0") + uuid.uuid4().hex[1:]
 
 
@@ -49,15 +49,15 @@ def is_first_turn(engine_request_id: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What each line has; one with a prompt asks about it, any other is a sample."""
+class EngineMessage:
+    """A part of every message. With a prompt, it requests the exact tokens for it; without, it is a `Sample`."""
 
     request_id: str
     prompt: list[int] | None = None
 
 
-class Name(msgspec.Struct):
-    """What a line that cannot be taken still tells."""
+class MessageName(msgspec.Struct):
+    """The fields that name the choice of a sample that cannot be decoded as a whole."""
 
     request_id: str = ""
     index: int = 0

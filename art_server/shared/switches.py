@@ -1,8 +1,8 @@
-"""Variables by which the server tells vLLM's processes what to change in them."""
+"""Environment variables by which the server controls our changes to vLLM's processes."""
 
 SWITCH = "ART_ENGINE_DEVICE"
-"""Set in the environment of our engines, so that other vLLMs of the same installation stay as they are."""
+"""The device. Set only for our engines, so that other vLLM processes of the same installation remain unchanged."""
 EXPERTS_SWITCH = "ART_ENGINE_EXPERTS"
-"""Set where the base is a mixture of experts."""
+"""Set for a base model that is a mixture of experts."""
 ONE_THREAD_SWITCH = "ART_ENGINE_ONE_THREAD"
-"""Set where a CPU's worker computes with one thread."""
+"""Set where vLLM's CPU worker computes with one thread."""

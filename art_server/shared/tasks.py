@@ -1,6 +1,6 @@
-"""What the server asks of the trainer process, and what it answers: JSON lines over the process's pipes.
+"""The messages between server and trainer process, JSON lines over its pipes: tasks to the trainer, answers back.
 
-Token rows are resolved before they come here; nothing in the trainer knows of messages, templates or engines.
+The server resolves all token sequences, so the trainer knows nothing of chat messages, templates or engines.
 """
 
 from typing import Annotated, Literal
@@ -10,61 +10,68 @@ from pydantic import BaseModel, ConfigDict, Field
 from art.wire import LoRAConfig, TrainConfig
 
 BetweenSteps = Literal["stay", "leave", "reload"]
-"""Where the trainer's base is between steps: on the device, in main memory, or nowhere, to be read again from its files."""
+"""The base model between steps: it stays on the device, leaves it for main memory, or is loaded again from files."""
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
-    """NaN and infinity keep their names on the pipe: as null, pydantic's default, a NaN log-probability would read as
-    "context only" and its token would be dropped in silence."""
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        ser_json_inf_nan="constants",
+        validate_by_name=True,
+        serialize_by_alias=True,
+    )
+    """NaN and infinity are written by name. As null, pydantic's default, a NaN log-probability would mean "context
+    only", and its token would silently not be trained."""
 
 
 class Distribution(Record):
-    """What a token was sampled from, beside the model's logits: the trainer scores it in the same way."""
+    """How a token's behaviour policy differs from the model's own distribution. The trainer scores tokens under it."""
 
     temperature: float = Field(default=1.0, gt=0)
     logit_bias: dict[int, float] = {}
-    """Added to the logits of these tokens, before the temperature divides."""
+    """Added to the logits of these tokens, before they are divided by the temperature."""
     kept: str | None = None
-    """The tokens that stayed in play, base64 of `kept_set.pack_set`; None is the whole vocabulary."""
+    """The kept set: base64 of `kept_set.pack_set`. None is the whole vocabulary."""
 
 
 class Span(Record):
-    """Tokens of a row whose record in the ledger is known: [start, stop), sampled at a step of the trained model."""
+    """Tokens [start, stop) of a sequence that, by their record in the ledger, the trained model sampled at `step`."""
 
     start: int
     stop: int
     step: int
 
 
-class Row(Record):
-    """One run of tokens that the policy saw and wrote."""
+class TokenSequence(Record):
+    """A run of tokens that the policy read and wrote."""
 
     token_ids: list[int]
     logprobs: list[float | None]
-    """As long as token_ids: the log-probability of the token under what it was sampled from (`distributions`);
-    None at tokens that are context only."""
+    """As long as token_ids: each token's log-probability under the distribution that it was sampled from
+    (`distributions`). None for context, and for positions in `recompute`."""
     distributions: list[int] = []
-    """For each token an index into `Batch.distributions`, -1 for the model's own at temperature 1. Empty: -1 everywhere."""
+    """For each token an index into `Batch.distributions`; -1 is the model's own at temperature 1. Empty: -1 for all."""
     spans: list[Span] = []
-    """In order. Tokens elsewhere are of unknown step."""
+    """In order. The step of tokens outside them is unknown."""
     truncated: bool = False
-    """The conversation that it belongs to was cut at a length limit (finish_reason "length")."""
+    """The sequence's conversation was cut at a length limit (finish_reason "length")."""
     recompute: list[int] = []
-    """Positions that are trained although the engine's log-probability is unknown (None there): the trainer's own at
-    the start of the step stands for it, so the ratio is 1."""
+    """Positions that are trained although the engine's log-probability is unknown (None). The trainer takes its own at
+    the start of the job instead, so the ratio pi_old / pi_sampled is 1."""
     advantages: dict[int, float] = {}
-    """Advantages given per position; elsewhere the trajectory's holds."""
+    """Advantages by position, as the client gave them. Other tokens have the trajectory's and their turns'."""
     rewards: dict[int, float] = {}
-    """Rewards given for a turn, by the position of its last token (process supervision)."""
+    """Rewards of turns, by the position of the turn's last token (process supervision)."""
 
 
 class TrainableTrajectory(Record):
-    """One sequence: all of its rows share the reward. Without rows it cannot be trained, and its reward still counts among
-    those of its group."""
+    """A trajectory; its sequences share the reward. Without sequences it is not trained, but its reward counts in its
+    group."""
 
     reward: float
-    rows: list[Row]
+    sequences: list[TokenSequence] = Field(validation_alias="rows", serialization_alias="rows")
+    """`rows` in JSON, because a queue may hold jobs of an earlier version."""
 
 
 class TrainableGroup(Record):
@@ -72,15 +79,15 @@ class TrainableGroup(Record):
 
 
 class Batch(Record):
-    """The resolved payload of a job: exactly what is trained, whatever happens later."""
+    """The resolved payload of a job: exactly the tokens and rewards that are trained."""
 
     groups: list[TrainableGroup]
     distributions: list[Distribution] = []
-    """Each once; rows refer to them."""
+    """Each distinct distribution once; sequences refer to them by index."""
 
 
 class InitTask(Record):
-    """Write a fresh adapter (step 0: the policy is the base model) into out_dir."""
+    """Writes a fresh adapter into out_dir (step 0: the policy equals the base model)."""
 
     kind: Literal["init"] = "init"
     lora: LoRAConfig
@@ -89,8 +96,8 @@ class InitTask(Record):
 
 
 class CheckTask(Record):
-    """See that the adapter in a folder, and its optimizer's state where there is one, are of this shape on the base; fails
-    with "bad_checkpoint" otherwise."""
+    """Checks that a folder's adapter, and its optimizer state if there is one, fit the base and `lora`. Fails with
+    "bad_checkpoint" otherwise."""
 
     kind: Literal["check"] = "check"
     lora: LoRAConfig
@@ -98,24 +105,24 @@ class CheckTask(Record):
 
 
 class LoadTask(Record):
-    """Load the base model, so that the first step does not wait for it."""
+    """Loads the base model, so that the first step does not wait for it."""
 
     kind: Literal["load"] = "load"
 
 
 class GapBars(Record):
-    """What the gap between the engine's log-probabilities and the trainer's means (`gap.py`)."""
+    """Thresholds for the gap between the engine's and the trainer's log-probabilities (`gap.py`)."""
 
     high: float
-    """A mean above this is worth a note."""
+    """A mean above this is noted in the job's report."""
     wrong: float
-    """A mean above this trains nothing."""
+    """A mean above this fails the job."""
     largest: float | None = None
-    """A single token's gap above this trains nothing."""
+    """A single token's gap above this fails the job."""
 
 
 class TrainTask(Record):
-    """The optimizer steps of one job, from in_dir's adapter (and optimizer state, when it is there) into out_dir."""
+    """Takes the optimizer steps of one job, from the adapter (and optimizer state, if any) in in_dir, into out_dir."""
 
     kind: Literal["train"] = "train"
     lora: LoRAConfig
@@ -123,22 +130,22 @@ class TrainTask(Record):
     out_dir: str
     config: TrainConfig
     batch: Batch = Batch(groups=[])
-    """The server holds it as JSON, and passes it on unread (`TrainerProcess.run`)."""
+    """The server has it as JSON and inserts it without parsing (`TrainerProcess.run`)."""
     start_step: int = 0
-    """The model's step in in_dir: tokens that it sampled show the gap between engine and trainer."""
+    """The model's step in in_dir. Tokens sampled at this step measure the gap between engine and trainer."""
     seed: int = 0
-    """Fixes the order of groups in several optimizer steps."""
+    """Fixes the order of groups when the job takes several optimizer steps."""
     gap_bars: GapBars | None = None
-    """None: the gap is measured, and not judged."""
+    """None: the gap is measured but not judged."""
     budget_divisor: int = Field(default=1, ge=1)
-    """How many times fewer tokens go through the model at a time than usually: for a job under which the process died."""
+    """Divides the number of tokens per micro-batch, for a job during which the process died."""
 
 
 Task = Annotated[InitTask | CheckTask | LoadTask | TrainTask, Field(discriminator="kind")]
 
 
 class Ready(Record):
-    """The trainer's first line: it takes tasks."""
+    """The trainer's first line: it is ready for tasks."""
 
     event: Literal["ready"] = "ready"
 
@@ -154,9 +161,9 @@ class Done(Record):
     event: Literal["done"] = "done"
     metrics: dict[str, float]
     unchanged: bool = False
-    """True when the batch held no learning signal: the weights are those of in_dir."""
+    """True if no group had signal: the weights are those of in_dir."""
     notes: list[str] = []
-    """What the trainer decided by itself, as sentences for the job's report."""
+    """Decisions and observations of the trainer, as sentences for the job's report."""
 
 
 class Failed(Record):
@@ -164,7 +171,7 @@ class Failed(Record):
     code: str
     message: str
     retryable: bool = False
-    """The same task may succeed later, unchanged."""
+    """The unchanged task may succeed later."""
 
 
 Answer = Annotated[Ready | Progress | Done | Failed, Field(discriminator="event")]

@@ -1,21 +1,21 @@
-"""How much vLLM has computed: counted in its own processes, in a file that the server reads without asking anybody.
+"""Counters of the work that vLLM has done. Its processes write them to a file, so the server can read them at any time.
 
-A number that stands still while requests wait is a hung engine; an engine that is busy with a long prompt, or for minutes
-with full batches, raises it all the time, however late its answers are.
+If no counter rises while requests wait, the engine is hung. An engine that computes a long prompt or large batches
+raises them all the time, even if it answers minutes later.
 """
 
 import mmap
 from pathlib import Path
 
 FILE_VARIABLE = "ART_ENGINE_WORK"
-"""Names the file to vLLM's processes."""
+"""Environment variable with the file's path, for vLLM's processes."""
 
 NUM_SLOTS = 16
-"""Of eight bytes. The engine's core writes into the first, workers into the others; two of them may share one."""
+"""Counters of eight bytes. The engine's core writes to the first, workers to the others. Two workers may share one."""
 
 
 class WorkCounter:
-    """One process's number in the file."""
+    """One process's counter in the file."""
 
     def __init__(self, path: Path, slot: int):
         with path.open("r+b") as file:
@@ -27,10 +27,10 @@ class WorkCounter:
 
 
 def make_file(path: Path) -> None:
-    """Start at nothing."""
+    """Writes the file with all counters at 0."""
     path.write_bytes(bytes(NUM_SLOTS * 8))
 
 
 def read_work(path: Path) -> bytes:
-    """Equal to an earlier reading where nothing was computed since."""
+    """The counters. They equal an earlier reading if nothing was computed since."""
     return path.read_bytes()

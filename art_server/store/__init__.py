@@ -1,1 +1,1 @@
-"""Files: models, checkpoints, trajectories, history. Everything is written whole or not at all."""
+"""Files on disk: models, checkpoints, trajectories, history. A write is completed or has no effect."""

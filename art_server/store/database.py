@@ -1,4 +1,4 @@
-"""SQLite files: opened alike, and their faults told in our words."""
+"""Opens SQLite files with equal settings, and translates their errors into the server's."""
 
 import contextlib
 import sqlite3
@@ -9,12 +9,12 @@ from typing import Literal
 from art_server.errors import StorageFull, Unavailable
 
 LOCK_SECONDS = 0.1
-"""How long a write waits for another program (a backup, a shell) that holds the file. The server waits itself, beside its
-event loop, where more is wanted."""
+"""How long a write waits for another program (a backup, a shell) that locks the file. Short, because some writes block
+the event loop; the job runner retries after a pause."""
 
 
 def open_database(file: Path, schema: str, *, is_durable: bool) -> sqlite3.Connection:
-    """A connection for all threads, in autocommit mode. What a durable one has committed survives a power loss."""
+    """Returns a connection for all threads, in autocommit mode. With `is_durable` a commit survives a power loss."""
     file.parent.mkdir(parents=True, exist_ok=True)
     database = sqlite3.connect(
         file, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
@@ -28,7 +28,7 @@ def open_database(file: Path, schema: str, *, is_durable: bool) -> sqlite3.Conne
 
 
 def add_columns(database: sqlite3.Connection, table: str, wanted: Mapping[str, str]) -> None:
-    """Columns, with their types, that a file of an earlier version lacks."""
+    """Adds the columns (name to type) that a file of an earlier version lacks."""
     there = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
     for column, kind in wanted.items():
         if column not in there:
@@ -41,7 +41,7 @@ def insert(
     row: Mapping[str, object],
     or_else: Literal["ABORT", "IGNORE", "REPLACE"] = "ABORT",
 ) -> int:
-    """Write a row by its columns' names. Returns its number."""
+    """Inserts a row (column to value) and returns its rowid."""
     marks = ",".join("?" * len(row))
     statement = f"INSERT OR {or_else} INTO {table} ({','.join(row)}) VALUES ({marks})"
     return database.execute(statement, tuple(row.values())).lastrowid or 0
@@ -49,7 +49,7 @@ def insert(
 
 @contextlib.contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """All statements of the block, or none."""
+    """Commits all statements of the block, or none."""
     database.execute("BEGIN IMMEDIATE")
     with database:
         yield
@@ -57,22 +57,22 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def database_errors(what: str) -> Iterator[None]:
-    """Say what stops a write.
+    """Translates SQLite's errors inside the block.
 
     Raises:
         StorageFull: the disk is full, read-only or broken.
-        Unavailable: another program holds the file.
+        Unavailable: another program locks the file.
     """
     try:
         yield
     except sqlite3.OperationalError as error:
         if "locked" in str(error) or "busy" in str(error):
             raise Unavailable(
-                f"another program holds the database that {what} goes into: repeat the request",
+                f"another program locks the database for {what}: repeat the request",
                 code="database_locked",
             ) from error
         raise StorageFull(
-            f"the disk does not take {what} ({error}): free some room under the server's --path, see that it can be "
-            "written, and repeat the request",
+            f"cannot write {what} to the disk ({error}): free some space under the server's --path, check that it is "
+            "writable, and repeat the request",
             code="no_disk_space",
         ) from error

@@ -1,4 +1,4 @@
-"""Writing files so that a crash at any line leaves the old state or the new one, never a mixture."""
+"""Writes files so that a crash at any point leaves the old state or the new one, never a mixture."""
 
 import contextlib
 import errno
@@ -15,12 +15,12 @@ from typing import Any
 from art_server.errors import Conflict, StorageFull
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""What a disk says that takes no write: full, above the quota or the longest file, read-only, broken."""
+"""Errors of a disk that cannot be written: full, over quota, file too large, read-only, broken."""
 
 
 def keep_private(root: Path) -> None:
-    """Have what this process and its children write be readable by their user only, and shut the folders that an earlier
-    server made under its path."""
+    """Makes new files of this process and its children readable by their user only, and restricts the folders that an
+    earlier server created under its path."""
     os.umask(0o077)
     for folder in (root / ".server", root / "logs", *root.glob("*/models")):
         if folder.is_dir():
@@ -28,10 +28,10 @@ def keep_private(root: Path) -> None:
 
 
 def lock_folder(server_dir: Path) -> int:
-    """Hold a server's folder: two servers on one would spoil each other's jobs. Returns the lock's descriptor.
+    """Locks a server's folder: two servers in it would break each other's jobs. Returns the lock's descriptor.
 
     Raises:
-        Conflict: another server holds it.
+        Conflict: another server holds the lock.
     """
     server_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(server_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -49,7 +49,7 @@ def lock_folder(server_dir: Path) -> int:
 
 @contextlib.contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn a disk that takes no write into an error that says so.
+    """Translates errors of a full or unwritable disk inside the block.
 
     Raises:
         StorageFull: the disk has no room for `what`, or cannot be written.
@@ -59,15 +59,15 @@ def disk_errors(what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise StorageFull(
-                f"the disk does not take {what} ({error.strerror}): free some room under the server's --path, see that it "
-                "can be written, and repeat the request",
+                f"cannot write {what} to the disk ({error.strerror}): free some space under the server's --path, check "
+                "that it is writable, and repeat the request",
                 code="no_disk_space",
             ) from error
         raise
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable."""
+    """Makes renames and new entries in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,7 +76,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: write beside it, fsync, rename."""
+    """Replaces `path` by `data`: writes a temporary file beside it, fsyncs, renames."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with disk_errors(str(path.name)):
@@ -87,7 +87,7 @@ def write_file(path: Path, data: bytes) -> None:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)  # still there only when something failed
+            temporary.unlink(missing_ok=True)  # exists only after an error
     sync_folder(path.parent)
 
 
@@ -96,7 +96,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append one JSON line. A line cut short by an earlier crash is ended first, so that it spoils only itself."""
+    """Appends one JSON line. If a crash cut the last line short, it is ended first, so that only that line is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(path.name), open(path, "ab+") as file:
         size = file.seek(0, os.SEEK_END)
@@ -110,7 +110,7 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole JSON lines of a file that may not exist; a cut line is passed over."""
+    """Returns the JSON lines of a file that may not exist. Skips lines that a crash cut short."""
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
@@ -121,7 +121,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished folder to its final name, in one move; its files must be fsynced already."""
+    """Renames a finished folder to its final name, durably. Its files must be fsynced already."""
     with disk_errors(final.name):
         sync_folder(temporary)
         os.rename(temporary, final)
@@ -129,12 +129,12 @@ def publish_folder(temporary: Path, final: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that no reader sees half of it: rename it away, then delete."""
+    """Deletes a folder. Renames it first, so that no reader sees half of it."""
     shutil.rmtree(bury_folder(folder))
 
 
 def bury_folder(folder: Path) -> Path:
-    """Rename a folder that is to be deleted; from here on it is gone. Returns where it lies."""
+    """Renames a folder that is to be deleted, so that no reader finds it. Returns the new path."""
     grave = folder.with_name(f".removed-{uuid.uuid4().hex}")
     os.rename(folder, grave)
     sync_folder(folder.parent)
@@ -142,7 +142,7 @@ def bury_folder(folder: Path) -> Path:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's content; on return it is on the disk."""
+    """Copies a file's content to a new file and fsyncs it."""
     with disk_errors(target.name), open(source, "rb") as reader, open(target, "xb") as writer:
         shutil.copyfileobj(reader, writer, 2**20)
         writer.flush()
@@ -156,12 +156,12 @@ def file_digest(path: Path) -> str:
 
 
 def clear_temporary(folder: Path) -> None:
-    """Delete what was left unfinished in `folder`."""
+    """Deletes unfinished files and folders in `folder`."""
     _remove_all(folder.glob(".*.tmp"))
 
 
 def clear_graves(folder: Path) -> None:
-    """Delete what an earlier process renamed away and did not get to delete."""
+    """Deletes the folders that an earlier process renamed for deletion (`bury_folder`)."""
     _remove_all(folder.glob(".removed-*"))
 
 

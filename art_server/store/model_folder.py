@@ -1,11 +1,11 @@
 """The folder of one model, `PATH/PROJECT/models/NAME`: its description, checkpoints, history and trajectories.
 
-model.json               what it was registered with
-history.jsonl            one row per step; history.rolled-back.jsonl the rows that a rollback took out
+model.json               the registration
+history.jsonl            one row per step; history.rolled-back.jsonl has the rows that rollbacks removed
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps), checkpoint.json
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
 trajectories/SPLIT/%04d.jsonl
-logs/vllm.log            the engine's log
+logs/vllm.log            a link to the engine's log
 """
 
 import json
@@ -32,11 +32,11 @@ OPTIMIZER_FILE, DESCRIPTION_FILE = "optimizer.safetensors", "checkpoint.json"
 CONTENT_FILES = (CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE)
 """The files of a checkpoint whose digests checkpoint.json holds."""
 OPTIMIZER_STEPS_KEPT = 2
-"""Optimizer state is kept for the newest two steps: the newest to go on from, one more to go back to."""
+"""Optimizer state is kept for the newest two steps: one to continue from, one to roll back to."""
 
 
 class ModelRecord(BaseModel):
-    """What model.json holds."""
+    """The content of model.json."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -45,34 +45,34 @@ class ModelRecord(BaseModel):
     base_model: str
     lora: LoRAConfig
     always_logprobs: bool = False
-    """Registered by the ART wire, whose clients read a choice's log-probabilities without having asked for them."""
+    """Set for the ART wire, whose clients read a choice's log-probabilities without requesting them."""
 
 
 class CheckpointRecord(BaseModel):
-    """What checkpoint.json holds: written with the adapter, before the folder gets its name."""
+    """The content of checkpoint.json, which is written before the folder gets its final name."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     step: int
     job_id: str | None = None
-    """The job that made it; a restarted server knows by it that the job is done."""
+    """The job that made the step; a restarted server does not train this job again."""
     metrics: dict[str, float] = {}
     unchanged: bool = False
     notes: list[str] = []
-    """What the trainer decided by itself."""
+    """Decisions that the trainer made by itself, as sentences."""
     created_at: float = 0.0
     files: dict[str, str] = {}
     """SHA-256 of each file, by name. Empty in a checkpoint that was written without digests."""
 
 
 BEST_METRICS = ("val/reward", "train/reward")
-"""What the best step is judged by: the first that the history has."""
+"""The best step is judged by the first of these that the history has."""
 SetAside = Literal["broken", "rolled-back"]
 
 
 @dataclass(slots=True)
 class _Rows:
-    """What a history of so many bytes has rows for."""
+    """The steps and job ids for which a history file of `size` bytes has rows."""
 
     size: int
     steps: set[Any] = field(default_factory=set)
@@ -85,7 +85,7 @@ class _Rows:
 
 _rows: dict[Path, _Rows] = {}
 _history_lock = threading.Lock()
-"""A row is read, changed and written back, by the requests of programs and by the job runner."""
+"""Held while rows are read, changed and written back: requests and the job runner do so in different threads."""
 
 
 class ModelFolder:
@@ -102,7 +102,7 @@ class ModelFolder:
         return (self.path / "model.json").exists()
 
     def create(self, record: ModelRecord, engine_log: Path) -> None:
-        """Write model.json, and a link to the engine's log where ART's users look for it."""
+        """Writes model.json, and a link to the engine's log at the path where ART's users expect it."""
         self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         logs = self.path / "logs"
         logs.mkdir(exist_ok=True)
@@ -121,7 +121,7 @@ class ModelFolder:
         return self.path / "checkpoints"
 
     def steps(self) -> list[int]:
-        """The whole checkpoints, oldest first."""
+        """The steps that have a checkpoint, oldest first."""
         if not self.checkpoints_dir.exists():
             return []
         names = (entry.name for entry in self.checkpoints_dir.iterdir())
@@ -135,9 +135,10 @@ class ModelFolder:
         return self.checkpoints_dir / f"{step:04d}"
 
     def read_checkpoint(self, step: int) -> CheckpointRecord:
-        """
+        """Reads a step's checkpoint.json.
+
         Raises:
-            NotFound: no such step; the message lists those that are kept.
+            NotFound: the model has no such step; the message lists the kept ones.
         """
         file = self.checkpoint_dir(step) / DESCRIPTION_FILE
         if not file.exists():
@@ -153,15 +154,15 @@ class ModelFolder:
         )
 
     def new_checkpoint_dir(self) -> Path:
-        """A folder to write the next checkpoint into; `commit_checkpoint` gives it its name."""
+        """Creates a temporary folder for the next checkpoint; `commit_checkpoint` gives it its final name."""
         folder = self.checkpoints_dir / f".{uuid.uuid4().hex}.tmp"
         with files.disk_errors("a checkpoint"):
             folder.mkdir(parents=True)
         return folder
 
     def commit_checkpoint(self, temporary: Path, record: CheckpointRecord) -> None:
-        """Make a finished checkpoint visible with the digests of its files, in one rename, and drop optimizer state that is
-        no longer needed."""
+        """Publishes a finished checkpoint: writes checkpoint.json with the digests of its files, renames the folder,
+        and deletes the optimizer state of older steps."""
         described = record.model_copy(update={"files": content_digests(temporary)})
         files.write_json(temporary / DESCRIPTION_FILE, described.model_dump(mode="json"))
         files.publish_folder(temporary, self.checkpoint_dir(record.step))
@@ -169,7 +170,7 @@ class ModelFolder:
             (self.checkpoint_dir(step) / OPTIMIZER_FILE).unlink(missing_ok=True)
 
     def fault(self, step: int) -> str | None:
-        """What is wrong with a step's files, None when nothing is. Only the optimizer's state may be missing."""
+        """What is wrong with a step's files; None if nothing is. Only the optimizer state may be missing."""
         folder = self.checkpoint_dir(step)
         try:
             record = CheckpointRecord.model_validate_json((folder / DESCRIPTION_FILE).read_bytes())
@@ -180,20 +181,20 @@ class ModelFolder:
         return content_fault(folder, record.files)
 
     def newest_whole_step(self) -> int | None:
-        """The newest step whose files are what was written; broken ones above it are set aside and logged."""
+        """Returns the newest step whose files match their digests. Newer, broken steps are set aside and logged."""
         for step in reversed(self.steps()):
             fault = self.fault(step)
             if fault is None:
                 return step
             aside = self.set_aside(step, "broken")
             logger.error(
-                "CHECKPOINT %s/%s@%d IS BROKEN: %s. It lies in %s; the newest whole step before it serves",
+                "CHECKPOINT %s/%s@%d IS BROKEN: %s. It was moved to %s; the newest whole step before it serves",
                 *(self.project, self.name, step, fault, aside),
             )
         return None
 
     def set_aside(self, step: int, why: SetAside) -> Path:
-        """Rename a step so that it counts no longer. Returns where it lies."""
+        """Renames a step's folder, so that it is no longer a checkpoint. Returns the new path."""
         aside = self.checkpoints_dir / f".{why}-{step:04d}-{uuid.uuid4().hex[:8]}"
         os.rename(self.checkpoint_dir(step), aside)
         files.sync_folder(self.checkpoints_dir)
@@ -204,7 +205,7 @@ class ModelFolder:
             files.remove_folder(self.checkpoint_dir(step))
 
     def roll_back(self, step: int) -> None:
-        """Set the later steps and their rows of the history aside. A repetition finishes what a crash interrupted."""
+        """Sets the later steps and their history rows aside. After a crash a second call completes it."""
         for later in reversed(self.steps()):
             if later > step:
                 self.set_aside(later, "rolled-back")
@@ -217,21 +218,21 @@ class ModelFolder:
                 self._write_history([row for row in rows if row.get("step", 0) <= step])
 
     def bury(self) -> Path:
-        """Rename the model away, whole; the caller deletes what lies there."""
+        """Renames the model's folder and returns the new path, which the caller deletes."""
         return files.bury_folder(self.path)
 
     def best_metric(self) -> str | None:
-        """What the best step is judged by, None when the history has neither."""
+        """The metric that the best step is judged by; None if the history has none of BEST_METRICS."""
         known = self.metric_names()
         return next((metric for metric in BEST_METRICS if metric in known), None)
 
     def metric_names(self) -> set[str]:
-        """The metrics of the history."""
+        """The names of all metrics in the history."""
         return {name for row in self.history() for name in row_metrics(row)}
 
     def best_step(self, metric: str) -> int | None:
-        """The kept step with the highest mean of `metric` in the history, None when it was never logged. What was measured
-        on training rollouts counts for the step that sampled them."""
+        """Returns the kept step with the highest mean of `metric` in the history; None if no kept step has the metric.
+        A metric of training rollouts counts for the step that sampled them."""
         name = "sampled_step" if metric.startswith("train/") else "step"
         values: dict[int, list[float]] = {}
         for row in self.history():
@@ -242,7 +243,7 @@ class ModelFolder:
         return max(kept, key=lambda step: (kept[step], step)) if kept else None
 
     def clear_temporary(self) -> None:
-        """Remove what was left unfinished."""
+        """Deletes unfinished checkpoints."""
         if self.checkpoints_dir.exists():
             files.clear_temporary(self.checkpoints_dir)
 
@@ -252,8 +253,8 @@ class ModelFolder:
         return files.read_lines(self.path / "history.jsonl")
 
     def add_history(self, step: int, metrics: dict[str, float], job_id: str | None = None) -> None:
-        """Write metrics into the step's row, which the first call appends; the latest value of a metric stands. With a job
-        id, what an earlier, killed attempt wrote is not written again."""
+        """Writes metrics into the step's row, which the first call appends. A later value of a metric replaces an
+        earlier one. Does nothing if the job `job_id` has a row already, which a killed attempt wrote."""
         row: dict[str, Any] = {**metrics, "step": step, "training_step": step}
         row["recorded_at"] = datetime.now(UTC).isoformat()
         if job_id is not None:
@@ -273,7 +274,7 @@ class ModelFolder:
             self._write_history(rows)
 
     def _known_rows(self, file: Path) -> "_Rows":
-        """Which rows are there: read anew only where another wrote the file, for it may have thousands."""
+        """What the history has rows for. Reads the file only if its size changed: it may have thousands of rows."""
         size = file.stat().st_size if file.exists() else 0
         known = _rows.get(file)
         if known is None or known.size != size:
@@ -287,17 +288,17 @@ class ModelFolder:
         files.write_file(self.path / "history.jsonl", lines.encode())
 
     def write_trajectories(self, split: str, step: int, groups: list[TrajectoryGroupBody]) -> None:
-        """Write trajectories/SPLIT/%04d.jsonl, one group a line, replacing what the step had."""
+        """Writes trajectories/SPLIT/%04d.jsonl, one group per line. Replaces an existing file."""
         lines = (json.dumps(trajectory_row(group)).encode() + b"\n" for group in groups)
         self.write_lines(split, step, b"".join(lines))
 
     def write_lines(self, split: str, step: int, lines: bytes) -> None:
-        """The same, of lines that are made already."""
+        """The same for lines that are encoded already."""
         files.write_file(self.path / "trajectories" / split / f"{step:04d}.jsonl", lines)
 
 
 def trajectory_row(group: TrajectoryGroupBody) -> dict[str, Any]:
-    """One line of a trajectories file: ART's JSONL form, with failures and group fields beside."""
+    """One line of a trajectories file: ART's JSONL format, plus failed rollouts and the group's fields."""
     row = group.model_dump(mode="json", exclude={"trajectories"})
     row["trajectories"] = [
         {"messages": body.pop("messages_and_choices"), **body}
@@ -307,33 +308,33 @@ def trajectory_row(group: TrajectoryGroupBody) -> dict[str, Any]:
 
 
 def row_metrics(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of the history."""
+    """The metrics of a history row: its numbers, without the step."""
     named = ((name, value) for name, value in row.items() if name not in ("step", "training_step"))
     return {name: float(value) for name, value in named if isinstance(value, int | float)}
 
 
 def content_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file of a checkpoint that is there (blocking: reads them)."""
+    """SHA-256 of each checkpoint file in a folder, by name. Blocking: reads the files."""
     present = (name for name in CONTENT_FILES if (folder / name).exists())
     return {name: files.file_digest(folder / name) for name in present}
 
 
 def content_fault(folder: Path, digests: dict[str, str]) -> str | None:
-    """What is wrong with a checkpoint's files, None when nothing is. Only the optimizer's state may be missing."""
+    """What is wrong with a checkpoint's files; None if nothing is. Only the optimizer state may be missing."""
     for name, digest in digests.items():
         if name not in CONTENT_FILES:
-            return f"'{name[:80]}' is no file of a checkpoint"
+            return f"'{name[:80]}' is not a file of a checkpoint"
         if not (folder / name).is_file():
             if name == OPTIMIZER_FILE:
                 continue
             return f"{name} is missing"
         if files.file_digest(folder / name) != digest:
-            return f"{name} is not what was written (SHA-256 differs)"
+            return f"{name} was changed after it was written (SHA-256 differs)"
     return None
 
 
 def list_model_folders(root: Path) -> list[ModelFolder]:
-    """Every model under the server's path."""
+    """The folders of all models under the server's path."""
     return [
         ModelFolder(root, file.parent.parent.parent.name, file.parent.name)
         for file in sorted(root.glob("*/models/*/model.json"))
@@ -348,15 +349,15 @@ def create_model(
     content: Path,
     checkpoint: CheckpointRecord,
 ) -> None:
-    """Make a model whose first step is the checkpoint in `content`, which moves there, in one rename.
+    """Creates a model, in one rename, whose first step is the checkpoint in `content`. Moves the folder `content`.
 
     Raises:
-        Conflict: something lies where the model would.
+        Conflict: the model's path exists already.
     """
     models = folder.path.parent
     if folder.path.exists():
         raise Conflict(
-            f"{folder.path} is there already, though no model is registered under it: choose another name, or move the "
+            f"{folder.path} exists already, but no model is registered under it: choose another name, or move the "
             "folder away",
             code="model_exists",
             param="name",
@@ -368,7 +369,7 @@ def create_model(
 
 
 def copy_content(source: Path, target: Path) -> None:
-    """Copy a checkpoint's files into a new folder; on return they are on the disk."""
+    """Copies a checkpoint's files into a new folder and fsyncs them."""
     target.mkdir(parents=True)
     for name in CONTENT_FILES:
         if (source / name).exists():

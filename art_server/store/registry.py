@@ -1,6 +1,7 @@
-"""The models that this server knows, and the step under which each one answers.
+"""The registered models and the step that each one serves.
 
-A model's step is what is served: it moves only when the new checkpoint is whole and loaded (`serve`), in one assignment.
+A new step is served from one assignment on, after its checkpoint is complete and the engine has loaded it, or will
+load it at its next start (`JobRunner._serve`).
 """
 
 import logging
@@ -20,35 +21,36 @@ _NAME = re.compile(NAME_PATTERN)
 
 @dataclass(slots=True)
 class Model:
-    """A registered model. `step` is the step that bare `NAME` answers with."""
+    """A registered model. `step` is the step that serves: requests without `@k` get it."""
 
     folder: ModelFolder
     record: ModelRecord
     step: int
-    going: set[int] = field(default_factory=set)
-    """Steps that are being deleted: no request resolves to one, so none loads it again."""
+    deleting: set[int] = field(default_factory=set)
+    """Steps that are being deleted. No request resolves to them, so none loads them again."""
 
     @property
     def id(self) -> str:
         return f"{self.record.project}/{self.record.name}"
 
     def adapter_name(self, step: int) -> str:
-        """The name under which the engine holds a step."""
+        """The engine's name for the adapter of a step."""
         return f"{self.id}@{step}"
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What a request's `model` means: a model at a step, or the base model (model is None)."""
+class ResolvedModel:
+    """What a request's `model` field names: a model at a step, or the base model (both fields are None)."""
 
     model: Model | None
     step: int | None
 
 
 def check_name(value: str, field: str) -> str:
-    """
+    """Returns a name that is safe as a folder's name.
+
     Raises:
-        InvalidInput: not usable as a folder's name.
+        InvalidInput: it is not.
     """
     if not _NAME.fullmatch(value):
         shown = value if len(value) <= 80 else value[:80] + "..."
@@ -78,13 +80,13 @@ class Registry:
                 self._models[folder.project, folder.name] = Model(folder, folder.read(), newest)
             else:
                 logger.error(
-                    "MODEL %s/%s HAS NO WHOLE CHECKPOINT: it does not serve",
+                    "MODEL %s/%s HAS NO WHOLE CHECKPOINT: it is not served",
                     folder.project,
                     folder.name,
                 )
 
     def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[Model]:
-        """The models that a caller with access to `projects` (None: all), or to the model `only`, may see."""
+        """The models that a caller may see: those of `projects` (None: all), of these only `only` if it is given."""
         return [
             model
             for (project, _), model in self._models.items()
@@ -95,9 +97,10 @@ class Registry:
         return self._models.get((project, name))
 
     def get(self, project: str, name: str) -> Model:
-        """
+        """Returns a registered model.
+
         Raises:
-            NotFound: it was never registered.
+            NotFound: no model of this name is registered.
         """
         check_name(project, "project")
         check_name(name, "name")
@@ -115,19 +118,19 @@ class Registry:
         return ModelFolder(self._root, check_name(project, "project"), check_name(name, "name"))
 
     def add(self, folder: ModelFolder, record: ModelRecord) -> Model:
-        """Take a model in whose folder holds model.json and a checkpoint."""
+        """Registers a model whose folder holds model.json and a checkpoint."""
         step = folder.newest_step()
-        assert step is not None, "the first checkpoint is written before"
+        assert step is not None, "the first checkpoint must be written before"
         model = Model(folder, record, step)
         self._models[record.project, record.name] = model
         return model
 
     def remove(self, model: Model) -> None:
-        """Forget a model: no request resolves to it from here on."""
+        """Removes a model, so that no request resolves to it. Its folder stays."""
         del self._models[model.record.project, model.record.name]
 
     def restore(self, model: Model) -> None:
-        """Undo `remove`."""
+        """Undoes `remove`."""
         self._models[model.record.project, model.record.name] = model
 
     def resolve(
@@ -136,17 +139,18 @@ class Registry:
         base_name: str | None,
         projects: frozenset[str] | None,
         only: str | None = None,
-    ) -> Policy:
-        """What `text`, a request's `model`, means to a caller with access to `projects`, or to the model `only`.
+    ) -> ResolvedModel:
+        """Resolves `text`, a request's `model`, for a caller who may see `projects` (None: all), or only model `only`.
 
-        "PROJECT/NAME[@k]", "NAME[@k]" where it is unique among what the caller sees, or the base model's own name.
+        Accepts "PROJECT/NAME[@k]", "NAME[@k]" if the name is unique among the models that the caller may see, or the
+        base model's name.
 
         Raises:
-            NotFound: no such model or step.
-            Conflict: a bare name that stands in several projects.
+            NotFound: there is no such model or step.
+            Conflict: models of several projects have the name.
         """
         if text == base_name and only is None:
-            return Policy(None, None)
+            return ResolvedModel(None, None)
         path, _, step_text = text.partition("@")
         project, slash, name = path.rpartition("/")
         visible = self.all(projects, only)
@@ -165,13 +169,13 @@ class Registry:
         if len(found) > 1:
             projects_text = ", ".join(sorted(model.record.project for model in found))
             raise Conflict(
-                f"model '{name}' stands in several projects ({projects_text}): write PROJECT/{name}",
+                f"model '{name}' exists in several projects ({projects_text}): write PROJECT/{name}",
                 code="ambiguous_model",
                 param="model",
             )
         model = found[0]
         if not step_text:
-            return Policy(model, model.step)
+            return ResolvedModel(model, model.step)
         if not re.fullmatch(r"[0-9]{1,9}", step_text):
             raise NotFound(
                 f"'{step_text[:80]}' is not a step: write {model.id}@{model.step}",
@@ -179,22 +183,37 @@ class Registry:
                 param="model",
             )
         step = int(step_text)
-        if step in model.going:
+        if step in model.deleting:
             raise model.folder.unknown_step(step)
-        return Policy(model, model.folder.read_checkpoint(step).step)
+        return ResolvedModel(model, model.folder.read_checkpoint(step).step)
 
 
-def merge_lora(known: LoRAConfig, asked: LoRAConfig | None, model_id: str) -> LoRAConfig:
-    """The adapter shape of a model that is registered again.
+def merge_lora(known: LoRAConfig, requested: LoRAConfig | None, model_id: str) -> LoRAConfig:
+    """Returns the LoRA shape of a model that is registered again.
 
     Raises:
-        Conflict: another shape than the checkpoints have.
+        Conflict: the requested shape is not that of its checkpoints.
     """
-    if asked is not None and asked != known:
+    if requested is not None and requested != known:
         raise Conflict(
-            f"model '{model_id}' has a LoRA of {known.model_dump()}; it cannot be changed to {asked.model_dump()}: "
+            f"model '{model_id}' has a LoRA of {known.model_dump()}; it cannot be changed to {requested.model_dump()}: "
             "register another name",
             code="lora_differs",
             param="lora",
         )
     return known
+
+
+def check_rank(lora: LoRAConfig, maximum: int) -> None:
+    """Checks a LoRA's rank against the engine's maximum.
+
+    Raises:
+        InvalidInput: the rank is higher.
+    """
+    if lora.rank > maximum:
+        raise InvalidInput(
+            f"lora.rank {lora.rank} is above the engine's maximum of {maximum}: use a lower rank, or start the server "
+            "with a larger --max-lora-rank",
+            code="rank_too_high",
+            param="lora.rank",
+        )

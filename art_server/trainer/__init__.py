@@ -1,1 +1,1 @@
-"""Runs in the trainer's process: optimizer steps from resolved token rows to a PEFT folder."""
+"""Runs in the trainer's process: optimizer steps, from resolved token sequences to a PEFT folder."""

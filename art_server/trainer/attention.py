@@ -1,13 +1,13 @@
-"""Attention over a forest: query q sees key k exactly when k <= q < end[k] (and, with a sliding window, when their
-positions are less than the window apart).
+"""Attention over a forest: query q attends to key k exactly when k <= q < end[k] (and, with a sliding window, when
+their positions are less than the window apart).
 
-Registered with transformers under TREE_ATTENTION: a model takes the forest as `forest=` beside `input_ids`, and hands
-it down to each layer. Two ways to compute the same:
+It is registered with transformers as TREE_ATTENTION. A model gets the forest as `forest=` beside `input_ids` and passes
+it to each layer. There are two kinds with the same result:
 
-    segments  CPU: in the depth-first layout a node's descendants are one run, so attention is a plain causal call for
-              each node and one unmasked call of all descendants on the node's keys, joined by their log-sum-exps.
-              No mask, no padding, no copy of a trunk's keys; time and memory are those of the unique tokens.
-    flex      CUDA: one FlexAttention call under a block mask.
+    segments  CPU: in the depth-first layout a node's descendants are one run, so attention is one causal call for each
+              node and one unmasked call for all its descendants on its keys, joined by their log-sum-exps.
+              No mask, no padding, no copies of a trunk's keys; time and memory are those of the unique tokens.
+    flex      CUDA: one FlexAttention call with a block mask.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ from art_server.trainer.tree import Forest, Node
 TREE_ATTENTION = "art_tree"
 
 HIDDEN = -1e9
-"""What a masked score is lowered by: exp gives exactly 0 beside any real score, and a query that a segment hides
-altogether keeps finite numbers, unlike with -inf."""
+"""Added to a masked score: its exp is then exactly 0 beside any real score. With -inf, a query whose keys in a
+segment are all masked would get NaN."""
 
 FLEX_BLOCK = 128
-"""FlexAttention's block: a forest is padded to a multiple, so that kernels are not compiled for each length."""
+"""FlexAttention's block size. Forests are padded to a multiple, so that kernels are not compiled for each length."""
 
 MIN_FLEX_TOKENS = 256
-"""A forest of one block would need a graph of its own."""
+"""Forests are padded to at least this length: a single block would need a separate compiled graph."""
 
 MAX_GRAPHS = 64
 
-Way = Literal["segments", "flex"]
+AttentionKind = Literal["segments", "flex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +45,25 @@ class Segment:
     key: int
     key_stop: int
     is_causal: bool
-    """The queries are the keys' own tokens: each sees the keys up to itself."""
+    """The queries are the same tokens as the keys: each attends to the keys up to itself."""
     mask: torch.Tensor | None = None
-    """float32, added to the scores; None where every query sees every key (up to itself)."""
+    """float32, added to the scores. None if every query attends to every key (up to itself, if causal)."""
 
 
 @dataclass(slots=True)
 class ForestAttention:
-    """What the layers need to know of a forest, with masks made once for each window."""
+    """A forest as the layers need it, with masks that are made once for each window."""
 
     positions_T: torch.Tensor
     ends_T: torch.Tensor
     nodes: tuple[Node, ...]
-    way: Way
+    kind: AttentionKind
     made: dict[int | None, Any] = field(default_factory=dict)
-    """By window. Any: segments or a block mask, by way."""
+    """Segments or a block mask (hence Any), by window."""
 
     @classmethod
-    def of(cls, forest: Forest, way: Way, device: torch.device) -> "ForestAttention":
-        return cls(forest.positions_T.to(device), forest.ends_T.to(device), forest.nodes, way)
+    def of(cls, forest: Forest, kind: AttentionKind, device: torch.device) -> "ForestAttention":
+        return cls(forest.positions_T.to(device), forest.ends_T.to(device), forest.nodes, kind)
 
     def get(self, window: int | None, make: Callable[["ForestAttention", int | None], Any]) -> Any:
         if window not in self.made:
@@ -71,12 +71,12 @@ class ForestAttention:
         return self.made[window]
 
 
-def default_way(device: torch.device) -> Way:
+def default_kind(device: torch.device) -> AttentionKind:
     return "segments" if device.type == "cpu" else "flex"
 
 
 def flex_padding(num_tokens: int) -> int:
-    """Tokens to add, so that FlexAttention's blocks are whole and no length has a graph of its own."""
+    """The number of tokens to add, so that all of FlexAttention's blocks are whole and there are at least two."""
     return max(MIN_FLEX_TOKENS - num_tokens, -num_tokens % FLEX_BLOCK)
 
 
@@ -92,12 +92,13 @@ def tree_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     forest: ForestAttention | None = None,
-    **_: Any,  # Any: whatever else a model hands to its attention function
+    **_: Any,  # Any: other arguments that models pass to their attention function
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: 1 x heads x T x D in, 1 x T x heads x D out.
 
-    Raises NotImplementedError for what a tree cannot express: no forest given (the model drops its arguments on the
-    way), soft-capped scores, attention sinks, dropout.
+    Raises:
+        NotImplementedError: the model needs soft-capped scores, attention sinks or dropout, or does not pass its
+            arguments down to its layers, so that there is no forest.
     """
     if forest is None or softcap is not None or s_aux is not None or dropout:
         raise NotImplementedError(
@@ -105,7 +106,7 @@ def tree_attention(
             f"forest={forest is not None}, softcap={softcap}, sinks={s_aux is not None}, dropout={dropout}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if forest.way == "segments":
+    if forest.kind == "segments":
         segments = forest.get(sliding_window, make_segments)
         size = value.shape[-1]
         if size != query.shape[-1]:  # latent attention
@@ -130,7 +131,7 @@ AttentionInterface.register(TREE_ATTENTION, tree_attention)
 def mask_function(
     forest: ForestAttention, window: int | None
 ) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """FlexAttention's mask_mod."""
+    """The forest's attention mask as FlexAttention's mask_mod."""
     positions_T, ends_T = forest.positions_T, forest.ends_T
 
     def sees(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -143,11 +144,11 @@ def mask_function(
 
 
 def make_block_mask(forest: ForestAttention, window: int | None) -> Any:
-    """Which blocks of keys a block of queries sees in part, and which whole; the forest's length is a multiple of the
-    block's.
+    """The block mask: the blocks of keys that each block of queries attends to in part, and in whole.
 
-    Any: BlockMask, from a module that is imported where CUDA is. torch's own `create_block_mask` looks at every pair of
-    tokens: 10 bytes * T^2. Ends and positions of a block's tokens say the same, with a number for each pair of blocks.
+    The forest's length is a multiple of FLEX_BLOCK. torch's own `create_block_mask` evaluates every pair of tokens (10
+    bytes * T^2); here the ends and positions of each block give one number for each pair of blocks. Any: BlockMask is
+    imported only on CUDA.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -155,7 +156,9 @@ def make_block_mask(forest: ForestAttention, window: int | None) -> Any:
     positions_BT = forest.positions_T.view(-1, FLEX_BLOCK)
     num = len(ends_BT)
     first_B = torch.arange(num, device=ends_BT.device) * FLEX_BLOCK
-    is_later = first_B[:, None] > first_B[None, :]  # queries by keys: the whole block comes later
+    is_later = (
+        first_B[:, None] > first_B[None, :]
+    )  # queries by keys: the query block comes after the key block
     sees_BB = is_later & (ends_BT.amax(1)[None, :] > first_B[:, None])
     is_full_BB = is_later & (ends_BT.amin(1)[None, :] >= first_B[:, None] + FLEX_BLOCK)
     if window is not None:
@@ -174,13 +177,13 @@ def make_block_mask(forest: ForestAttention, window: int | None) -> Any:
 
 
 def _listed(is_in_BB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each block of queries the number of blocks of keys, and their indices first; 1 x 1 x blocks (x blocks), int32."""
+    """For each query block: the number of its key blocks; all block indices, these first. 1 x 1 x B (x B), int32."""
     order_BB = is_in_BB.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return is_in_BB.sum(1, dtype=torch.int32)[None, None], order_BB.to(torch.int32)[None, None]
 
 
 def make_segments(forest: ForestAttention, window: int | None) -> list[Segment]:
-    """Every pair of query and key that see each other stands in exactly one segment; own tokens come first."""
+    """Segments that contain each attended pair of query and key exactly once. The causal ones come first."""
     if window is None:
         own = [Segment(node.start, node.stop, node.start, node.stop, True) for node in forest.nodes]
         down = [
@@ -197,7 +200,7 @@ def make_segments(forest: ForestAttention, window: int | None) -> list[Segment]:
     for node in nodes:
         above = [each for each in above if node.start < each.end]
         for each in above:
-            # The node's first token is the one nearest to the ancestor's last.
+            # The node's first token reaches back furthest.
             first = max(each.start, each.stop - (window - 1) + _distance(positions, each, node) - 1)
             if first < each.stop:
                 down.append(_windowed(forest.positions_T, node, first, each.stop, window))
@@ -206,20 +209,20 @@ def make_segments(forest: ForestAttention, window: int | None) -> list[Segment]:
 
 
 def _split(node: Node, window: int) -> list[Node]:
-    """Parts of at most a window, inside which nothing is out of reach."""
+    """The node in parts of at most `window` tokens, in which each token attends to all before it."""
     starts = range(node.start, node.stop, window)
     return [Node(start, min(start + window, node.stop), node.end) for start in starts]
 
 
 def _distance(positions: list[int], ancestor: Node, node: Node) -> int:
-    """From the ancestor's last token to the node's first: 1 for a parent and its child."""
+    """The distance from the ancestor's last token to the node's first: 1 for a parent and its child."""
     return positions[node.start] - positions[ancestor.stop - 1]
 
 
 def _windowed(
     positions_T: torch.Tensor, node: Node, key: int, key_stop: int, window: int
 ) -> Segment:
-    """The node's tokens on keys [key, key_stop), of which the first tokens see most."""
+    """The segment of an ancestor's keys [key, key_stop) and the node's tokens whose window reaches them."""
     reach = int(positions_T[key_stop - 1]) + window - int(positions_T[node.start])
     query_stop = min(node.stop, node.start + reach)
     queries, keys = positions_T[node.start : query_stop], positions_T[key:key_stop]
@@ -231,8 +234,8 @@ def _windowed(
 class _SegmentAttention(torch.autograd.Function):
     """Attention over segments, by torch's flash kernels for CPU.
 
-    A query's softmax runs over several segments: outputs are joined weighted by exp(log-sum-exp), and the backward of
-    each segment gets the joined output and log-sum-exp, from which the kernel makes exactly the segment's part of the
+    A query's softmax covers several segments. Forward joins their outputs, weighted by exp(log-sum-exp). Backward gives
+    each segment's kernel the joined output and log-sum-exp, from which it computes exactly that segment's part of the
     gradient. Source: Dao et al. 2022, arXiv:2205.14135, algorithm 4 (the backward needs only output and log-sum-exp);
     Liu et al. 2023, arXiv:2310.01889 (joining blocks).
     """
@@ -247,7 +250,7 @@ class _SegmentAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         _, num_heads, length, size = query.shape
-        # The kernels' own memory layout: 1 x T x heads, seen as 1 x heads x T.
+        # The kernels' memory layout: 1 x T x heads, viewed as 1 x heads x T.
         out = query.new_empty(1, length, num_heads, size).transpose(1, 2)
         sums = query.new_empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
         for each in segments:
@@ -309,7 +312,7 @@ def _cast(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
 
 
 def _to_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Heads filled with zeros up to the largest, for kernels that take one size."""
+    """The tensors, their heads padded with zeros to the largest size: the kernels take only one size."""
     size = max(each.shape[-1] for each in tensors)
     return [torch.nn.functional.pad(each, (0, size - each.shape[-1])) for each in tensors]
 
@@ -318,16 +321,16 @@ _compiled_flex: list[Callable[..., torch.Tensor]] = []
 
 
 def _flex() -> Callable[..., torch.Tensor]:
-    """FlexAttention compiled once for all lengths.
+    """FlexAttention, compiled once for all lengths.
 
-    With dynamic=False each new length compiles for seconds: https://github.com/unslothai/unsloth-zoo/pull/868.
+    With dynamic=False each new length would compile for seconds: https://github.com/unslothai/unsloth-zoo/pull/868.
     """
     if not _compiled_flex:
         import torch._dynamo
         from torch.nn.attention.flex_attention import flex_attention
 
-        # A model with two windows and two ways of gradient needs eight graphs, torch's limit; past it torch would fall
-        # back to scores of heads x T x T in silence.
+        # A model with two windows, with and without gradient, needs eight graphs, torch's default limit. Above the
+        # limit torch would silently fall back to computing all heads x T x T scores.
         torch._dynamo.config.recompile_limit = MAX_GRAPHS
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         _compiled_flex.append(torch.compile(flex_attention, dynamic=True))

@@ -1,7 +1,7 @@
-"""The base model that an adapter is trained on: which class loads it, which attention it has, which layers take LoRA.
+"""The base model that an adapter is trained on: the class that loads it, its attention, and the layers that take LoRA.
 
-A model that also reads images is loaded whole, as vLLM serves it, and adapted in its language model only: its other parts see
-no gradient from text.
+A model that also reads images is loaded whole, as vLLM serves it. Only its language model is adapted: text gives the
+other parts no gradient.
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ from art.wire import LoRAConfig
 from art_server.base_models import has_experts, is_attention
 
 LANGUAGE_MODEL = "language_model"
-"""What transformers calls the part of a larger model that reads and writes text."""
+"""transformers' name for the part of a larger model that reads and writes text."""
 
 
 def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model on the device, without dropout: it would make the policy another one than was sampled.
+    """The model on the device. Dropout is off, because it would change the policy that was sampled from.
 
-    Loading is from safetensors only, straight to the device, and runs no code from the model's folder.
+    Weights are loaded from safetensors only, directly to the device. No code from the model's folder runs.
     """
     model_class = find_class(read_config(base_model))
     base = model_class.from_pretrained(
@@ -40,41 +40,46 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
 
 
 def outline(base_model: str) -> PreTrainedModel:
-    """The same model without weights, for names and shapes."""
+    """The model without weights, for names and shapes."""
     config = read_config(base_model)
     with torch.device("meta"):
         return find_class(config)._from_config(config)
 
 
 def read_config(base_model: str) -> Any:
-    """Any: transformers' configurations have a class for each family."""
+    """The model's configuration. Any: transformers has a class for each family."""
     return AutoConfig.from_pretrained(base_model, trust_remote_code=False)
 
 
 def find_class(config: Any) -> Any:
-    """The class that writes text, alone or as a part of what it does.
+    """The family's class that generates text, from text alone or also from images.
 
-    Any: transformers' classes are chosen by configuration. Raises ValueError for a family that writes none.
+    Any: transformers' classes are chosen by configuration.
+
+    Raises:
+        ValueError: the family has none.
     """
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         mapping: Any = auto._model_mapping  # pyright: ignore[reportAttributeAccessIssue]
         if type(config) in mapping:
             return mapping[type(config)]
     raise ValueError(
-        f"models of the family '{config.model_type}' write no text, as far as transformers knows"
+        f"transformers has no model class that generates text for the family '{config.model_type}'"
     )
 
 
 def usual_attention(model_class: Any) -> str:
-    """How the model's own attention is computed where trees are not; gpt-oss has no other than its own."""
+    """The attention implementation for unshared sequences: sdpa where the model supports it (gpt-oss does not)."""
     return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
 def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
-    """PEFT's configuration of an adapter of this model; by default of all linear layers of its language model, in a mixture
-    of experts of those of its attention.
+    """PEFT's configuration of an adapter of this model.
 
-    Raises ValueError for layers of a mixture that take no adapter.
+    By default it covers all linear layers of the language model, or those of the attention in a mixture of experts.
+
+    Raises:
+        ValueError: `target_modules` names layers of a mixture of experts outside its attention.
     """
     attention = _attention_layers(model)
     targets: Any = lora.target_modules
@@ -83,12 +88,12 @@ def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
     elif attention and not set(targets) <= set(attention):
         beyond = ", ".join(sorted(set(targets) - set(attention)))
         raise ValueError(
-            f"lora.target_modules names {beyond}, and of a mixture of experts only the attention takes an adapter: name "
-            f"some of {', '.join(attention)}, or leave target_modules out"
+            f"lora.target_modules names {beyond}, but in a mixture of experts only the attention takes an adapter: "
+            f"choose from {', '.join(attention)}, or leave target_modules out"
         )
     return PeftLoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and divides it by r
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT declares int but only divides it by r
         target_modules=targets,
         lora_dropout=0.0,
         bias="none",
@@ -97,7 +102,7 @@ def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
 
 
 def _attention_layers(model: PreTrainedModel) -> list[str] | None:
-    """Names of a mixture's layers that take an adapter; None for other models."""
+    """Names of a mixture of experts' layers that take an adapter; None for other models."""
     if not has_experts(model.config.get_text_config().to_dict()):
         return None
     linear = (name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
@@ -105,7 +110,7 @@ def _attention_layers(model: PreTrainedModel) -> list[str] | None:
 
 
 def _language_layers(model: PreTrainedModel) -> str | None:
-    """A pattern of the linear layers in the language model of a larger one; None where it is all there is."""
+    """A pattern for the linear layers of the language model inside a larger model; None if there is no larger model."""
     inside = [
         name.rpartition(".")[2]
         for name, module in model.named_modules()

@@ -1,8 +1,8 @@
-"""From a batch to what is trained: rows, their uses of tokens, and micro-batches of trees under a token budget.
+"""From a batch to what is trained: sequences, their sampled tokens, and micro-batches of prefix trees within a budget.
 
-A *prediction* is a (place in the forest, next token, what it was sampled from) of which the model gives one
-log-probability. A *use* is one trajectory's sampled token: several uses share a prediction when trajectories sampled the
-same token after the same tokens, from the same distribution, each with its own advantage and sampled log-probability.
+A *prediction* is a position in the forest, the next token and its distribution; the model gives it one log-probability.
+A *sampled token* belongs to one trajectory and has its own advantage and sampled log-probability. Trajectories share a
+prediction when they sampled the same token after the same tokens from the same distribution.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from art_server.shared.advantages import (
     has_signal,
     is_masked,
     penalised_rewards,
-    row_advantages,
     scale_over_batch,
+    sequence_advantages,
     trained_positions,
     turn_advantages,
     turn_rewards,
 )
-from art_server.shared.tasks import Batch, Row
+from art_server.shared.tasks import Batch, TokenSequence
 from art_server.trainer.distributions import RAW, SampledFrom, decode_distributions
 from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,
@@ -33,156 +33,160 @@ from art_server.trainer.tree import (
     lay_out,
     pack,
     pack_padded,
-    sort_rows,
+    sort_sequences,
     unshared,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class TrainRow:
-    """A row cut to what its trained tokens need: the tokens before the last trained one."""
+class TrainSequence:
+    """A sequence cut before its last trained token: what follows predicts no trained token."""
 
     token_ids: list[int]
     positions: list[int]
-    """Index of the token that predicts each trained token: the one before it."""
+    """For each trained token the position that predicts it: the one before it."""
     targets: list[int]
-    """The trained tokens, as many as positions."""
+    """The trained tokens, as many as `positions`."""
     sampled_logprobs: list[float | None]
-    """None: unknown, the trainer's own at the start of the job stands for it."""
+    """None: unknown; the trainer takes its own at the start of the job instead."""
     distributions: list[int]
-    """What each trained token was sampled from: an index into `TrainRows.table`, or RAW."""
+    """The distribution of each trained token: an index into `TrainBatch.table`, or RAW."""
     steps: list[int | None]
-    """The model's step that sampled each trained token, by a record of the ledger; None where there is none."""
+    """The model's step that sampled each trained token, by its record in the ledger; None without a record."""
     advantages: list[float]
     trajectory: int
     """Index among all trajectories of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class TrainRows:
-    """What of a batch is trained, and how much of it is not."""
+class TrainBatch:
+    """The part of a batch that is trained, and counts of the rest."""
 
-    rows: list[TrainRow]
+    sequences: list[TrainSequence]
     num_groups: int
     num_groups_trainable: int
     num_trajectories: int
     num_tokens: int
     """Trained tokens: the denominator of token normalisation."""
     num_tokens_unpredicted: int
-    """Sampled tokens at position 0 of a row: nothing before them predicts them, so they cannot be trained."""
+    """Sampled tokens at position 0 of a sequence. No token predicts them, so they cannot be trained."""
     num_trajectories_masked: int
-    """Left out, wholly or in part, because they were cut at a length limit."""
+    """Trajectories that are left out, wholly or in part, because they were cut at a length limit."""
     table: list[SampledFrom]
-    """What tokens were sampled from."""
+    """The distributions that tokens were sampled from."""
 
 
 @dataclass(frozen=True, slots=True)
-class Uses:
-    """All uses of an optimizer step, row after row."""
+class SampledTokens:
+    """S sampled tokens, sequence after sequence: all of an optimizer step, or a part of it."""
 
-    sampled_logprobs_U: torch.Tensor
-    """float32: under the distribution that the engine sampled from; 0 where unknown."""
-    is_unknown_U: torch.Tensor
+    sampled_logprobs_S: torch.Tensor
+    """float32: under the behaviour policy, from the engine; 0 where unknown."""
+    is_unknown_S: torch.Tensor
     """bool: the engine's log-probability is unknown."""
-    advantages_U: torch.Tensor
+    advantages_S: torch.Tensor
     """float32."""
-    weights_U: torch.Tensor
-    """float32: the use's share of the step's loss; its denominators are those of the whole step."""
-    trajectories_U: torch.Tensor
-    """int64: from 0, without gaps."""
-    is_fresh_U: torch.Tensor
-    """bool: sampled, by a record of the ledger, at the step that the job starts from."""
-    is_stale_U: torch.Tensor
-    """bool: sampled, by a record of the ledger, at another step."""
-    old_logprobs_U: torch.Tensor | None = None
-    """float32: the trainer's own at the start of the job. None on a first pass, where they are the policy's."""
-    reference_logprobs_U: torch.Tensor | None = None
-    """float32: the reference's; None without KL."""
+    weights_S: torch.Tensor
+    """float32: the token's weight in the loss. Its denominators count the whole step."""
+    trajectories_S: torch.Tensor
+    """int64: the number of each token's trajectory, from 0 without gaps."""
+    is_fresh_S: torch.Tensor
+    """bool: sampled at the step that the job starts from, by its record in the ledger."""
+    is_stale_S: torch.Tensor
+    """bool: sampled at another step, by its record in the ledger."""
+    old_logprobs_S: torch.Tensor | None = None
+    """float32: the trainer's at the start of the job. None in a job of one optimizer step: they are the policy's."""
+    reference_logprobs_S: torch.Tensor | None = None
+    """float32: under the reference policy; None without KL."""
 
-    def to(self, device: torch.device) -> "Uses":
+    def to(self, device: torch.device) -> "SampledTokens":
         return self._each(lambda values: values.to(device))
 
-    def select(self, indices: torch.Tensor) -> "Uses":
+    def select(self, indices: torch.Tensor) -> "SampledTokens":
         return self._each(lambda values: values[indices])
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Uses":
-        changed: dict[str, Any] = {  # Any: tensors, and None for what is not needed
-            each.name: None if values_U is None else change(values_U)
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SampledTokens":
+        changed: dict[str, Any] = {  # Any: tensors, and None for fields that are not needed
+            each.name: None if values_S is None else change(values_S)
             for each in fields(self)
-            for values_U in [getattr(self, each.name)]
+            for values_S in [getattr(self, each.name)]
         }
-        return Uses(**changed)
+        return SampledTokens(**changed)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A forest of T tokens with N predictions and U uses."""
+    """A forest of T tokens with N predictions and S sampled tokens."""
 
     forest: Forest
     is_shared: bool
-    """False: every row is a tree of its own."""
-    places_N: torch.Tensor
-    """int64: the place in the forest whose output predicts."""
+    """False: each sequence is a separate tree."""
+    forest_indices_N: torch.Tensor
+    """int64: the index in the forest whose output predicts."""
     targets_N: torch.Tensor
     """int64: the predicted token."""
     distributions_N: torch.Tensor
-    """int64: what it was sampled from, an index into `table` or RAW."""
+    """int64: the distribution that it was sampled from, an index into `table` or RAW."""
     table: Sequence[SampledFrom]
-    uses_U: torch.Tensor
-    """int64: which of the step's uses these are."""
-    predictions_U: torch.Tensor
-    """int64: the prediction of each use."""
-    rows: list[int]
-    """The train rows in it."""
-    num_row_tokens: int
-    """What the rows hold one by one."""
+    indices_S: torch.Tensor
+    """int64: index of each sampled token in the step's `SampledTokens`."""
+    predictions_S: torch.Tensor
+    """int64: index of each sampled token's prediction."""
+    sequences: list[int]
+    """Indices of its train sequences, ascending."""
+    num_sequence_tokens: int
+    """Tokens of its sequences, counted separately."""
 
     @property
     def num_tokens(self) -> int:
         return self.forest.num_tokens
 
 
-def make_train_rows(
+def make_train_batch(
     batch: Batch, config: LossConfig | None = None, penalties: Sequence[float] | None = None
-) -> TrainRows:
-    """The rows of all groups that carry signal, each token with its advantage.
+) -> TrainBatch:
+    """The trained sequences of all groups with signal, with the advantages of their tokens.
 
-    A group is trainable when any of its tokens that can be trained has an advantage. `penalties`, one for each
-    trajectory of the batch, lower the rewards of groups that carry signal without them.
-    Raises ValueError for a row whose log-probabilities and tokens differ in number, FloatingPointError for rewards
-    beyond arithmetic.
+    `penalties`, one for each trajectory of the batch, are subtracted from the rewards. Whether a group has signal is
+    decided without them.
+
+    Raises:
+        ValueError: tokens and log-probabilities of a sequence differ in number, or contradict `recompute`.
+        FloatingPointError: a reward is not finite, or too large for a standard deviation.
     """
     config = config or LossConfig()
-    rows: list[TrainRow] = []
+    sequences: list[TrainSequence] = []
     num_groups_trainable = num_tokens_unpredicted = num_masked = first = 0
     advantages_of_groups = _advantages(batch, config, penalties)
     for group, advantages_G in zip(batch.groups, advantages_of_groups, strict=True):
-        group_rows: list[TrainRow] = []
+        group_sequences: list[TrainSequence] = []
         if has_signal(group, config):
             turns_G = turn_advantages([turn_rewards(each) for each in group.trajectories], config)
             for index, trajectory in enumerate(group.trajectories):
                 outcome = 0.0 if advantages_G is None else advantages_G[index]
-                advantages = row_advantages(trajectory, outcome, turns_G[index])
-                group_rows += [
-                    _cut_row(row, values, first + index)
-                    for row, values in zip(trajectory.rows, advantages, strict=True)
-                    if values and not is_masked(row, config)
+                advantages = sequence_advantages(trajectory, outcome, turns_G[index])
+                group_sequences += [
+                    _cut_sequence(sequence, values, first + index)
+                    for sequence, values in zip(trajectory.sequences, advantages, strict=True)
+                    if values and not is_masked(sequence, config)
                 ]
                 num_tokens_unpredicted += sum(
-                    bool(row.logprobs) and row.logprobs[0] is not None for row in trajectory.rows
+                    bool(sequence.logprobs) and sequence.logprobs[0] is not None
+                    for sequence in trajectory.sequences
                 )
         num_masked += sum(
-            any(is_masked(row, config) for row in each.rows) for each in group.trajectories
+            any(is_masked(sequence, config) for sequence in each.sequences)
+            for each in group.trajectories
         )
-        num_groups_trainable += bool(group_rows)
-        rows += group_rows
+        num_groups_trainable += bool(group_sequences)
+        sequences += group_sequences
         first += len(group.trajectories)
-    return TrainRows(
-        rows=rows,
+    return TrainBatch(
+        sequences=sequences,
         num_groups=len(batch.groups),
         num_groups_trainable=num_groups_trainable,
         num_trajectories=first,
-        num_tokens=sum(len(row.targets) for row in rows),
+        num_tokens=sum(len(sequence.targets) for sequence in sequences),
         num_tokens_unpredicted=num_tokens_unpredicted,
         num_trajectories_masked=num_masked,
         table=decode_distributions(batch.distributions),
@@ -190,22 +194,24 @@ def make_train_rows(
 
 
 def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
-    """The batch with the tokens that were sampled before step `oldest` as context only, and how many those are."""
+    """The batch, in which tokens sampled before step `oldest` become context, and the number of these tokens."""
     num_dropped = 0
 
-    def cut(row: Row) -> Row:
+    def cut(sequence: TokenSequence) -> TokenSequence:
         nonlocal num_dropped
         stale = {
-            i for each in row.spans if each.step < oldest for i in range(each.start, each.stop)
+            i for each in sequence.spans if each.step < oldest for i in range(each.start, each.stop)
         }
-        stale &= set(trained_positions(row))
+        stale &= set(trained_positions(sequence))
         if not stale:
-            return row
+            return sequence
         num_dropped += len(stale)
-        return row.model_copy(
+        return sequence.model_copy(
             update={
-                "logprobs": [None if i in stale else value for i, value in enumerate(row.logprobs)],
-                "recompute": [i for i in row.recompute if i not in stale],
+                "logprobs": [
+                    None if i in stale else value for i, value in enumerate(sequence.logprobs)
+                ],
+                "recompute": [i for i in sequence.recompute if i not in stale],
             }
         )
 
@@ -213,7 +219,9 @@ def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
         group.model_copy(
             update={
                 "trajectories": [
-                    each.model_copy(update={"rows": [cut(row) for row in each.rows]})
+                    each.model_copy(
+                        update={"sequences": [cut(sequence) for sequence in each.sequences]}
+                    )
                     for each in group.trajectories
                 ]
             }
@@ -223,47 +231,53 @@ def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
     return batch.model_copy(update={"groups": groups}), num_dropped
 
 
-def make_uses(
-    rows: Sequence[TrainRow], config: LossConfig | None = None, start_step: int | None = None
-) -> Uses:
-    """All uses of the rows, with the weights of the normalisation. `start_step` tells fresh tokens from stale ones.
+def make_sampled_tokens(
+    sequences: Sequence[TrainSequence],
+    config: LossConfig | None = None,
+    start_step: int | None = None,
+) -> SampledTokens:
+    """The trained tokens of the sequences, with weights by `config.normalisation`. Those of `start_step` are fresh.
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 8 (tokens); Shao et al. 2024, arXiv:2402.03300, eq. 3 (trajectory);
     Liu et al. 2025, arXiv:2503.20783, section 3.2 (constant).
     """
     config = config or LossConfig()
-    names = np.array([row.trajectory for row in rows for _ in row.targets], dtype=np.int64)
-    trajectories_U = torch.from_numpy(np.unique(names, return_inverse=True)[1].reshape(-1))
-    lengths = torch.bincount(trajectories_U)
+    names = np.array(
+        [sequence.trajectory for sequence in sequences for _ in sequence.targets], dtype=np.int64
+    )
+    trajectories_S = torch.from_numpy(np.unique(names, return_inverse=True)[1].reshape(-1))
+    lengths = torch.bincount(trajectories_S)
     if config.normalisation == "tokens":
-        weights_U = torch.full((len(names),), 1 / max(1, len(names)))
+        weights_S = torch.full((len(names),), 1 / max(1, len(names)))
     elif config.normalisation == "trajectory":
-        weights_U = 1 / (len(lengths) * lengths[trajectories_U].float())
+        weights_S = 1 / (len(lengths) * lengths[trajectories_S].float())
     else:
-        weights_U = torch.full((len(names),), 1 / (max(1, len(lengths)) * config.constant_length))
-    sampled = [value for row in rows for value in row.sampled_logprobs]
-    steps = [step for row in rows for step in row.steps]
-    return Uses(
-        sampled_logprobs_U=torch.tensor([0.0 if each is None else each for each in sampled]),
-        is_unknown_U=torch.tensor([each is None for each in sampled], dtype=torch.bool),
-        advantages_U=torch.tensor([value for row in rows for value in row.advantages]),
-        weights_U=weights_U,
-        trajectories_U=trajectories_U,
-        is_fresh_U=torch.tensor([each == start_step for each in steps], dtype=torch.bool),
-        is_stale_U=torch.tensor(
+        weights_S = torch.full((len(names),), 1 / (max(1, len(lengths)) * config.constant_length))
+    sampled = [value for sequence in sequences for value in sequence.sampled_logprobs]
+    steps = [step for sequence in sequences for step in sequence.steps]
+    return SampledTokens(
+        sampled_logprobs_S=torch.tensor([0.0 if each is None else each for each in sampled]),
+        is_unknown_S=torch.tensor([each is None for each in sampled], dtype=torch.bool),
+        advantages_S=torch.tensor(
+            [value for sequence in sequences for value in sequence.advantages]
+        ),
+        weights_S=weights_S,
+        trajectories_S=trajectories_S,
+        is_fresh_S=torch.tensor([each == start_step for each in steps], dtype=torch.bool),
+        is_stale_S=torch.tensor(
             [each not in (None, start_step) for each in steps], dtype=torch.bool
         ),
     )
 
 
-def largest_unit(rows: Sequence[TrainRow], *, shared: bool = True) -> int:
-    """Tokens that one micro-batch must hold for nothing to be computed twice: the largest tree, or row."""
-    token_ids = [row.token_ids for row in rows]
-    return largest_tree(token_ids, sort_rows(token_ids) if shared else unshared(token_ids))
+def largest_unit(sequences: Sequence[TrainSequence], *, shared: bool = True) -> int:
+    """Size in tokens of the largest tree or, if not `shared`, sequence. A budget below it cuts the tree."""
+    token_ids = [sequence.token_ids for sequence in sequences]
+    return largest_tree(token_ids, sort_sequences(token_ids) if shared else unshared(token_ids))
 
 
 def make_micro_batches(
-    rows: Sequence[TrainRow],
+    sequences: Sequence[TrainSequence],
     max_tokens: int,
     *,
     table: Sequence[SampledFrom] = (),
@@ -271,41 +285,43 @@ def make_micro_batches(
     min_shared: int = MIN_SHARED_TOKENS,
     fill_tokens: int | None = None,
 ) -> list[MicroBatch]:
-    """The rows in forests of at most `max_tokens` tokens (with padding, where nothing is shared), largest first.
+    """The sequences in micro-batches of at most `max_tokens` tokens; unshared sequences count with their padding.
 
-    Trees and rows are joined only up to `fill_tokens`. A row above the budget goes alone. The largest come first so that a batch that does not fit fails at once.
+    Trees, or unshared sequences, are packed together only up to `fill_tokens`. A sequence above the budget is a
+    micro-batch by itself. The largest trees come first, so that a step that does not fit fails early.
     """
-    token_ids = [row.token_ids for row in rows]
-    firsts = np.cumsum([0, *(len(row.targets) for row in rows)])
+    token_ids = [sequence.token_ids for sequence in sequences]
+    firsts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
     if shared:
-        orders = pack(token_ids, sort_rows(token_ids, min_shared), max_tokens, fill_tokens)
+        orders = pack(token_ids, sort_sequences(token_ids, min_shared), max_tokens, fill_tokens)
     else:
         fill = min(max_tokens, fill_tokens or max_tokens)
         orders = pack_padded(token_ids, unshared(token_ids), fill)
     micro_batches: list[MicroBatch] = []
     for order in orders:
         forest = lay_out(token_ids, order)
-        indices = sorted(order.rows)
-        places = [
-            path[rows[index].positions] for index, path in zip(indices, forest.paths, strict=True)
+        indices = sorted(order.sequences)
+        predicting = [
+            path[sequences[index].positions]
+            for index, path in zip(indices, forest.paths, strict=True)
         ]
-        targets = [rows[index].targets for index in indices]
-        uses = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
-        sampled_from = [rows[index].distributions for index in indices]
-        triples = np.stack([np.concatenate(each) for each in (places, targets, sampled_from)])
-        predictions, of_uses = np.unique(triples, axis=1, return_inverse=True)
+        targets = [sequences[index].targets for index in indices]
+        tokens = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
+        sampled_from = [sequences[index].distributions for index in indices]
+        triples = np.stack([np.concatenate(each) for each in (predicting, targets, sampled_from)])
+        predictions, predictions_S = np.unique(triples, axis=1, return_inverse=True)
         micro_batches.append(
             MicroBatch(
                 forest=forest,
                 is_shared=shared,
-                places_N=torch.from_numpy(predictions[0].copy()),
+                forest_indices_N=torch.from_numpy(predictions[0].copy()),
                 targets_N=torch.from_numpy(predictions[1].copy()),
                 distributions_N=torch.from_numpy(predictions[2].copy()),
                 table=table,
-                uses_U=torch.from_numpy(np.concatenate(uses)),
-                predictions_U=torch.from_numpy(of_uses.reshape(-1)),
-                rows=indices,
-                num_row_tokens=sum(len(token_ids[index]) for index in indices),
+                indices_S=torch.from_numpy(np.concatenate(tokens)),
+                predictions_S=torch.from_numpy(predictions_S.reshape(-1)),
+                sequences=indices,
+                num_sequence_tokens=sum(len(token_ids[index]) for index in indices),
             )
         )
     return micro_batches
@@ -329,18 +345,20 @@ def _advantages(
     return scale_over_batch(advantages, config)
 
 
-def _cut_row(row: Row, advantages: list[float], trajectory: int) -> TrainRow:
-    trained = [(index, row.logprobs[index]) for index in trained_positions(row)]
-    steps: list[int | None] = [None] * len(row.token_ids)
-    for span in row.spans:
+def _cut_sequence(
+    sequence: TokenSequence, advantages: list[float], trajectory: int
+) -> TrainSequence:
+    trained = [(index, sequence.logprobs[index]) for index in trained_positions(sequence)]
+    steps: list[int | None] = [None] * len(sequence.token_ids)
+    for span in sequence.spans:
         steps[span.start : span.stop] = [span.step] * (span.stop - span.start)
-    return TrainRow(
-        token_ids=row.token_ids[: trained[-1][0]] if trained else [],
+    return TrainSequence(
+        token_ids=sequence.token_ids[: trained[-1][0]] if trained else [],
         positions=[index - 1 for index, _ in trained],
-        targets=[row.token_ids[index] for index, _ in trained],
+        targets=[sequence.token_ids[index] for index, _ in trained],
         sampled_logprobs=[value for _, value in trained],
         distributions=[
-            row.distributions[index] if row.distributions else RAW for index, _ in trained
+            sequence.distributions[index] if sequence.distributions else RAW for index, _ in trained
         ],
         steps=[steps[index] for index, _ in trained],
         advantages=advantages,

@@ -1,8 +1,8 @@
-"""A checkpoint: a PEFT folder as vLLM loads it, plus the optimizer's state.
+"""A checkpoint: a PEFT folder that vLLM can load, with the optimizer's state.
 
     adapter_config.json  adapter_model.safetensors  optimizer.safetensors (absent before the first step)
 
-Whoever asked for the folder renames it into place, so it is visible whole or not at all.
+The server renames the finished folder into place, so it is never visible in part.
 """
 
 import os
@@ -30,13 +30,13 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class BadCheckpoint(ValueError):
-    """A checkpoint that is not one of this base and shape."""
+    """The checkpoint does not fit this base and LoRA shape."""
 
 
 def load_checkpoint(
     policy: Policy, lora: LoRAConfig, folder: Path, learning_rate: float
 ) -> torch.optim.AdamW:
-    """Put the folder's adapter into the policy; the optimizer that goes on with it."""
+    """Loads the checkpoint's adapter into the policy and returns an optimizer with its saved state."""
     policy.load_adapter(lora, folder)
     optimizer = make_optimizer(policy.parameters, learning_rate)
     load_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
@@ -44,28 +44,30 @@ def load_checkpoint(
 
 
 def write_first_checkpoint(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
-    """Write step 0, an adapter that changes nothing; on return it is on the disk. Uses no device."""
+    """Writes step 0, an adapter that changes nothing, and syncs it to disk. Uses no device."""
     write_fresh_adapter(base_model, lora, seed, folder)
     _sync_all(folder)
 
 
 def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
-    """See that a folder's tensors are those of an adapter of this shape on this base, and finite. The base is not loaded,
-    and no device is used.
+    """Checks that a folder's tensors are those of this adapter on this base, and finite. Loads no base, uses no device.
 
-    Raises BadCheckpoint when they are not.
+    Raises:
+        BadCheckpoint: they are not.
     """
     try:
         model = outline_adapter(base_model, lora)
     except ValueError as error:
-        raise BadCheckpoint(f"{base_model} takes no adapter of {lora!r}: {error}") from error
+        raise BadCheckpoint(
+            f"{base_model} cannot take an adapter with {lora!r}: {error}"
+        ) from error
     shapes = {name: each.shape for name, each in adapter_tensors(model).items()}
     tensors = load_file(folder / ADAPTER_FILE)
     if different := shapes.keys() ^ tensors.keys():
-        known = "lacks" if min(different) in shapes else "has, and the base does not,"
+        known = "lacks" if min(different) in shapes else "has, unlike the base,"
         raise BadCheckpoint(
-            f"this is no adapter of {base_model} with target_modules {lora.target_modules or 'all'}: {len(different)} "
-            f"tensors differ; it {known} {min(different)}"
+            f"this is not an adapter of {base_model} with target_modules {lora.target_modules or 'all'}: "
+            f"{len(different)} tensors differ; it {known} {min(different)}"
         )
     _check_tensors(tensors, shapes)
     if (folder / OPTIMIZER_FILE).exists():
@@ -80,7 +82,7 @@ def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
 
 
 def _stepped(state: dict[str, torch.Tensor]) -> set[str]:
-    """The parameters that an optimizer's state is of."""
+    """Names of the parameters for which the optimizer has state."""
     return {name.removesuffix(".step") for name in state if name.endswith(".step")}
 
 
@@ -93,13 +95,13 @@ def _check_tensors(tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Siz
                 f"{name} has shape {list(tensor.shape)}, the base takes {list(shapes[name])}"
             )
         if not torch.isfinite(tensor).all():
-            raise BadCheckpoint(f"{name} holds numbers that are not finite")
+            raise BadCheckpoint(f"{name} contains numbers that are not finite")
     if missing := shapes.keys() - tensors.keys():
         raise BadCheckpoint(f"{min(missing)} is missing")
 
 
 def save_checkpoint(policy: Policy, optimizer: torch.optim.AdamW, folder: Path) -> None:
-    """Write adapter and optimizer state; on return they are on the disk, not only in its cache."""
+    """Writes adapter and optimizer state, and syncs them to disk."""
     folder.mkdir(parents=True, exist_ok=True)
     policy.save_adapter(folder)
     save_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)

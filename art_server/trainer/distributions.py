@@ -1,6 +1,6 @@
-"""What tokens were sampled from, as the trainer scores them: the model's logits with a bias, over a temperature, within a kept
-set. Predictions are cut into pieces that go through the output head together; where the sets of a piece are small,
-only their columns of the head are computed.
+"""Scores tokens under the distributions that they were sampled from: biased logits, divided by a temperature, within a
+kept set. Predictions go through the output head in pieces. If the kept sets of a piece are small, only their columns of
+the head are computed.
 """
 
 import base64
@@ -18,15 +18,15 @@ RAW = -1
 """The model's own distribution at temperature 1."""
 
 ROWS_OF_A_PIECE = 256
-"""Predictions whose sets are joined: more share columns, and make more of them that each row does not need."""
+"""Predictions whose kept sets are joined. With more of them, each computes more columns that only others need."""
 
 LEFT_OUT = -1e30
-"""The logit of a token outside the set: its probability is exactly 0, and its product with 0 too."""
+"""The logit of a token outside the kept set. Its probability is exactly 0, and 0 * logit is 0; with -inf it is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledFrom:
-    """A `Distribution`, decoded."""
+    """A decoded `Distribution`."""
 
     temperature: float
     bias: dict[int, float]
@@ -35,7 +35,11 @@ class SampledFrom:
 
 
 def decode_distributions(distributions: Sequence[Distribution]) -> list[SampledFrom]:
-    """Raises ValueError for a kept set that cannot be read."""
+    """The distributions with their kept sets unpacked.
+
+    Raises:
+        ValueError: a kept set cannot be read.
+    """
     return [
         SampledFrom(
             each.temperature,
@@ -55,9 +59,10 @@ def cut_pieces(
     num_vocabulary: int,
     max_logits: int,
 ) -> list[Piece]:
-    """Pieces of predictions in ascending order of their distribution, N of them: RAW ones as they are, each other scored under its own.
+    """Pieces of N predictions, which are in ascending order of their distribution, RAW first.
 
-    Raises ValueError for a target outside the set that it was sampled from.
+    Raises:
+        ValueError: a target is outside its kept set.
     """
     pieces: list[Piece] = []
     num_raw = int(np.searchsorted(distributions, 0))
@@ -91,7 +96,7 @@ def cut_pieces(
 def _columns(
     distributions: np.ndarray, table: Sequence[SampledFrom], num_vocabulary: int
 ) -> np.ndarray | None:
-    """The tokens of all sets; None where computing every column costs no more."""
+    """The joined kept sets; None where computing the whole vocabulary costs no more."""
     is_kept_V = np.zeros(num_vocabulary, dtype=bool)
     for index in np.unique(distributions):
         kept_ids = table[index].kept_ids
@@ -113,28 +118,28 @@ def _piece(
     project_columns: ProjectColumns,
 ) -> Piece:
     device = targets.device
-    used, rows = np.unique(distributions, return_inverse=True)
+    present, rows = np.unique(distributions, return_inverse=True)
     if columns is None:
         column_of_V, num_columns = np.arange(num_vocabulary), num_vocabulary
     else:
         column_of_V, num_columns = np.full(num_vocabulary, -1), len(columns)
         column_of_V[columns] = np.arange(num_columns)
-    is_left_out = np.zeros((len(used), num_columns), dtype=bool)
-    biases = np.zeros((len(used), num_columns), dtype=np.float32)
-    for place, index in enumerate(used):
+    is_left_out = np.zeros((len(present), num_columns), dtype=bool)
+    biases = np.zeros((len(present), num_columns), dtype=np.float32)
+    for row, index in enumerate(present):
         kept_ids, bias = table[index].kept_ids, table[index].bias
         if kept_ids is not None:
-            is_left_out[place] = True
-            is_left_out[place, column_of_V[kept_ids]] = False
+            is_left_out[row] = True
+            is_left_out[row, column_of_V[kept_ids]] = False
         for token_id, value in bias.items():
             if column_of_V[token_id] >= 0:
-                biases[place, column_of_V[token_id]] = value
+                biases[row, column_of_V[token_id]] = value
     targets_in_columns = column_of_V[targets.cpu().numpy()]
     is_outside = (targets_in_columns < 0) | is_left_out[rows, targets_in_columns]
     if is_outside.any():
         token_id = int(targets[int(is_outside.argmax())])
-        raise ValueError(f"token {token_id} lies outside of the set that it was sampled from")
-    temperatures = torch.tensor([table[index].temperature for index in used], device=device)
+        raise ValueError(f"token {token_id} is outside the kept set that it was sampled from")
+    temperatures = torch.tensor([table[index].temperature for index in present], device=device)
     temperatures_N1 = temperatures[rows][:, None] if bool((temperatures != 1).any()) else None
     rows_N = torch.from_numpy(rows).to(device)
     masks = torch.from_numpy(is_left_out).to(device) if is_left_out.any() else None
@@ -149,7 +154,7 @@ def _piece(
         if temperatures_N1 is not None:
             logits = logits / temperatures_N1
         if masks is not None:
-            # Beside the graph, because what is left out has no gradient: its probability is 0.
+            # Outside the autograd graph: these tokens have probability 0 and so no gradient.
             with torch.no_grad():
                 logits.masked_fill_(masks[rows_N], LEFT_OUT)
         return logits

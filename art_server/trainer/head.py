@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen tokens from hidden states, without ever holding positions x vocabulary for long.
+"""Log-probabilities of chosen tokens from hidden states, without keeping all positions x vocabulary.
 
-Positions go through the output head in pieces. What fits one chunk keeps its probabilities for backward; more are
-computed again there, so memory does not grow with vocabulary x length. Sums are float32.
+Positions go through the output head in pieces. If all logits fit one chunk, their probabilities are kept for backward.
+Otherwise backward recomputes them, so memory does not grow with vocabulary x length. Sums are float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
-"""Logits of a chunk: 16 and 512 MiB in float32, of which backward holds two. Of a vocabulary of 150,000 that is 27 and 894
-positions. Measured on a CPU; on CUDA by calculation: some 300 products are needed for each weight that is read."""
+"""Logits of a chunk: 16 and 512 MiB in float32, of which backward holds two; 27 and 894 positions for a vocabulary of
+150,000. The CPU's value is measured, CUDA's calculated: each weight that is read should serve some 300 products."""
 
 Project = Callable[[torch.Tensor], torch.Tensor]
-"""From hidden states, n x D, to logits."""
+"""From hidden states, n x D, to their logits."""
 ProjectColumns = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""The same for these tokens only."""
+"""The same, for the given tokens only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Positions that go through the head together, and how their logits are made."""
+    """Positions that go through the head together, and the function that computes their logits."""
 
     here: slice
     targets_n: torch.Tensor
@@ -36,7 +36,7 @@ def max_logits(device: torch.device) -> int:
 
 
 def whole_pieces(targets_N: torch.Tensor, project: Project, num_vocabulary: int) -> list[Piece]:
-    """Positions in order, each with the whole vocabulary."""
+    """Pieces of all positions in order, over the whole vocabulary."""
     chunk = max(1, max_logits(targets_N.device) // num_vocabulary)
     return [
         Piece(here, targets_N[here], project, num_vocabulary)
@@ -48,10 +48,9 @@ def whole_pieces(targets_N: torch.Tensor, project: Project, num_vocabulary: int)
 def score_targets(
     hidden_ND: torch.Tensor, pieces: Sequence[Piece], *, with_entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each piece's targets, and the entropy of their distributions: both N, float32.
+    """Log-probability of each target, and entropy of its distribution: both N, float32.
 
-    A piece makes logits from hidden states; its own parameters get their gradients too. The entropy has a gradient
-    only on demand.
+    Backward also reaches the parameters of `project`. The entropy has a gradient only on request.
     """
     scored: tuple[torch.Tensor, torch.Tensor] = _ScoreTargets.apply(
         hidden_ND, pieces, with_entropy_gradient
@@ -114,7 +113,7 @@ class _ScoreTargets(torch.autograd.Function):
 
 
 def _project(hidden_ND: torch.Tensor, project: Project) -> tuple[torch.Tensor, torch.Tensor]:
-    """A leaf, and its logits with a graph from there."""
+    """A leaf with the hidden states, and its logits with their autograd graph."""
     with torch.enable_grad():
         leaf = hidden_ND.detach().requires_grad_()
         return leaf, project(leaf)
@@ -123,14 +122,14 @@ def _project(hidden_ND: torch.Tensor, project: Project) -> tuple[torch.Tensor, t
 def _score(
     logits_NV: torch.Tensor, targets_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Probabilities, log-probability of the target, entropy: one pass of exp.
+    """Probabilities, log-probability of the target, and entropy, with one pass of exp.
 
-    The log-sum-exp comes from the likeliest token, whose probability is at least 1 / V, and the target's logit is taken
-    from that token's first: log-probabilities are rounded at their own size, not at that of the logits.
+    The log-sum-exp follows from the likeliest token, whose probability is at least 1 / V. A target's log-probability is
+    the difference of both logits plus that token's: it is rounded at its own size, not at that of the logits.
     """
     probabilities_NV = torch.softmax(logits_NV, -1)
-    largest_N1, places_N1 = logits_NV.max(-1, keepdim=True)
-    likeliest_N = probabilities_NV.gather(-1, places_N1)[:, 0].log()
+    largest_N1, indices_N1 = logits_NV.max(-1, keepdim=True)
+    likeliest_N = probabilities_NV.gather(-1, indices_N1)[:, 0].log()
     logprobs_N = (logits_NV.gather(-1, targets_N[:, None]) - largest_N1)[:, 0] + likeliest_N
     sums_N = largest_N1[:, 0] - likeliest_N
     entropies_N = sums_N - torch.linalg.vecdot(probabilities_NV, logits_NV)

@@ -1,4 +1,4 @@
-"""Weights that leave the device between steps: one flat copy in main memory, made once, because they never change."""
+"""A copy of frozen weights in main memory, for the time that they are off the device between steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 ALIGNMENT = 512
-"""Bytes; more than any type needs."""
+"""Bytes; more than any dtype needs."""
 
 
 class HostCopy:
-    """A copy of frozen weights. While they are away, the parameters are views of it."""
+    """One flat copy of frozen weights, made once. While they are off the device, the parameters are views of it."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> None:
-        """Copy them. On CUDA the pages are locked, so that the way back runs at the bus's speed; without torch's own
-        allocator, which would round the block up to a power of two."""
+        """Copies the weights. On CUDA the pages are locked, so that the copy back runs at the bus's speed. torch's own
+        allocator for locked pages is not used, because it would round the block up to a power of two."""
         self._parameters = list(parameters)
         self._device = device
         sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in self._parameters]
@@ -33,16 +33,16 @@ class HostCopy:
         return self._block.nbytes
 
     def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether these are the ones that it was made of."""
+        """Whether it is a copy of exactly these parameters."""
         return [id(each) for each in parameters] == [id(each) for each in self._parameters]
 
     def leave(self) -> None:
-        """Free the device's memory; nothing is copied."""
+        """Frees the device's memory. Nothing is copied."""
         for each, view in zip(self._parameters, self._views, strict=True):
             each.data = view
 
-    def come_back(self) -> None:
-        """Put the weights onto the device."""
+    def return_to_device(self) -> None:
+        """Copies the weights to the device."""
         for each, view in zip(self._parameters, self._views, strict=True):
             each.data = view.to(self._device, non_blocking=self.is_locked, copy=True)
         if self._device.type == "cuda":
@@ -50,6 +50,6 @@ class HostCopy:
 
 
 def _lock_pages(block: torch.Tensor) -> bool:
-    """Whether the system allowed it; a limit on locked memory makes transfers slower, not wrong."""
+    """Locks the pages; False if the system refuses (a limit on locked memory). Transfers then work, but slower."""
     runtime: Any = torch.cuda.cudart()  # Any: torch's binding is untyped
     return int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0

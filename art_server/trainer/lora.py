@@ -1,11 +1,11 @@
 """PEFT's LoRA layers computed in fewer passes.
 
-A patch of peft 0.21 (peft/tuners/lora/layer.py, `Linear.forward`), for speed alone: there base(x) + B(A(x)) * scale is
-three products and two more passes over the output, and again in backward; here the small product is added inside the
-matrix product. Beside bfloat16 weights PEFT also casts all that goes through the adapter to float32; here its products
-are bfloat16 too, as vLLM's are, and only the gradients of its weights are float32. It applies to float32 and bfloat16
-layers with one adapter, without dropout or other variants, and elsewhere PEFT's own forward stays. It can go when PEFT
-itself adds the small product inside the matrix product.
+A patch of peft 0.21 (peft/tuners/lora/layer.py, `Linear.forward`), only for speed. In PEFT base(x) + B(A(x)) * scale is
+three products and two more passes over the output, and again in backward. Here the small product is added inside the
+matrix product. With bfloat16 weights PEFT also computes the adapter in float32. Here its products are bfloat16, as in
+vLLM, and only the gradients of its weights are float32. The patch applies to float32 and bfloat16 layers with one
+adapter, without dropout or other variants; other layers keep PEFT's forward. Remove it when PEFT itself adds the small
+product inside the matrix product.
 """
 
 from types import MethodType
@@ -18,7 +18,7 @@ ADAPTER = "default"
 
 
 def fuse_lora(model: torch.nn.Module) -> int:
-    """Give the layers that qualify the fused forward; how many did. Safe to repeat."""
+    """Gives the layers that qualify the fused forward and returns their number. Safe to repeat."""
     layers = [each for each in model.modules() if isinstance(each, Linear) and _qualifies(each)]
     for layer in layers:
         layer.forward = MethodType(_forward, layer)
@@ -50,7 +50,7 @@ def _forward(layer: Linear, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor
 
 
 class _LoRALinear(torch.autograd.Function):
-    """y = x W' + bias + scale * (x A') B', for a frozen W, in W's number type; A and B and their gradients are float32.
+    """y = x W' + bias + scale * (x A') B', for a frozen W, in W's dtype. A, B and their gradients are float32.
 
     Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
     """
@@ -80,7 +80,7 @@ class _LoRALinear(torch.autograd.Function):
         grad_TE = gradients[0].reshape(-1, weight.shape[0])
         grad_small_TR = (grad_TE @ up).mul_(ctx.scale)
         grad_down = _float32_product(grad_small_TR.T, x_TD)
-        # This way round, because a product with 8 columns runs at a sixth of the speed of one with 8 rows.
+        # Transposed, because a product with 8 columns runs at a sixth of the speed of one with 8 rows.
         grad_up = _float32_product(small_TR.T, grad_TE).mul_(ctx.scale).T
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -89,7 +89,7 @@ class _LoRALinear(torch.autograd.Function):
 
 
 def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Sums over thousands of tokens, which bfloat16 would round to eight bits."""
+    """a @ b in float32: it sums over thousands of tokens, which bfloat16 would round to eight bits."""
     if a.dtype != torch.float32 and a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

@@ -1,4 +1,4 @@
-"""AdamW over the adapter, and its state as safetensors: nothing is pickled, every number comes back bit for bit."""
+"""AdamW over the adapter. Its state is saved as safetensors: no pickle, and every number is exact."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ def make_optimizer(
 def save_optimizer(
     optimizer: torch.optim.AdamW, parameters: Mapping[str, torch.nn.Parameter], path: Path
 ) -> None:
-    """Write the state as tensors named PARAMETER.KEY; no file for an optimizer that has never stepped."""
+    """Writes the state as tensors named PARAMETER.KEY. An optimizer that has never stepped writes no file."""
     tensors = {
         f"{name}.{key}": optimizer.state[parameter][key].contiguous()
         for name, parameter in parameters.items()
@@ -38,9 +38,10 @@ def save_optimizer(
 def load_optimizer(
     optimizer: torch.optim.AdamW, parameters: Mapping[str, torch.nn.Parameter], path: Path
 ) -> None:
-    """Put the saved state into a fresh optimizer; without a file it starts from nothing.
+    """Loads the saved state into a fresh optimizer. Without a file it stays fresh.
 
-    Raises ValueError when the file belongs to other parameters.
+    Raises:
+        ValueError: the file has state of other parameters.
     """
     if not path.exists():
         return
@@ -52,7 +53,7 @@ def load_optimizer(
         state = {key: tensors.pop(f"{name}.{key}") for key in STATE_KEYS}
         if state["exp_avg"].shape != parameter.shape:
             raise ValueError(
-                f"{path} holds {tuple(state['exp_avg'].shape)} for {name}, the adapter {tuple(parameter.shape)}"
+                f"{path} holds shape {tuple(state['exp_avg'].shape)} for {name}, the adapter {tuple(parameter.shape)}"
             )
         # "step" stays on the CPU, where AdamW keeps it.
         optimizer.state[parameter] = {
@@ -67,5 +68,5 @@ def load_optimizer(
 
 
 def steps_taken(optimizer: torch.optim.AdamW) -> int:
-    """How often the optimizer has stepped, over all of the model's tasks."""
+    """The number of optimizer steps so far, over all of the model's jobs."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)

@@ -1,4 +1,4 @@
-"""A picture of the packed trees of a step: what is laid out once, what of it is trained, and who sees whom."""
+"""A picture of the packed trees of a step: their tokens, the trained ones, and the attention mask."""
 
 from pathlib import Path
 
@@ -6,22 +6,24 @@ import matplotlib
 import torch
 
 from art_server.trainer.attention import ForestAttention, mask_function
-from art_server.trainer.batches import MicroBatch, TrainRow
+from art_server.trainer.batches import MicroBatch, TrainSequence
 
 matplotlib.use("Agg")
 
 MAX_DRAWN = 4
-"""Micro-batches in a picture, the largest ones."""
+"""Micro-batches in a picture: the first ones, which have the largest trees."""
 
 MAX_PIXELS = 1500
-"""A larger mask is drawn by every n-th token."""
+"""Of a larger mask only every n-th token is drawn."""
 
 PLOT_FILE = "tensors.png"
 
 
-def plot_micro_batches(micro_batches: list[MicroBatch], rows: list[TrainRow], folder: Path) -> Path:
-    """Write FOLDER/tensors.png: for each micro-batch depth, predicting places and attention mask."""
-    # Here, because the backend is chosen above first.
+def plot_micro_batches(
+    micro_batches: list[MicroBatch], sequences: list[TrainSequence], folder: Path
+) -> Path:
+    """Writes FOLDER/tensors.png: depth, predicting positions and attention mask of each micro-batch."""
+    # Here, because the backend has to be chosen before this import.
     from matplotlib.figure import Figure
 
     drawn = micro_batches[:MAX_DRAWN]
@@ -31,10 +33,10 @@ def plot_micro_batches(micro_batches: list[MicroBatch], rows: list[TrainRow], fo
         forest = batch.forest
         above, below = axes[0][column], axes[1][column]
         above.plot(forest.positions_T.numpy(), linewidth=0.8, color="0.4")
-        places = batch.places_N.numpy()
-        above.plot(places, forest.positions_T.numpy()[places], ".", markersize=2, color="tab:red")
+        indices = batch.forest_indices_N.numpy()
+        above.plot(indices, forest.positions_T.numpy()[indices], ".", markersize=2, color="tab:red")
         above.set_title(
-            f"{batch.num_tokens} tokens for {batch.num_row_tokens} in {len(batch.rows)} of {len(rows)} rows",
+            f"{batch.num_tokens} tokens for {batch.num_sequence_tokens} in {len(batch.sequences)} of {len(sequences)} sequences",
             fontsize=9,
         )
         above.set_ylabel("depth (red: predicts a trained token)", fontsize=8)

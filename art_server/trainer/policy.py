@@ -1,7 +1,7 @@
-"""A base model with one LoRA adapter in fp32: log-probabilities, and the adapter to and from disk.
+"""The policy: a base model with one LoRA adapter in float32. Computes log-probabilities, loads and saves the adapter.
 
-One base serves many models: each task loads its own adapter, so nothing of a task outlives it. Base weights never
-change. Loading is from safetensors only and runs no code from a model's folder.
+One base serves many models: each task loads its own adapter, so it does not depend on earlier tasks. Base weights never
+change. Weights are loaded from safetensors only, and no code from a model's folder runs.
 """
 
 from pathlib import Path
@@ -16,9 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from art.wire import LoRAConfig
 from art_server.trainer.attention import (
     TREE_ATTENTION,
+    AttentionKind,
     ForestAttention,
-    Way,
-    default_way,
+    default_kind,
     flex_padding,
 )
 from art_server.trainer.base import load_base, outline, peft_config, usual_attention
@@ -34,13 +34,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class Policy:
-    """PEFT on whatever device torch finds."""
+    """The policy with PEFT's LoRA layers, on any torch device."""
 
     name = "peft"
     can_share = True
-    """Whether trees may be tried at all."""
+    """Whether the model's code can take trees at all; `check_trees` then decides."""
     checks_rows = False
-    """Whether unshared rows, too, are computed by other code than transformers', and checked against it."""
+    """Whether unshared sequences run on other code than transformers' and are checked against it."""
 
     def __init__(
         self,
@@ -48,25 +48,24 @@ class Policy:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Load the base. `dtype` None is bfloat16 on CUDA and float32 elsewhere; `device` None is the first GPU, or the
-        CPU."""
+        """Loads the base. Defaults: bfloat16 on CUDA and float32 elsewhere; the first GPU, or the CPU without one."""
         found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.device = found if device is None else device
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.base_model = base_model
         self._base = self._load_base()
         self.num_parameters = self._base.num_parameters()
-        """Of the base, without adapter."""
+        """Parameters of the base, without the adapter."""
         self._model: PeftModel | None = None
         self._lora: LoRAConfig | None = None
-        self.attention: Way | None = None
-        """How attention over trees is computed; None takes what fits the device."""
+        self.attention: AttentionKind | None = None
+        """How attention over trees is computed; None is the device's default."""
         self.tree_gap: float | None = None
-        """The difference that `check_trees` saw; None before it ran for this model."""
-        self.row_gap: float | None = None
-        """The same of `check_rows`."""
+        """The difference that `check_trees` measured; None before it ran."""
+        self.sequence_gap: float | None = None
+        """The same for `check_sequences`."""
         self.checkpointing_factor: float = CHECKPOINTING_FACTOR
-        """With gradient checkpointing so many times the tokens fit."""
+        """How many times more tokens fit with gradient checkpointing."""
         self._away: HostCopy | None = None
         self._is_away = False
         self.use_trees(self.can_share)
@@ -81,7 +80,7 @@ class Policy:
 
     @property
     def default_tokens(self) -> int:
-        """How many tokens at a time fit the device, without gradient checkpointing."""
+        """Tokens per micro-batch that fit the device without gradient checkpointing."""
         config: Any = (
             self._base.config.get_text_config()
         )  # Any: the fields that language models share
@@ -97,11 +96,11 @@ class Policy:
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """What is trained, by name: the LoRA matrices, float32."""
+        """The trained parameters by name: the LoRA matrices, float32."""
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
     def init_adapter(self, lora: LoRAConfig, seed: int) -> None:
-        """A fresh adapter: A random by seed, B zero, so that the policy equals the base."""
+        """Starts with a fresh adapter: A is random by seed, B is zero, so the policy equals the base."""
         if self._model is not None:
             self._drop_adapter()
         self._model, self._lora = self._wrap(lora, seed), lora
@@ -109,10 +108,12 @@ class Policy:
             assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}"
 
     def load_adapter(self, lora: LoRAConfig, folder: Path) -> None:
-        """The adapter of a checkpoint.
+        """Loads the adapter of a checkpoint.
 
-        Raises FileNotFoundError without one, ValueError when its tensors are not those of `lora` on this base,
-        RuntimeError when their shapes differ.
+        Raises:
+            FileNotFoundError: the folder has none.
+            ValueError: its tensors are not those of `lora` on this base.
+            RuntimeError: their shapes differ.
         """
         tensors = load_file(folder / ADAPTER_FILE)
         if self._lora != lora:
@@ -125,12 +126,12 @@ class Policy:
         set_peft_model_state_dict(self.model, tensors)
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter as PEFT names it into an existing folder."""
+        """Writes the adapter into an existing folder, in PEFT's format."""
         _save(self.model, adapter_tensors(self.model), folder)
 
     def leave_device(self, optimizer: torch.optim.Optimizer, *, keep_copy: bool) -> None:
-        """Give the device's memory up, but for the process's context. The adapter and its optimizer's state go to main
-        memory to be saved, the base too with `keep_copy`: then `come_back` undoes it. Else the policy is spent."""
+        """Frees the device's memory, except the process's context. Adapter and optimizer state move to main memory.
+        With `keep_copy` the base moves too, and `return_to_device` undoes it; else the policy can only be saved."""
         frozen = [each for each in self.model.parameters() if not each.requires_grad]
         if not keep_copy:
             for each in frozen:
@@ -147,20 +148,20 @@ class Policy:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def come_back(self) -> None:
-        """Undo `leave_device`; nothing to do without it."""
+    def return_to_device(self) -> None:
+        """Undoes `leave_device`, if the policy has left."""
         if not self._is_away:
             return
         assert self._away is not None
-        self._away.come_back()
+        self._away.return_to_device()
         for each in self.parameters.values():
             each.data = each.data.to(self.device)
         self._is_away = False
 
     def use_trees(self, shared: bool) -> None:
-        """Forests as they are, or (False) every row on its own under the model's usual attention.
+        """Switches between trees (True) and unshared sequences with the model's usual attention (False).
 
-        What fits is known after `check_trees`; both ways are the same update.
+        `check_trees` finds out whether trees work. Both give the same update.
         """
         self.shares_prefixes = shared
         self._base.set_attn_implementation(
@@ -168,7 +169,7 @@ class Policy:
         )
 
     def use_checkpointing(self, enabled: bool) -> None:
-        """Keep only each layer's input for backward and compute the rest again: less memory, a third more time."""
+        """Keeps only each layer's input for backward and recomputes the rest: less memory, a third more time."""
         model: Any = self._base  # Any: transformers' switches are untyped
         if enabled:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -176,17 +177,19 @@ class Policy:
             model.gradient_checkpointing_disable()
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                # Layers look at this flag; none of them holds dropout that it would switch on.
+                # These layers read this flag. None of them has dropout that it would switch on.
                 module.training = enabled
 
     def logprobs(
         self, batch: MicroBatch, *, with_entropy_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each prediction, with gradient, and the entropy of its distribution, with gradient only
-        on demand.
+        """Log-probability of each prediction, and entropy of its distribution: both N, float32.
 
-        Both N, float32, each under what its token was sampled from. Raises ValueError for a token that the vocabulary
-        lacks, or outside of the set that it was sampled from.
+        Each is scored under the distribution that its token was sampled from. Log-probabilities have a gradient,
+        entropies only on request.
+
+        Raises:
+            ValueError: a token is outside the vocabulary, or outside its kept set.
         """
         self._check_tokens(batch)
         hidden_ND, targets_N = self._hidden(batch), batch.targets_N.to(self.device)
@@ -210,17 +213,17 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probability of each prediction under the base model (the same weights, adapter off). N, float32."""
+        """Log-probability of each prediction under the base model, with the adapter off: N, float32."""
         with self.model.disable_adapter():
             return self.logprobs(batch)[0]
 
     @torch.no_grad()
-    def row_logprobs(
+    def sequence_logprobs(
         self, token_ids: list[int], positions: list[int] | None = None
     ) -> torch.Tensor:
-        """What the model itself says of a single row, with its usual attention and its own logits: the log-probability
-        of the token after each position (all but the last by default), float32."""
-        places = torch.tensor(
+        """Log-probability of the token after each position of one sequence, float32: by the model's usual attention and
+        its own logits. The default is all positions but the last."""
+        positions_N = torch.tensor(
             range(len(token_ids) - 1) if positions is None else positions, device=self.device
         )
         token_ids_1T = torch.tensor([token_ids], device=self.device)
@@ -228,7 +231,7 @@ class Policy:
         self.use_trees(False)
 
         def select(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-            return (inputs[0][:, places],)
+            return (inputs[0][:, positions_N],)
 
         model = self._plain_model()
         hook = model.get_output_embeddings().register_forward_pre_hook(select)
@@ -237,7 +240,7 @@ class Policy:
         finally:
             hook.remove()
             self.use_trees(shared)
-        return logits_NV.log_softmax(-1).gather(-1, token_ids_1T[0, places + 1, None])[:, 0]
+        return logits_NV.log_softmax(-1).gather(-1, token_ids_1T[0, positions_N + 1, None])[:, 0]
 
     def _check_tokens(self, batch: MicroBatch) -> None:
         vocabulary = self.model.get_input_embeddings().num_embeddings
@@ -248,9 +251,9 @@ class Policy:
             )
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
-        """The last hidden state at each predicting place, N x D.
+        """The output head's input at each predicting position, N x D.
 
-        It is taken at the output head's door, so that whatever the model does before it has been done.
+        A hook on the head takes it, so it includes everything that the model computes before its head.
         """
         arguments, indices_N = self._arguments(batch)
         taken: list[torch.Tensor] = []
@@ -264,37 +267,37 @@ class Policy:
             self._forward(**arguments)
         finally:
             hook.remove()
-        assert len(taken) == 1, "the model passed its output head by"
+        assert len(taken) == 1, "the model must call its output head exactly once"
         return taken[0]
 
     def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
-        """What the model takes for a micro-batch, and where its predicting places are in that: N.
+        """The model's arguments for a micro-batch, and the N predicting positions as indices into its flattened input.
 
         Any: tensors, and the forest for our attention.
         """
         if batch.is_shared:
-            return self._tree_arguments(batch.forest), batch.places_N
+            return self._tree_arguments(batch.forest), batch.forest_indices_N
         rows_BT = _pad_rows(batch.forest).to(self.device)
-        return {"token_ids_BT": rows_BT}, _padded_places(batch.forest, batch.places_N)
+        return {"token_ids_BT": rows_BT}, _padded_places(batch.forest, batch.forest_indices_N)
 
     def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
-        way = default_way(self.device) if self.attention is None else self.attention
-        padding = flex_padding(forest.num_tokens) if way == "flex" else 0
+        kind = default_kind(self.device) if self.attention is None else self.attention
+        padding = flex_padding(forest.num_tokens) if kind == "flex" else 0
         if padding:
             forest = pad_forest(forest, padding)
         return {
             "token_ids_BT": forest.token_ids_T[None].to(self.device),
             "position_ids": forest.positions_T[None].to(self.device),
-            "forest": ForestAttention.of(forest, way, self.device),
+            "forest": ForestAttention.of(forest, kind, self.device),
         }
 
     def _project(
         self, hidden_ND: torch.Tensor, columns_C: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits as the model makes them from what enters its output head, of all tokens or of these.
+        """The model's logits from the input of its output head, for the whole vocabulary or these tokens only.
 
         Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),
-        CohereForCausalLM (product). `check_trees` compares with the model's own logits, so another kind is noticed.
+        CohereForCausalLM (product). `check_trees` compares with the model's own logits, so it detects other formulas.
         """
         config = self._base.config.get_text_config()
         head = self.model.get_output_embeddings()
@@ -303,7 +306,7 @@ class Policy:
         elif type(head) is torch.nn.Linear:
             bias = None if head.bias is None else head.bias[columns_C]
             logits_NV = torch.nn.functional.linear(hidden_ND, head.weight[columns_C], bias)
-        else:  # a head with an adapter of its own
+        else:  # a head with an adapter
             logits_NV = head(hidden_ND)[:, columns_C]
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
             logits_NV = logits_NV / divisor
@@ -318,7 +321,7 @@ class Policy:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def _forward(self, token_ids_BT: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        # Any: position_ids and the forest, which transformers hands down to its attention function.
+        # Any: position_ids and the forest, which transformers passes to its attention function.
         return self.model(input_ids=token_ids_BT, use_cache=False, **arguments).logits
 
     def _plain_model(self) -> Any:
@@ -340,17 +343,16 @@ class Policy:
 
 
 def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
-    """Write an adapter that changes nothing into a folder: A random by seed, B zero. The base is not loaded, and
-    no device is used.
+    """Writes an adapter that changes nothing: A is random by seed, B is zero. Loads no base and uses no device.
 
-    Source: Hu et al. 2021, arXiv:2106.09685, section 4.1; A is uniform within 1 / sqrt(inputs), as PEFT has it.
+    Source: Hu et al. 2021, arXiv:2106.09685, section 4.1; A is uniform within 1 / sqrt(inputs), as in PEFT.
     """
     model = outline_adapter(base_model, lora)
     chance = torch.Generator().manual_seed(seed)
 
     def fresh(name: str, like: torch.Tensor) -> torch.Tensor:
         made = torch.zeros(like.shape)
-        if "lora_embedding_B" in name:  # an embedding looks up A, so B is the random one
+        if "lora_embedding_B" in name:  # of an embedding's adapter, PEFT makes B random and A zero
             return made.normal_(generator=chance)
         bound = like.shape[-1] ** -0.5 if "lora_A" in name else 0.0
         return made.uniform_(-bound, bound, generator=chance)
@@ -361,9 +363,10 @@ def write_fresh_adapter(base_model: str, lora: LoRAConfig, seed: int, folder: Pa
 
 
 def outline_adapter(base_model: str, lora: LoRAConfig) -> PeftModel:
-    """The adapter on its base, without weights, for names and shapes.
+    """The base with an adapter, both without weights, for names and shapes.
 
-    Raises ValueError for layers that the base lacks.
+    Raises:
+        ValueError: the base lacks layers that `lora` names, or they take no adapter.
     """
     base = outline(base_model)
     with torch.device("meta"):
@@ -386,13 +389,13 @@ def _save(model: PeftModel, tensors: dict[str, torch.Tensor], folder: Path) -> N
 
 
 def _pad_rows(forest: Forest) -> torch.Tensor:
-    """A forest of unshared rows, one row each, padded on the right: causal attention never looks there."""
+    """The unshared sequences of a forest, one row each, padded on the right, where causal attention does not reach."""
     rows = [forest.token_ids_T[node.start : node.stop] for node in forest.nodes]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def _padded_places(forest: Forest, places_N: torch.Tensor) -> torch.Tensor:
+def _padded_places(forest: Forest, forest_indices_N: torch.Tensor) -> torch.Tensor:
     starts = torch.tensor([node.start for node in forest.nodes])
     longest = max(node.stop - node.start for node in forest.nodes)
-    rows_N = torch.searchsorted(starts, places_N, right=True) - 1
-    return rows_N * longest + forest.positions_T[places_N]
+    rows_N = torch.searchsorted(starts, forest_indices_N, right=True) - 1
+    return rows_N * longest + forest.positions_T[forest_indices_N]

@@ -5,13 +5,13 @@ import math
 from art.wire import TrainConfig
 
 WIDTH_POWERS = {"qwen": 0.0775, "llama": 0.781}
-"""How fast the best rate falls with width, by family; others take the flatter one."""
+"""How fast the best rate falls with the model's width, by family. Other families use qwen's."""
 
 
 def base_learning_rate(config: TrainConfig, model_type: str, hidden_size: int) -> tuple[float, str]:
-    """The rate before any schedule, and the rule behind it in a sentence ("" where it was given).
+    """The rate before any schedule, and for learning_rate="auto" the rule as a note (else "").
 
-    auto: 5e-5 * 10 * (2000 / width) ** power, the rate of full fine-tuning times 10 for LoRA.
+    auto: 5e-5 * 10 * (2000 / width) ** power, which is the rate of full fine-tuning, times 10 for LoRA.
     Source: Schulman and Thinking Machines 2025, "LoRA Without Regret", as in tinker-cookbook's hyperparam_utils.py.
     """
     if config.learning_rate != "auto":
@@ -23,7 +23,7 @@ def base_learning_rate(config: TrainConfig, model_type: str, hidden_size: int) -
 
 
 def learning_rate_factor(config: TrainConfig, step: int) -> float:
-    """What multiplies the rate at a model's step, counted from 0: linear warm-up, then constant or half a cosine.
+    """The factor on the rate at a model's optimizer step, from 0: linear warm-up, then constant or half a cosine.
 
     Source of the cosine: Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5 without restarts.
     """

@@ -1,7 +1,7 @@
-"""A train call of a member of the GRPO family, from a task to a checkpoint: one optimizer step, or several.
+"""A training job of the GRPO family, from a task to a checkpoint: one optimizer step, or several.
 
-The whole algorithm of an optimizer step is `compute_gradient`. It leaves out where rows come from (the server resolves
-them) and when a checkpoint becomes visible (the server renames the folder).
+`compute_gradient` is the whole algorithm of an optimizer step. The server resolves the sequences beforehand, and makes
+the checkpoint visible afterwards by renaming its folder.
 """
 
 import functools
@@ -20,16 +20,16 @@ from art.wire import TrainConfig
 from art_server.shared.tasks import BetweenSteps, Done, Progress, TrainTask
 from art_server.trainer.batches import (
     MicroBatch,
-    TrainRow,
-    TrainRows,
-    Uses,
+    SampledTokens,
+    TrainBatch,
+    TrainSequence,
     drop_stale,
     largest_unit,
     make_micro_batches,
-    make_train_rows,
-    make_uses,
+    make_sampled_tokens,
+    make_train_batch,
 )
-from art_server.trainer.checking import check_rows, check_trees, rows_to_check
+from art_server.trainer.checking import check_sequences, check_trees, sequences_to_check
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
 from art_server.trainer.gap import judge_gap
 from art_server.trainer.loss import (
@@ -59,48 +59,47 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MIN_TOKENS_PER_MICRO_BATCH = 64
-"""Below this, less memory cannot be asked for: the task fails."""
+"""The token budget is not halved below this: the task fails instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is fixed before the first optimizer step, for the uses of all rows of the job. None: not needed."""
+    """Log-probabilities from before the first optimizer step, for all sampled tokens of the job. None: not needed."""
 
-    old_logprobs_U: torch.Tensor | None = None
-    """The trainer's at the start of the job; only where it takes several optimizer steps."""
-    reference_logprobs_U: torch.Tensor | None = None
+    old_logprobs_S: torch.Tensor | None = None
+    """The trainer's at the start of the job; only for a job of several optimizer steps."""
+    reference_logprobs_S: torch.Tensor | None = None
     seconds: float = 0.0
 
-    def of_rows(self, rows: Sequence[TrainRow], indices: Sequence[int]) -> "Known":
-        """The part of some of the rows."""
-        if self.old_logprobs_U is None and self.reference_logprobs_U is None:
+    def of_sequences(self, sequences: Sequence[TrainSequence], indices: Sequence[int]) -> "Known":
+        """The log-probabilities of the sequences at `indices`."""
+        if self.old_logprobs_S is None and self.reference_logprobs_S is None:
             return self
-        sizes = [len(row.targets) for row in rows]
-        uses_U = torch.arange(sum(sizes)).split(sizes)
-        chosen_U = torch.cat([uses_U[index] for index in indices])
-        old_U, reference_U = self.old_logprobs_U, self.reference_logprobs_U
+        sizes = [len(sequence.targets) for sequence in sequences]
+        indices_S = torch.arange(sum(sizes)).split(sizes)
+        chosen_S = torch.cat([indices_S[index] for index in indices])
+        old_S, reference_S = self.old_logprobs_S, self.reference_logprobs_S
         return Known(
-            None if old_U is None else old_U[chosen_U],
-            None if reference_U is None else reference_U[chosen_U],
+            None if old_S is None else old_S[chosen_S],
+            None if reference_S is None else reference_S[chosen_S],
         )
 
 
 @dataclass(slots=True)
 class _Step:
-    """An optimizer step under way: what `compute_gradient` adds to for the report."""
+    """An optimizer step in progress: `compute_gradient` collects here what its metrics need."""
 
-    rows: TrainRows
-    uses: Uses
+    trained: TrainBatch
+    tokens: SampledTokens
     micro_batches: list[MicroBatch]
     losses: list[tuple[MicroBatch, TokenLoss]] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
-    """Of each micro-batch's uses."""
     entropies: list[torch.Tensor] = field(default_factory=list)
-    """Of each micro-batch's uses."""
+    """logprobs and entropies: one tensor for each micro-batch, over its sampled tokens."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def timed(self, phase: str, started: float) -> None:
-        """Add the seconds since `started`; a GPU's work has ended by then, not only been asked for."""
+        """Adds the seconds since `started` to the phase. It waits for the GPU, so that they include its work."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
@@ -108,19 +107,19 @@ class _Step:
 
 @dataclass(slots=True)
 class _Memory:
-    """How many tokens go through the model at a time: fewer after each failed allocation."""
+    """The token budget of a micro-batch, halved after each failed allocation."""
 
     policy: Policy
     notes: list[str]
     budget: int
     learn: Callable[[int], None]
-    """Told of a budget that fitted where a larger one did not."""
+    """Stores a budget that fits after a larger one did not."""
     num_retries: int = 0
     has_shrunk: bool = False
 
     def run(self, compute: Callable[[int], T]) -> T:
-        """What `compute` makes of the budget; tried again with half of it and with gradient checkpointing when it runs out
-        of memory."""
+        """Returns `compute(budget)`. When it runs out of memory, it is retried with half the budget and gradient
+        checkpointing."""
         while True:
             try:
                 result = compute(self.budget)
@@ -132,7 +131,7 @@ class _Memory:
                     self.learn(self.budget)
                     self.has_shrunk = False
                 return result
-            # Outside of the handler: its traceback holds the failed step's tensors.
+            # Outside the handler, whose traceback keeps the failed step's tensors alive.
             self.budget, self.num_retries = self.budget // 2, self.num_retries + 1
             self.policy.use_checkpointing(True)
             gc.collect()
@@ -152,61 +151,67 @@ def train(
     between_steps: BetweenSteps = "stay",
     budgets: Budgets | None = None,
 ) -> Done:
-    """Take the steps of one job from in_dir to out_dir and tell what happened.
+    """Takes the steps of one job from in_dir to out_dir; returns metrics and notes.
 
-    A batch without learning signal writes the same weights and optimizer state again. A policy that does not stay
-    gives the device up before it reports that it saves. `budgets` remembers what fitted after memory ran out.
-    Raises FloatingPointError, with nothing written, when the loss, its gradient or a metric is not finite;
-    GapTooLarge when the engine's log-probabilities are not those of this policy.
+    A batch without signal writes the same weights and optimizer state again. Unless `between_steps` is "stay", the
+    policy leaves the device before "save" is reported. `budgets` stores what fitted after memory ran out.
+
+    Raises:
+        FloatingPointError: the loss, its gradient or a metric is not finite. No checkpoint is written.
+        GapTooLarge: the engine's log-probabilities are not those of this policy. No checkpoint is written.
     """
     config = task.config
-    policy.come_back()
+    policy.return_to_device()
     rate, rule = base_learning_rate(config, policy.model_type, policy.hidden_size)
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
     num_too_stale = 0
     if config.max_staleness is not None:
         batch, num_too_stale = drop_stale(task.batch, task.start_step - config.max_staleness)
         task = task.model_copy(update={"batch": batch})
-    rows = make_train_rows(task.batch, config)
-    metrics, notes = data_metrics(rows), [rule] if rule else []
+    trained = make_train_batch(task.batch, config)
+    metrics, notes = data_metrics(trained), [rule] if rule else []
     metrics["data/step_num_tokens_too_stale"] = float(num_too_stale)
     reset_peak_memory(policy.device)
     budgets = budgets or Budgets(None)
-    longest = max((len(row.token_ids) for row in rows.rows), default=1)
+    longest = max((len(sequence.token_ids) for sequence in trained.sequences), default=1)
     key = budget_key(policy.device, policy.base_model, task.lora.rank, longest)
     learned = budgets.find(key)
-    # An earlier step may have needed it.
+    # An earlier job may have switched it on.
     policy.use_checkpointing(learned is not None)
     budget = min(max_tokens_per_micro_batch, learned or max_tokens_per_micro_batch)
     memory = _Memory(policy, notes, budget, functools.partial(budgets.learn, key))
     if learned is not None:
         notes.append(
-            f"{budget} tokens at a time, with gradient checkpointing: an earlier step ran out of memory with more. "
-            f"{budgets.file} remembers it; delete it to try again"
+            f"{budget} tokens at a time, with gradient checkpointing: an earlier job ran out of memory with more. "
+            f"{budgets.file} stores this limit; delete the file to try more tokens again"
         )
 
-    if rows.rows:
-        parts = divide(task, rows, notes)
-        known = memory.run(lambda budget: look_ahead(policy, task, rows, len(parts), budget, notes))
-        rows = shape(task, rows, known)
+    if trained.sequences:
+        parts = divide(task, trained, notes)
+        known = memory.run(
+            lambda budget: look_ahead(policy, task, trained, len(parts), budget, notes)
+        )
+        trained = shape(task, trained, known)
         of_job: dict[str, float] = {}
-        if known.old_logprobs_U is not None:
-            of_job = sampler_metrics(known.old_logprobs_U, _uses(task, rows.rows, known))
+        if known.old_logprobs_S is not None:
+            of_job = sampler_metrics(
+                known.old_logprobs_S, _sampled_tokens(task, trained.sequences, known)
+            )
             notes += judge_gap(of_job, task)
 
-        def compute(part: TrainRows, of_part: Known, phase: str, budget: int) -> dict[str, float]:
+        def compute(part: TrainBatch, of_part: Known, phase: str, budget: int) -> dict[str, float]:
             optimizer.zero_grad(set_to_none=True)
             return compute_gradient(policy, task, part, budget, report, notes, of_part, phase)
 
         steps: list[dict[str, float]] = []
         for index, part in enumerate(parts):
-            chosen = [rows.rows[each] for each in part]
-            num_tokens = sum(len(row.targets) for row in chosen)
-            these = replace(rows, rows=chosen, num_tokens=num_tokens)
+            chosen = [trained.sequences[each] for each in part]
+            num_tokens = sum(len(sequence.targets) for sequence in chosen)
+            these = replace(trained, sequences=chosen, num_tokens=num_tokens)
             phase = "train" if len(parts) == 1 else f"train {index + 1} of {len(parts)}"
-            of_part = known.of_rows(rows.rows, part)
+            of_part = known.of_sequences(trained.sequences, part)
             steps.append(memory.run(functools.partial(compute, these, of_part, phase)))
-            if known.old_logprobs_U is None:
+            if known.old_logprobs_S is None:
                 notes += judge_gap(steps[-1], task)
             started = time.perf_counter()
             for group in optimizer.param_groups:
@@ -230,19 +235,19 @@ def train(
     started = time.perf_counter()
     save_checkpoint(policy, optimizer, Path(task.out_dir))
     metrics["time/step_save_s"] = time.perf_counter() - started
-    return Done(metrics=metrics, unchanged=not rows.rows, notes=notes)
+    return Done(metrics=metrics, unchanged=not trained.sequences, notes=notes)
 
 
-def divide(task: TrainTask, rows: TrainRows, notes: list[str]) -> list[list[int]]:
-    """The rows of each optimizer step: each pass goes through all groups, in an order that the task's seed fixes."""
+def divide(task: TrainTask, trained: TrainBatch, notes: list[str]) -> list[list[int]]:
+    """The sequences of each optimizer step. Each pass covers all groups, in an order that the task's seed fixes."""
     config = task.config
     if config.passes == config.mini_batches == 1:
-        return [list(range(len(rows.rows)))]
+        return [list(range(len(trained.sequences)))]
     group_of = [index for index, group in enumerate(task.batch.groups) for _ in group.trajectories]
-    rows_of: dict[int, list[int]] = {}
-    for index, row in enumerate(rows.rows):
-        rows_of.setdefault(group_of[row.trajectory], []).append(index)
-    num = min(config.mini_batches, len(rows_of))
+    sequences_of: dict[int, list[int]] = {}
+    for index, sequence in enumerate(trained.sequences):
+        sequences_of.setdefault(group_of[sequence.trajectory], []).append(index)
+    num = min(config.mini_batches, len(sequences_of))
     if num < config.mini_batches:
         notes.append(
             f"mini_batches is {config.mini_batches}, and {num} groups carry a signal: each pass takes {num} optimizer steps"
@@ -250,82 +255,93 @@ def divide(task: TrainTask, rows: TrainRows, notes: list[str]) -> list[list[int]
     chance = random.Random(task.seed)
     parts: list[list[int]] = []
     for _ in range(config.passes):
-        groups = list(rows_of)
+        groups = list(sequences_of)
         chance.shuffle(groups)
         for first in range(num):
-            parts.append(sorted(row for group in groups[first::num] for row in rows_of[group]))
+            parts.append(
+                sorted(sequence for group in groups[first::num] for sequence in sequences_of[group])
+            )
     return parts
 
 
 def look_ahead(
     policy: Policy,
     task: TrainTask,
-    rows: TrainRows,
+    trained: TrainBatch,
     num_steps: int,
     max_tokens: int,
     notes: list[str],
 ) -> Known:
-    """What the loss needs from before the first optimizer step, by a pass without gradient: the policy's own
-    log-probabilities where it takes several, and the reference's where KL is on."""
+    """The log-probabilities from before the first optimizer step, by a forward pass without gradient: the policy's
+    if the job takes several optimizer steps, and the reference's if KL is on."""
     has_reference = task.config.beta > 0
     if num_steps == 1 and not has_reference:
         return Known()
     started = time.perf_counter()
-    uses = make_uses(rows.rows)
-    old_U = torch.zeros_like(uses.advantages_U) if num_steps > 1 else None
-    reference_U = torch.zeros_like(uses.advantages_U) if has_reference else None
+    tokens = make_sampled_tokens(trained.sequences)
+    old_S = torch.zeros_like(tokens.advantages_S) if num_steps > 1 else None
+    reference_S = torch.zeros_like(tokens.advantages_S) if has_reference else None
     with torch.no_grad():
-        for batch in _plan(policy, rows, max_tokens, notes):
-            if old_U is not None:
-                old_U[batch.uses_U] = policy.logprobs(batch)[0].cpu()[batch.predictions_U]
-            if reference_U is not None:
+        for batch in _plan(policy, trained, max_tokens, notes):
+            if old_S is not None:
+                old_S[batch.indices_S] = policy.logprobs(batch)[0].cpu()[batch.predictions_S]
+            if reference_S is not None:
                 reference_N = policy.reference_logprobs(batch).cpu()
-                reference_U[batch.uses_U] = reference_N[batch.predictions_U]
-    return Known(old_U, reference_U, time.perf_counter() - started)
+                reference_S[batch.indices_S] = reference_N[batch.predictions_S]
+    return Known(old_S, reference_S, time.perf_counter() - started)
 
 
-def shape(task: TrainTask, rows: TrainRows, known: Known) -> TrainRows:
-    """The rows with advantages from which KL was taken, at the sampler's log-probabilities; as they are where KL is a term
-    of the loss, or off."""
+def shape(task: TrainTask, trained: TrainBatch, known: Known) -> TrainBatch:
+    """The batch with the KL penalty in its advantages; unchanged where KL is a term of the loss, or off.
+
+    This KL compares the sampled log-probabilities with the reference's.
+    """
     config = task.config
-    if known.reference_logprobs_U is None or config.kl_in == "loss":
-        return rows
-    uses = make_uses(rows.rows)
-    kl_U = kl_estimate(uses.sampled_logprobs_U, known.reference_logprobs_U, config.kl_estimator)[0]
-    kl_U = torch.where(uses.is_unknown_U, 0.0, kl_U)
-    if config.kl_in == "reward":
-        penalties = [0.0] * rows.num_trajectories
-        names = [row.trajectory for row in rows.rows for _ in row.targets]
-        for name, value in zip(names, kl_U.tolist(), strict=True):
-            penalties[name] += config.beta * value
-        return make_train_rows(task.batch, config, penalties)
-    shaped_U = shape_advantages(uses.advantages_U, kl_U, config.beta, uses.is_unknown_U)
-    parts = shaped_U.split([len(row.targets) for row in rows.rows])
-    shaped = [
-        replace(row, advantages=part.tolist()) for row, part in zip(rows.rows, parts, strict=True)
+    if known.reference_logprobs_S is None or config.kl_in == "loss":
+        return trained
+    tokens = make_sampled_tokens(trained.sequences)
+    kl_S = kl_estimate(tokens.sampled_logprobs_S, known.reference_logprobs_S, config.kl_estimator)[
+        0
     ]
-    return replace(rows, rows=shaped)
+    kl_S = torch.where(tokens.is_unknown_S, 0.0, kl_S)
+    if config.kl_in == "reward":
+        penalties = [0.0] * trained.num_trajectories
+        names = [sequence.trajectory for sequence in trained.sequences for _ in sequence.targets]
+        for name, value in zip(names, kl_S.tolist(), strict=True):
+            penalties[name] += config.beta * value
+        return make_train_batch(task.batch, config, penalties)
+    shaped_S = shape_advantages(tokens.advantages_S, kl_S, config.beta, tokens.is_unknown_S)
+    parts = shaped_S.split([len(sequence.targets) for sequence in trained.sequences])
+    shaped = [
+        replace(sequence, advantages=part.tolist())
+        for sequence, part in zip(trained.sequences, parts, strict=True)
+    ]
+    return replace(trained, sequences=shaped)
 
 
 def compute_gradient(
     policy: Policy,
     task: TrainTask,
-    rows: TrainRows,
+    trained: TrainBatch,
     max_tokens: int,
     report: Callable[[Progress], None],
     notes: list[str],
     known: Known = Known(),
     phase: str = "train",
 ) -> dict[str, float]:
-    """Put the gradient of one optimizer step, clipped, into the policy's parameters; returns its metrics."""
+    """Puts the clipped gradient of one optimizer step into the policy's parameters; returns the step's metrics."""
     config = task.config
     started = whole_step = time.perf_counter()
-    step = _Step(rows, _uses(task, rows.rows, known), _plan(policy, rows, max_tokens, notes))
+    step = _Step(
+        trained,
+        _sampled_tokens(task, trained.sequences, known),
+        _plan(policy, trained, max_tokens, notes),
+    )
     if config.plot_tensors:
-        # Here, because only who asks for the picture pays for matplotlib.
+        # Here, so that matplotlib is only imported for the picture.
         from art_server.trainer.plot import plot_micro_batches
 
-        plot_micro_batches(step.micro_batches, rows.rows, Path(task.out_dir))
+        plot_micro_batches(step.micro_batches, trained.sequences, Path(task.out_dir))
     step.timed("plan", started)
     whole = _whole_loss(policy, step, config)
 
@@ -335,26 +351,28 @@ def compute_gradient(
         logprobs_N, entropies_N = policy.logprobs(
             batch, with_entropy_gradient=config.entropy_bonus > 0
         )
-        predictions_U = batch.predictions_U.to(policy.device)
-        uses = step.uses.select(batch.uses_U).to(policy.device)
-        logprobs_U = logprobs_N.detach()[predictions_U]
+        predictions_S = batch.predictions_S.to(policy.device)
+        tokens = step.tokens.select(batch.indices_S).to(policy.device)
+        logprobs_S = logprobs_N.detach()[predictions_S]
         if whole is None:
-            loss = policy_loss(logprobs_U, uses, config)
+            loss = policy_loss(logprobs_S, tokens, config)
         else:
-            loss = _part(whole, batch.uses_U.to(policy.device))
+            loss = _part(whole, batch.indices_S.to(policy.device))
         step.losses.append((batch, loss))
-        step.logprobs.append(logprobs_U)
-        step.entropies.append(entropies_N.detach()[predictions_U])
+        step.logprobs.append(logprobs_S)
+        step.entropies.append(entropies_N.detach()[predictions_S])
         step.timed("forward", started)
 
         started = time.perf_counter()
-        # Uses of one prediction add up to one coefficient.
+        # A prediction's coefficient is the sum over the sampled tokens that share it.
         coefficients_N = torch.zeros_like(entropies_N).index_add(
-            0, predictions_U, loss.coefficients_U
+            0, predictions_S, loss.coefficients_S
         )
         objective = (coefficients_N * logprobs_N).sum()
         if config.entropy_bonus > 0:
-            weights_N = torch.zeros_like(coefficients_N).index_add(0, predictions_U, uses.weights_U)
+            weights_N = torch.zeros_like(coefficients_N).index_add(
+                0, predictions_S, tokens.weights_S
+            )
             objective = objective - config.entropy_bonus * (weights_N * entropies_N).sum()
         objective.backward()
         step.timed("backward", started)
@@ -363,15 +381,17 @@ def compute_gradient(
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), config.max_grad_norm)
     losses = [loss for _, loss in step.losses]
     metrics = loss_metrics(losses, step.entropies)
-    logprobs_U = torch.zeros_like(step.uses.advantages_U)
-    for batch, values_U in zip(step.micro_batches, step.logprobs, strict=True):
-        logprobs_U[batch.uses_U] = values_U.cpu()
-    old_U = step.uses.old_logprobs_U
-    metrics |= sampler_metrics(logprobs_U if old_U is None else old_U, step.uses)
-    corrected_U = torch.cat([loss.is_corrected_U for loss in losses])
-    metrics["loss/corrected_token_fraction"] = float(corrected_U.float().mean())
+    logprobs_S = torch.zeros_like(step.tokens.advantages_S)
+    for batch, values_S in zip(step.micro_batches, step.logprobs, strict=True):
+        logprobs_S[batch.indices_S] = values_S.cpu()
+    old_S = step.tokens.old_logprobs_S
+    metrics |= sampler_metrics(logprobs_S if old_S is None else old_S, step.tokens)
+    corrected_S = torch.cat([loss.is_corrected_S for loss in losses])
+    metrics["loss/corrected_token_fraction"] = float(corrected_S.float().mean())
     if config.entropy_bonus > 0:
-        weights = torch.cat([step.uses.weights_U[batch.uses_U] for batch in step.micro_batches])
+        weights = torch.cat(
+            [step.tokens.weights_S[batch.indices_S] for batch in step.micro_batches]
+        )
         bonus = float((weights * torch.cat(step.entropies).cpu()).sum())
         metrics["loss/train"] -= config.entropy_bonus * bonus
     metrics["loss/grad_norm"] = float(grad_norm)
@@ -384,74 +404,78 @@ def compute_gradient(
     return metrics
 
 
-def _plan(policy: Policy, rows: TrainRows, max_tokens: int, notes: list[str]) -> list[MicroBatch]:
-    """Micro-batches; of trees, once they have been seen to equal rows.
+def _plan(
+    policy: Policy, trained: TrainBatch, max_tokens: int, notes: list[str]
+) -> list[MicroBatch]:
+    """The micro-batches of the batch: trees, if the check shows that they equal separate sequences.
 
-    A tree above the budget is not cut at once: that would compute its trunk again and again. With gradient
-    checkpointing more tokens fit, and only what is larger still is cut.
+    Cutting a tree above the budget would compute its trunk in each part. So gradient checkpointing raises the budget
+    first, and only trees above the raised budget are cut.
     """
-    if largest_unit(rows.rows, shared=policy.shares_prefixes) > max_tokens:
+    if largest_unit(trained.sequences, shared=policy.shares_prefixes) > max_tokens:
         policy.use_checkpointing(True)
         max_tokens = int(max_tokens * policy.checkpointing_factor)
 
-    def make(chosen: Sequence[TrainRow]) -> list[MicroBatch]:
+    def make(chosen: Sequence[TrainSequence]) -> list[MicroBatch]:
         fill, shared = fill_tokens(policy.device), policy.shares_prefixes
         return make_micro_batches(
-            chosen, max_tokens, table=rows.table, shared=shared, fill_tokens=fill
+            chosen, max_tokens, table=trained.table, shared=shared, fill_tokens=fill
         )
 
     if policy.shares_prefixes and policy.tree_gap is None:
-        checked = rows_to_check(rows.rows)
+        checked = sequences_to_check(trained.sequences)
         different = check_trees(policy, make(checked)[0], checked)
         notes += [different] if different is not None else []
-    if not policy.shares_prefixes and policy.checks_rows and policy.row_gap is None:
-        checked = rows_to_check(rows.rows)
-        check_rows(policy, make(checked)[0], checked)
-    return make(rows.rows)
+    if not policy.shares_prefixes and policy.checks_rows and policy.sequence_gap is None:
+        checked = sequences_to_check(trained.sequences)
+        check_sequences(policy, make(checked)[0], checked)
+    return make(trained.sequences)
 
 
-def _uses(task: TrainTask, rows: Sequence[TrainRow], known: Known) -> Uses:
+def _sampled_tokens(
+    task: TrainTask, sequences: Sequence[TrainSequence], known: Known
+) -> SampledTokens:
     return replace(
-        make_uses(rows, task.config, task.start_step),
-        old_logprobs_U=known.old_logprobs_U,
-        reference_logprobs_U=known.reference_logprobs_U,
+        make_sampled_tokens(sequences, task.config, task.start_step),
+        old_logprobs_S=known.old_logprobs_S,
+        reference_logprobs_S=known.reference_logprobs_S,
     )
 
 
 @torch.no_grad()
 def _whole_loss(policy: Policy, step: _Step, config: TrainConfig) -> TokenLoss | None:
-    """The loss over the whole step, where a trajectory that it must see whole lies in several micro-batches: an extra
-    pass without gradient. None where each micro-batch can tell its own share."""
+    """The loss over the whole step, by an extra forward pass without gradient: needed for sequence-level ratios and
+    masks if a trajectory spans several micro-batches. None if not."""
     if not needs_whole_trajectories(config) or not _spans(step):
         return None
     started = time.perf_counter()
-    logprobs_U = torch.zeros_like(step.uses.advantages_U)
+    logprobs_S = torch.zeros_like(step.tokens.advantages_S)
     for batch in step.micro_batches:
-        logprobs_U[batch.uses_U] = policy.logprobs(batch)[0].cpu()[batch.predictions_U]
-    uses = step.uses.to(policy.device)
-    loss = policy_loss(logprobs_U.to(policy.device), uses, config)
+        logprobs_S[batch.indices_S] = policy.logprobs(batch)[0].cpu()[batch.predictions_S]
+    tokens = step.tokens.to(policy.device)
+    loss = policy_loss(logprobs_S.to(policy.device), tokens, config)
     step.timed("extra_forward", started)
     return loss
 
 
 def _spans(step: _Step) -> bool:
-    """Whether a trajectory lies in several micro-batches."""
+    """Whether a trajectory spans several micro-batches."""
     seen: set[int] = set()
     for batch in step.micro_batches:
-        here = {step.rows.rows[index].trajectory for index in batch.rows}
+        here = {step.trained.sequences[index].trajectory for index in batch.sequences}
         if seen & here:
             return True
         seen |= here
     return False
 
 
-def _part(loss: TokenLoss, uses_U: torch.Tensor) -> TokenLoss:
-    """A micro-batch's uses of the whole loss, with an even share of its value."""
-    share = len(uses_U) / len(loss.coefficients_U)
+def _part(loss: TokenLoss, indices_S: torch.Tensor) -> TokenLoss:
+    """The part of the whole step's loss at a micro-batch's tokens, with a share of its value by number of tokens."""
+    share = len(indices_S) / len(loss.coefficients_S)
     parts: dict[str, Any] = {  # Any: tensors, and None without a reference
-        each.name: None if values_U is None else values_U[uses_U]
+        each.name: None if values_S is None else values_S[indices_S]
         for each in fields(loss)
         if each.name != "value"
-        for values_U in [getattr(loss, each.name)]
+        for values_S in [getattr(loss, each.name)]
     }
     return TokenLoss(value=loss.value * share, **parts)

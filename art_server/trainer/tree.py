@@ -1,13 +1,14 @@
-"""The token tree: rows that begin alike stand in memory once.
+"""Prefix trees: sequences with equal beginnings, whose common tokens are stored once.
 
-Rows are sorted, so that what two neighbours share is their longest common opening, and laid out one after the other,
-each from where it leaves its predecessor: that is the forest depth-first. A token then needs two numbers:
+Sequences are sorted, so that each shares its longest common prefix with a neighbour, and laid out one after the other,
+each without the prefix that it shares with its predecessor. This is the forest in depth-first order. A token has two
+numbers:
 
-    position  its depth, which is what the engine's rotary embedding saw
+    position  its depth, which is the position that the engine's rotary embedding used
     end       the index after the last token of its subtree
 
-and query q sees key k exactly when k <= q < end[k]. Prompts, turns, branches and equal openings of completions are all
-the same case, at any depth and across groups.
+Query q attends to key k exactly when k <= q < end[k]. Shared prompts, turns and beginnings of completions are all the
+same case, at any depth and across groups.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ import numpy as np
 import torch
 
 MIN_SHARED_TOKENS = 8
-"""A branch is not made for fewer tokens than these: on a CPU a node costs more calls than so few tokens cost."""
+"""Fewer tokens are not shared: on a CPU the calls for another node cost more than computing these tokens twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A run of tokens without a branch: [start, stop), with its descendants at [stop, end)."""
+    """A run of tokens without a branch, [start, stop). Its descendants are [stop, end)."""
 
     start: int
     stop: int
@@ -32,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Rows laid out depth-first over T tokens."""
+    """Prefix trees of T tokens in depth-first order."""
 
     token_ids_T: torch.Tensor
     """int64."""
@@ -41,9 +42,9 @@ class Forest:
     ends_T: torch.Tensor
     """int64: the index after the last token of the token's subtree."""
     nodes: tuple[Node, ...]
-    """Depth-first, covering every token once."""
+    """In depth-first order; each token is in exactly one node."""
     paths: list[np.ndarray]
-    """For each row, in the order given, the index of each of its tokens."""
+    """For each laid-out sequence, by ascending index, the index in the forest of each of its tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,54 +53,54 @@ class Forest:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Rows in the order in which a tree lays them out."""
+    """The order in which sequences are laid out. A sequence's rank is its index in this order."""
 
-    rows: list[int]
-    """Indices of the rows, sorted by their tokens."""
+    sequences: list[int]
+    """Indices of the sequences."""
     shared: list[int]
-    """How many first tokens each row shares with the one before it in this order."""
+    """Length of the prefix that each sequence shares with the one before it in this order."""
 
 
-def sort_rows(rows: Sequence[list[int]], min_shared: int = MIN_SHARED_TOKENS) -> Order:
-    """The order that brings rows with the same opening together.
+def sort_sequences(sequences: Sequence[list[int]], min_shared: int = MIN_SHARED_TOKENS) -> Order:
+    """The order that puts sequences with equal beginnings next to each other.
 
-    Openings that would make a branch of fewer than `min_shared` tokens are not shared.
+    A prefix that would make a branch of fewer than `min_shared` tokens is not shared.
     """
-    order = sorted(range(len(rows)), key=lambda index: rows[index])
-    arrays = [np.asarray(rows[index], dtype=np.int64) for index in order]
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index])
+    arrays = [np.asarray(sequences[index], dtype=np.int64) for index in order]
     shared = [_common_length(one, other) for one, other in pairwise(arrays)]
-    # A row that goes on where the one before it ends makes no branch.
+    # A sequence that continues where the one before it ends makes no branch.
     is_free = [length == len(array) for length, array in zip(shared, arrays, strict=False)]
     shared = _drop_short_branches(shared, is_free, min_shared)
     shared = _drop_short_branches(shared[::-1], is_free[::-1], min_shared)[::-1]
     return Order(order, [0, *shared] if order else [])
 
 
-def unshared(rows: Sequence[list[int]]) -> Order:
-    """Every row a tree of its own, the longest first."""
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
+def unshared(sequences: Sequence[list[int]]) -> Order:
+    """The order, longest first, in which no sequence shares tokens."""
+    order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]), reverse=True)
     return Order(order, [0] * len(order))
 
 
-def lay_out(rows: Sequence[list[int]], order: Order) -> Forest:
-    """The rows of `order` (some of those it was made for, in its order) as a forest."""
-    length = max((len(rows[index]) for index in order.rows), default=0)
-    total = sum(len(rows[index]) for index in order.rows) - sum(order.shared)
+def lay_out(sequences: Sequence[list[int]], order: Order) -> Forest:
+    """The forest of the sequences in `order`, which may leave some out."""
+    length = max((len(sequences[index]) for index in order.sequences), default=0)
+    total = sum(len(sequences[index]) for index in order.sequences) - sum(order.shared)
     token_ids = np.zeros(total, dtype=np.int64)
     positions = np.zeros(total, dtype=np.int64)
     ends = np.full(total, total, dtype=np.int64)
     path = np.zeros(length, dtype=np.int64)
     paths: dict[int, np.ndarray] = {}
     filled = path_length = 0
-    for index, shared in zip(order.rows, order.shared, strict=True):
-        row = np.asarray(rows[index], dtype=np.int64)
+    for index, shared in zip(order.sequences, order.shared, strict=True):
+        sequence = np.asarray(sequences[index], dtype=np.int64)
         ends[path[shared:path_length]] = filled
-        stop = filled + len(row) - shared
-        token_ids[filled:stop] = row[shared:]
-        positions[filled:stop] = np.arange(shared, len(row))
-        path[shared : len(row)] = np.arange(filled, stop)
-        paths[index] = path[: len(row)].copy()
-        filled, path_length = stop, len(row)
+        stop = filled + len(sequence) - shared
+        token_ids[filled:stop] = sequence[shared:]
+        positions[filled:stop] = np.arange(shared, len(sequence))
+        path[shared : len(sequence)] = np.arange(filled, stop)
+        paths[index] = path[: len(sequence)].copy()
+        filled, path_length = stop, len(sequence)
     return Forest(
         token_ids_T=torch.from_numpy(token_ids),
         positions_T=torch.from_numpy(positions),
@@ -110,55 +111,57 @@ def lay_out(rows: Sequence[list[int]], order: Order) -> Forest:
 
 
 def pack(
-    rows: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None
+    sequences: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None
 ) -> list[Order]:
-    """The order cut into forests of at most `max_tokens` tokens each, largest first.
+    """The order divided into forests of at most `max_tokens` tokens each; those with the largest trees come first.
 
-    Whole trees go first-fit into forests of at most `fill_tokens` (by default as many as may be). A tree above the budget is cut between rows, and each part repeats the
-    trunk; a row above the budget goes alone.
+    Trees are packed first-fit into forests of at most `fill_tokens` (default: `max_tokens`); a larger one is alone. A
+    tree above `max_tokens` is cut between sequences, and each part repeats the trunk; a longer sequence is alone.
     """
     parts: list[tuple[int, list[int]]] = []
     start = 0
-    while start < len(order.rows):
+    while start < len(order.sequences):
         stop = start + 1
-        while stop < len(order.rows) and order.shared[stop] > 0:
+        while stop < len(order.sequences) and order.shared[stop] > 0:
             stop += 1
-        parts += _cut_tree(rows, order, start, stop, max_tokens)
+        parts += _cut_tree(sequences, order, start, stop, max_tokens)
         start = stop
     forests: list[tuple[int, list[int]]] = []
-    for size, places in sorted(parts, key=lambda part: part[0], reverse=True):
-        for slot, (used, held) in enumerate(forests):
-            if used + size <= min(max_tokens, fill_tokens or max_tokens):
-                forests[slot] = (used + size, held + places)
+    for size, ranks in sorted(parts, key=lambda part: part[0], reverse=True):
+        for slot, (filled, held) in enumerate(forests):
+            if filled + size <= min(max_tokens, fill_tokens or max_tokens):
+                forests[slot] = (filled + size, held + ranks)
                 break
         else:
-            forests.append((size, places))
-    return [_suborder(order, sorted(places)) for _, places in forests]
+            forests.append((size, ranks))
+    return [_suborder(order, sorted(ranks)) for _, ranks in forests]
 
 
-def largest_tree(rows: Sequence[list[int]], order: Order) -> int:
-    """Tokens of the largest tree: what a forest must hold for nothing to be computed twice."""
+def largest_tree(sequences: Sequence[list[int]], order: Order) -> int:
+    """Size in tokens of the largest tree, which a forest must hold so that no token is computed twice."""
     largest = size = 0
-    for index, shared in zip(order.rows, order.shared, strict=True):
-        size = size + len(rows[index]) - shared if shared else len(rows[index])
+    for index, shared in zip(order.sequences, order.shared, strict=True):
+        size = size + len(sequences[index]) - shared if shared else len(sequences[index])
         largest = max(largest, size)
     return largest
 
 
-def pack_padded(rows: Sequence[list[int]], order: Order, max_tokens: int) -> list[Order]:
-    """Unshared rows, longest first, in batches whose padded size is at most `max_tokens`."""
+def pack_padded(sequences: Sequence[list[int]], order: Order, max_tokens: int) -> list[Order]:
+    """An order of unshared sequences, divided into batches of at most `max_tokens` tokens with padding."""
     batches: list[list[int]] = []
-    for place, index in enumerate(order.rows):
-        longest = len(rows[order.rows[batches[-1][0]]]) if batches else len(rows[index])
+    for rank, index in enumerate(order.sequences):
+        longest = (
+            len(sequences[order.sequences[batches[-1][0]]]) if batches else len(sequences[index])
+        )
         if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
-            batches[-1].append(place)
+            batches[-1].append(rank)
         else:
-            batches.append([place])
-    return [_suborder(order, places) for places in batches]
+            batches.append([rank])
+    return [_suborder(order, ranks) for ranks in batches]
 
 
 def pad_forest(forest: Forest, num_tokens: int) -> Forest:
-    """The forest with a tree of so many tokens at its end that nothing looks at."""
+    """The forest, padded with a tree of `num_tokens` dummy tokens that no other token attends to."""
     start, stop = forest.num_tokens, forest.num_tokens + num_tokens
     return Forest(
         token_ids_T=torch.cat([forest.token_ids_T, torch.zeros(num_tokens, dtype=torch.int64)]),
@@ -170,34 +173,35 @@ def pad_forest(forest: Forest, num_tokens: int) -> Forest:
 
 
 def _cut_tree(
-    rows: Sequence[list[int]], order: Order, start: int, stop: int, max_tokens: int
+    sequences: Sequence[list[int]], order: Order, start: int, stop: int, max_tokens: int
 ) -> list[tuple[int, list[int]]]:
-    """Runs of the tree's rows within the budget, with their sizes."""
+    """The tree [start, stop) cut into parts within the budget: each part's size and ranks."""
     parts: list[tuple[int, list[int]]] = []
-    for place in range(start, stop):
-        length = len(rows[order.rows[place]])
-        added = length - order.shared[place]
+    for rank in range(start, stop):
+        length = len(sequences[order.sequences[rank]])
+        added = length - order.shared[rank]
         if parts and parts[-1][0] + added <= max_tokens:
-            parts[-1] = (parts[-1][0] + added, [*parts[-1][1], place])
+            parts[-1] = (parts[-1][0] + added, [*parts[-1][1], rank])
         else:
-            parts.append((length, [place]))
+            parts.append((length, [rank]))
     return parts
 
 
-def _suborder(order: Order, places: list[int]) -> Order:
-    """Two rows share what all rows between them share."""
-    shared = [min(order.shared[before + 1 : place + 1]) for before, place in pairwise(places)]
-    return Order([order.rows[place] for place in places], [0, *shared] if places else [])
+def _suborder(order: Order, ranks: list[int]) -> Order:
+    """The order of these ranks alone. Two sequences share the shortest prefix that is shared between them."""
+    shared = [min(order.shared[before + 1 : rank + 1]) for before, rank in pairwise(ranks)]
+    return Order([order.sequences[rank] for rank in ranks], [0, *shared] if ranks else [])
 
 
 def _drop_short_branches(shared: list[int], is_free: list[bool], min_shared: int) -> list[int]:
-    """Lengths lowered to the nearest branch above on the path, where that is nearer than `min_shared`.
+    """The shared lengths, each lowered to the nearest branch above it if that is less than `min_shared` tokens away.
 
-    It sees the branches that earlier entries made; called once in each direction it sees all.
+    Only branches of earlier entries count, so it is called once in each direction. `is_free` marks entries that make
+    no branch.
     """
     kept: list[int] = []
     branches: list[int] = []
-    """Depths at which the path of the row before branches, ascending."""
+    """Depths at which the previous sequence's path branches, ascending."""
     for length, free in zip(shared, is_free, strict=True):
         while branches and branches[-1] > length:
             branches.pop()
@@ -217,7 +221,7 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _nodes(positions: np.ndarray, ends: np.ndarray) -> tuple[Node, ...]:
-    """Maximal runs of consecutive depth with the same end."""
+    """The maximal runs of tokens with consecutive depths and the same end."""
     if not len(ends):
         return ()
     begins = np.flatnonzero((np.diff(ends) != 0) | (np.diff(positions) != 1)) + 1

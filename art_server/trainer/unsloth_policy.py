@@ -1,8 +1,8 @@
-"""The policy through Unsloth's kernels, on request. Importing Unsloth patches transformers and peft, so it comes before
-them (`unsloth_worker.py`), and nothing else imports this file.
+"""The policy with Unsloth's kernels, on request. Importing Unsloth patches transformers and peft, so it is imported
+before them (`unsloth_worker.py`), and only the worker imports this file, on demand.
 
-Unsloth's part is loading, kernels and gradient checkpointing; adapter, head and loss are Policy's. Written against
-unsloth 2026.10.7, whose private names stand here alone. docs/training.md says what differs from PEFT.
+Unsloth does loading, kernels and gradient checkpointing; `Policy` does adapter, head and loss. Written against unsloth
+2026.10.7; only this file uses its private names. docs/training.md lists the differences from PEFT.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class UnslothPolicy(Policy):
         device: torch.device | None = None,
         max_seq_length: int | None = None,
     ) -> None:
-        """Load the base for rows of `max_seq_length` tokens, and never more than it has positions for: Unsloth would
-        stretch its RoPE, and train another model than the engine serves."""
+        """Loads the base for sequences of `max_seq_length` tokens, at most its number of positions: above that Unsloth
+        would stretch its RoPE and train another model than the engine serves."""
         own = int(read_config(base_model).get_text_config().max_position_embeddings)
         self.max_length = min(own, max_seq_length or own)
         super().__init__(base_model, dtype, device)
@@ -52,10 +52,10 @@ class UnslothPolicy(Policy):
         self.shares_prefixes = shared
 
     def use_checkpointing(self, enabled: bool) -> None:
-        """Nothing: Unsloth's own is always on, and keeps its inputs in main memory."""
+        """Does nothing: Unsloth's checkpointing is always on, and keeps its inputs in main memory."""
 
     def leave_device(self, optimizer: torch.optim.Optimizer, *, keep_copy: bool) -> None:
-        with contextlib.suppress(NameError):  # lengths below 512 have no buffers
+        with contextlib.suppress(NameError):  # sequences shorter than 512 have no buffers
             reset_unsloth_gradient_checkpointing_buffers()
         super().leave_device(optimizer, keep_copy=keep_copy)
 
@@ -72,7 +72,7 @@ class UnslothPolicy(Policy):
             use_safetensors=True,
             trust_remote_code=False,
         )
-        # Families without layers of Unsloth's own run on transformers', compiled.
+        # Families for which Unsloth has no layers run on transformers' layers, compiled.
         self._has_own_layers = type(base).forward.__module__.startswith("unsloth.models.")
         text = config.get_text_config()
         limits = ("sliding_window", "attn_logit_softcapping")
@@ -90,12 +90,12 @@ class UnslothPolicy(Policy):
         else:
             requires_grad_for_gradient_checkpointing(model)
             model = FastModel.post_patch_model(model, use_gradient_checkpointing="unsloth")
-        # Its kernels are chosen by the training flag; no layer that it patches has dropout.
+        # Unsloth chooses kernels by the training flag. No layer that it patches has dropout.
         return FastLanguageModel.for_training(model)
 
     def _drop_adapter(self) -> None:
         super()._drop_adapter()
-        # Layers keep the kernels that were chosen for their adapter.
+        # Layers would keep the kernels that were chosen for the old adapter.
         for name, module in self._base.named_modules():
             for kernel in ("apply_qkv", "apply_o", *(["forward"] if name.endswith(".mlp") else [])):
                 vars(module).pop(kernel, None)
@@ -104,28 +104,29 @@ class UnslothPolicy(Policy):
         longest = int(batch.forest.positions_T.max()) + 1
         if longest > self.max_length:
             raise ValueError(
-                f"a row of {longest} tokens is longer than the {self.max_length} that Unsloth was loaded for: {self.base_model} "
-                "has no more positions, or --max-seq-length allows no more; send shorter trajectories, or use --trainer peft"
+                f"a sequence of {longest} tokens is longer than the {self.max_length} that Unsloth was loaded for: "
+                f"{self.base_model} has no more positions, or --max-seq-length allows no more; send shorter "
+                "trajectories, or use --trainer peft"
             )
         super()._check_tokens(batch)
 
     def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
-        """Trees, or rows packed one after the other; padded where the layers are not Unsloth's own."""
+        """Trees, or sequences packed one after the other; sequences are padded if the layers are not Unsloth's."""
         if not self._has_own_layers:
             return super()._arguments(batch)
-        # A single token goes past the output head's door.
+        # With a single token Unsloth does not call the output head's module.
         forest = batch.forest if batch.forest.num_tokens > 1 else pad_forest(batch.forest, 1)
         if batch.is_shared:
             arguments = self._tree_arguments(forest)
             arguments["prefix_seg_info"] = arguments.pop("forest")
-            return arguments, batch.places_N
+            return arguments, batch.forest_indices_N
         lengths = torch.tensor([each.stop - each.start for each in forest.nodes], dtype=torch.int32)
         arguments = {
             "token_ids_BT": forest.token_ids_T[None].to(self.device),
             "position_ids": forest.positions_T[None].to(self.device),
             "packed_seq_lengths": lengths.to(self.device),
         }
-        return arguments, batch.places_N
+        return arguments, batch.forest_indices_N
 
     def _forward(self, token_ids_BT: torch.Tensor, **arguments: Any) -> torch.Tensor:
         # Any: as in Policy.
@@ -134,7 +135,7 @@ class UnslothPolicy(Policy):
             return super()._forward(token_ids_BT, **arguments)
 
     def _plain_model(self) -> Any:
-        """transformers' own model around the same weights, embeddings and (adapted) linear layers."""
+        """transformers' own model with the same weights, embeddings and (adapted) linear layers."""
         config = read_config(self.base_model)
         model_class = _untouched_class(config)
         with init_empty_weights():
@@ -152,18 +153,18 @@ def _attend(
     forest: ForestAttention,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention over trees, in the place of Unsloth's kernel for a prompt that a group shares: its decoders hand
-    `prefix_seg_info` down to that as it is (unsloth/utils/attention_dispatch.py, `_run_attention`)."""
+    """Attention over trees, instead of Unsloth's kernel for a prompt that a group shares. Unsloth's decoders pass
+    `prefix_seg_info` to it unchanged (unsloth/utils/attention_dispatch.py, `_run_attention`)."""
     query, key, value = (each.transpose(1, 2) for each in (query_BTHD, key_BTHD, value_BTHD))
     return tree_attention(_LAYER, query, key, value, None, scaling=scale, forest=forest)[0]
 
 
 _LAYER = torch.nn.Module()
-"""What `tree_attention` names in its messages."""
+"""The layer that `tree_attention` names in its messages."""
 
 
 def _untouched_class(config: Any) -> Any:
-    """The family's class as transformers wrote it. Unsloth changes the imported one, so the file is run once more.
+    """The family's class without Unsloth's changes to the imported one: its file is executed once more.
 
     Any: as in `find_class`.
     """
@@ -179,8 +180,8 @@ def _untouched_class(config: Any) -> Any:
 
 
 def _share_weights(plain: torch.nn.Module, own: torch.nn.Module) -> None:
-    """Give a model without weights those of another: linear layers whole, because they may be adapted or quantised, of
-    other layers the weights alone, because Unsloth may compute them in its own way."""
+    """Gives the model `plain` the weights of `own`. Linear layers are shared whole, because they may be adapted or
+    quantised. Of other layers only the weights are shared, because Unsloth may compute them differently."""
     for name, child in list(plain.named_children()):
         theirs = getattr(own, name)
         if (

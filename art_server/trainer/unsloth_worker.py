@@ -1,4 +1,4 @@
-"""The trainer process under Unsloth (`--trainer unsloth`): it patches transformers and peft, so it is imported before them.
+"""The trainer process with Unsloth (`--trainer unsloth`), which is imported first: it patches transformers and peft.
 
 python -m art_server.trainer.unsloth_worker --base-model PATH --trainer unsloth
 """
@@ -10,7 +10,7 @@ from art_server.children import claim_stdout
 
 def main() -> None:
     answers = claim_stdout()  # Unsloth prints while it is imported
-    # Where it cannot be imported, the first task that needs it tries again, and says why.
+    # If the import fails, the first task that needs Unsloth tries again and reports the reason.
     with contextlib.suppress(ImportError, RuntimeError, OSError):
         import unsloth  # pyright: ignore[reportMissingImports]  # noqa: F401  # extra `gpu`
     from art_server.trainer import worker

@@ -1,8 +1,8 @@
-"""The trainer process: tasks in, answers out, one JSON line each (task.py).
+"""The trainer process: reads tasks from stdin and writes answers, one JSON line each (shared/tasks.py).
 
     python -m art_server.trainer.worker --base-model PATH [--trainer peft] [--dtype float32] [--threads 2]
 
-Every task starts from the checkpoint that it names, so a failed one leaves nothing behind.
+Every task starts from the checkpoint that it names, so it does not depend on earlier tasks.
 """
 
 import argparse
@@ -44,7 +44,7 @@ DTYPES = {
 
 
 def main(answers: BinaryIO) -> None:
-    """Say Ready, and work until stdin ends."""
+    """Sends Ready, then runs tasks until stdin ends."""
     arguments = _parse_arguments()
     be_child()
     return_freed_memory()
@@ -69,7 +69,7 @@ def main(answers: BinaryIO) -> None:
 
 
 class Cancelled(Exception):
-    """The server asked for the end of the task."""
+    """The server cancelled the task."""
 
 
 OUT_OF_MEMORY_ADVICE = (
@@ -109,8 +109,8 @@ class Worker:
         self._is_cancelled = False
 
     def serve(self, tasks: BinaryIO) -> None:
-        """Answer each line; return at the end of the stream, which is also how a vanished parent shows. SIGUSR1 ends a train
-        task before its next micro-batch."""
+        """Answers each line until the stream ends, as it does when the server dies. SIGUSR1 cancels a train task before
+        its next micro-batch."""
         signal.signal(signal.SIGUSR1, self._cancel)
         self._answer(Ready())
         while line := tasks.readline():
@@ -136,9 +136,9 @@ class Worker:
         except Cancelled:
             return Failed(code="cancelled", message="the job was cancelled", retryable=True)
         except torch.AcceleratorError:
-            raise  # no later call on the device would succeed: the server starts another process
+            raise  # no later call on the device would succeed; the server starts another process
         except Exception as error:
-            # The process's outermost handler: the server decides what becomes of the job.
+            # The process's outermost handler: the server decides whether the job is retried.
             traceback.print_exc()
             if is_disk_full(error):
                 failed = Failed(code="no_disk_space", message=str(error), retryable=True)
@@ -146,7 +146,7 @@ class Worker:
                 failed = Failed(code="out_of_memory", message=f"{error}. {OUT_OF_MEMORY_ADVICE}")
             else:
                 failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
-        # What the model looks like after an unforeseen error is unknown: the next task loads the base anew.
+        # After an unforeseen error the model's state is unknown, so the next task loads the base again.
         self._drop_policy()
         return failed
 
@@ -175,7 +175,8 @@ class Worker:
             return done
         finally:
             self._is_cancelled = False
-            if not has_left:  # read anew for the next step, or stopped before it left: the engine wants the device
+            if not has_left:
+                # "reload", or an error before the policy left: the engine needs the device.
                 del policy
                 self._drop_policy()
             _empty_cache()
@@ -184,7 +185,7 @@ class Worker:
         self._is_cancelled = True
 
     def _report(self, progress: Progress) -> None:
-        """Tell the server; between micro-batches the place to stop."""
+        """Sends progress to the server. It runs after each micro-batch, where a cancelled task ends."""
         if self._is_cancelled and progress.phase != "save":
             raise Cancelled
         self._answer(progress)
@@ -207,7 +208,7 @@ class Worker:
         if self._trainer != "unsloth":
             return Policy(self._base_model, self._dtype, self._device)
         try:
-            # Here, because whoever has not asked for Unsloth need not have it, nor wait for it.
+            # Here, because Unsloth is optional and slow to import.
             from art_server.trainer.unsloth_policy import UnslothPolicy
         except (ImportError, RuntimeError, OSError) as error:
             reason = str(error).partition("\n")[0]
@@ -223,7 +224,7 @@ class Worker:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether a disk took no write; safetensors says so in words only."""
+    """Whether a write failed because the disk is full; safetensors has no error code, only a message."""
     return (isinstance(error, OSError) and error.errno in files.NO_ROOM) or (
         "No space left on device" in str(error)
     )
@@ -232,8 +233,8 @@ def is_disk_full(error: Exception) -> bool:
 def find_device(name: str) -> torch.device | None:
     """The device of the command line; None for "auto".
 
-    Raises ValueError where torch does not find it: the server decided for it, and another one would not hold what it
-    planned.
+    Raises:
+        ValueError: torch does not find it. Another one would not fit the server's memory plan.
     """
     if name == "auto":
         return None
@@ -244,7 +245,7 @@ def find_device(name: str) -> torch.device | None:
 
 
 def _empty_cache() -> None:
-    """Give freed GPU memory back: the engine on the same device wakes next."""
+    """Returns freed GPU memory to the system: the engine on the same device needs it next."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -252,7 +253,7 @@ def _empty_cache() -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="art_server.trainer.worker",
-        description="The trainer process: tasks in, answers out, one JSON line each.",
+        description="The trainer process: reads tasks from stdin and writes answers, one JSON line each.",
     )
     parser.add_argument(
         "--base-model", required=True, help="a folder with safetensors, or a Hugging Face id"
@@ -264,25 +265,27 @@ def _parse_arguments() -> argparse.Namespace:
         "--between-steps",
         choices=get_args(BetweenSteps),
         default="stay",
-        help="whether the base stays on the device, leaves it for main memory, or is read again from its files",
+        help="the base stays on the device, leaves it for main memory, or is loaded again from its files",
     )
     parser.add_argument(
         "--max-seq-length",
         type=int,
-        help="of the rows that Unsloth is loaded for (the model's own)",
+        help="longest sequence that Unsloth is loaded for (default: the model's own limit)",
     )
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
     parser.add_argument(
-        "--max-tokens-per-micro-batch", type=int, help="the default fits the device"
+        "--max-tokens-per-micro-batch", type=int, help="default: what fits the device"
     )
     parser.add_argument(
         "--checkpointing-factor",
         type=float,
         default=CHECKPOINTING_FACTOR,
-        help="so many times as many tokens fit with gradient checkpointing",
+        help="how many times more tokens fit with gradient checkpointing",
     )
     parser.add_argument(
-        "--budgets", type=Path, help="the file that remembers what fitted after memory ran out"
+        "--budgets",
+        type=Path,
+        help="the file that stores which token budgets fitted after memory ran out",
     )
     return parser.parse_args()
 

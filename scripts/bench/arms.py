@@ -125,12 +125,12 @@ def prepare_step(
     from art.wire import LoRAConfig, TrainConfig
     from art_server.shared.tasks import (
         Batch,
-        Row,
+        TokenSequence,
         TrainableGroup,
         TrainableTrajectory,
         TrainTask,
     )
-    from art_server.trainer.batches import make_train_rows
+    from art_server.trainer.batches import make_train_batch
     from art_server.trainer.optimizer import make_optimizer
     from art_server.trainer.step import compute_gradient
 
@@ -139,12 +139,12 @@ def prepare_step(
     def trajectory(row: dict) -> TrainableTrajectory:
         """The engine's log-probabilities are unknown, as TRL's are: ratios are 1 on both sides."""
         tokens, first = row["tokens"], row["num_context"]
-        trained = Row(
+        trained = TokenSequence(
             token_ids=tokens,
             logprobs=[None] * len(tokens),
             recompute=list(range(first, len(tokens))),
         )
-        return TrainableTrajectory(reward=row["reward"], rows=[trained])
+        return TrainableTrajectory(reward=row["reward"], sequences=[trained])
 
     task = TrainTask(
         lora=LoRAConfig(),
@@ -160,9 +160,9 @@ def prepare_step(
 
     def take_step() -> dict[str, float]:
         optimizer.zero_grad(set_to_none=True)
-        rows = make_train_rows(task.batch, task.config)
+        trained = make_train_batch(task.batch, task.config)
         metrics = compute_gradient(
-            policy, task, rows, budget or policy.default_tokens, lambda _: None, []
+            policy, task, trained, budget or policy.default_tokens, lambda _: None, []
         )
         optimizer.step()
         return metrics

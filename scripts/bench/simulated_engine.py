@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 
-from art_server.in_vllm.child import LedgerLine
+from art_server.in_vllm.child import LedgerClient
 from art_server.shared.samples import is_first_turn
 
 PROMPT = list(range(100, 164))
@@ -18,12 +18,12 @@ LOGPROBS = [-0.5] * len(TOKENS)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
 
 
-async def record(line: LedgerLine, request_id: str, prompt: list[int]) -> None:
+async def record(ledger: LedgerClient, request_id: str, prompt: list[int]) -> None:
     """What `art_server.in_vllm.child` does around a choice."""
     rendered = prompt if is_first_turn(request_id) else None
     if rendered is None:
-        await line.ask_prompt(request_id, prompt)
-    line.tell(
+        await ledger.fetch_prompt(request_id, prompt)
+    ledger.send(
         {
             "request_id": request_id,
             "rendered": rendered,
@@ -40,8 +40,8 @@ async def record(line: LedgerLine, request_id: str, prompt: list[int]) -> None:
 
 async def main() -> None:
     records, uds = sys.argv[1], sys.argv[sys.argv.index("--uds") + 1]
-    line = LedgerLine(records)
-    await line.connect()
+    ledger = LedgerClient(records)
+    await ledger.connect()
     numbers = itertools.count()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -53,7 +53,7 @@ async def main() -> None:
             content = b'{"data": [{"max_model_len": 4096}]}'
             if b"/v1/chat/completions" in head:
                 request_id = "chatcmpl-" + headers[b"x-request-id"].decode()
-                await record(line, request_id, [*PROMPT, next(numbers) % 1000])
+                await record(ledger, request_id, [*PROMPT, next(numbers) % 1000])
                 message = {"role": "assistant", "content": "simulated"}
                 choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
                 answer = {"id": request_id, "object": "chat.completion", "choices": [choice]}

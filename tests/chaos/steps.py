@@ -14,12 +14,12 @@ from art_server.background import Background
 from art_server.base_models import TINY_DIR
 from art_server.children import Children
 from art_server.device.owner import DeviceOwner
-from art_server.engine.gate import Gate
+from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
 from art_server.settings import ServerConfig
-from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.shared.tasks import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
 from art_server.trainer.checkpoint import write_first_checkpoint
@@ -38,13 +38,14 @@ def random_batch(seed: int) -> Batch:
 
     def group() -> TrainableGroup:
         prompt = tokens(12)
-        rows = [
-            Row(token_ids=prompt + tokens(8), logprobs=[None] * 12 + [-5.0] * 8) for _ in range(4)
+        sequences = [
+            TokenSequence(token_ids=prompt + tokens(8), logprobs=[None] * 12 + [-5.0] * 8)
+            for _ in range(4)
         ]
         return TrainableGroup(
             trajectories=[
-                TrainableTrajectory(reward=float(index), rows=[row])
-                for index, row in enumerate(rows)
+                TrainableTrajectory(reward=float(index), sequences=[sequence])
+                for index, sequence in enumerate(sequences)
             ]
         )
 
@@ -80,7 +81,7 @@ async def main(folder: Path, num_jobs: int) -> None:
         registry,
         None,  # type: ignore[arg-type]  # the ledger is asked when a job is accepted
         FakeEngine(),  # type: ignore[arg-type]
-        Gate(),
+        PauseGate(),
         trainer,
         DeviceOwner(),
         None,

@@ -3,7 +3,6 @@ nothing."""
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -95,11 +94,13 @@ class House:
         self.service = Service(config)
         self.engine = RecordingEngine()
         self.checkpoints, self.uploads = self.service._checkpoints, self.service._uploads
-        for part in (self.service, self.service._base, self.checkpoints, self.uploads):
+        service = self.service
+        for part in (service._base, service._registration, self.checkpoints, self.uploads):
             part._engine = self.engine  # type: ignore[assignment]
+        service._processes.engine = self.engine  # type: ignore[assignment]
         self.uploads._trainer = CheckingTrainer()  # type: ignore[assignment]
         self.registry = self.service._registry
-        self.gate, self.queue = self.service._gate, self.service._queue
+        self.gate, self.queue = self.service._processes.gate, self.service._queue
         self.app: FastAPI = make_app(self.service, config, inference_port=None)
 
     def client(self, **options: Any) -> httpx.AsyncClient:
@@ -125,5 +126,4 @@ async def house(root: Path, **settings: Any) -> AsyncIterator[House]:
         yield made
     finally:
         made.service._queue.close()
-        made.service._ledger.close()
-        os.close(made.service._lock_file)
+        made.service._processes.close()

@@ -260,16 +260,16 @@ def tensor(shape: list[int], start: int, kind: str = "F32", width: int = 4) -> d
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x80\x04\x95pickle", "no safetensors file"),
-        (struct.pack("<Q", 2**62) + b"{}", "no safetensors file"),
-        (tensors_file({A: tensor([4, 2], 0)}, 8), "no safetensors file"),
-        (tensors_file({A: tensor([4, 2], 0), B: tensor([2, 4], 0)}, 32), "no safetensors file"),
+        (b"\x80\x04\x95pickle", "not a safetensors file"),
+        (struct.pack("<Q", 2**62) + b"{}", "not a safetensors file"),
+        (tensors_file({A: tensor([4, 2], 0)}, 8), "not a safetensors file"),
+        (tensors_file({A: tensor([4, 2], 0), B: tensor([2, 4], 0)}, 32), "not a safetensors file"),
         (tensors_file({}, 0), "holds no tensors"),
         (tensors_file({A: tensor([4, 2], 0)}, 32), "only lora_A"),
         (tensors_file({A: tensor([2, 4], 0)}, 32), "not of rank 4"),
         (tensors_file({A: tensor([8], 0)}, 32), "must be a matrix"),
         (tensors_file({A: tensor([4, 2], 0, "I32")}, 32), "must be a matrix"),
-        (tensors_file({"lm_head.weight": tensor([4, 2], 0)}, 32), "no LoRA matrix"),
+        (tensors_file({"lm_head.weight": tensor([4, 2], 0)}, 32), "PEFT gives a LoRA matrix"),
     ],
 )
 def test_what_is_no_adapter_s_weights_is_refused(

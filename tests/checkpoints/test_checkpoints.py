@@ -114,7 +114,7 @@ async def test_a_step_that_is_going_is_not_found_before_it_is_gone(
         assert here.registry.resolve("p/a", "art/tiny", None).step == 2
         here.engine.may_unload.set()
         assert (await deleting).json()["deleted"] == [0, 1]
-        assert here.registry.get("p", "a").going == set()
+        assert here.registry.get("p", "a").deleting == set()
 
 
 async def test_what_a_request_holds_is_not_deleted(tmp_path: Path, tiny_adapter: Path) -> None:
@@ -154,7 +154,7 @@ async def test_what_cannot_be_deleted_is_told_and_stops_no_job(
         model.folder.remove_steps = lambda steps: 1 / 0  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError):
             await here.checkpoints.retain(model)
-        assert model.going == set()
+        assert model.deleting == set()
 
         def refuse(steps: Any) -> None:
             raise PermissionError("read-only file system")
@@ -248,7 +248,7 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(
         # Steps 3 and 4 will come again with other weights: no adapter and no cached prompt of theirs may answer then.
         assert set(here.engine.adapters) == {"p/a@1", "p/b@4"}
         assert here.engine.asked[-1] == "forget"
-        assert here.registry.get("p", "a").going == set()
+        assert here.registry.get("p", "a").deleting == set()
         aside = sorted(entry.name[:17] for entry in folder.checkpoints_dir.glob(".rolled-back-*"))
         assert aside == [".rolled-back-0003", ".rolled-back-0004"]
         kept_rows = (folder.path / "history.rolled-back.jsonl").read_text().splitlines()

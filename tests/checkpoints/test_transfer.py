@@ -84,11 +84,11 @@ async def test_a_step_that_is_not_there_is_not_downloaded(
     tmp_path: Path, folder: ModelFolder
 ) -> None:
     async with house(tmp_path) as here, here.client() as http:
-        here.registry.get("p", "a").going.add(1)
+        here.registry.get("p", "a").deleting.add(1)
         for step, status in (("1", 404), ("9", 404), ("x", 422), ("²", 422), ("1" * 30, 422)):
             reply = await http.get(f"/api/models/p/a/checkpoints/{step}.tar")
             assert reply.status_code == status, step
-        here.registry.get("p", "a").going.clear()
+        here.registry.get("p", "a").deleting.clear()
         assert (await http.get("/api/models/p/b/checkpoints/1.tar")).status_code == 404
 
 
@@ -256,7 +256,7 @@ def half_optimizer(content: Path) -> None:
     ("spoil", "words"),
     [
         (wrong_shape, "has shape [4, 7], the base takes"),
-        (no_such_layer, "the base does not"),
+        (no_such_layer, "unlike the base"),
         (not_finite, "not finite"),
         (foreign_optimizer, "'other' belongs to no parameter"),
         (half_optimizer, "exp_avg is missing"),

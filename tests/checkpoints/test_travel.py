@@ -196,7 +196,7 @@ def test_an_export_leaves_what_is_there(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     said = refused(capsys, "export", "a", tmp_path / "out", "--path", path)
-    assert "is there already" in said
+    assert "exists already" in said
     said = refused(capsys, "export", "a@7", tmp_path / "new", "--path", path)
     assert "no step 7; kept steps: 0, 1, 2" in said
     said = refused(capsys, "export", "nobody", tmp_path / "new", "--path", path)
@@ -351,7 +351,7 @@ def test_an_adapter_that_does_not_fit_makes_no_model(
     assert "cannot be read" in refused(capsys, "import", tmp_path, "--path", path, "--model", "q/b")
     (tmp_path / "other" / ADAPTER_FILE).unlink()
     (tmp_path / "other" / "adapter_model.bin").write_bytes(b"\x80\x04pickle")
-    assert "no safetensors file" in refused(capsys, *import_it, "q/b")
+    assert "not a safetensors file" in refused(capsys, *import_it, "q/b")
     assert not (path / "q").exists()
 
 
@@ -452,15 +452,15 @@ def test_at_an_address_there_is_a_whole_checkpoint_or_none(
         broken.setattr(LocalFileSystem, "put_file", breaks)
         assert "lost" in refused(capsys, "copy", "a@1", address, "--path", path)
     assert (tmp_path / "there" / CONFIG_FILE).exists()
-    assert "holds no whole checkpoint" in refused(capsys, "copy", address, *back)
+    assert "holds no complete checkpoint" in refused(capsys, "copy", address, *back)
     run("copy", "a@1", address, "--path", path)
     assert "holds another" in refused(capsys, "copy", "a@2", address, "--path", path)
     (tmp_path / "there" / ADAPTER_FILE).write_bytes(b"rot")
     assert "SHA-256 differs" in refused(capsys, "copy", address, *back)
     (tmp_path / "there" / ADAPTER_FILE).unlink()
-    assert "holds no whole checkpoint" in refused(capsys, "copy", address, *back)
+    assert "holds no complete checkpoint" in refused(capsys, "copy", address, *back)
     (tmp_path / "there" / DESCRIPTION_FILE).write_text('{"files": {"../../x": "0"}}')
-    assert "no description" in refused(capsys, "copy", address, *back)
+    assert "not a valid description" in refused(capsys, "copy", address, *back)
     assert not (tmp_path / "other" / "q").exists()
 
 

@@ -199,7 +199,7 @@ async def test_a_failure_passes_and_leaves_the_scope(sessions, model: art.Traina
         await art.trajectory(run())
     assert art.current_trajectory() is None
     task = asyncio.create_task(asyncio.sleep(0))
-    with pytest.raises(TypeError, match="a task has a context of its own"):
+    with pytest.raises(TypeError, match="a task has its own context"):
         await art.trajectory(task)  # type: ignore[arg-type]
     await task
 

@@ -154,6 +154,6 @@ async def test_a_rollout_whose_agent_went_elsewhere_says_so(
     trajectory = await r.trajectory()
     assert trajectory.messages_and_choices == []
     assert (
-        f"the agent sent its requests elsewhere, or none. Give it base_url={r.base_url}"
+        f"the agent sent no requests, or sent them elsewhere. Give it base_url={r.base_url}"
         in caplog.text
     )

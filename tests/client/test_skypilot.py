@@ -354,10 +354,13 @@ def never_listen(place: Place) -> None:
 FAILURES = [
     (refuse_submission, "no cloud"),
     (refuse_launch, "no machine is free"),
-    (refuse_ssh, r"`ssh ... art true` ended with 1: Permission denied"),
+    (refuse_ssh, r"`ssh ... art true` ended with exit code 1: Permission denied"),
     (fail_setup, r"ended: FAILED_SETUP.\nThe end of its log:\ninstalling\ncompiling"),
     (fail_engine, "failed: no such model"),
-    (never_listen, r"not ready after 1 s, start_timeout_seconds: RUNNING.\nThe end of its log"),
+    (
+        never_listen,
+        r"not ready after 1 s \(start_timeout_seconds\); its state: RUNNING.\nThe end of its log",
+    ),
 ]
 IDS = [fail.__name__ for fail, _ in FAILURES]
 
@@ -372,7 +375,7 @@ async def test_failed_launch_leaves_nothing_running(
     assert place.sky.cluster is None
     await place.wait_for(lambda: not place.tunnels())
     assert "was given back" in caught.value.__notes__[0]
-    assert "should that fail: sky down art" in caplog.text
+    assert "if that fails, run: sky down art" in caplog.text
 
 
 async def test_woken_cluster_is_stopped_again_and_a_running_one_left(place: Place):
@@ -396,7 +399,7 @@ async def test_failure_to_give_back_is_said(place: Place, caplog: Any):
     place.sky.down = lambda name: fail_down
     with pytest.raises(RuntimeError, match="the cloud does not answer") as caught:
         await launch_quickly()
-    assert "should that fail: sky down art" in caplog.text
+    assert "if that fails, run: sky down art" in caplog.text
     assert "FAILED_SETUP" in str(caught.value.__context__)
 
 
@@ -479,7 +482,7 @@ async def test_version_that_is_no_checkout_is_told_once(place: Place, caplog: An
         assert place.sky.task is not None
         assert place.sky.task.config["workdir"] == str(TASK_FILE.parents[3])
     assert [r.message for r in caplog.records if "0.5.17" in r.message] == [
-        "art_version='0.5.17' is no checkout of agent-reinforcement-trainer, and is ignored: the server gets this "
+        "art_version='0.5.17' is not a checkout of agent-reinforcement-trainer and is ignored: the server gets this "
         "client's version"
     ]
     await backend.down()

@@ -129,7 +129,7 @@ async def test_server_that_stays_away_ends_the_call(server, answer, groups):
 
 async def test_line_that_is_no_event_is_an_error(server, answer, model, groups):
     server.on("POST", TRAIN, answer(lines=[{"hello": 1}]))
-    with pytest.raises(art.ArtError, match="no job event"):
+    with pytest.raises(art.ArtError, match="not a job event"):
         await model.train(groups)
 
 
@@ -161,7 +161,7 @@ async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(
 async def test_no_groups_and_empty_groups_are_refused(model):
     with pytest.raises(ValueError, match="no groups"):
         await model.train([])
-    with pytest.raises(ValueError, match=r"groups\[0\] holds neither"):
+    with pytest.raises(ValueError, match=r"groups\[0\] has neither"):
         await model.train([art.TrajectoryGroup([])])
     with pytest.raises(TypeError, match=r"groups\[0\] is Trajectory"):
         await model.train([art.Trajectory()])

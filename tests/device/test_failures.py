@@ -2,7 +2,7 @@
 
 import pytest
 
-from art_server.engine.failures import why_hopeless
+from art_server.engine.failures import find_cause
 
 TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):\n"
 
@@ -39,9 +39,12 @@ TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):
     ],
 )
 def test_causes_that_stay(line: str, cause: str) -> None:
-    why = why_hopeless(f"INFO starting\n{TRACEBACK}(EngineCore pid=7) ERROR core.py {line}\n")
-    assert why is not None and cause in why
-    assert "\n" not in why
+    found = find_cause(f"INFO starting\n{TRACEBACK}(EngineCore pid=7) ERROR core.py {line}\n")
+    assert found is not None and cause in found.sentence
+    assert "\n" not in found.sentence
+    assert found.is_lasting != ("another program" in cause), (
+        "a killed engine's memory is freed soon"
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,4 +57,4 @@ def test_causes_that_stay(line: str, cause: str) -> None:
     ],
 )
 def test_causes_that_may_pass(log: str) -> None:
-    assert why_hopeless(log) is None
+    assert find_cause(log) is None

@@ -24,10 +24,10 @@ from art_server.device.owner import DeviceOwner
 from art_server.device.plan import GIB, Card, Demand, make_plan
 from art_server.engine import engine as engine_module
 from art_server.engine.engine import AdapterRefused, Engine
-from art_server.engine.gate import Gate
+from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
 from art_server.jobs import runner as runner_module
-from art_server.jobs.queue import JobQueue, Payload, digest
+from art_server.jobs.queue import JobQueue, Payload, request_digest
 from art_server.jobs.runner import JobRunner
 from art_server.ledger.intake import RecordReceiver
 from art_server.settings import ServerConfig
@@ -81,7 +81,7 @@ class House:
     def __init__(self, world: World, folder: Path):
         self.world = world
         config = ServerConfig(path=folder)
-        self.owner, self.gate = DeviceOwner(), Gate()
+        self.owner, self.gate = DeviceOwner(), PauseGate()
         self.background = Background()
         self.engine: Engine = FakeEngine(
             config,
@@ -125,7 +125,7 @@ class House:
             self.world.background(self._warm())
 
     async def _warm(self) -> None:
-        async with self.owner.held_by("trainer"):
+        async with self.owner.held():
             await self.trainer.run(LoadTask())
 
     async def stop(self) -> None:
@@ -138,7 +138,7 @@ class House:
     def add_job(self, name: str) -> str:
         payload = Payload.make(Batch(groups=[]), [])
         report = JobReport(num_rows=0)
-        key = digest(name.encode())
+        key = request_digest(name.encode())
         return self.queue.add("me", "p", name, None, key, TrainConfig(), payload, report).job_id
 
     async def ask(self, name: str) -> str:
@@ -320,7 +320,7 @@ async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None
             house.engine,
             asyncio.Lock(),
             tmp_path / "incoming",
-            keep_last=0,
+            0,
         )
         model = house.registry.get("p", "a")
         await house.wait_jobs([house.add_job("a"), house.add_job("a")])
@@ -419,7 +419,7 @@ async def test_mutation_adapter_load_without_the_lock(
             await self._load(name, path)
 
     monkeypatch.setattr(Engine, "load_adapter", load_adapter)
-    monkeypatch.setattr(Gate, "wait_open", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(PauseGate, "wait_open", lambda *_: asyncio.sleep(0))
     monkeypatch.setattr(f"{__name__}.SECONDS", 3.0)
     said = ""
     for index in range(5):  # a request must come while a step trains
@@ -432,7 +432,7 @@ async def test_the_same_story_with_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world("sleep", {"backward": ["slow"] * 3, "adapter loads": ["slow"] * 3})
-    monkeypatch.setattr(Gate, "wait_open", lambda *_: asyncio.sleep(0))
+    monkeypatch.setattr(PauseGate, "wait_open", lambda *_: asyncio.sleep(0))
     await play(world, tmp_path)
     assert_right(world)
 
@@ -478,7 +478,7 @@ async def test_mutation_failed_wake_ignored(
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 await self._post(path, timeout_seconds=timeout_seconds)
 
-    monkeypatch.setattr(Engine, "_tell", tell)
+    monkeypatch.setattr(Engine, "_post_control", tell)
     monkeypatch.setattr(f"{__name__}.SECONDS", 3.0)
     world = make_world(
         "sleep", {"wake_up": [""] * 5 + ["refuse"]}

@@ -21,7 +21,13 @@ from art_server.device.model_size import read_model_size
 from art_server.engine import command
 from art_server.settings import ServerConfig
 from art_server.shared import switches
-from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.shared.tasks import (
+    Batch,
+    TokenSequence,
+    TrainableGroup,
+    TrainableTrajectory,
+    TrainTask,
+)
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.policy import Policy
 from art_server.trainer.step import train
@@ -84,21 +90,21 @@ def take_step(
         batch=a_group(),
     )
     train(policy, task, 4096, lambda _: None)
-    trained = policy.row_logprobs(token_ids)
+    trained = policy.sequence_logprobs(token_ids)
     with policy.model.disable_adapter():
-        return trained, policy.row_logprobs(token_ids)
+        return trained, policy.sequence_logprobs(token_ids)
 
 
 def a_group() -> Batch:
-    """Rows with a common prompt, and rewards that differ."""
+    """Sequences with a common prompt, and rewards that differ."""
     rng = random.Random(1)
     prompt = rng.choices(range(3, 1300), k=20)
     trajectories = []
     for reward in range(4):
         answer = rng.choices(range(3, 1300), k=20)
         logprobs = [None] * len(prompt) + [-7.0] * len(answer)
-        row = Row(token_ids=prompt + answer, logprobs=logprobs)
-        trajectories.append(TrainableTrajectory(reward=float(reward), rows=[row]))
+        sequence = TokenSequence(token_ids=prompt + answer, logprobs=logprobs)
+        trajectories.append(TrainableTrajectory(reward=float(reward), sequences=[sequence]))
     return Batch(groups=[TrainableGroup(trajectories=trajectories)])
 
 

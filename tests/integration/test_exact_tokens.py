@@ -175,7 +175,7 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
         text = TOKENIZER.decode(called.token_ids, skip_special_tokens=False).removesuffix(
             "<|im_end|>"
         )
-        assert conversation.said(text) == conversation.said_by(said)
+        assert conversation.text_digest(text) == conversation.message_digest(said)
         past = called.prompt_token_ids + called.token_ids
         assert answered.prompt_token_ids[: len(past)] == past
         reply = session_of(server, session)
@@ -280,7 +280,8 @@ def test_choices_that_nothing_continues_are_left_out_and_counted(
         client.post("/v1/chat/completions", json=body | {"messages": messages})
     reply = session_of(server, session)
     assert reply["num_choices"] == 2 and len(reply["histories"]) == 1
-    assert reply["unused"] == {"another answer to the same conversation was taken up": 1}
+    reason = "the agent continued with another answer to the same conversation"
+    assert reply["unused"] == {reason: 1}
 
 
 def test_a_client_that_hangs_up_leaves_nothing_to_train(server: Server, model: str) -> None:

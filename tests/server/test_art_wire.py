@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from art.wire import ErrorDetail, JobEvent, LoRAConfig, TrainRequest
-from art_server.api.art_wire import _tell_once
-from art_server.api.door import ART_PATHS
+from art_server.api.art_wire import _log_note_once
+from art_server.api.auth import ART_PATHS
 from art_server.app import make_app
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.service import Service
@@ -78,8 +78,9 @@ def make(path: Path, **settings: Any) -> tuple[FastAPI, Service]:
     folder.create(record, path / "engine.log")
     config = ServerConfig(path=path, **settings)
     service = Service(config)
-    service._engine.base, service._engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
-    _tell_once.cache_clear()
+    engine = service._processes.engine
+    engine.base, engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
+    _log_note_once.cache_clear()
     return make_app(service, config, inference_port=8000), service
 
 
@@ -276,7 +277,8 @@ async def test_registering_again_starts_a_failed_engine_with_the_new_arguments(
 ) -> None:
     app, service = make(tmp_path)
     engine: Any = FailedEngine()
-    service._engine = service._base._engine = engine
+    service._processes.engine = engine
+    service._base._engine = service._registration._engine = engine
     config = {"init_args": {"max_seq_length": 512}, "engine_args": {"tensor_parallel_size": 1}}
     asked = MODEL | {"_internal_config": config}
     async with client(app) as http:

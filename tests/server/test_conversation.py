@@ -23,10 +23,10 @@ def test_a_parsed_tool_call_says_what_was_sampled(
     content = content.replace("{", "").replace("<", "")
     sampled = f"<think>\nhm\n</think>\n\n{content}\n<tool_call>\n{json.dumps({'name': name, 'arguments': value})}\n</tool_call>"
     message = {"role": "assistant", "content": content, "tool_calls": [call(name, value, indent=2)]}
-    assert c.said(sampled) == c.said_by(message)
+    assert c.text_digest(sampled) == c.message_digest(message)
     parsed = c.message_from(sampled)
     assert parsed["reasoning_content"] == "hm"
-    assert c.said_by(parsed) == c.said_by(message)
+    assert c.message_digest(parsed) == c.message_digest(message)
     (made,) = parsed["tool_calls"]
     assert json.loads(made["function"]["arguments"]) == value
 
@@ -35,11 +35,11 @@ def test_a_parsed_tool_call_says_what_was_sampled(
 def test_different_words_are_told_apart(one: str, two: str) -> None:
     is_same = "".join(one.split()) == "".join(two.split())
     if "{" not in one + two and "<" not in one + two and "[" not in one + two:
-        assert (c.said(one) == c.said(two)) == is_same
+        assert (c.text_digest(one) == c.text_digest(two)) == is_same
 
 
 def test_llama_s_parameters_are_arguments() -> None:
-    assert c.said('{"name": "f", "parameters": {"a": 1}}') == c.said_by(
+    assert c.text_digest('{"name": "f", "parameters": {"a": 1}}') == c.message_digest(
         {"tool_calls": [call("f", {"a": 1})]}
     )
 
@@ -52,7 +52,7 @@ def test_a_conversation_s_name_grows_with_it() -> None:
     ]
     digests = c.prefix_digests(messages)
     assert len(set(digests)) == 4
-    assert digests[3] == c.after(digests[2], c.said('{"name": "f", "arguments": {}}'))
+    assert digests[3] == c.after(digests[2], c.text_digest('{"name": "f", "arguments": {}}'))
     plain = [{"role": "developer", "content": "s"}, {"role": "user", "content": "q"}]
     assert c.prefix_digests(plain) == digests[:3]
 

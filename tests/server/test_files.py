@@ -74,7 +74,7 @@ def test_a_full_disk_is_told_and_keeps_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(StorageFull, match="does not take a"):
+    with pytest.raises(StorageFull, match="cannot write a"):
         files.write_file(tmp_path / "a", b"two")
     assert (tmp_path / "a").read_bytes() == b"one"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]

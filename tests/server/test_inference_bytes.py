@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_server.api.answers import name_as_asked
+from art_server.api.answers import with_requested_name
 from art_server.api.streaming import take_events
 from art_server.relay import InferenceRequest
 
@@ -27,7 +27,7 @@ def ask(**fields: Any) -> InferenceRequest:
 def test_the_asked_name_comes_back_and_no_text_is_changed(text: str) -> None:
     content = text + '"model":"p/a@3"'
     body = {"model": "p/a@3", "choices": [{"message": {"content": content}}]}
-    named = json.loads(name_as_asked(json.dumps(body, separators=(",", ":")).encode(), ask()))
+    named = json.loads(with_requested_name(json.dumps(body, separators=(",", ":")).encode(), ask()))
     assert named == {"model": "a", "choices": [{"message": {"content": content}}]}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from art.wire import Health
-from art_server.api.door import Door
+from art_server.api.auth import Authentication
 from art_server.api.keys import Keys, Usage
 from art_server.api.model_keys import ModelKeys
 from art_server.errors import TooMany
@@ -112,8 +112,8 @@ async def call(app: Any, key: str, path: str = "/api/models") -> tuple[int, dict
     return sent[0]["status"], headers, body
 
 
-def door(answer: Callable[[], Awaitable[None]], *keys: ApiKey) -> tuple[Door, Keys]:
-    """A door before an application that streams: it begins, waits for `answer`, and ends."""
+def guarded(answer: Callable[[], Awaitable[None]], *keys: ApiKey) -> tuple[Authentication, Keys]:
+    """A guarded before an application that streams: it begins, waits for `answer`, and ends."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -122,12 +122,12 @@ def door(answer: Callable[[], Awaitable[None]], *keys: ApiKey) -> tuple[Door, Ke
         await send({"type": "http.response.body", "body": b"ended"})
 
     accepted = Keys(keys)
-    return Door(app, ServerConfig(), None, accepted, ModelKeys(b"x" * 32)), accepted
+    return Authentication(app, ServerConfig(), None, accepted, ModelKeys(b"x" * 32)), accepted
 
 
 async def test_a_stream_counts_until_it_has_ended() -> None:
     end = asyncio.Event()
-    app, keys = door(end.wait, ApiKey(key="k", name="a", concurrent=2), ApiKey(key="free"))  # type: ignore[arg-type]
+    app, keys = guarded(end.wait, ApiKey(key="k", name="a", concurrent=2), ApiKey(key="free"))  # type: ignore[arg-type]
     running = [asyncio.create_task(call(app, "k")) for _ in range(2)]
     await asyncio.sleep(0)
     status, headers, body = await call(app, "k")
@@ -144,7 +144,7 @@ async def test_a_request_that_fails_is_no_longer_counted() -> None:
     async def fail() -> None:
         raise RuntimeError("the client has gone")
 
-    app, keys = door(fail, ApiKey(key="k", concurrent=1))
+    app, keys = guarded(fail, ApiKey(key="k", concurrent=1))
     for _ in range(3):
         with pytest.raises(RuntimeError):
             await call(app, "k")
@@ -191,7 +191,7 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     infer = frozenset({"infer"})
     keys = (ApiKey(key="k", scopes=infer), ApiKey(key="old", expires=PAST))  # type: ignore[arg-type]
     app, service = make(tmp_path / "keys", api_keys=keys)
-    service._engine.detail = "last log lines: a prompt"
+    service._processes.engine.detail = "last log lines: a prompt"
     bare = Health(engine="ready").model_dump()
     for path in ("/health", "/ready"):
         for key in (None, "wrong", "old"):
@@ -200,6 +200,6 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
             seen = await health(app, path, "box", key)
             assert seen["detail"] == "last log lines: a prompt" and seen["base_model"] == "art/tiny"
     app, service = make(tmp_path / "keyless")
-    service._engine.detail = "last log lines: a prompt"
+    service._processes.engine.detail = "last log lines: a prompt"
     assert (await health(app, "/health", "localhost", None))["detail"] is not None
     assert await health(app, "/health", "evil.example", None) == bare

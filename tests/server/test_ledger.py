@@ -98,13 +98,13 @@ def test_words_are_found_within_their_model_and_by_their_log_probabilities(tmp_p
     first, second = add(ledger, 1, [1]), add(ledger, 2, [1, 2])
     add(ledger, 3, [1], name="b")
     add(ledger, 4, [1], text="no")
-    said = conversation.said(" yes\n")
+    said = conversation.text_digest(" yes\n")
     assert [r.choice_id for r in ledger.find_text("p", "a", said, None)] == [second, first]
     assert len(ledger.find_text("p", "a", said, [-0.1, -0.2, -0.3])) == 2
     assert ledger.find_text("p", "a", said, [-0.1, -0.2, -0.4]) == []
     assert len(ledger.find_text("p", "a", None, [-0.1, -0.2, -0.3])) == 3
     assert len(ledger.find_text("p", "a", said, None, conversation.EMPTY)) == 2
-    assert ledger.find_text("p", "a", said, None, conversation.SILENCE) == []
+    assert ledger.find_text("p", "a", said, None, conversation.EMPTY_ANSWER) == []
 
 
 def test_what_is_too_old_goes(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from art.wire import LoRAConfig
-from art_server.api.openapi import BODIES, route_table
+from art_server.api import art_wire, checkpoints, control
+from art_server.api.openapi import bodies_of, route_table
 from art_server.app import make_app
 from art_server.service import Service
 from art_server.settings import ApiKey, ServerConfig
@@ -37,7 +38,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
     folder = service._registry.folder("p", "a")
     folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
     record = ModelRecord(name="a", project="p", base_model="base", lora=LoRAConfig())
-    folder.create(record, service._engine.log_path)
+    folder.create(record, service._processes.engine.log_path)
     service._registry.add(folder, record)
     return make_app(service, config, inference_port=None)
 
@@ -145,6 +146,9 @@ JSON = st.recursive(
     ),
     max_leaves=20,
 )
+
+
+BODIES = bodies_of(each for part in (art_wire, checkpoints, control) for each in part.router.routes)
 
 
 @pytest.mark.parametrize("path", sorted({path for _, path in BODIES} | {"/v1/chat/completions"}))

@@ -100,8 +100,10 @@ def test_what_a_parser_hands_on_says_what_was_sampled(
         "content": found.content,
         "tool_calls": [{"function": call.function.model_dump()} for call in found.tool_calls],
     }
-    assert conversation.said_by(message) == conversation.said(decoded)
-    assert conversation.said_by(streamed(parsing, decoded, places)) == conversation.said(decoded)
+    assert conversation.message_digest(message) == conversation.text_digest(decoded)
+    assert conversation.message_digest(
+        streamed(parsing, decoded, places)
+    ) == conversation.text_digest(decoded)
 
 
 @settings(deadline=None, max_examples=60)
@@ -113,4 +115,4 @@ def test_a_streamed_call_that_was_cut_off_is_found_again(
     begun = whole.index('"arguments": ') + len('"arguments": ')
     text = whole[: max(begun, len(whole) - lost)]
     message = streamed(parsing, text, places)
-    assert conversation.said_by(message) == conversation.said(text)
+    assert conversation.message_digest(message) == conversation.text_digest(text)

@@ -8,17 +8,17 @@ from art.wire import ErrorDetail, JobReport, TrainConfig, TrajectoryBody, Trajec
 from art_server import clock
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs import queue as queue_module
-from art_server.jobs.queue import Job, JobQueue, Payload, digest
+from art_server.jobs.queue import Job, JobQueue, Payload, request_digest
 from art_server.shared.tasks import (
     Batch,
     Distribution,
-    Row,
+    TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
 )
 
-ROW = Row(token_ids=[1, 2, 3], logprobs=[None, -0.5, -0.25])
-GROUP = TrainableGroup(trajectories=[TrainableTrajectory(reward=1.0, rows=[ROW])])
+SEQUENCE = TokenSequence(token_ids=[1, 2, 3], logprobs=[None, -0.5, -0.25])
+GROUP = TrainableGroup(trajectories=[TrainableTrajectory(reward=1.0, sequences=[SEQUENCE])])
 PAYLOAD = Payload.make(
     Batch(groups=[GROUP, GROUP], distributions=[Distribution(temperature=0.5)]),
     [
@@ -31,7 +31,7 @@ PAYLOAD = Payload.make(
 
 def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x") -> Job:
     return queue.add(
-        "me", "p", name, key, digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1)
+        "me", "p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1)
     )
 
 
@@ -43,7 +43,7 @@ def test_jobs_and_payloads_survive_a_restart(tmp_path: Path) -> None:
     assert queue.get(job.job_id) == job
     assert queue.batch(job.job_id) == PAYLOAD.batch
     assert queue.trajectories(job.job_id) == PAYLOAD.trajectories
-    assert queue.find_key("p", "a", "k", digest(b"x")) == job
+    assert queue.find_key("p", "a", "k", request_digest(b"x")) == job
 
 
 def test_an_interrupted_job_runs_before_those_that_wait(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_same_key_is_one_job_for_each_model(tmp_path: Path) -> None:
     assert add(queue, "k") == one, "two requests at once"
     assert add(queue, "k", name="b").job_id != one.job_id
     with pytest.raises(Conflict, match="new key"):
-        queue.find_key("p", "a", "k", digest(b"y"))
+        queue.find_key("p", "a", "k", request_digest(b"y"))
     assert add(queue).job_id != add(queue).job_id, "without a key every request is a job"
 
 
@@ -172,7 +172,7 @@ def test_a_disk_that_takes_nothing_and_a_locked_file_are_told_apart(tmp_path: Pa
     other.close()
     (pages,) = queue._db.execute("PRAGMA page_count").fetchone()
     queue._db.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StorageFull, match="free some room"):
+    with pytest.raises(StorageFull, match="free some space"):
         for _ in range(50):
             add(queue)
     queue._db.execute("PRAGMA max_page_count = 100000")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from art.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
-from art_server.jobs.resolve import Limits, Sources, Turn, join_turns, resolve
+from art_server.jobs.resolve import Limits, ResolvedTurn, Sources, join_turns, resolve
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
 from art_server.shared.kept_set import pack_set, unpack_set
@@ -107,7 +107,7 @@ def run(
 
 def test_a_choice_is_trained_on_the_tokens_that_it_carries() -> None:
     batch, report = run([[{"role": "user", "content": "q"}, choice([1, 2], [3, 4])]])
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert row.token_ids == [1, 2, 3, 4]
     assert row.logprobs == [None, None, -0.03, -0.04]
     assert report.turns == {"ids": 1}
@@ -115,7 +115,7 @@ def test_a_choice_is_trained_on_the_tokens_that_it_carries() -> None:
 
 def test_a_choice_without_tokens_is_found_in_the_ledger() -> None:
     batch, report = run([[bare("c-0")]], find=lambda key: record(key, [5], [6, 7]))
-    assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 6, 7]
+    assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 6, 7]
     assert report.turns == {"ledger": 1}
 
 
@@ -123,23 +123,23 @@ def test_tokens_without_matching_log_probabilities_come_from_the_ledger() -> Non
     carried = choice([1], [2, 3], "c-0")
     carried["logprobs"]["content"].pop()
     batch, _ = run([[carried]], find=lambda key: record(key, [5], [6]))
-    assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 6]
+    assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 6]
 
 
 def test_a_continued_conversation_is_one_row_and_a_rewritten_one_two() -> None:
     first, second = choice([1, 2], [3, 4]), choice([1, 2, 3, 4, 5], [6])
     batch, _ = run([[first, second]])
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert row.token_ids == [1, 2, 3, 4, 5, 6]
     assert [value is not None for value in row.logprobs] == [False, False, True, True, False, True]
     stripped = choice([1, 2, 4, 5], [6])
-    rows = run([[first, stripped]])[0].groups[0].trajectories[0].rows
+    rows = run([[first, stripped]])[0].groups[0].trajectories[0].sequences
     assert [row.token_ids for row in rows] == [[1, 2, 3, 4], [1, 2, 4, 5, 6]]
 
 
 def test_additional_histories_share_the_trajectory() -> None:
     batch, _ = run([[choice([1], [2])]], histories=[[choice([7], [8])]])
-    assert [r.token_ids for r in batch.groups[0].trajectories[0].rows] == [[1, 2], [7, 8]]
+    assert [r.token_ids for r in batch.groups[0].trajectories[0].sequences] == [[1, 2], [7, 8]]
 
 
 def test_a_choice_that_stands_twice_is_trained_once() -> None:
@@ -222,8 +222,8 @@ def test_equal_short_answers_get_a_record_each() -> None:
         return records
 
     batch, report = run([[QUESTION, said_choice("yes")]] * 4, given={"find_text": find_text})
-    assert asked[0] == (conversation.said("yes"), None, BEFORE)
-    found = [t.rows[0].logprobs[-1] for t in batch.groups[0].trajectories]
+    assert asked[0] == (conversation.text_digest("yes"), None, BEFORE)
+    found = [t.sequences[0].logprobs[-1] for t in batch.groups[0].trajectories]
     assert found == [0, -1, -2, 0]
     assert report.turns == {"ledger": 4}
 
@@ -233,7 +233,7 @@ def test_words_without_log_probabilities_count_only_in_their_conversation() -> N
     with pytest.raises(InvalidInput, match="not in the ledger"):
         run([[QUESTION, said_choice("yes")]], given=found_in([elsewhere]))
     batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], given=found_in([elsewhere]))
-    assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 6]
+    assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 6]
 
 
 def test_a_choice_whose_tool_call_was_dropped_is_found_by_its_log_probabilities() -> None:
@@ -250,10 +250,10 @@ def test_a_choice_whose_tool_call_was_dropped_is_found_by_its_log_probabilities(
     def find_text(said: bytes | None, logprobs: Any, before: bytes | None) -> list[Record]:
         if said is None:
             return [call] if len(logprobs) == 2 else []
-        return [answer] if said == conversation.said("it is 42") else []
+        return [answer] if said == conversation.text_digest("it is 42") else []
 
     batch, report = run([entries], given={"find_text": find_text})
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert row.token_ids == [5, 6, 7, 8, 9]
     assert [value is not None for value in row.logprobs] == [False, True, True, False, True]
     assert report.turns == {"ledger": 2}
@@ -270,22 +270,22 @@ def test_log_probabilities_that_stand_for_several_texts_name_none_of_them() -> N
         run([[QUESTION, said_choice("", [-0.0] * 3)]], given=given)
     elsewhere.append(record("c-2", [5], [8], before=BEFORE))
     batch, _ = run([[QUESTION, said_choice("", [-0.0] * 3)]], given=given)
-    assert batch.groups[0].trajectories[0].rows[0].token_ids == [5, 8]
+    assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 8]
 
 
 def test_ids_in_log_probability_entries_are_used_behind_a_rendered_prompt() -> None:
     batch, report = run([[QUESTION, said_choice("yes", [-0.1, -0.2], tokens=True)]])
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.token_ids, row.logprobs) == ([11, 0, 1], [None, -0.1, -0.2])
     assert report.turns == {"logprob_entries": 1}
 
 
 def test_text_with_log_probabilities_is_rendered_when_the_tokens_are_as_many() -> None:
     batch, report = run([[QUESTION, said_choice("yes or", [-0.1, -0.2, -0.3])]])
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.token_ids, row.logprobs) == ([11, 23, 22, 99], [None, -0.1, -0.2, -0.3])
     assert report.turns == {"rendered": 1}
-    with pytest.raises(InvalidInput, match="2 tokens, 5 log-probabilities"):
+    with pytest.raises(InvalidInput, match="2 tokens, the choice has 5 log-probabilities"):
         run([[QUESTION, said_choice("yes or", [-0.1] * 5)]])
 
 
@@ -294,7 +294,7 @@ def test_plain_messages_train_only_on_request() -> None:
     with pytest.raises(InvalidInput):
         run([entries])
     batch, report = run([entries], config=TrainConfig(allow_training_without_logprobs=True))
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.token_ids, row.recompute) == ([11, 23, 99], [1, 2])
     assert report.turns == {"recomputed": 1}
 
@@ -316,11 +316,13 @@ def test_every_sampled_token_is_trained_once_after_its_own_prompt(
     steps: list[tuple[list[int], list[int], bool]],
 ) -> None:
     """Whatever the conversation does, rows hold each turn's tokens right behind exactly its prompt."""
-    turns: list[Turn] = []
+    turns: list[ResolvedTurn] = []
     so_far: list[int] = []
     for context, tokens, goes_on in steps:
         prompt = so_far + context if goes_on else context
-        turns.append(Turn(prompt, tokens, [-float(i + 1) for i in range(len(tokens))], "ids"))
+        turns.append(
+            ResolvedTurn(prompt, tokens, [-float(i + 1) for i in range(len(tokens))], "ids")
+        )
         so_far = prompt + tokens
     rows = join_turns(turns)
     trained = sum(value is not None for row in rows for value in row.logprobs)
@@ -345,7 +347,7 @@ def test_turns_may_have_rewards_and_advantages_of_their_own() -> None:
         return resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
 
     batch, report = rows_of(**signal)
-    row, other = batch.groups[0].trajectories[0].rows
+    row, other = batch.groups[0].trajectories[0].sequences
     assert row.rewards == {3: 0.5} and row.advantages == {2: 0.1, 3: 0.2, 5: 3.0}
     assert other.rewards == {1: 2.0}
     assert report.num_groups_trained == 1, "one trajectory, but its turns say what is better"
@@ -381,14 +383,14 @@ def test_words_that_fit_samples_of_two_prompts_are_ambiguous_and_dropped() -> No
         for i, prompt in enumerate(([1, 2, 3], [4, 5, 6]))
     ]
     given = found_in(records)
-    with pytest.raises(InvalidInput, match="several samples of other prompts or tokens fit"):
+    with pytest.raises(InvalidInput, match="samples with different prompts or tokens match"):
         run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
     # One of them in the very conversation is certain.
     records[1] = dataclasses.replace(
         records[1], request=dataclasses.replace(records[1].request, before=BEFORE)
     )
     batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
-    assert batch.groups[0].trajectories[0].rows[0].token_ids == [4, 5, 6, 7]
+    assert batch.groups[0].trajectories[0].sequences[0].token_ids == [4, 5, 6, 7]
 
 
 def test_of_equal_samples_the_newest_step_counts_with_its_own_log_probabilities() -> None:
@@ -400,7 +402,7 @@ def test_of_equal_samples_the_newest_step_counts_with_its_own_log_probabilities(
     # Newest first: an opponent at step 3 said the same after the policy at step 9.
     records = [of_step("late", 3, -3.0), of_step("policy", 9, -0.2)]
     batch, report = run([[QUESTION, said_choice("yes")]], given=found_in(records))
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert row.logprobs == [None, -0.2]
     assert [(span.start, span.stop, span.step) for span in row.spans] == [(1, 2, 9)]
     assert report.sampled_steps == {9: 1}
@@ -420,7 +422,7 @@ def test_a_demonstration_is_never_matched_to_a_sample() -> None:
         config=TrainConfig(allow_training_without_logprobs=True),
         given=found_in([sampled]),
     )
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert report.turns == {"recomputed": 1} and row.logprobs[-1] is None and row.recompute
 
 
@@ -444,7 +446,7 @@ def test_text_that_splits_into_other_tokens_than_its_entries_name_is_dropped() -
 def test_the_same_choice_in_two_histories_is_trained_once_without_an_id_too() -> None:
     entries = [QUESTION, choice([1, 2], [3, 4])]
     batch, report = run([entries], histories=[entries])
-    assert [row.token_ids for row in batch.groups[0].trajectories[0].rows] == [[1, 2, 3, 4]]
+    assert [row.token_ids for row in batch.groups[0].trajectories[0].sequences] == [[1, 2, 3, 4]]
     assert [each.reason for each in report.dropped if "twice" in each.reason]
 
 
@@ -454,18 +456,18 @@ def test_a_copy_without_an_id_is_the_same_choice() -> None:
     named, copy = choice([1], [2, 3], "c-0"), choice([1], [2, 3])
     for first, second in ((named, copy), (copy, named)):
         batch, report = run([[first]], histories=[[second]], find=lambda _: found)
-        assert len(batch.groups[0].trajectories[0].rows) == 1
+        assert len(batch.groups[0].trajectories[0].sequences) == 1
         assert [each.count for each in report.dropped if "twice" in each.reason] == [1]
     # Two ids are two samples.
     batch, _ = run([[named]], histories=[[choice([1], [2, 3], "c-1")]])
-    assert len(batch.groups[0].trajectories[0].rows) == 2
+    assert len(batch.groups[0].trajectories[0].sequences) == 2
 
 
 def test_a_copy_that_is_found_by_words_takes_no_sibling_s_sample() -> None:
     siblings = [record(f"c-{number}", [5], [6], before=BEFORE) for number in range(2)]
     entries = [QUESTION, said_choice("yes")]
     batch, report = run([entries, entries], histories=[entries], given=found_in(siblings))
-    assert [len(each.rows) for each in batch.groups[0].trajectories] == [1, 1]
+    assert [len(each.sequences) for each in batch.groups[0].trajectories] == [1, 1]
     (twice,) = [each for each in report.dropped if "twice" in each.reason]
     place = "groups[0].trajectories[0].additional_histories[0].messages_and_choices[1]"
     assert twice.examples == [place]
@@ -474,13 +476,13 @@ def test_a_copy_that_is_found_by_words_takes_no_sibling_s_sample() -> None:
 def test_a_cut_answer_that_cannot_be_trained_still_cuts_its_history() -> None:
     long = choice([1] * 50, [2]) | {"finish_reason": "length"}
     batch, _ = run([[choice([1], [2]), long]])
-    assert [row.truncated for row in batch.groups[0].trajectories[0].rows] == [True]
+    assert [row.truncated for row in batch.groups[0].trajectories[0].sequences] == [True]
 
 
 def test_truncated_belongs_to_the_history_that_was_cut() -> None:
     cut = choice([1], [2]) | {"finish_reason": "length"}
     batch, _ = run([[cut]], histories=[[choice([5], [6])]])
-    rows = batch.groups[0].trajectories[0].rows
+    rows = batch.groups[0].trajectories[0].sequences
     assert [(row.token_ids, row.truncated) for row in rows] == [([1, 2], True), ([5, 6], False)]
 
 
@@ -488,7 +490,7 @@ def test_a_trajectory_that_cannot_be_trained_counts_in_its_groups_statistics() -
     long = choice(list(range(60)), [1])
     batch, report = run([[long], [choice([1], [2])], [choice([1], [3])]], rewards=[0.0, 1.0, 1.0])
     (group,) = batch.groups
-    assert [(each.reward, len(each.rows)) for each in group.trajectories] == [
+    assert [(each.reward, len(each.sequences)) for each in group.trajectories] == [
         (0, 0),
         (1, 1),
         (1, 1),
@@ -526,15 +528,15 @@ def test_tokens_are_scored_under_what_they_were_sampled_from() -> None:
     entries = [[bare("c-0")], [bare("c-0")]]
     batch, report = run(entries, find=lambda _: found)
     for each in batch.groups[0].trajectories:
-        assert each.rows[0].logprobs == [None, -0.1, -0.2]
-        assert each.rows[0].distributions == [-1, 0, 1]
+        assert each.sequences[0].logprobs == [None, -0.1, -0.2]
+        assert each.sequences[0].distributions == [-1, 0, 1]
     one, other = batch.distributions
     assert (one.temperature, one.logit_bias) == (0.7, {4: 1.5})
     assert unpack_set(base64.b64decode(one.kept or "")).tolist() == [2, 9]
     assert unpack_set(base64.b64decode(other.kept or "")).tolist() == [3, 4]
     assert report.notes == [] and report.num_tokens_without_logprob == 0
     raw, raw_report = run(entries, find=lambda _: found, config=TrainConfig(sampling="raw"))
-    assert raw.groups[0].trajectories[0].rows[0].logprobs == [None, -0.5, -0.5]
+    assert raw.groups[0].trajectories[0].sequences[0].logprobs == [None, -0.5, -0.5]
     assert raw.distributions == []
     assert "4 tokens were sampled with temperature 0.7" in raw_report.notes[0]
 
@@ -542,7 +544,7 @@ def test_tokens_are_scored_under_what_they_were_sampled_from() -> None:
 def test_carried_ids_take_the_figures_of_their_record() -> None:
     found = sampled_with([-0.1, -0.2], [], [], temperature=0.5)
     batch, report = run([[choice([1], [2, 3], "c-0")]], find=lambda _: found)
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.logprobs, report.turns) == ([None, -0.1, -0.2], {"ids": 1})
     assert row.distributions == [-1, 0, 0] and batch.distributions[0].temperature == 0.5
 
@@ -553,7 +555,7 @@ def test_what_the_engine_cannot_tell_counts_as_without_a_log_probability(
 ) -> None:
     found = sampled_with(None, [], [], **sampling)
     batch, report = run([[bare("c-0")], [bare("c-0")]], find=lambda _: found)
-    (row,) = batch.groups[0].trajectories[0].rows
+    (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.logprobs, row.recompute) == ([None] * 3, [1, 2])
     assert report.num_tokens_without_logprob == 4
     (note,) = report.notes
@@ -566,5 +568,5 @@ def test_what_the_engine_cannot_tell_counts_as_without_a_log_probability(
 def test_plain_sampling_keeps_its_raw_log_probabilities() -> None:
     found = sampled_with(None, [], [], temperature=1.0, top_k=-1, logit_bias=None, min_tokens=0)
     batch, report = run([[bare("c-0")]], find=lambda _: found)
-    assert batch.groups[0].trajectories[0].rows[0].logprobs == [None, -0.5, -0.5]
+    assert batch.groups[0].trajectories[0].sequences[0].logprobs == [None, -0.5, -0.5]
     assert report.notes == []

@@ -14,7 +14,7 @@ from art.wire import JobEvent, JobReport, LoRAConfig, TrainConfig, TrajectoryGro
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.device.owner import DeviceOwner
-from art_server.engine.gate import Gate
+from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, StorageFull
 from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import JobQueue, Payload
@@ -44,7 +44,7 @@ class House:
 
     def __init__(self, folder: Path, retain: Callable[[Model], Awaitable[None]] = keep_all):
         self.folder = folder
-        self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), Gate()
+        self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), PauseGate()
         self.background = Background()
         self.registry = Registry(folder)
         self.queue = JobQueue(folder / "jobs.sqlite")
@@ -302,6 +302,21 @@ async def test_jobs_are_cancelled_in_the_queue_and_between_micro_batches(tmp_pat
             await house.runner.cancel(other)
         last = [event async for event in house.runner.follow(runs)][-1]
         assert last.event == "error" and last.error is not None and last.error.code == "cancelled"
+
+
+async def test_cancelling_a_job_that_has_ended_leaves_the_running_one_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        ended = house.add_job("a")
+        assert await house.wait(ended) == ["done"]
+        house.trainer.events = [house.trainer.wait_to_be_cancelled]
+        runs = house.add_job("a")
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        with pytest.raises(Conflict, match="it is done"):
+            await house.runner.cancel(ended)
+        await asyncio.sleep(0.05)
+        assert house.state(runs) == "running" and not house.trainer.was_cancelled
+        await house.runner.cancel(runs)
+        assert await house.wait(runs) == ["cancelled"]
 
 
 async def test_a_signal_that_comes_too_late_cancels_no_other_job(tmp_path: Path) -> None:

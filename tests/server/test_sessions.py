@@ -81,7 +81,8 @@ def test_sub_agents_and_branches_are_histories_of_their_own(tmp_path: Path) -> N
     agent.ask([USER, said("plan"), {"role": "user", "content": "left"}], "l")
     agent.ask([USER, said("plan"), {"role": "user", "content": "right"}], "r")
     reply = agent.reply()
-    assert shape(reply) == ["suC", "uCuC", "uCuC"] and reply.num_choices == 4
+    assert shape(reply) == ["uCuC", "uCuC", "suC"], "the main conversation began first"
+    assert reply.num_choices == 4
 
 
 def test_few_shot_examples_are_not_taken_for_choices(tmp_path: Path) -> None:

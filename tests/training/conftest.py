@@ -1,4 +1,4 @@
-"""A tiny random base model, batches for it, and rows as the engine would have sampled them."""
+"""A tiny random base model, batches for it, and sequences as the engine would have sampled them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch
 from forests import save_random_adapter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory
+from art_server.shared.tasks import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.policy import Policy
 
 VOCABULARY = 128
@@ -82,20 +82,20 @@ def random_batch(
     max_length: int = 24,
     num_openings: int = 0,
 ) -> Batch:
-    """Groups with unequal rewards; trajectories of one to three rows; trained runs between context runs.
+    """Groups with unequal rewards; trajectories of one to three sequences; trained runs between context runs.
 
-    With `num_openings` rows begin with parts of so many common sequences, and go on with few different tokens.
+    With `num_openings` sequences begin with parts of so many common sequences, and go on with few different tokens.
     """
     rng = random.Random(seed)
     openings = [[rng.randrange(VOCABULARY) for _ in range(max_length)] for _ in range(num_openings)]
 
-    def row() -> Row:
-        drawn = random_row(rng, max_length)
+    def sequence() -> TokenSequence:
+        drawn = random_sequence(rng, max_length)
         if not openings:
             return drawn
         opening = rng.choice(openings)[: rng.randint(0, len(drawn.token_ids))]
         rest = [token % 3 for token in drawn.token_ids[len(opening) :]]
-        return Row(token_ids=opening + rest, logprobs=drawn.logprobs)
+        return TokenSequence(token_ids=opening + rest, logprobs=drawn.logprobs)
 
     return Batch(
         groups=[
@@ -103,7 +103,7 @@ def random_batch(
                 trajectories=[
                     TrainableTrajectory(
                         reward=index + rng.random() / 2,
-                        rows=[row() for _ in range(rng.randint(1, 3))],
+                        sequences=[sequence() for _ in range(rng.randint(1, 3))],
                     )
                     for index in range(group_size)
                 ]
@@ -113,10 +113,10 @@ def random_batch(
     )
 
 
-def random_row(rng: random.Random, max_length: int) -> Row:
+def random_sequence(rng: random.Random, max_length: int) -> TokenSequence:
     length = rng.randint(2, max_length)
     trained = [index > 0 and rng.random() < 0.5 for index in range(length)]
-    return Row(
+    return TokenSequence(
         token_ids=[rng.randrange(VOCABULARY) for _ in range(length)],
         logprobs=[-rng.uniform(2, 8) if is_trained else None for is_trained in trained],
     )

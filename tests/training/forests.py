@@ -14,7 +14,7 @@ from art_server.shared.kept_set import pack_set, unpack_set
 from art_server.shared.tasks import (
     Batch,
     Distribution,
-    Row,
+    TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
 )
@@ -48,7 +48,7 @@ def random_forest(policy: Policy, seed: int, noise: float, *, is_plain: bool = T
     table: list[Distribution] = []
 
     def sampled_from(target: int) -> int:
-        """What a token is sampled from: often the same as others at its place, so that uses merge."""
+        """What a token is sampled from: often the same as others at its place, so that tokens merge."""
         if is_plain or rng.random() < 0.5:
             return -1
         size = rng.choice([0, 3, 3, 100])
@@ -89,7 +89,7 @@ def random_forest(policy: Policy, seed: int, noise: float, *, is_plain: bool = T
         reward, is_cut = rng.choice([0.0, 0.25, 1.0, rng.random()]), rng.random() < 0.2
         made = [_row(policy, rng, noise, *each, sampled_from, table) for each in rows]
         return TrainableTrajectory(
-            reward=reward, rows=[row.model_copy(update={"truncated": is_cut}) for row in made]
+            reward=reward, sequences=[row.model_copy(update={"truncated": is_cut}) for row in made]
         )
 
     def group() -> TrainableGroup:
@@ -105,8 +105,8 @@ def random_forest(policy: Policy, seed: int, noise: float, *, is_plain: bool = T
     groups.append(
         TrainableGroup(
             trajectories=[
-                TrainableTrajectory(reward=1.0, rows=first.rows),
-                TrainableTrajectory(reward=0.0, rows=second.rows),
+                TrainableTrajectory(reward=1.0, sequences=first.sequences),
+                TrainableTrajectory(reward=0.0, sequences=second.sequences),
             ]
         )
     )
@@ -121,7 +121,7 @@ def _row(
     is_trained: list[bool],
     sampled_from: Callable[[int], int],
     table: list[Distribution],
-) -> Row:
+) -> TokenSequence:
     drawn = [
         sampled_from(token) if trained else -1
         for token, trained in zip(token_ids, is_trained, strict=True)
@@ -137,7 +137,7 @@ def _row(
         own_NV = plain_logprobs(logits_NV, [drawn[index] for index in trained], table)
         for index, own_V in zip(trained, own_NV, strict=True):
             logprobs[index] = float(own_V[token_ids[index]]) + rng.uniform(-noise, noise)
-    return Row(token_ids=token_ids, logprobs=logprobs, distributions=drawn)
+    return TokenSequence(token_ids=token_ids, logprobs=logprobs, distributions=drawn)
 
 
 def plain_logprobs(
@@ -196,10 +196,10 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
         if advantages is None:
             continue
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            if config.overlong == "mask" and any(row.truncated for row in trajectory.rows):
+            if config.overlong == "mask" and any(row.truncated for row in trajectory.sequences):
                 continue
             sequence = Sequence(advantage, [], torch.zeros(0), torch.zeros(0), [])
-            for row in trajectory.rows:
+            for row in trajectory.sequences:
                 ids = torch.tensor([row.token_ids])
                 trained = [i for i, value in enumerate(row.logprobs) if value is not None and i > 0]
                 if not trained:

@@ -58,6 +58,12 @@ def test_leave_one_out_compares_with_the_others() -> None:
     assert group_advantages([2.0], config) is None
 
 
+def test_without_baseline_equal_rewards_are_not_divided_by_their_deviation_of_zero() -> None:
+    config = TrainConfig(baseline="none", scaling="group_std")
+    assert group_advantages([1.0, 1.0], config) == [1.0, 1.0]
+    assert group_advantages([2.0], config) == [2.0]
+
+
 def test_without_baseline_equal_rewards_carry_signal_but_zeros_do_not() -> None:
     config = TrainConfig(baseline="none", scaling="none")
     assert group_advantages([2.0, 2.0], config) == [2.0, 2.0]

@@ -15,22 +15,24 @@ from art_server.trainer.attention import (
     mask_function,
     tree_attention,
 )
-from art_server.trainer.tree import Forest, lay_out, pad_forest, sort_rows
+from art_server.trainer.tree import Forest, lay_out, pad_forest, sort_sequences
 
 CPU = torch.device("cpu")
 
 
 def random_forest(seed: int, max_length: int = 30) -> Forest:
     rng = random.Random(seed)
-    rows: list[list[int]] = []
+    sequences: list[list[int]] = []
     for _ in range(rng.randint(1, 10)):
-        opening = rng.choice(rows)[: rng.randint(0, max_length)] if rows else []
-        rows.append(opening + [rng.randrange(3) for _ in range(rng.randint(1, max_length // 2))])
-    return lay_out(rows, sort_rows(rows, min_shared=rng.choice([1, 4])))
+        opening = rng.choice(sequences)[: rng.randint(0, max_length)] if sequences else []
+        sequences.append(
+            opening + [rng.randrange(3) for _ in range(rng.randint(1, max_length // 2))]
+        )
+    return lay_out(sequences, sort_sequences(sequences, min_shared=rng.choice([1, 4])))
 
 
 def brute_force_mask(forest: Forest, window: int | None) -> torch.Tensor:
-    """From the rows: a token sees those before it on its own path, nearer than the window."""
+    """From the sequences: a token sees those before it on its own path, nearer than the window."""
     mask = torch.zeros(forest.num_tokens, forest.num_tokens, dtype=torch.bool)
     for path in forest.paths:
         for depth, query in enumerate(path.tolist()):
@@ -107,8 +109,8 @@ def test_flex_mask_is_that_of_the_rows(window: int | None) -> None:
 
 def blocks_of(numbers: torch.Tensor, indices: torch.Tensor) -> list[set[int]]:
     """For each block of queries its blocks of keys."""
-    rows = zip(numbers[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
-    return [set(row[:number]) for number, row in rows]
+    sequences = zip(numbers[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
+    return [set(sequence[:number]) for number, sequence in sequences]
 
 
 @settings(deadline=None, max_examples=25)
@@ -141,8 +143,8 @@ def test_block_mask_is_that_which_torch_finds_by_looking_at_every_pair(
 
 def test_block_mask_of_a_long_forest_takes_no_memory() -> None:
     """100,000 tokens: torch's own way would take 100 GB."""
-    rows = [[0] * 20_000 + [number] * 1000 for number in range(1, 81)]
-    forest = lay_out(rows, sort_rows(rows))
+    sequences = [[0] * 20_000 + [number] * 1000 for number in range(1, 81)]
+    forest = lay_out(sequences, sort_sequences(sequences))
     forest = pad_forest(forest, flex_padding(forest.num_tokens))
     mask: Any = make_block_mask(ForestAttention.of(forest, "flex", CPU), None)
     seen = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
@@ -150,8 +152,8 @@ def test_block_mask_of_a_long_forest_takes_no_memory() -> None:
 
 
 def test_long_node_under_a_short_window_needs_no_large_mask() -> None:
-    row = [[token % 7 for token in range(4000)]]
-    attention = ForestAttention.of(lay_out(row, sort_rows(row)), "segments", CPU)
+    sequence = [[token % 7 for token in range(4000)]]
+    attention = ForestAttention.of(lay_out(sequence, sort_sequences(sequence)), "segments", CPU)
     segments = make_segments(attention, 100)
     assert max(each.mask.numel() for each in segments if each.mask is not None) <= 100 * 100
     pairs = sum((each.query_stop - each.query) * (each.key_stop - each.key) for each in segments)
@@ -171,8 +173,8 @@ def test_attention_that_trees_do_not_have_is_refused(given: dict) -> None:
 
 
 def test_single_row_is_plain_causal_attention() -> None:
-    row = [[1, 2, 3, 4, 5]]
-    forest = ForestAttention.of(lay_out(row, sort_rows(row)), "segments", CPU)
+    sequence = [[1, 2, 3, 4, 5]]
+    forest = ForestAttention.of(lay_out(sequence, sort_sequences(sequence)), "segments", CPU)
     states = torch.randn(1, 2, 5, 8)
     out, _ = tree_attention(torch.nn.Module(), states, states, states, None, forest=forest)
     expected = scaled_dot_product_attention(states, states, states, is_causal=True)

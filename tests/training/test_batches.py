@@ -4,153 +4,169 @@ from hypothesis import strategies as st
 
 from art.wire import TrainConfig
 from art_server.shared.advantages import has_signal
-from art_server.shared.tasks import Batch, Row, Span, TrainableGroup, TrainableTrajectory
+from art_server.shared.tasks import Batch, Span, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.batches import (
     drop_stale,
     make_micro_batches,
-    make_train_rows,
-    make_uses,
+    make_sampled_tokens,
+    make_train_batch,
 )
 
 
-def group(*rewards_and_rows: tuple[float, list[Row]]) -> TrainableGroup:
+def group(*rewards_and_sequences: tuple[float, list[TokenSequence]]) -> TrainableGroup:
     return TrainableGroup(
         trajectories=[
-            TrainableTrajectory(reward=reward, rows=rows) for reward, rows in rewards_and_rows
+            TrainableTrajectory(reward=reward, sequences=sequences)
+            for reward, sequences in rewards_and_sequences
         ]
     )
 
 
-ROW = Row(token_ids=[5, 6, 7, 8, 9], logprobs=[None, None, -0.5, -0.25, None])
+SEQUENCE = TokenSequence(token_ids=[5, 6, 7, 8, 9], logprobs=[None, None, -0.5, -0.25, None])
 
 
 def test_row_is_cut_before_its_last_trained_token() -> None:
-    train_rows = make_train_rows(Batch(groups=[group((1.0, [ROW]), (0.0, []))]))
-    (row,) = train_rows.rows
-    assert row.token_ids == [5, 6, 7]
-    assert row.positions == [1, 2]
-    assert row.targets == [7, 8]
-    assert row.sampled_logprobs == [-0.5, -0.25]
-    assert row.advantages == pytest.approx([1.0, 1.0], abs=1e-5)
+    trained = make_train_batch(Batch(groups=[group((1.0, [SEQUENCE]), (0.0, []))]))
+    (sequence,) = trained.sequences
+    assert sequence.token_ids == [5, 6, 7]
+    assert sequence.positions == [1, 2]
+    assert sequence.targets == [7, 8]
+    assert sequence.sampled_logprobs == [-0.5, -0.25]
+    assert sequence.advantages == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
 def test_groups_without_signal_are_outside_rows_and_denominators_and_are_counted() -> None:
     live, dead, single = (
-        group((1.0, [ROW]), (0.0, [ROW])),
-        group((2.0, [ROW]), (2.0, [ROW])),
-        group((9.0, [ROW])),
+        group((1.0, [SEQUENCE]), (0.0, [SEQUENCE])),
+        group((2.0, [SEQUENCE]), (2.0, [SEQUENCE])),
+        group((9.0, [SEQUENCE])),
     )
-    train_rows = make_train_rows(Batch(groups=[dead, live, single]))
-    assert train_rows.num_groups == 3
-    assert train_rows.num_groups_trainable == 1
-    assert train_rows.num_trajectories == 5
-    assert len(train_rows.rows) == 2
-    assert train_rows.num_tokens == 4
+    trained = make_train_batch(Batch(groups=[dead, live, single]))
+    assert trained.num_groups == 3
+    assert trained.num_groups_trainable == 1
+    assert trained.num_trajectories == 5
+    assert len(trained.sequences) == 2
+    assert trained.num_tokens == 4
 
 
 def test_group_whose_tokens_are_all_context_is_not_trainable() -> None:
-    context = Row(token_ids=[1, 2], logprobs=[None, None])
-    train_rows = make_train_rows(Batch(groups=[group((1.0, [context]), (0.0, [])), group()]))
-    assert train_rows.rows == []
-    assert train_rows.num_groups_trainable == 0
-    assert train_rows.num_groups == 2
+    context = TokenSequence(token_ids=[1, 2], logprobs=[None, None])
+    trained = make_train_batch(Batch(groups=[group((1.0, [context]), (0.0, [])), group()]))
+    assert trained.sequences == []
+    assert trained.num_groups_trainable == 0
+    assert trained.num_groups == 2
 
 
 def test_token_at_position_zero_cannot_be_trained_and_is_counted() -> None:
-    row = Row(token_ids=[3, 4], logprobs=[-1.0, -2.0])
-    train_rows = make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
-    assert [each.targets for each in train_rows.rows] == [[4], [4]]
-    assert train_rows.num_tokens == 2
-    assert train_rows.num_tokens_unpredicted == 2
+    sequence = TokenSequence(token_ids=[3, 4], logprobs=[-1.0, -2.0])
+    trained = make_train_batch(Batch(groups=[group((1.0, [sequence]), (0.0, [sequence]))]))
+    assert [each.targets for each in trained.sequences] == [[4], [4]]
+    assert trained.num_tokens == 2
+    assert trained.num_tokens_unpredicted == 2
 
 
 def test_row_with_more_tokens_than_logprobs_is_refused() -> None:
-    row = Row(token_ids=[3, 4], logprobs=[None])
+    sequence = TokenSequence(token_ids=[3, 4], logprobs=[None])
     with pytest.raises(ValueError, match="2 tokens and 1 log-probabilities"):
-        make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
+        make_train_batch(Batch(groups=[group((1.0, [sequence]), (0.0, [sequence]))]))
 
 
 def test_tokens_to_recompute_are_trained_without_a_sampled_log_probability() -> None:
-    row = Row(token_ids=[5, 6, 7, 8], logprobs=[None, None, -0.5, None], recompute=[3])
-    train_rows = make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
-    assert train_rows.rows[0].targets == [7, 8]
-    assert train_rows.rows[0].sampled_logprobs == [-0.5, None]
-    assert make_uses(train_rows.rows).is_unknown_U.tolist() == [False, True, False, True]
+    sequence = TokenSequence(
+        token_ids=[5, 6, 7, 8], logprobs=[None, None, -0.5, None], recompute=[3]
+    )
+    trained = make_train_batch(Batch(groups=[group((1.0, [sequence]), (0.0, [sequence]))]))
+    assert trained.sequences[0].targets == [7, 8]
+    assert trained.sequences[0].sampled_logprobs == [-0.5, None]
+    assert make_sampled_tokens(trained.sequences).is_unknown_S.tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_position_that_is_both_known_and_to_recompute_is_refused() -> None:
-    row = Row(token_ids=[5, 6], logprobs=[None, -0.5], recompute=[1])
+    sequence = TokenSequence(token_ids=[5, 6], logprobs=[None, -0.5], recompute=[1])
     with pytest.raises(ValueError, match=r"positions \[1\] are to be recomputed"):
-        make_train_rows(Batch(groups=[group((1.0, [row]), (0.0, [row]))]))
+        make_train_batch(Batch(groups=[group((1.0, [sequence]), (0.0, [sequence]))]))
 
 
 def test_given_advantages_hold_at_their_positions_and_make_a_group_live() -> None:
-    row = Row(token_ids=[5, 6, 7], logprobs=[None, -0.5, -0.5], advantages={2: 3.0})
-    train_rows = make_train_rows(Batch(groups=[group((1.0, [row]), (1.0, [ROW]))]))
-    assert [each.advantages for each in train_rows.rows] == [[0.0, 3.0], [0.0, 0.0]]
-    assert train_rows.num_groups_trainable == 1
+    sequence = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -0.5, -0.5], advantages={2: 3.0})
+    trained = make_train_batch(Batch(groups=[group((1.0, [sequence]), (1.0, [SEQUENCE]))]))
+    assert [each.advantages for each in trained.sequences] == [[0.0, 3.0], [0.0, 0.0]]
+    assert trained.num_groups_trainable == 1
 
 
 def test_turn_rewards_reach_the_tokens_up_to_their_turn() -> None:
-    # Turns end at 2 and 4 of the first row and at 2 of the second: their rewards 4, 0 and 2 have mean 2.
-    first = Row(
+    # Turns end at 2 and 4 of the first sequence and at 2 of the second: their rewards 4, 0 and 2 have mean 2.
+    first = TokenSequence(
         token_ids=[5, 6, 7, 8, 9], logprobs=[None, -1, -1, -1, -1], rewards={2: 4.0, 4: 0.0}
     )
-    second = Row(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 2.0})
+    second = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 2.0})
     config = TrainConfig(scaling="none")
-    other = (1.0, [Row(token_ids=[5, 6], logprobs=[None, -1])])
+    other = (1.0, [TokenSequence(token_ids=[5, 6], logprobs=[None, -1])])
     batch = Batch(groups=[group((1.0, [first, second]), other)])
-    rows = make_train_rows(batch, config).rows
+    sequences = make_train_batch(batch, config).sequences
     # Normalised 2, -2, 0: all three are ahead of the first turn, two of the second, one of the last.
-    assert [row.advantages for row in rows] == [[0, 0, -2, -2], [0, 0], [0]]
+    assert [sequence.advantages for sequence in sequences] == [[0, 0, -2, -2], [0, 0], [0]]
 
 
 def test_truncated_trajectories_can_be_left_out_of_loss_and_denominators() -> None:
-    cut_row = ROW.model_copy(update={"truncated": True})
-    cut = TrainableTrajectory(reward=0.0, rows=[cut_row])
-    whole = TrainableTrajectory(reward=1.0, rows=[ROW])
+    cut_sequence = SEQUENCE.model_copy(update={"truncated": True})
+    cut = TrainableTrajectory(reward=0.0, sequences=[cut_sequence])
+    whole = TrainableTrajectory(reward=1.0, sequences=[SEQUENCE])
     batch = Batch(groups=[TrainableGroup(trajectories=[cut, whole])])
-    masked = make_train_rows(batch, TrainConfig(overlong="mask"))
-    assert [row.trajectory for row in masked.rows] == [1]
+    masked = make_train_batch(batch, TrainConfig(overlong="mask"))
+    assert [sequence.trajectory for sequence in masked.sequences] == [1]
     assert (masked.num_tokens, masked.num_trajectories_masked) == (2, 1)
-    assert len(make_train_rows(batch, TrainConfig()).rows) == 2
+    assert len(make_train_batch(batch, TrainConfig()).sequences) == 2
 
 
 def test_tokens_that_are_too_stale_are_context_and_counted() -> None:
     spans = [Span(start=2, stop=3, step=1), Span(start=3, stop=4, step=4)]
-    old, unknown = ROW.model_copy(update={"spans": spans}), ROW
+    old, unknown = SEQUENCE.model_copy(update={"spans": spans}), SEQUENCE
     batch = Batch(groups=[group((1.0, [old]), (0.0, [unknown]))])
     kept, num_dropped = drop_stale(batch, 2)
-    first, second = make_train_rows(kept).rows
+    first, second = make_train_batch(kept).sequences
     assert (num_dropped, first.targets, first.token_ids) == (1, [8], [5, 6, 7])
     assert second.targets == [7, 8], "whose step is unknown is trained"
     assert drop_stale(batch, 1) == (batch, 0)
-    without = ROW.model_copy(update={"logprobs": [None] * 5, "recompute": [2, 3], "spans": spans})
+    without = SEQUENCE.model_copy(
+        update={"logprobs": [None] * 5, "recompute": [2, 3], "spans": spans}
+    )
     kept, num_dropped = drop_stale(Batch(groups=[group((1.0, [without]))]), 2)
-    assert (num_dropped, kept.groups[0].trajectories[0].rows[0].recompute) == (1, [3])
+    assert (num_dropped, kept.groups[0].trajectories[0].sequences[0].recompute) == (1, [3])
 
 
 def test_weights_of_each_normalisation_by_hand() -> None:
-    # One trajectory with a token, one with two rows of two.
-    short = Row(token_ids=[5, 6], logprobs=[None, -1.0])
-    rows = make_train_rows(Batch(groups=[group((1.0, [short]), (0.0, [ROW, ROW]))])).rows
+    # One trajectory with a token, one with two sequences of two.
+    short = TokenSequence(token_ids=[5, 6], logprobs=[None, -1.0])
+    sequences = make_train_batch(
+        Batch(groups=[group((1.0, [short]), (0.0, [SEQUENCE, SEQUENCE]))])
+    ).sequences
     weights = {
-        normalisation: make_uses(rows, TrainConfig(normalisation=normalisation, constant_length=10))
+        normalisation: make_sampled_tokens(
+            sequences, TrainConfig(normalisation=normalisation, constant_length=10)
+        )
         for normalisation in ("tokens", "trajectory", "constant")
     }
-    assert weights["tokens"].weights_U.tolist() == pytest.approx([1 / 5] * 5)
-    assert weights["trajectory"].weights_U.tolist() == pytest.approx([1 / 2, *[1 / 8] * 4])
-    assert weights["constant"].weights_U.tolist() == pytest.approx([1 / 20] * 5)
-    assert weights["tokens"].trajectories_U.tolist() == [0, 1, 1, 1, 1]
+    assert weights["tokens"].weights_S.tolist() == pytest.approx([1 / 5] * 5)
+    assert weights["trajectory"].weights_S.tolist() == pytest.approx([1 / 2, *[1 / 8] * 4])
+    assert weights["constant"].weights_S.tolist() == pytest.approx([1 / 20] * 5)
+    assert weights["tokens"].trajectories_S.tolist() == [0, 1, 1, 1, 1]
 
 
 def test_equal_tokens_of_several_trajectories_are_predicted_once() -> None:
-    rows = make_train_rows(Batch(groups=[group((1.0, [ROW]), (0.0, [ROW]))])).rows
-    (batch,) = make_micro_batches(rows, 100)
+    sequences = make_train_batch(
+        Batch(groups=[group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))])
+    ).sequences
+    (batch,) = make_micro_batches(sequences, 100)
     assert batch.num_tokens == 3
-    assert batch.num_row_tokens == 6
+    assert batch.num_sequence_tokens == 6
     assert len(batch.targets_N) == 2
-    assert batch.predictions_U.tolist() == [0, 1, 0, 1]
+    assert batch.predictions_S.tolist() == [0, 1, 0, 1]
 
 
 @settings(deadline=None)
@@ -163,79 +179,81 @@ def test_equal_tokens_of_several_trajectories_are_predicted_once() -> None:
 def test_micro_batches_hold_each_trained_token_once_within_the_budget(
     make_batch, seed: int, max_tokens: int, shared: bool, min_shared: int
 ) -> None:
-    train_rows = make_train_rows(make_batch(seed, num_openings=2))
-    uses = make_uses(train_rows.rows)
+    trained = make_train_batch(make_batch(seed, num_openings=2))
+    tokens = make_sampled_tokens(trained.sequences)
     expected = [
-        (row.token_ids[: position + 1], target)
-        for row in train_rows.rows
-        for position, target in zip(row.positions, row.targets, strict=True)
+        (sequence.token_ids[: position + 1], target)
+        for sequence in trained.sequences
+        for position, target in zip(sequence.positions, sequence.targets, strict=True)
     ]
     seen: list[int] = []
     for batch in make_micro_batches(
-        train_rows.rows, max_tokens, shared=shared, min_shared=min_shared
+        trained.sequences, max_tokens, shared=shared, min_shared=min_shared
     ):
         forest = batch.forest
-        longest = max(len(train_rows.rows[index].token_ids) for index in batch.rows)
-        size = forest.num_tokens if shared else longest * len(batch.rows)
-        assert size <= max_tokens or len(batch.rows) == 1
-        assert batch.num_row_tokens == sum(
-            len(train_rows.rows[index].token_ids) for index in batch.rows
+        longest = max(len(trained.sequences[index].token_ids) for index in batch.sequences)
+        size = forest.num_tokens if shared else longest * len(batch.sequences)
+        assert size <= max_tokens or len(batch.sequences) == 1
+        assert batch.num_sequence_tokens == sum(
+            len(trained.sequences[index].token_ids) for index in batch.sequences
         )
-        for use, prediction in zip(
-            batch.uses_U.tolist(), batch.predictions_U.tolist(), strict=True
+        for token, prediction in zip(
+            batch.indices_S.tolist(), batch.predictions_S.tolist(), strict=True
         ):
-            place = int(batch.places_N[prediction])
+            place = int(batch.forest_indices_N[prediction])
             visible = [key for key in range(place + 1) if place < int(forest.ends_T[key])]
             assert forest.positions_T[visible].tolist() == list(range(len(visible)))
-            assert forest.token_ids_T[visible].tolist() == expected[use][0]
-            assert int(batch.targets_N[prediction]) == expected[use][1]
-            seen.append(use)
+            assert forest.token_ids_T[visible].tolist() == expected[token][0]
+            assert int(batch.targets_N[prediction]) == expected[token][1]
+            seen.append(token)
     assert sorted(seen) == list(range(len(expected)))
-    assert len(uses.weights_U) == len(expected) == train_rows.num_tokens
+    assert len(tokens.weights_S) == len(expected) == trained.num_tokens
 
 
 def test_group_without_any_tokens_advantage_is_dead() -> None:
     """Equal rewards and equal turn rewards: its tokens are in no denominator."""
-    row = Row(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 0.1})
-    equal = group(*[(1.0, [row])] * 3)
-    live = group((1.0, [ROW]), (0.0, [ROW]))
-    train_rows = make_train_rows(Batch(groups=[equal, live]))
-    assert (train_rows.num_groups_trainable, len(train_rows.rows)) == (1, 2)
-    assert train_rows.num_tokens == 4
+    sequence = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 0.1})
+    equal = group(*[(1.0, [sequence])] * 3)
+    live = group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))
+    trained = make_train_batch(Batch(groups=[equal, live]))
+    assert (trained.num_groups_trainable, len(trained.sequences)) == (1, 2)
+    assert trained.num_tokens == 4
 
 
 def test_reward_of_a_trajectory_without_rows_is_in_the_baseline() -> None:
-    train_rows = make_train_rows(Batch(groups=[group((0.0, []), (1.0, [ROW]), (1.0, [ROW]))]))
+    trained = make_train_batch(
+        Batch(groups=[group((0.0, []), (1.0, [SEQUENCE]), (1.0, [SEQUENCE]))])
+    )
     # Mean 2/3, population deviation sqrt(2)/3.
-    assert train_rows.rows[0].advantages == pytest.approx([2**-0.5] * 2, abs=1e-5)
+    assert trained.sequences[0].advantages == pytest.approx([2**-0.5] * 2, abs=1e-5)
 
 
 @pytest.mark.parametrize("given", ["advantages", "middle"])
 def test_group_whose_tokens_all_have_advantage_zero_is_dead(given: str) -> None:
     """Rewards that differ do not help: the client gave zeros, or only the trajectory at the mean can be trained."""
     if given == "advantages":
-        zeros = ROW.model_copy(update={"advantages": {2: 0.0, 3: 0.0}})
+        zeros = SEQUENCE.model_copy(update={"advantages": {2: 0.0, 3: 0.0}})
         dead = group((1.0, [zeros]), (0.0, [zeros]))
     else:
-        dead = group((0.0, []), (1.0, [ROW]), (2.0, []))
-    live = group((1.0, [ROW]), (0.0, [ROW]))
-    train_rows = make_train_rows(Batch(groups=[dead, live]))
-    assert (train_rows.num_groups_trainable, train_rows.num_tokens) == (1, 4)
+        dead = group((0.0, []), (1.0, [SEQUENCE]), (2.0, []))
+    live = group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))
+    trained = make_train_batch(Batch(groups=[dead, live]))
+    assert (trained.num_groups_trainable, trained.num_tokens) == (1, 4)
 
 
 def test_masked_rows_leave_a_group_without_signal() -> None:
-    cut = ROW.model_copy(update={"truncated": True})
+    cut = SEQUENCE.model_copy(update={"truncated": True})
     config = TrainConfig(overlong="mask")
     dead = group((0.0, [cut]), (1.0, [cut]))
     assert not has_signal(dead, config) and has_signal(dead, TrainConfig())
-    train_rows = make_train_rows(Batch(groups=[dead]), config)
-    assert (train_rows.num_groups_trainable, train_rows.num_trajectories_masked) == (0, 2)
+    trained = make_train_batch(Batch(groups=[dead]), config)
+    assert (trained.num_groups_trainable, trained.num_trajectories_masked) == (0, 2)
 
 
 def test_soft_penalty_alone_is_a_signal() -> None:
     """Equal rewards, of which one is lowered for its length: the job's report and the trainer agree."""
     config = TrainConfig(overlong="soft_penalty", overlong_length=2, overlong_buffer=1)
-    short = Row(token_ids=[5, 6], logprobs=[None, -1.0])
-    equal = group((1.0, [ROW]), (1.0, [short]))
+    short = TokenSequence(token_ids=[5, 6], logprobs=[None, -1.0])
+    equal = group((1.0, [SEQUENCE]), (1.0, [short]))
     assert has_signal(equal, config) and not has_signal(equal)
-    assert make_train_rows(Batch(groups=[equal]), config).num_groups_trainable == 1
+    assert make_train_batch(Batch(groups=[equal]), config).num_groups_trainable == 1

@@ -1,4 +1,4 @@
-"""A tree is its rows: the same loss and the same gradient, for every member of the family and three architectures."""
+"""A tree is its sequences: the same loss and the same gradient, for every member of the family and three architectures."""
 
 from pathlib import Path
 

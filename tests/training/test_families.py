@@ -55,7 +55,7 @@ def test_of_a_model_that_sees_only_the_language_model_is_adapted(tmp_path: Path)
 def test_an_adapter_of_a_mixtures_experts_is_refused(tmp_path: Path) -> None:
     base = str(make_model("qwen3_moe", tmp_path / "base"))
     write_first_checkpoint(base, LoRAConfig(target_modules=["q_proj", "o_proj"]), 0, tmp_path / "0")
-    with pytest.raises(ValueError, match="names gate, gate_proj, and of a mixture"):
+    with pytest.raises(ValueError, match="names gate, gate_proj, but in a mixture"):
         write_first_checkpoint(
             base, LoRAConfig(target_modules=["q_proj", "gate", "gate_proj"]), 0, tmp_path / "1"
         )

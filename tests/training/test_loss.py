@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art.wire import PRESETS, TrainConfig
-from art_server.trainer.batches import Uses
+from art_server.trainer.batches import SampledTokens
 from art_server.trainer.loss import MAX_LOG_RATIO, TokenLoss, policy_loss, shape_advantages
 
 
@@ -15,25 +15,25 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def uses(
+def sampled_tokens(
     sampled: torch.Tensor,
     advantages: torch.Tensor,
     weights: float | torch.Tensor = 1.0,
     trajectories: list[int] | None = None,
     old: torch.Tensor | None = None,
     reference: torch.Tensor | None = None,
-) -> Uses:
-    """Known uses; one trajectory unless said otherwise."""
-    return Uses(
-        sampled_logprobs_U=sampled,
-        is_unknown_U=torch.zeros(len(sampled), dtype=torch.bool),
-        advantages_U=advantages,
-        weights_U=torch.ones_like(sampled) * weights,
-        trajectories_U=torch.tensor(trajectories or [0] * len(sampled), dtype=torch.int64),
-        is_fresh_U=torch.zeros(len(sampled), dtype=torch.bool),
-        is_stale_U=torch.zeros(len(sampled), dtype=torch.bool),
-        old_logprobs_U=old,
-        reference_logprobs_U=reference,
+) -> SampledTokens:
+    """Tokens with known log-probabilities, by default of one trajectory."""
+    return SampledTokens(
+        sampled_logprobs_S=sampled,
+        is_unknown_S=torch.zeros(len(sampled), dtype=torch.bool),
+        advantages_S=advantages,
+        weights_S=torch.ones_like(sampled) * weights,
+        trajectories_S=torch.tensor(trajectories or [0] * len(sampled), dtype=torch.int64),
+        is_fresh_S=torch.zeros(len(sampled), dtype=torch.bool),
+        is_stale_S=torch.zeros(len(sampled), dtype=torch.bool),
+        old_logprobs_S=old,
+        reference_logprobs_S=reference,
     )
 
 
@@ -46,7 +46,7 @@ def grpo_loss(
     num_tokens: int,
 ) -> TokenLoss:
     """The policy has moved since the start of the job; the sampler was the policy then."""
-    started = uses(sampled, advantages, 1 / num_tokens, old=sampled, reference=reference)
+    started = sampled_tokens(sampled, advantages, 1 / num_tokens, old=sampled, reference=reference)
     return policy_loss(logprobs, started, config)
 
 
@@ -68,17 +68,17 @@ def test_clip_by_hand(ratio: float, advantage: float, objective: float, coeffici
         sampled + math.log(ratio), sampled, tensor(advantage), None, TrainConfig(), num_tokens=4
     )
     assert float(loss.value) == pytest.approx(-objective / 4)
-    assert float(loss.coefficients_U[0]) == pytest.approx(coefficient / 4)
-    assert float(loss.policy_ratios_U[0]) == pytest.approx(ratio)
-    assert bool(loss.is_clipped_U[0]) == (coefficient == 0.0 and advantage != 0.0)
-    assert loss.kl_U is None
+    assert float(loss.coefficients_S[0]) == pytest.approx(coefficient / 4)
+    assert float(loss.policy_ratios_S[0]) == pytest.approx(ratio)
+    assert bool(loss.is_clipped_S[0]) == (coefficient == 0.0 and advantage != 0.0)
+    assert loss.kl_S is None
 
 
 def test_upper_clip_may_be_wider_than_the_lower() -> None:
     config = TrainConfig(epsilon=0.1, epsilon_high=0.5)
     sampled, ratios = tensor(-1.0, -1.0, -1.0), tensor(1.4, 1.6, 0.85).log()
     loss = grpo_loss(sampled + ratios, sampled, tensor(1.0, 1.0, -1.0), None, config, num_tokens=1)
-    assert loss.is_clipped_U.tolist() == [False, True, True]
+    assert loss.is_clipped_S.tolist() == [False, True, True]
     assert float(loss.value) == pytest.approx(-(1.4 + 1.5 - 0.9))
 
 
@@ -88,10 +88,10 @@ def test_kl_penalty_by_hand() -> None:
     loss = grpo_loss(
         logprobs, logprobs, tensor(0.0), logprobs + math.log(2), TrainConfig(beta=0.5), num_tokens=2
     )
-    assert loss.kl_U is not None
-    assert float(loss.kl_U[0]) == pytest.approx(1 - math.log(2))
+    assert loss.kl_S is not None
+    assert float(loss.kl_S[0]) == pytest.approx(1 - math.log(2))
     assert float(loss.value) == pytest.approx(0.5 * (1 - math.log(2)) / 2)
-    assert float(loss.coefficients_U[0]) == pytest.approx(0.5 * -1 / 2)
+    assert float(loss.coefficients_S[0]) == pytest.approx(0.5 * -1 / 2)
 
 
 def test_absurd_ratios_stay_finite() -> None:
@@ -104,7 +104,7 @@ def test_absurd_ratios_stay_finite() -> None:
         1,
     )
     assert loss.value.isfinite()
-    assert loss.coefficients_U.tolist() == [0.0, 0.0]
+    assert loss.coefficients_S.tolist() == [0.0, 0.0]
 
 
 LOGPROB = st.floats(-6.0, 0.0)
@@ -149,7 +149,7 @@ def test_coefficients_are_the_autograd_of_the_loss(
     expected.backward()
     torch.testing.assert_close(loss.value, expected.detach())
     assert leaf.grad is not None
-    torch.testing.assert_close(loss.coefficients_U, leaf.grad)
+    torch.testing.assert_close(loss.coefficients_S, leaf.grad)
 
 
 def _plain_objective(
@@ -184,7 +184,7 @@ def test_shares_of_a_split_add_up(
     ]
     torch.testing.assert_close(whole.value, parts[0].value + parts[1].value)
     torch.testing.assert_close(
-        whole.coefficients_U, torch.cat([part.coefficients_U for part in parts])
+        whole.coefficients_S, torch.cat([part.coefficients_S for part in parts])
     )
 
 
@@ -192,7 +192,7 @@ def by_hand(config: TrainConfig, *tokens: tuple[float, float, float], **given) -
     """Tokens of (pi_new / pi_old, advantage, logprob); the sampler was the policy at the start."""
     ratios, advantages, logprobs = (tensor(*column) for column in zip(*tokens, strict=True))
     old = logprobs - ratios.log()
-    return policy_loss(logprobs, uses(old, advantages, old=old, **given), config)
+    return policy_loss(logprobs, sampled_tokens(old, advantages, old=old, **given), config)
 
 
 @pytest.mark.parametrize(
@@ -209,15 +209,15 @@ def by_hand(config: TrainConfig, *tokens: tuple[float, float, float], **given) -
 def test_cispo_by_hand(ratio: float, advantage: float, value: float, coefficient: float) -> None:
     loss = by_hand(TrainConfig(preset="cispo"), (ratio, advantage, -2.0))
     assert float(loss.value) == pytest.approx(value)
-    assert loss.coefficients_U.tolist() == pytest.approx([coefficient])
-    assert loss.is_clipped_U.tolist() == [ratio > 5]
+    assert loss.coefficients_S.tolist() == pytest.approx([coefficient])
+    assert loss.is_clipped_S.tolist() == [ratio > 5]
 
 
 def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
     loss = by_hand(TrainConfig(clip="dual", dual_clip=3.0), (2.9, -1.0, -1.0), (3.1, -1.0, -1.0))
     assert float(loss.value) == pytest.approx(2.9 + 3.0)
-    assert loss.coefficients_U.tolist() == pytest.approx([2.9, 0.0])
-    assert loss.is_clipped_U.tolist() == [False, True]
+    assert loss.coefficients_S.tolist() == pytest.approx([2.9, 0.0])
+    assert loss.is_clipped_S.tolist() == [False, True]
 
 
 def test_sequence_ratio_is_the_geometric_mean_and_its_slope_is_shared() -> None:
@@ -227,10 +227,10 @@ def test_sequence_ratio_is_the_geometric_mean_and_its_slope_is_shared() -> None:
         config, (2.0, 1.0, -1.0), (1.0, 1.0, -1.0), (4.0, -1.0, -1.0), trajectories=[0, 0, 1]
     )
     root = math.sqrt(2)
-    assert loss.policy_ratios_U.tolist() == pytest.approx([root, root, 4.0])
+    assert loss.policy_ratios_S.tolist() == pytest.approx([root, root, 4.0])
     assert float(loss.value) == pytest.approx(-2 * root + 4)
     # d(-2 s)/dlogp = -2 s / 2 for each of the two tokens.
-    assert loss.coefficients_U.tolist() == pytest.approx([-root, -root, 4.0])
+    assert loss.coefficients_S.tolist() == pytest.approx([-root, -root, 4.0])
 
 
 def test_geometric_ratio_is_the_root_of_token_and_sequence() -> None:
@@ -238,9 +238,9 @@ def test_geometric_ratio_is_the_root_of_token_and_sequence() -> None:
     loss = by_hand(config, (4.0, 1.0, -1.0), (1.0, 1.0, -1.0))
     # s = 2: sqrt(4 * 2), sqrt(1 * 2).
     first, second = math.sqrt(8), math.sqrt(2)
-    assert loss.policy_ratios_U.tolist() == pytest.approx([first, second])
+    assert loss.policy_ratios_S.tolist() == pytest.approx([first, second])
     mean = (first + second) / 2
-    assert loss.coefficients_U.tolist() == pytest.approx(
+    assert loss.coefficients_S.tolist() == pytest.approx(
         [-(first + mean) / 2, -(second + mean) / 2]
     )
 
@@ -265,24 +265,24 @@ def test_corrections_by_hand(
         correction_low=0.5,
     )
     ratios, logprobs = tensor(4.0, 1.0, 0.25), tensor(-1.0, -1.0, -1.0)
-    sampled = uses(logprobs - ratios.log(), tensor(1.0, 1.0, 1.0), trajectories=[0, 0, 1])
+    sampled = sampled_tokens(logprobs - ratios.log(), tensor(1.0, 1.0, 1.0), trajectories=[0, 0, 1])
     loss = policy_loss(logprobs, sampled, config)
-    assert loss.corrections_U.tolist() == pytest.approx(corrections)
-    assert loss.is_corrected_U.tolist() == is_corrected
-    assert loss.importance_ratios_U.tolist() == pytest.approx([4.0, 1.0, 0.25])
-    assert loss.policy_ratios_U.tolist() == [1.0, 1.0, 1.0]
-    assert not loss.is_clipped_U.any()
-    assert loss.coefficients_U.tolist() == pytest.approx([-each for each in corrections])
+    assert loss.corrections_S.tolist() == pytest.approx(corrections)
+    assert loss.is_corrected_S.tolist() == is_corrected
+    assert loss.importance_ratios_S.tolist() == pytest.approx([4.0, 1.0, 0.25])
+    assert loss.policy_ratios_S.tolist() == [1.0, 1.0, 1.0]
+    assert not loss.is_clipped_S.any()
+    assert loss.coefficients_S.tolist() == pytest.approx([-each for each in corrections])
 
 
 def test_ratio_to_the_sampler_clips_what_separates_it_and_weighs_nothing() -> None:
     config = TrainConfig(ratio_to="sampled")
     ratios, logprobs = tensor(4.0, 1.0, 0.25), tensor(-1.0, -1.0, -1.0)
-    sampled = uses(logprobs - ratios.log(), tensor(1.0, 1.0, 1.0))
+    sampled = sampled_tokens(logprobs - ratios.log(), tensor(1.0, 1.0, 1.0))
     loss = policy_loss(logprobs, sampled, config)
-    assert loss.policy_ratios_U.tolist() == pytest.approx([4.0, 1.0, 0.25])
-    assert loss.corrections_U.tolist() == [1.0, 1.0, 1.0]
-    assert loss.coefficients_U.tolist() == pytest.approx([0.0, -1.0, -0.25])
+    assert loss.policy_ratios_S.tolist() == pytest.approx([4.0, 1.0, 0.25])
+    assert loss.corrections_S.tolist() == [1.0, 1.0, 1.0]
+    assert loss.coefficients_S.tolist() == pytest.approx([0.0, -1.0, -0.25])
     assert TrainConfig.model_validate_json(config.model_dump_json()) == config
     with pytest.raises(ValueError, match="leave correction out"):
         TrainConfig(ratio_to="sampled", correction="truncate")
@@ -291,11 +291,11 @@ def test_ratio_to_the_sampler_clips_what_separates_it_and_weighs_nothing() -> No
 def test_later_steps_clip_against_the_start_and_keep_the_weight_of_the_start() -> None:
     # pi_new / pi_old is 1.5 and 0.5, pi_old / pi_sampled 4 and 0.5.
     old, new = tensor(-2.0, -2.0), tensor(-2.0, -2.0) + tensor(1.5, 0.5).log()
-    sampled = uses(old - tensor(4.0, 0.5).log(), tensor(-1.0, 1.0), old=old)
+    sampled = sampled_tokens(old - tensor(4.0, 0.5).log(), tensor(-1.0, 1.0), old=old)
     loss = policy_loss(new, sampled, TrainConfig())
-    assert loss.policy_ratios_U.tolist() == pytest.approx([1.5, 0.5])
-    assert loss.corrections_U.tolist() == pytest.approx([2.0, 0.5])
-    assert loss.coefficients_U.tolist() == pytest.approx([2.0 * 1.5, -0.5 * 0.5])
+    assert loss.policy_ratios_S.tolist() == pytest.approx([1.5, 0.5])
+    assert loss.corrections_S.tolist() == pytest.approx([2.0, 0.5])
+    assert loss.coefficients_S.tolist() == pytest.approx([2.0 * 1.5, -0.5 * 0.5])
 
 
 @pytest.mark.parametrize(
@@ -307,10 +307,10 @@ def test_kl_estimators_by_hand(estimator: str, value: float, slope: float) -> No
     config = TrainConfig(beta=0.5, kl_estimator=estimator)  # pyright: ignore[reportArgumentType]
     logprobs = tensor(-2.0)
     loss = policy_loss(
-        logprobs, uses(logprobs, tensor(0.0), reference=logprobs + math.log(2)), config
+        logprobs, sampled_tokens(logprobs, tensor(0.0), reference=logprobs + math.log(2)), config
     )
     assert float(loss.value) == pytest.approx(0.5 * value)
-    assert float(loss.coefficients_U[0]) == pytest.approx(0.5 * slope)
+    assert float(loss.coefficients_S[0]) == pytest.approx(0.5 * slope)
 
 
 def test_kl_in_the_advantage_is_centred_and_leaves_the_loss_alone() -> None:
@@ -320,18 +320,21 @@ def test_kl_in_the_advantage_is_centred_and_leaves_the_loss_alone() -> None:
     assert shaped.tolist() == pytest.approx([1.1, -1.1, 2.0])
     logprobs = tensor(-2.0)
     config = TrainConfig(beta=0.5, kl_in="advantage")
-    loss = policy_loss(logprobs, uses(logprobs, tensor(0.0), reference=logprobs + 1), config)
-    assert loss.coefficients_U.tolist() == [0.0]
-    assert loss.kl_U is not None
+    loss = policy_loss(
+        logprobs, sampled_tokens(logprobs, tensor(0.0), reference=logprobs + 1), config
+    )
+    assert loss.coefficients_S.tolist() == [0.0]
+    assert loss.kl_S is not None
 
 
 def test_unknown_log_probability_stands_at_the_policys_own() -> None:
     unknown = dataclasses.replace(
-        uses(tensor(0.0, -1.0), tensor(1.0, 1.0)), is_unknown_U=torch.tensor([True, False])
+        sampled_tokens(tensor(0.0, -1.0), tensor(1.0, 1.0)),
+        is_unknown_S=torch.tensor([True, False]),
     )
     loss = policy_loss(tensor(-5.0, -1.0), unknown, TrainConfig())
-    assert loss.policy_ratios_U.tolist() == loss.importance_ratios_U.tolist() == [1.0, 1.0]
-    assert loss.coefficients_U.tolist() == [-1.0, -1.0]
+    assert loss.policy_ratios_S.tolist() == loss.importance_ratios_S.tolist() == [1.0, 1.0]
+    assert loss.coefficients_S.tolist() == [-1.0, -1.0]
 
 
 def test_presets_are_the_published_values() -> None:

@@ -4,23 +4,23 @@ import sys
 import pytest
 import torch
 
-from art_server.trainer.batches import TrainRow, make_micro_batches
+from art_server.trainer.batches import TrainSequence, make_micro_batches
 from art_server.trainer.memory import MAX_TOKENS, MIN_TOKENS, default_tokens, is_out_of_memory
 
 
-def tree(first: int, num_leaves: int) -> list[TrainRow]:
+def tree(first: int, num_leaves: int) -> list[TrainSequence]:
     """Leaves of ten tokens on a trunk of twenty."""
     return [
-        TrainRow([first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], leaf)
+        TrainSequence([first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], leaf)
         for leaf in range(num_leaves)
     ]
 
 
 def test_small_trees_are_joined_up_to_the_filling_and_a_large_one_stays_whole() -> None:
-    rows = [*tree(50, 1), *tree(60, 1), *tree(70, 1), *tree(80, 9)]
-    batches = make_micro_batches(rows, 200, fill_tokens=70)
+    sequences = [*tree(50, 1), *tree(60, 1), *tree(70, 1), *tree(80, 9)]
+    batches = make_micro_batches(sequences, 200, fill_tokens=70)
     assert sorted(batch.num_tokens for batch in batches) == [30, 60, 110]
-    (whole,) = make_micro_batches(rows, 200)
+    (whole,) = make_micro_batches(sequences, 200)
     assert whole.num_tokens == 200
 
 

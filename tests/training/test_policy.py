@@ -15,7 +15,7 @@ from transformers import (
 
 from art.wire import LoRAConfig
 from art_server.shared.tasks import Batch
-from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_rows
+from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_batch
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 
 PROMPTS = torch.randint(0, 128, (3, 11), generator=torch.Generator().manual_seed(7))
@@ -28,7 +28,7 @@ def usual(policy: Policy) -> Policy:
 
 
 def one_micro_batch(batch: Batch, shared: bool = True) -> MicroBatch:
-    (micro_batch,) = make_micro_batches(make_train_rows(batch).rows, 10_000, shared=shared)
+    (micro_batch,) = make_micro_batches(make_train_batch(batch).sequences, 10_000, shared=shared)
     return micro_batch
 
 
@@ -57,7 +57,7 @@ def visible_tokens(batch: MicroBatch) -> list[torch.Tensor]:
     indices = torch.arange(forest.num_tokens)
     return [
         forest.token_ids_T[(indices <= place) & (place < forest.ends_T)]
-        for place in batch.places_N.tolist()
+        for place in batch.forest_indices_N.tolist()
     ]
 
 

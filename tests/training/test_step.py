@@ -23,13 +23,13 @@ from art_server.shared.tasks import (
     Done,
     GapBars,
     Progress,
-    Row,
     Span,
+    TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
 )
-from art_server.trainer.batches import MicroBatch, TrainRow, make_train_rows
+from art_server.trainer.batches import MicroBatch, TrainSequence, make_train_batch
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.memory import Budgets, budget_key
@@ -81,7 +81,7 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
 def plain_loss_and_gradients(
     base_dir: Path, adapter_dir: Path, batch: Batch, config: TrainConfig
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """GRPO written row by row on plain Hugging Face logits, with autograd of the loss itself."""
+    """GRPO written sequence by sequence on plain Hugging Face logits, with autograd of the loss itself."""
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True).eval()
     total, num_tokens = torch.zeros(()), 0
@@ -90,20 +90,20 @@ def plain_loss_and_gradients(
         if advantages is None:
             continue
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            for row in trajectory.rows:
-                ids = torch.tensor([row.token_ids])
+            for sequence in trajectory.sequences:
+                ids = torch.tensor([sequence.token_ids])
                 logprobs_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
                 with torch.no_grad(), model.disable_adapter():
                     reference_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
-                for index, sampled in enumerate(row.logprobs):
+                for index, sampled in enumerate(sequence.logprobs):
                     if sampled is None or index == 0:
                         continue
-                    logprob = logprobs_TV[index - 1, row.token_ids[index]]
+                    logprob = logprobs_TV[index - 1, sequence.token_ids[index]]
                     # The first pass: pi_old is pi_new, so only the weight is left of the two ratios.
                     weight = (logprob.detach() - sampled).exp().clamp(max=2.0)
                     ratio = (logprob - logprob.detach()).exp()
                     total = total - weight * ratio * advantage
-                    difference = reference_TV[index - 1, row.token_ids[index]] - logprob
+                    difference = reference_TV[index - 1, sequence.token_ids[index]] - logprob
                     total = total + config.beta * (difference.exp() - difference - 1)
                     num_tokens += 1
     loss = total / num_tokens
@@ -154,15 +154,15 @@ def near_policy(policy: Policy, adapter_dir: Path, batch: Batch, noise: float = 
     policy.load_adapter(LoRAConfig(), adapter_dir)
     rng = random.Random(0)
 
-    def sampled(row: Row) -> Row:
-        if len(row.token_ids) < 2:
-            return row
-        logprobs = [0.0, *policy.row_logprobs(row.token_ids).tolist()]
-        return Row(
-            token_ids=row.token_ids,
+    def sampled(sequence: TokenSequence) -> TokenSequence:
+        if len(sequence.token_ids) < 2:
+            return sequence
+        logprobs = [0.0, *policy.sequence_logprobs(sequence.token_ids).tolist()]
+        return TokenSequence(
+            token_ids=sequence.token_ids,
             logprobs=[
                 None if value is None else logprobs[index] + rng.uniform(-noise, noise)
-                for index, value in enumerate(row.logprobs)
+                for index, value in enumerate(sequence.logprobs)
             ],
         )
 
@@ -171,7 +171,8 @@ def near_policy(policy: Policy, adapter_dir: Path, batch: Batch, noise: float = 
             TrainableGroup(
                 trajectories=[
                     TrainableTrajectory(
-                        reward=each.reward, rows=[sampled(row) for row in each.rows]
+                        reward=each.reward,
+                        sequences=[sampled(sequence) for sequence in each.sequences],
                     )
                     for each in group.trajectories
                 ]
@@ -189,7 +190,8 @@ def test_dead_groups_change_neither_gradient_nor_metrics_of_the_loss(
     dead = [
         TrainableGroup(
             trajectories=[
-                TrainableTrajectory(reward=1.0, rows=each.rows) for each in group.trajectories
+                TrainableTrajectory(reward=1.0, sequences=each.sequences)
+                for each in group.trajectories
             ]
         )
         for group in make_batch(12).groups
@@ -287,7 +289,7 @@ def test_the_copy_of_a_base_is_as_large_as_its_weights(base_dir: Path, tmp_path:
     assert own._away is not None
     sizes = [each.nbytes for each in own.model.parameters() if not each.requires_grad]
     assert sum(sizes) <= own._away.num_bytes < sum(sizes) + 512 * len(sizes)
-    own.come_back()
+    own.return_to_device()
     for name, each in own.model.named_parameters():
         assert torch.equal(each, weights[name]), name
     own.leave_device(optimizer, keep_copy=False)
@@ -344,12 +346,12 @@ def test_batch_without_signal_writes_the_same_weights_and_state(
 def test_step_that_is_not_finite_writes_nothing(
     policy: Policy, adapter_dir: Path, tmp_path: Path, logprob: float
 ) -> None:
-    rows = [Row(token_ids=[1, 2, 3], logprobs=[None, -1.0, logprob])]
+    sequences = [TokenSequence(token_ids=[1, 2, 3], logprobs=[None, -1.0, logprob])]
     batch = Batch(
         groups=[
             TrainableGroup(
                 trajectories=[
-                    TrainableTrajectory(reward=reward, rows=rows) for reward in (0.0, 1.0)
+                    TrainableTrajectory(reward=reward, sequences=sequences) for reward in (0.0, 1.0)
                 ]
             )
         ]
@@ -379,12 +381,17 @@ def test_metrics_and_progress_of_a_step(
     assert len(training) > 1
     assert {report.total for report in training} == {len(training)}
 
-    rows = [row for group in batch.groups for each in group.trajectories for row in each.rows]
-    num_tokens = sum(value is not None for row in rows for value in row.logprobs)
+    sequences = [
+        sequence
+        for group in batch.groups
+        for each in group.trajectories
+        for sequence in each.sequences
+    ]
+    num_tokens = sum(value is not None for sequence in sequences for value in sequence.logprobs)
     metrics = done.metrics
     assert metrics["data/step_trainable_assistant_tokens"] == num_tokens
     assert metrics["data/step_num_rows"] == sum(
-        any(value for value in row.logprobs) for row in rows
+        any(value for value in sequence.logprobs) for sequence in sequences
     )
     assert 0 < metrics["loss/logprob_gap_mean"] < metrics["loss/logprob_gap_max"] <= 0.5 + 1e-4
     assert metrics["loss/clipped_token_fraction"] == 0
@@ -455,8 +462,8 @@ def test_rewarded_token_becomes_likelier(policy: Policy, tmp_path: Path) -> None
         trajectories = [
             TrainableTrajectory(
                 reward=float(token == rewarded),
-                rows=[
-                    Row(
+                sequences=[
+                    TokenSequence(
                         token_ids=[*prompt, token], logprobs=[None] * 5 + [float(logprobs_V[token])]
                     )
                 ],
@@ -483,7 +490,8 @@ def test_unknown_log_probabilities_change_nothing_where_the_policy_is_the_sample
             TrainableGroup(
                 trajectories=[
                     TrainableTrajectory(
-                        reward=each.reward, rows=[to_recompute(row) for row in each.rows]
+                        reward=each.reward,
+                        sequences=[to_recompute(sequence) for sequence in each.sequences],
                     )
                     for each in group.trajectories
                 ]
@@ -502,9 +510,13 @@ def test_unknown_log_probabilities_change_nothing_where_the_policy_is_the_sample
     assert second.metrics["loss/importance_ratio_mean"] == 1.0
 
 
-def to_recompute(row: Row) -> Row:
-    places = [index for index, value in enumerate(row.logprobs) if value is not None and index > 0]
-    return Row(token_ids=row.token_ids, logprobs=[None] * len(row.token_ids), recompute=places)
+def to_recompute(sequence: TokenSequence) -> TokenSequence:
+    places = [
+        index for index, value in enumerate(sequence.logprobs) if value is not None and index > 0
+    ]
+    return TokenSequence(
+        token_ids=sequence.token_ids, logprobs=[None] * len(sequence.token_ids), recompute=places
+    )
 
 
 class TightPolicy(Policy):
@@ -582,12 +594,12 @@ def test_checkpointing_changes_no_gradient(
     step(policy, adapter_dir, tmp_path / "kept", batch, config)
     expected = gradients(policy)
     policy.load_adapter(LoRAConfig(), adapter_dir)
-    rows = make_train_rows(batch, config)
+    trained = make_train_batch(batch, config)
     task = train_task(adapter_dir, tmp_path, batch, config)
     for parameter in policy.parameters.values():
         parameter.grad = None
     policy.use_checkpointing(True)
-    compute_gradient(policy, task, rows, BUDGET, lambda _: None, [])
+    compute_gradient(policy, task, trained, BUDGET, lambda _: None, [])
     policy.use_checkpointing(False)
     for name, gradient in gradients(policy).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
@@ -611,23 +623,25 @@ def test_kl_in_the_reward_lowers_it_by_the_samplers_kl(
 ) -> None:
     """Two trajectories of one token each, where the arithmetic fits a line."""
     policy.load_adapter(LoRAConfig(), adapter_dir)
-    rows = [Row(token_ids=[3, 4, each], logprobs=[None, None, -1.0]) for each in (7, 8)]
+    sequences = [
+        TokenSequence(token_ids=[3, 4, each], logprobs=[None, None, -1.0]) for each in (7, 8)
+    ]
     batch = Batch(
         groups=[
             TrainableGroup(
                 trajectories=[
-                    TrainableTrajectory(reward=reward, rows=[row])
-                    for reward, row in zip((1.0, 0.0), rows, strict=True)
+                    TrainableTrajectory(reward=reward, sequences=[sequence])
+                    for reward, sequence in zip((1.0, 0.0), sequences, strict=True)
                 ]
             )
         ]
     )
     base = []
     with policy.model.disable_adapter():
-        base = [float(policy.row_logprobs(row.token_ids)[-1]) for row in rows]
+        base = [float(policy.sequence_logprobs(sequence.token_ids)[-1]) for sequence in sequences]
     # k1 at the sampler: -1 - base. A = (r - mean) with the lowered rewards, clip none.
     rewards = [1.0 - 0.5 * (-1 - base[0]), 0.0 - 0.5 * (-1 - base[1])]
-    own = [float(policy.row_logprobs(row.token_ids)[-1]) for row in rows]
+    own = [float(policy.sequence_logprobs(sequence.token_ids)[-1]) for sequence in sequences]
     mean = sum(rewards) / 2
     expected = -sum(
         min(2.0, math.exp(logprob + 1)) * (reward - mean)
@@ -668,13 +682,13 @@ def test_model_that_trees_do_not_fit_is_trained_by_rows_and_says_so(
     done = step(policy, folder, tmp_path / "1", make_batch(26), TrainConfig())
     assert "prefixes are not shared" in done.notes[0] and "softcap" in done.notes[0]
     assert done.metrics["data/step_is_shared"] == 0.0
-    assert "rows are trained one by one" in caplog.text
+    assert "prefixes are not shared" in caplog.text
     again = step(policy, tmp_path / "1", tmp_path / "2", make_batch(27), TrainConfig())
     assert again.notes == []
 
 
 class DistortedPolicy(Policy):
-    """Its trees are not its rows."""
+    """Its trees are not its sequences."""
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         hidden_ND = super()._hidden(batch)
@@ -698,7 +712,7 @@ def test_trees_that_differ_from_rows_are_noticed_before_they_train(
 
 
 class DistortedRowsPolicy(Policy):
-    """Neither its trees nor its rows are what the plain model computes."""
+    """Neither its trees nor its sequences are what the plain model computes."""
 
     checks_rows = True
 
@@ -723,27 +737,27 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_o
     config = TrainConfig(passes=2, mini_batches=2, learning_rate=1e-2, max_grad_norm=1e9)
     task = train_task(adapter_dir, tmp_path / "out", batch, config, seed=7)
     done = train(policy, task, 60, lambda _: None)
-    parts = divide(task, make_train_rows(batch, config), [])
+    parts = divide(task, make_train_batch(batch, config), [])
 
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True).eval()
     parameters = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
-    rows = make_train_rows(batch, config).rows
+    sequences = make_train_batch(batch, config).sequences
 
-    def score(row: TrainRow) -> torch.Tensor:
-        ids = torch.tensor([[*row.token_ids, row.targets[-1]]])
+    def score(sequence: TrainSequence) -> torch.Tensor:
+        ids = torch.tensor([[*sequence.token_ids, sequence.targets[-1]]])
         logprobs_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
-        return logprobs_TV[row.positions, row.targets]
+        return logprobs_TV[sequence.positions, sequence.targets]
 
     with torch.no_grad():
-        olds = [score(row) for row in rows]
+        olds = [score(sequence) for sequence in sequences]
     for part in parts:
-        total, num_tokens = torch.zeros(()), sum(len(rows[index].targets) for index in part)
+        total, num_tokens = torch.zeros(()), sum(len(sequences[index].targets) for index in part)
         for index in part:
-            row, logprobs = rows[index], score(rows[index])
-            advantages = torch.tensor(row.advantages)
-            weights = (olds[index] - torch.tensor(row.sampled_logprobs)).exp().clamp(max=2.0)
+            sequence, logprobs = sequences[index], score(sequences[index])
+            advantages = torch.tensor(sequence.advantages)
+            weights = (olds[index] - torch.tensor(sequence.sampled_logprobs)).exp().clamp(max=2.0)
             ratios = (logprobs - olds[index]).exp()
             bounded = torch.min(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
             total = total - (weights * bounded).sum()
@@ -766,21 +780,21 @@ def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
 ) -> None:
     batch, config = make_batch(32, num_groups=6), TrainConfig(passes=2, mini_batches=3)
-    rows = make_train_rows(batch, config)
+    trained = make_train_batch(batch, config)
     group_of = [index // 3 for index in range(18)]
     task = train_task(adapter_dir, tmp_path / "1", batch, config, seed=1)
-    parts = divide(task, rows, [])
+    parts = divide(task, trained, [])
     assert len(parts) == 6
     for first in (0, 3):
         groups = [
-            {group_of[rows.rows[index].trajectory] for index in part}
+            {group_of[trained.sequences[index].trajectory] for index in part}
             for part in parts[first : first + 3]
         ]
         assert sorted(group for part in groups for group in part) == list(range(6))
         assert [len(part) for part in groups] == [2, 2, 2]
     assert parts[:3] != parts[3:]
     other = train_task(adapter_dir, tmp_path / "2", batch, config, seed=2)
-    assert divide(other, rows, []) != parts
+    assert divide(other, trained, []) != parts
 
     train(policy, task, BUDGET, lambda _: None)
     again = train_task(adapter_dir, tmp_path / "again", batch, config, seed=1)
@@ -800,23 +814,24 @@ def test_more_mini_batches_than_groups_with_signal_are_as_many_as_groups_and_are
 
 
 def gap_batch(policy: Policy, adapter_dir: Path, gap: float, num_tokens: int, step: int) -> Batch:
-    """Two rows of tokens that a record says were sampled at `step`, with the policy's log-probabilities moved by `gap`."""
+    """Two sequences of tokens that a record says were sampled at `step`, with the policy's log-probabilities moved by `gap`."""
     policy.load_adapter(LoRAConfig(), adapter_dir)
     rng = random.Random(0)
-    rows = []
+    sequences = []
     for _ in range(2):
         token_ids = [rng.randrange(128) for _ in range(num_tokens + 1)]
-        own = policy.row_logprobs(token_ids).tolist()
+        own = policy.sequence_logprobs(token_ids).tolist()
         logprobs = [None, *(value - gap for value in own)]
-        rows.append(
-            Row(
+        sequences.append(
+            TokenSequence(
                 token_ids=token_ids,
                 logprobs=logprobs,
                 spans=[Span(start=1, stop=num_tokens + 1, step=step)],
             )
         )
     trajectories = [
-        TrainableTrajectory(reward=float(index), rows=[row]) for index, row in enumerate(rows)
+        TrainableTrajectory(reward=float(index), sequences=[sequence])
+        for index, sequence in enumerate(sequences)
     ]
     return Batch(groups=[TrainableGroup(trajectories=trajectories)])
 
@@ -851,7 +866,7 @@ def test_a_high_gap_is_noted_and_one_of_few_or_stale_tokens_is_not_judged(
         return train(policy, task, BUDGET, lambda _: None)
 
     (note,) = run("high", 0.02, 40, 3).notes
-    assert "more than was ever measured" in note and "0.01" in note
+    assert "more than is usual" in note and "0.01" in note
     assert run("fine", 0.005, 40, 3).notes == []
     assert run("few", 0.5, 20, 3).notes == []
     stale = run("stale", 0.5, 40, 2)
@@ -865,14 +880,16 @@ def test_a_token_outside_of_the_set_that_it_was_sampled_from_is_refused(
 ) -> None:
     kept = base64.b64encode(pack_set(np.array([7, 9]), 128)).decode()
     batch = gap_batch(policy, adapter_dir, 0.0, 3, step=0)
-    row = batch.groups[0].trajectories[0].rows[0]
-    wrong = row.model_copy(update={"token_ids": [1, 2, 3, 8], "distributions": [-1, -1, -1, 0]})
+    sequence = batch.groups[0].trajectories[0].sequences[0]
+    wrong = sequence.model_copy(
+        update={"token_ids": [1, 2, 3, 8], "distributions": [-1, -1, -1, 0]}
+    )
     trajectories = [
-        TrainableTrajectory(reward=0.0, rows=[wrong]),
+        TrainableTrajectory(reward=0.0, sequences=[wrong]),
         batch.groups[0].trajectories[1],
     ]
     batch = Batch(
         groups=[TrainableGroup(trajectories=trajectories)], distributions=[Distribution(kept=kept)]
     )
-    with pytest.raises(ValueError, match="token 8 lies outside of the set"):
+    with pytest.raises(ValueError, match="token 8 is outside the kept set"):
         step(policy, adapter_dir, tmp_path / "out", batch, TrainConfig())

@@ -5,15 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_server.trainer.tree import Node, lay_out, pack, pad_forest, sort_rows
+from art_server.trainer.tree import Node, lay_out, pack, pad_forest, sort_sequences
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 def test_layout_by_hand() -> None:
-    # 7 8 is shared by all, 7 8 1 by two of them; the last row is another tree.
-    rows = [[7, 8, 2], [7, 8, 1, 5], [7, 8, 1, 4, 4], [9]]
-    forest = lay_out(rows, sort_rows(rows, min_shared=1))
+    # 7 8 is shared by all, 7 8 1 by two of them; the last sequence is another tree.
+    sequences = [[7, 8, 2], [7, 8, 1, 5], [7, 8, 1, 4, 4], [9]]
+    forest = lay_out(sequences, sort_sequences(sequences, min_shared=1))
     assert forest.token_ids_T.tolist() == [7, 8, 1, 4, 4, 5, 2, 9]
     assert forest.positions_T.tolist() == [0, 1, 2, 3, 4, 3, 2, 0]
     assert forest.ends_T.tolist() == [7, 7, 6, 5, 5, 6, 7, 8]
@@ -34,69 +34,75 @@ def test_layout_by_hand() -> None:
 
 
 def test_equal_rows_and_openings_of_others_take_no_room() -> None:
-    rows = [[1, 2, 3], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
-    forest = lay_out(rows, sort_rows(rows))
+    sequences = [[1, 2, 3], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+    forest = lay_out(sequences, sort_sequences(sequences))
     assert forest.token_ids_T.tolist() == [1, 2, 3, 4]
     assert forest.nodes == (Node(0, 4, 4),)
 
 
 def test_short_openings_are_not_shared_but_long_ones_at_their_end_are() -> None:
     trunk = list(range(10))
-    rows = [[*trunk, 1, 50], [*trunk, 1, 60], [*trunk, 2], [0, 5]]
-    order = sort_rows(rows, min_shared=4)
-    forest = lay_out(rows, order)
-    # The token 1 that two rows share after the trunk, and 0 before it, stand once for each row.
+    sequences = [[*trunk, 1, 50], [*trunk, 1, 60], [*trunk, 2], [0, 5]]
+    order = sort_sequences(sequences, min_shared=4)
+    forest = lay_out(sequences, order)
+    # The token 1 that two sequences share after the trunk, and 0 before it, stand once for each sequence.
     assert sorted(order.shared) == [0, 0, 10, 10]
     assert forest.num_tokens == 10 + 2 + 2 + 1 + 2
 
 
 @settings(deadline=None)
-@given(rows=st.lists(TOKENS, min_size=1, max_size=12), min_shared=st.integers(1, 6))
-def test_each_row_lies_on_a_path_of_its_tokens(rows: list[list[int]], min_shared: int) -> None:
-    forest = lay_out(rows, sort_rows(rows, min_shared))
-    assert len(forest.paths) == len(rows)
-    for row, path in zip(rows, forest.paths, strict=True):
-        assert forest.token_ids_T[torch.from_numpy(path)].tolist() == row
-        assert forest.positions_T[torch.from_numpy(path)].tolist() == list(range(len(row)))
+@given(sequences=st.lists(TOKENS, min_size=1, max_size=12), min_shared=st.integers(1, 6))
+def test_each_row_lies_on_a_path_of_its_tokens(sequences: list[list[int]], min_shared: int) -> None:
+    forest = lay_out(sequences, sort_sequences(sequences, min_shared))
+    assert len(forest.paths) == len(sequences)
+    for sequence, path in zip(sequences, forest.paths, strict=True):
+        assert forest.token_ids_T[torch.from_numpy(path)].tolist() == sequence
+        assert forest.positions_T[torch.from_numpy(path)].tolist() == list(range(len(sequence)))
     covered = [index for node in forest.nodes for index in range(node.start, node.stop)]
     assert covered == list(range(forest.num_tokens))
     if min_shared == 1:
-        openings = {tuple(row[: length + 1]) for row in rows for length in range(len(row))}
+        openings = {
+            tuple(sequence[: length + 1])
+            for sequence in sequences
+            for length in range(len(sequence))
+        }
         assert forest.num_tokens == len(openings)
 
 
 @settings(deadline=None)
 @given(
-    rows=st.lists(TOKENS, min_size=1, max_size=12),
+    sequences=st.lists(TOKENS, min_size=1, max_size=12),
     min_shared=st.integers(1, 6),
     max_tokens=st.integers(1, 60),
 )
 def test_packs_hold_every_row_once_within_the_budget(
-    rows: list[list[int]], min_shared: int, max_tokens: int
+    sequences: list[list[int]], min_shared: int, max_tokens: int
 ) -> None:
-    order = sort_rows(rows, min_shared)
-    packs = pack(rows, order, max_tokens)
-    assert sorted(index for each in packs for index in each.rows) == list(range(len(rows)))
+    order = sort_sequences(sequences, min_shared)
+    packs = pack(sequences, order, max_tokens)
+    assert sorted(index for each in packs for index in each.sequences) == list(
+        range(len(sequences))
+    )
     sizes = []
     for each in packs:
-        forest = lay_out(rows, each)
+        forest = lay_out(sequences, each)
         sizes.append(forest.num_tokens)
-        assert forest.num_tokens <= max_tokens or len(each.rows) == 1
-    if max_tokens >= lay_out(rows, order).num_tokens:
+        assert forest.num_tokens <= max_tokens or len(each.sequences) == 1
+    if max_tokens >= lay_out(sequences, order).num_tokens:
         assert len(packs) == 1
 
 
 def test_tree_above_the_budget_repeats_its_trunk() -> None:
     trunk = [5] * 10
-    rows = [[*trunk, leaf, leaf] for leaf in range(6)]
-    packs = pack(rows, sort_rows(rows), 16)
-    assert [len(each.rows) for each in packs] == [3, 3]
-    assert [lay_out(rows, each).num_tokens for each in packs] == [16, 16]
+    sequences = [[*trunk, leaf, leaf] for leaf in range(6)]
+    packs = pack(sequences, sort_sequences(sequences), 16)
+    assert [len(each.sequences) for each in packs] == [3, 3]
+    assert [lay_out(sequences, each).num_tokens for each in packs] == [16, 16]
 
 
 def test_padding_is_a_tree_of_its_own() -> None:
-    rows = [[1, 2, 3]]
-    forest = pad_forest(lay_out(rows, sort_rows(rows)), 2)
+    sequences = [[1, 2, 3]]
+    forest = pad_forest(lay_out(sequences, sort_sequences(sequences)), 2)
     assert forest.ends_T.tolist() == [3, 3, 3, 5, 5]
     assert forest.positions_T.tolist() == [0, 1, 2, 0, 1]
     assert forest.nodes[-1] == Node(3, 5, 5)
@@ -105,8 +111,8 @@ def test_padding_is_a_tree_of_its_own() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_order_of_rows_does_not_matter(seed: int) -> None:
     rng = random.Random(seed)
-    rows = [[rng.randrange(2) for _ in range(rng.randint(1, 9))] for _ in range(10)]
-    shuffled = rng.sample(rows, len(rows))
-    one, other = (lay_out(each, sort_rows(each, 1)) for each in (rows, shuffled))
+    sequences = [[rng.randrange(2) for _ in range(rng.randint(1, 9))] for _ in range(10)]
+    shuffled = rng.sample(sequences, len(sequences))
+    one, other = (lay_out(each, sort_sequences(each, 1)) for each in (sequences, shuffled))
     assert torch.equal(one.token_ids_T, other.token_ids_T)
     assert torch.equal(one.ends_T, other.ends_T)

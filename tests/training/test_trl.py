@@ -17,7 +17,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.shared.advantages import group_advantages
-from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.shared.tasks import (
+    Batch,
+    TokenSequence,
+    TrainableGroup,
+    TrainableTrajectory,
+    TrainTask,
+)
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.step import train
 
@@ -88,14 +94,15 @@ def make_batch(policy: Policy, noise: float = 0.3) -> Batch:
         trajectories = []
         for _ in range(4):
             token_ids = prompt + draw(3, 20)
-            own = [0.0, *policy.row_logprobs(token_ids).tolist()]
+            own = [0.0, *policy.sequence_logprobs(token_ids).tolist()]
             logprobs = [
                 value + rng.uniform(-noise, noise) if index >= len(prompt) else None
                 for index, value in enumerate(own)
             ]
             trajectories.append(
                 TrainableTrajectory(
-                    reward=rng.random(), rows=[Row(token_ids=token_ids, logprobs=logprobs)]
+                    reward=rng.random(),
+                    sequences=[TokenSequence(token_ids=token_ids, logprobs=logprobs)],
                 )
             )
         groups.append(TrainableGroup(trajectories=trajectories))
@@ -104,23 +111,27 @@ def make_batch(policy: Policy, noise: float = 0.3) -> Batch:
 
 def make_inputs(policy: Policy, batch: Batch, config: TrainConfig) -> dict[str, torch.Tensor]:
     """The batch as TRL pads it: prompts on the left, completions on the right."""
-    rows = [each.rows[0] for group in batch.groups for each in group.trajectories]
+    sequences = [each.sequences[0] for group in batch.groups for each in group.trajectories]
     advantages = [
         value
         for group in batch.groups
         for value in group_advantages([each.reward for each in group.trajectories], config) or []
     ]
-    firsts = [sum(value is None for value in row.logprobs) for row in rows]
-    prompts = [row.token_ids[:first] for row, first in zip(rows, firsts, strict=True)]
-    completions = [row.token_ids[first:] for row, first in zip(rows, firsts, strict=True)]
+    firsts = [sum(value is None for value in sequence.logprobs) for sequence in sequences]
+    prompts = [
+        sequence.token_ids[:first] for sequence, first in zip(sequences, firsts, strict=True)
+    ]
+    completions = [
+        sequence.token_ids[first:] for sequence, first in zip(sequences, firsts, strict=True)
+    ]
     olds = [
-        [value for value in row.logprobs[first:] if value is not None]
-        for row, first in zip(rows, firsts, strict=True)
+        [value for value in sequence.logprobs[first:] if value is not None]
+        for sequence, first in zip(sequences, firsts, strict=True)
     ]
     with torch.no_grad(), policy.model.disable_adapter():
         references = [
-            policy.row_logprobs(row.token_ids)[first - 1 :].tolist()
-            for row, first in zip(rows, firsts, strict=True)
+            policy.sequence_logprobs(sequence.token_ids)[first - 1 :].tolist()
+            for sequence, first in zip(sequences, firsts, strict=True)
         ]
     inputs = {
         "prompt_ids": pad(prompts, left=True),
@@ -136,12 +147,14 @@ def make_inputs(policy: Policy, batch: Batch, config: TrainConfig) -> dict[str, 
     return inputs
 
 
-def pad(rows: list[list], left: bool = False) -> torch.Tensor:
-    longest = max(map(len, rows))
+def pad(sequences: list[list], left: bool = False) -> torch.Tensor:
+    longest = max(map(len, sequences))
     return torch.tensor(
         [
-            [0] * (longest - len(row)) + row if left else row + [0] * (longest - len(row))
-            for row in rows
+            [0] * (longest - len(sequence)) + sequence
+            if left
+            else sequence + [0] * (longest - len(sequence))
+            for sequence in sequences
         ]
     )
 
@@ -151,16 +164,16 @@ def correcting(
 ) -> MakeInputs:
     """TRL's inputs with the old policy's log-probabilities, and with their truncated or masked ratio to the sampler's:
     those of each step's start, or of the first step's."""
-    rows = [each.rows[0] for group in batch.groups for each in group.trajectories]
+    sequences = [each.sequences[0] for group in batch.groups for each in group.trajectories]
     sampled = inputs["old_per_token_logps"]
     made: list[dict[str, torch.Tensor]] = []
 
     def make(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if not made or not is_one_job:
             olds = []
-            for row in rows:
-                first = sum(value is None for value in row.logprobs)
-                ids = torch.tensor([row.token_ids])
+            for sequence in sequences:
+                first = sum(value is None for value in sequence.logprobs)
+                ids = torch.tensor([sequence.token_ids])
                 with torch.no_grad():
                     logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
                 own = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]

@@ -25,8 +25,14 @@ from transformers import (
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import worker_environment
-from art_server.shared.tasks import Batch, Row, TrainableGroup, TrainableTrajectory, TrainTask
-from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_rows
+from art_server.shared.tasks import (
+    Batch,
+    TokenSequence,
+    TrainableGroup,
+    TrainableTrajectory,
+    TrainTask,
+)
+from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_batch
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.step import train
 
@@ -59,7 +65,7 @@ def rollout(completion: list[int], reward: float) -> TrainableTrajectory:
     prompt = [5, 9, 100, 3, 77, 41, 6, 120, 9, 33]
     logprobs = [None] * len(prompt) + [-4.0] * len(completion)
     return TrainableTrajectory(
-        reward=reward, rows=[Row(token_ids=prompt + completion, logprobs=logprobs)]
+        reward=reward, sequences=[TokenSequence(token_ids=prompt + completion, logprobs=logprobs)]
     )
 
 
@@ -153,15 +159,15 @@ def prepare(folder: Path, family: str) -> Run:
 
 
 def pair(length: int) -> Batch:
-    """Two equal rows whose last token was sampled: one token less stands in front of it."""
+    """Two equal sequences whose last token was sampled: one token less stands in front of it."""
     token_ids = [7 + index % 100 for index in range(length)]
-    row = Row(token_ids=token_ids, logprobs=[None] * (length - 1) + [-1.0])
-    members = [TrainableTrajectory(reward=reward, rows=[row]) for reward in (0.0, 1.0)]
+    sequence = TokenSequence(token_ids=token_ids, logprobs=[None] * (length - 1) + [-1.0])
+    members = [TrainableTrajectory(reward=reward, sequences=[sequence]) for reward in (0.0, 1.0)]
     return Batch(groups=[TrainableGroup(trajectories=members)])
 
 
 def micro_batch(batch: Batch, *, shared: bool = True) -> MicroBatch:
-    (made,) = make_micro_batches(make_train_rows(batch).rows, 100_000, shared=shared)
+    (made,) = make_micro_batches(make_train_batch(batch).sequences, 100_000, shared=shared)
     return made
 
 
@@ -187,12 +193,12 @@ def test_a_short_model_keeps_its_own_length_and_rope(run: Run) -> None:
     assert run.told["rope"]["rope_type"] == "default"
 
 
-@pytest.mark.parametrize("name", ["trees", "rows"])
+@pytest.mark.parametrize("name", ["trees", "sequences"])
 def test_log_probabilities_and_gradients_are_those_of_policy(run: Run, name: str) -> None:
     theirs = run.tensors(name)
     run.policy.use_trees(name == "trees")
     batch = micro_batch(BATCH, shared=name == "trees")
-    assert batch.forest.num_tokens < batch.num_row_tokens or name == "rows"
+    assert batch.forest.num_tokens < batch.num_sequence_tokens or name == "sequences"
     logprobs_N = backward(run.policy, batch)
     assert (theirs["logprobs"] - logprobs_N).abs().max() < 1e-4
     for parameter, own in run.policy.parameters.items():
@@ -224,7 +230,9 @@ def test_reference_single_rows_single_tokens_and_fresh_adapters_are_those_of_pol
     for name, expected in {
         "reference": reference_N,
         "fresh": reference_N,
-        "plain row": run.policy.row_logprobs(pair(20).groups[0].trajectories[0].rows[0].token_ids),
+        "plain sequence": run.policy.sequence_logprobs(
+            pair(20).groups[0].trajectories[0].sequences[0].token_ids
+        ),
         "one token": run.policy.logprobs(micro_batch(pair(2)))[0].detach(),
     }.items():
         assert (theirs[name] - expected).abs().max() < 1e-4, name
@@ -259,7 +267,7 @@ def test_its_checkpointing_stays_on_after_a_step(run: Run) -> None:
 
 
 def test_rows_beyond_the_models_length_are_refused(run: Run) -> None:
-    assert "a row of 257 tokens is longer than the 256" in run.told["too long"]
+    assert "a sequence of 257 tokens is longer than the 256" in run.told["too long"]
 
 
 def test_a_model_with_stretched_rope_trains_nothing(run: Run) -> None:

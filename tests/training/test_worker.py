@@ -51,7 +51,7 @@ def with_rewards(batch: Batch, *rewards: float) -> Batch:
         groups=[
             TrainableGroup(
                 trajectories=[
-                    TrainableTrajectory(reward=reward, rows=each.rows)
+                    TrainableTrajectory(reward=reward, sequences=each.sequences)
                     for each, reward in zip(group.trajectories, rewards, strict=True)
                 ]
             )

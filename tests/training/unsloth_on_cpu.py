@@ -56,7 +56,7 @@ from art_server.shared.tasks import Batch, TrainTask  # noqa: E402
 from art_server.trainer.batches import (  # noqa: E402
     MicroBatch,
     make_micro_batches,
-    make_train_rows,
+    make_train_batch,
 )
 from art_server.trainer.checkpoint import write_first_checkpoint  # noqa: E402
 from art_server.trainer.step import train  # noqa: E402
@@ -77,7 +77,7 @@ class Stretched(UnslothPolicy):
 
 
 def one_micro_batch(batch: Batch, *, shared: bool = True) -> MicroBatch:
-    (micro_batch,) = make_micro_batches(make_train_rows(batch).rows, 100_000, shared=shared)
+    (micro_batch,) = make_micro_batches(make_train_batch(batch).sequences, 100_000, shared=shared)
     return micro_batch
 
 
@@ -114,15 +114,15 @@ def check(folder: Path) -> None:
     told["max_length"] = policy.max_length
     told["rope"] = policy._base.config.rope_parameters
     told["can_share"] = policy.can_share
-    for name, shared in (("trees", True), ("rows", False)):
+    for name, shared in (("trees", True), ("sequences", False)):
         save_file(
             compute(policy, one_micro_batch(batch, shared=shared)), folder / f"{name}.safetensors"
         )
     trees = one_micro_batch(batch)
     other = {
         "reference": policy.reference_logprobs(trees),
-        "plain row": policy.row_logprobs(
-            batches["one_row"].groups[0].trajectories[0].rows[0].token_ids
+        "plain sequence": policy.sequence_logprobs(
+            batches["one_row"].groups[0].trajectories[0].sequences[0].token_ids
         ),
         "one token": policy.logprobs(one_micro_batch(batches["one_token"]))[0].detach(),
     }
@@ -135,7 +135,7 @@ def check(folder: Path) -> None:
         batch=batch,
     )
     told["metrics"] = train(policy, task, 100_000, lambda _: None, between_steps="leave").metrics
-    policy.come_back()
+    policy.return_to_device()
     layers = [
         each for each in policy.model.modules() if isinstance(each, GradientCheckpointingLayer)
     ]

@@ -1,1 +1,1 @@
-"""What programs written for ART and for NVIDIA's plugin use: their names stay importable from `art`."""
+"""Compatibility with programs written for ART and with NVIDIA's plugin. The public names are importable from `art`."""

@@ -1,10 +1,10 @@
-"""ART's in-process capture: a coroutine runs, and what it asked of the program's models is its trajectory.
+"""ART's in-process capture: the requests of a coroutine to the program's models become a trajectory.
 
     trajectory = await art.trajectory(run_agent(question))      # or art.capture_auto_trajectory
 
-Everything that the coroutine sends to the server of a registered model belongs to one session, whichever HTTP client
-sends it (`patches` lists those, and what stays outside). The conversations come from the server when the coroutine has
-ended; until then the trajectory holds what the coroutine itself puts there, its reward for example.
+All requests of the coroutine to the server of a registered model belong to one session, with any HTTP client that
+`patches` covers. The conversations come from the server after the coroutine has ended. Until then the trajectory
+contains only what the coroutine sets, for example its reward.
 """
 
 import asyncio
@@ -23,14 +23,13 @@ from art.wire import FailureBody, SessionReply
 
 
 async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
-    """Runs the coroutine, and returns what all models said in it as a trajectory, with metrics["duration"].
+    """Runs the coroutine, and returns the answers of all models in it as a trajectory, with metrics["duration"].
 
-    The coroutine's result is dropped; it sets reward, metrics and metadata on `art.current_trajectory()`. Of two scopes,
-    one in the other, requests belong to the inner one. Requests of tasks that still run when the coroutine has ended
-    may be missing.
+    The coroutine sets reward, metrics and metadata on `art.current_trajectory()`; its result is dropped. In nested
+    scopes, requests belong to the inner one. Requests of tasks that still run when the coroutine ends may be missing.
     """
     if isinstance(coroutine, asyncio.Future):
-        raise TypeError("art.trajectory takes a coroutine: a task has a context of its own")
+        raise TypeError("art.trajectory takes a coroutine, not a task: a task has its own context")
     patches.install()
     captured = Trajectory()
     scope = Scope(uuid.uuid4().hex, captured)
@@ -44,7 +43,7 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
 
 
 capture_auto_trajectory = trajectory
-"""The name that ART gave it first."""
+"""ART's first name for `trajectory`."""
 
 
 @overload
@@ -54,9 +53,10 @@ def current_trajectory(*, require: Literal[True]) -> Trajectory: ...
 @overload
 def current_trajectory(*, required: bool = False, require: bool = False) -> Trajectory | None: ...
 def current_trajectory(*, required: bool = False, require: bool = False) -> Trajectory | None:
-    """The trajectory that is being captured here, the same object that `trajectory` returns; None outside.
+    """The trajectory that is being captured, the same object that `trajectory` returns; None outside a capture.
 
-    `required`, which later releases of ART spell `require`, raises RuntimeError instead.
+    Raises:
+        RuntimeError: outside a capture, with `required` (`require` in later releases of ART).
     """
     scope = current_scope.get()
     captured = None if scope is None else scope.trajectory
@@ -68,12 +68,12 @@ def current_trajectory(*, required: bool = False, require: bool = False) -> Traj
 
 
 auto_trajectory = current_trajectory
-"""The name that ART gave it first."""
+"""ART's first name for `current_trajectory`."""
 
 
 @contextmanager
 def no_capture() -> Generator[None, None, None]:
-    """A scope whose requests belong to no session: those of a judge, for example."""
+    """A scope whose requests belong to no session, for example those of a judge."""
     with _entered(None):
         yield
 
@@ -87,10 +87,10 @@ async def trajectory_group(
     logs: list[str] | None = None,
     return_exceptions: bool = False,
 ) -> TrajectoryGroup:
-    """Runs `trajectory(...)` calls together, and returns their group.
+    """Runs `trajectory(...)` calls concurrently, and returns their group.
 
-    The first failure is raised, or with `return_exceptions` each is recorded on the group; inside a gather call, that
-    call's `max_exceptions` decides.
+    The first failure is raised. With `return_exceptions`, all failures are recorded on the group instead. In a gather
+    call, that call's `max_exceptions` decides.
     """
     group = TrajectoryGroup(
         trajectories, exceptions=exceptions, metadata=metadata, metrics=metrics, logs=logs

@@ -1,7 +1,6 @@
-"""Backends that are not ours: whatever bears the methods of ART's backends, NVIDIA's `RemoteBackend` for one.
+"""Third-party backends: any object that implements ART's backend protocol, such as NVIDIA's `RemoteBackend`.
 
-A `TrainableModel` registers with such a backend, trains and deletes checkpoints through it. Logs and sessions are an
-art-server's own.
+With such a backend a `TrainableModel` can train and delete checkpoints. Logs and sessions need an art-server.
 """
 
 # pyright: reportPrivateUsage=false
@@ -16,7 +15,7 @@ from art.types import TrainConfig, TrainResult
 
 @runtime_checkable
 class ForeignBackend(Protocol):
-    """The protocol, by the names that ART gave it. `Any` stands for the model: theirs may be any class of that shape."""
+    """ART's backend protocol. Models have the type `Any`, because a backend may expect its own similar class."""
 
     async def register(self, model: Any) -> None: ...
 
@@ -39,9 +38,10 @@ async def train(
     dev_config: Any,
     verbose: bool,
 ) -> TrainResult:
-    """Makes one step. The metrics are means over the gradient steps that the backend tells of.
+    """Trains one step. The metrics are means over the gradient steps that the backend reports.
 
-    Raises ArtJobError where the backend's stream holds an `error`.
+    Raises:
+        ArtJobError: the backend's stream contains an `error`.
     """
     rows: list[dict[str, float]] = []
     async for row in backend._train_model(model, list(groups), config, dev_config, verbose):

@@ -1,7 +1,7 @@
-"""ART's options of a train call in terms of our `TrainConfig`.
+"""Translates ART's options of a train call into our `TrainConfig`.
 
-For `backend.train(**options)`, for `model.train(_config=...)`, and for the server's ART wire. An option is honoured where
-it means the same here.
+Used by `backend.train(**options)`, by `model.train(_config=...)`, and by the server's ART wire. An option has an effect
+if our trainer has an equivalent.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ CISPO: dict[str, Any] = {"clip": "cispo", "epsilon": 1.0, "epsilon_high": 4.0}
 PPO: dict[str, Any] = {"clip": "two_sided", "epsilon": 0.2, "epsilon_high": None}
 
 ART_RATIO: dict[str, Any] = {"ratio_to": "sampled", "correction": "off"}
-"""What `precalculate_logprobs=False`, ART's default, compares the policy with."""
+"""The ratio under `precalculate_logprobs=False`, ART's default."""
 
 ART_DEFAULTS: dict[str, Any] = {
     **CISPO,
@@ -21,10 +21,10 @@ ART_DEFAULTS: dict[str, Any] = {
     "normalisation": "trajectory",
     "max_grad_norm": 0.1,
 }
-"""What ART's `backend.train` does unasked, where it differs from `TrainConfig()`."""
+"""The defaults of ART's `backend.train` that differ from `TrainConfig()`."""
 
 CAP = "truncated_importance_sampling"
-"""It weighs pi_old / pi_sampled, so that ART skips it too without `precalculate_logprobs`."""
+"""ART's cap on pi_old / pi_sampled. Without `precalculate_logprobs` it has no effect, in ART as well."""
 
 _MEANING: dict[tuple[str, str | bool], dict[str, Any]] = {
     ("loss_fn", "cispo"): CISPO,
@@ -46,9 +46,9 @@ _MEANING: dict[tuple[str, str | bool], dict[str, Any]] = {
 
 
 def apply_options(config: TrainConfig, options: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
-    """`config` with the options in force, and the names of those that are not.
+    """`config` with the options applied, and the names of options without effect.
 
-    An option that is None counts as not given; so does one that we lack and that is off (False, 0).
+    An option that is None counts as not given. So does an option that we do not have, if it is off (False, 0).
     """
     meant: dict[str, Any] = {}
     given: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def apply_options(config: TrainConfig, options: Mapping[str, Any]) -> tuple[Trai
     if options.get("precalculate_logprobs") and options.get(CAP):
         meant |= {"correction": "truncate", "correction_high": options[CAP]}
     if "beta" in meant and not given.get("beta"):
-        given.pop("beta", None)  # ART's records hold both, one of them 0
+        given.pop("beta", None)  # ART's records contain both names, one of them with 0
     if meant or given:
         fields = config.model_dump(exclude_unset=True) | meant | given
         config = TrainConfig.model_validate(fields)

@@ -1,14 +1,13 @@
-"""The one patch that the client makes to other libraries: the session header on requests to an art-server.
+"""The client's only patch of other libraries: it adds the session header to requests to an art-server.
 
-`install` is called when a capture scope is first entered (`capturing`), never by `import art` or `art.rollout`. It wraps
-the one method of httpx, httpx2, aiohttp and requests through which all their requests pass, on the class, so clients
-that exist already are covered. The wrapper adds `x-art-session` to requests to `/v1/...` of a server that a trainable
-model of this program is registered with, while a capture scope is active and when the request has no such header, and
-does nothing else.
+The first capture scope calls `install` (`capturing`); `import art` and `art.rollout` never do. httpx, httpx2, aiohttp
+and requests each have a method through which all requests pass. `install` wraps it on the class, so existing clients
+are covered too. The wrapper adds the header `x-art-session`, unless a request has it already, to requests to `/v1/...`
+of servers with a registered trainable model of this program. It does so only while a capture scope is active.
 
-Not covered: other HTTP clients (urllib, urllib3, pycurl), other processes, and threads that do not carry their
-starter's context (`threading.Thread`, `loop.run_in_executor`; `asyncio.to_thread` carries it). They need `art.rollout`,
-whose base URL and key name the session.
+Not covered: other HTTP clients (urllib, urllib3, pycurl), other processes, and threads that do not inherit the context
+of their caller (`threading.Thread`, `loop.run_in_executor`; `asyncio.to_thread` inherits it). They need `art.rollout`,
+whose base URL and API key contain the session's name.
 """
 
 import functools
@@ -27,12 +26,12 @@ _PATCHED_METHODS = [
     ("aiohttp", "ClientRequest", "send"),
     ("requests", "Session", "send"),
 ]
-"""Module, class, method. The first two arguments of a method lead to the request's URL and headers."""
+"""Module, class, method. The request is `self` for aiohttp, and the method's first argument for the others."""
 
 
 @functools.cache
 def install() -> None:
-    """Patches the HTTP libraries that are installed, once; they are imported, for a coroutine may do so later."""
+    """Imports and patches the installed HTTP libraries, once. A coroutine may import them only later."""
     for module_name, class_name, method_name in _PATCHED_METHODS:
         if importlib.util.find_spec(module_name) is not None:
             owner = getattr(importlib.import_module(module_name), class_name)
@@ -40,7 +39,7 @@ def install() -> None:
             setattr(owner, method_name, wrap(getattr(owner, method_name)))
 
 
-# Any: requests of four libraries, which share `url` and `headers` and no type.
+# Any: requests of four libraries, which have `url` and `headers` in common, but no type.
 def _with_header_of_request(send: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(send)
     def send_with_header(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`SkyPilotBackend`: an art-server on a machine that SkyPilot rents. Importing this does not import SkyPilot."""
+"""`SkyPilotBackend`: an art-server on a machine that SkyPilot rents. This import does not import SkyPilot."""
 
 from art.skypilot.backend import SkyPilotBackend
 

@@ -1,6 +1,6 @@
 """`SkyPilotBackend`: an art-server on a machine that SkyPilot rents, reached through an SSH tunnel.
 
-What the machine runs stands in sky.yaml beside this file. No port of the machine is opened. SkyPilot's calls block, so
+sky.yaml beside this file defines what the machine runs. No port of the machine is opened. SkyPilot's calls block, so
 they run in threads.
 """
 
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 SERVER_PORT = 7623
 READ_KEY = "cat art/api-key"
-"""The key as the task's `run` has written it."""
+"""Prints the API key, which the task's `run` wrote to this file."""
 SKY = [sys.executable, "-c", "from sky.cli import cli; cli()"]
-"""SkyPilot's command line, for what its Python interface lacks: an entry in ~/.ssh/config, and leaving a log."""
+"""SkyPilot's command line. Its Python interface cannot write an entry to ~/.ssh/config, nor stop following a log."""
 ENDED = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "FAILED_DRIVER", "CANCELLED")
-"""Statuses of a job in which no server runs."""
+"""The job statuses in which no server runs."""
 
 
 class SkyPilotBackend(Backend):
-    """An art-server on a cluster of SkyPilot's; `initialize_cluster` makes one.
+    """An art-server on a SkyPilot cluster. `initialize_cluster` makes a backend.
 
-    `close` ends the connection, and the machine runs on. `down` gives the machine back, with its disk.
+    `close` ends the connection; the machine keeps running. `down` gives back the machine and its disk.
     """
 
     _poll_seconds = 5.0
@@ -47,7 +47,7 @@ class SkyPilotBackend(Backend):
         self._cluster_name = cluster_name
         self._sky = import_sky()
         self._launching: str | None = None
-        """SkyPilot's name for a launch under way."""
+        """SkyPilot's request id of a running launch."""
         self._tunnel: Tunnel | None = None
 
     @classmethod
@@ -63,16 +63,20 @@ class SkyPilotBackend(Backend):
         tail_logs: bool = True,
         start_timeout_seconds: float = 3600,
     ) -> Self:
-        """Launches the cluster, or takes up the one of this name, and returns when its server answers.
+        """Launches the cluster, or connects to the existing one of this name, and returns when its server answers.
 
-        `gpu` is a name such as "H100" or "H100:2"; `resources` (sky.Resources) replaces all that sky.yaml asks for.
-        The server is installed from the checkout that `art_version` names as a folder, else from the one that this
-        client runs from, else as the release of this client's version. The variables of the file `env_path` are set
-        on the machine, as secrets. `force_restart` ends a server that runs, and starts it anew.
-        `start_timeout_seconds` bounds installing and starting, not the search for a machine.
+        `gpu` is a name such as "H100" or "H100:2". `resources` (sky.Resources) replaces the resources in sky.yaml. The
+        server is installed from the checkout in the folder `art_version`, else from the checkout of this client, else
+        as the release of this client's version. The variables of the file `env_path` are set on the machine, as
+        secrets. `force_restart` ends a running server and starts a new one. `start_timeout_seconds` limits installing
+        and starting, not the search for a machine.
 
-        When it fails, a machine that it has got is given back, and one that it has woken is stopped again.
-        Raises ImportError without SkyPilot; SkyPilot's own exceptions; ArtError when the server does not come up.
+        If the call fails, a machine that it rented is given back, and one that it restarted is stopped again.
+        SkyPilot's own exceptions are raised unchanged.
+
+        Raises:
+            ImportError: SkyPilot is not installed.
+            ArtError: the server does not start.
         """
         backend = cls(cluster_name)
         environment = read_environment(env_path)
@@ -84,10 +88,10 @@ class SkyPilotBackend(Backend):
             on_failure.push_async_exit(functools.partial(backend._after_failure, before))
             job = await backend._find_server_job() if before == "UP" else None
             if job is not None and force_restart:
-                await backend._ask(backend._sky.cancel, cluster_name, job_ids=[job])
+                await backend._run_sky(backend._sky.cancel, cluster_name, job_ids=[job])
                 job = None
             is_new = job is None
-            logger.info("cluster '%s': %s", cluster_name, "launch" if is_new else "runs already")
+            logger.info("cluster '%s': %s", cluster_name, "launching" if is_new else "runs already")
             if job is None:
                 job = await backend._launch(task, tail_logs)
             await backend._open_tunnel()
@@ -95,19 +99,19 @@ class SkyPilotBackend(Backend):
             if not is_new:
                 key = (await run_ssh(cluster_name, READ_KEY)).strip()
             backend._connection.api_key = key
-            await backend._connection.close()  # the next request takes the key
+            await backend._connection.close()  # the next request opens a client with the key
         logger.info("cluster '%s': ready: %s", cluster_name, backend)
         return backend
 
     async def down(self) -> None:
-        """Closes the connections and gives the machine back; its disk and the checkpoints on it are deleted."""
+        """Closes the connections and gives the machine back. Its disk is deleted, with the checkpoints."""
         await self.close()
         with contextlib.suppress(self._sky.exceptions.ClusterDoesNotExist):
-            await self._ask(self._sky.down, self._cluster_name)
+            await self._run_sky(self._sky.down, self._cluster_name)
         logger.info("cluster '%s' is down", self._cluster_name)
 
     async def close(self) -> None:
-        """Closes the connections and the tunnel. The machine runs on, and costs what it costs, until `down`."""
+        """Closes the connections and the tunnel. The machine keeps running and costs money until `down`."""
         await super().close()
         if self._tunnel is not None:
             self._tunnel.close()
@@ -121,7 +125,7 @@ class SkyPilotBackend(Backend):
             )
 
     async def _launch(self, task: Any, shows_output: bool) -> int:
-        """Gets the machine and starts the task; returns its job."""
+        """Rents the machine and starts the task. Returns the job's id."""
 
         def submit() -> None:
             self._launching = self._sky.launch(task, cluster_name=self._cluster_name)
@@ -130,7 +134,7 @@ class SkyPilotBackend(Backend):
         try:
             await asyncio.shield(submitting)
         finally:
-            await asyncio.wait([submitting])  # only what is submitted can be called off
+            await asyncio.wait([submitting])  # only a submitted launch can be cancelled
         follow = self._sky.stream_and_get if shows_output else self._sky.get
         job, _ = await asyncio.to_thread(follow, self._launching)
         self._launching = None
@@ -143,7 +147,7 @@ class SkyPilotBackend(Backend):
         self._connection.base_url = self._tunnel.url
 
     async def _wait_until_ready(self, job: int, timeout_seconds: float, tail_logs: bool) -> None:
-        """Returns when the engine is ready, or is to start with the first model."""
+        """Returns when the engine is ready, or will start when the first model is registered."""
         log = asyncio.ensure_future(self._follow_log(job)) if tail_logs else None
         begin, state = time.monotonic(), ""
         try:
@@ -157,8 +161,8 @@ class SkyPilotBackend(Backend):
                     logger.info("cluster '%s': %s (%.0f s)", self._cluster_name, state, seconds)
         except TimeoutError as error:
             raise ArtError(
-                f"art-server on cluster '{self._cluster_name}' was not ready after {timeout_seconds:.0f} s, "
-                f"start_timeout_seconds: {state}.\n{await self._fetch_log_tail(job)}"
+                f"art-server on cluster '{self._cluster_name}' was not ready after {timeout_seconds:.0f} s "
+                f"(start_timeout_seconds); its state: {state}.\n{await self._fetch_log_tail(job)}"
             ) from error
         finally:
             if log is not None:
@@ -166,15 +170,19 @@ class SkyPilotBackend(Backend):
                 await asyncio.gather(log, return_exceptions=True)
 
     async def _fetch_state(self, job: int) -> str:
-        """The job's status, or the engine's once the server answers. Raises ArtError when either has failed."""
-        found = (await self._ask(self._sky.job_status, self._cluster_name, [job]))[job]
+        """The job's status, or the engine's once the server answers.
+
+        Raises:
+            ArtError: the job has ended, or the engine has failed.
+        """
+        found = (await self._run_sky(self._sky.job_status, self._cluster_name, [job]))[job]
         status = "PENDING" if found is None else found.value
         if status in ENDED:
             raise ArtError(
                 f"art-server on cluster '{self._cluster_name}' ended: {status}.\n"
                 f"{await self._fetch_log_tail(job)}"
             )
-        if status != "RUNNING":  # a server that still answers is an earlier one
+        if status != "RUNNING":  # only an earlier server could answer
             return status
         try:
             reply = await self._connection.request(
@@ -188,14 +196,14 @@ class SkyPilotBackend(Backend):
         return f"engine {health.engine}"
 
     async def _fetch_cluster_status(self) -> str | None:
-        """None: there is no cluster of this name."""
-        refresh = self._sky.StatusRefreshMode.AUTO  # asks the cloud about what stops by itself
-        records = await self._ask(self._sky.status, [self._cluster_name], refresh=refresh)
+        """The cluster's status; None if there is no cluster of this name."""
+        refresh = self._sky.StatusRefreshMode.AUTO  # queries the cloud: autostop may have acted
+        records = await self._run_sky(self._sky.status, [self._cluster_name], refresh=refresh)
         return records[0]["status"].value if records else None
 
     async def _find_server_job(self) -> int | None:
-        """The job of a server that runs, or is being installed."""
-        jobs = await self._ask(
+        """The id of the job whose server runs or is being installed; None if there is none."""
+        jobs = await self._run_sky(
             self._sky.queue, self._cluster_name, skip_finished=True, all_users=True
         )
         return next((job["job_id"] for job in jobs if job["job_name"] == TASK_NAME), None)
@@ -209,11 +217,11 @@ class SkyPilotBackend(Backend):
         return f"The end of its log:\n{log.getvalue()}"
 
     async def _follow_log(self, job: int) -> None:
-        """Prints the job's log until it ends or this is cancelled."""
+        """Prints the job's log until the log ends or the task is cancelled."""
         process = await asyncio.create_subprocess_exec(
             *SKY, "logs", self._cluster_name, str(job), stdin=DEVNULL, stdout=PIPE
         )
-        assert process.stdout is not None, "a pipe was asked for"
+        assert process.stdout is not None, "stdout is a pipe"
         try:
             while text := await process.stdout.read(65536):
                 print(text.decode(errors="replace"), end="", flush=True)
@@ -225,28 +233,28 @@ class SkyPilotBackend(Backend):
     async def _after_failure(
         self, before: str | None, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        """Of a launch that was interrupted too; one that succeeded has nothing to undo."""
+        """Undoes a launch that failed or was interrupted, and adds a note about it to the error."""
         if error is not None:
             await self.close()
             error.add_note(await self._undo(before))
 
     async def _undo(self, before: str | None) -> str:
-        """Gives back what a failed launch has got; returns what became of the cluster."""
+        """Undoes a failed launch. Returns a sentence about what happened to the cluster."""
         name = self._cluster_name
         if self._launching is not None:
-            await self._ask(self._sky.api_cancel, [self._launching])
+            await self._run_sky(self._sky.api_cancel, [self._launching])
         if before is None:
             logger.warning(
-                "cluster '%s': giving it back; should that fail: sky down %s", name, name
+                "cluster '%s': giving it back; if that fails, run: sky down %s", name, name
             )
             await self.down()
-            return f"cluster '{name}' was given back, as it was not there before"
+            return f"cluster '{name}' was given back, because it did not exist before"
         if before == "STOPPED":
-            logger.warning("cluster '%s': stopping it; should that fail: sky stop %s", name, name)
-            await self._ask(self._sky.stop, name)
-            return f"cluster '{name}' was stopped again, its disk kept: `sky down {name}` gives it back"
-        return f"cluster '{name}' is left as it is: see `sky logs {name}`; `sky down {name}` gives it back"
+            logger.warning("cluster '%s': stopping it; if that fails, run: sky stop %s", name, name)
+            await self._run_sky(self._sky.stop, name)
+            return f"cluster '{name}' was stopped again and keeps its disk: `sky down {name}` gives it back"
+        return f"cluster '{name}' was not changed: see `sky logs {name}`; `sky down {name}` gives it back"
 
-    async def _ask(self, request: Callable[..., str], *arguments: Any, **options: Any) -> Any:
-        """The result of one of SkyPilot's requests."""
+    async def _run_sky(self, request: Callable[..., str], *arguments: Any, **options: Any) -> Any:
+        """The result of a SkyPilot request."""
         return await asyncio.to_thread(lambda: self._sky.get(request(*arguments, **options)))

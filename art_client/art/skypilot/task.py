@@ -1,4 +1,4 @@
-"""The task that SkyPilot runs: sky.yaml, which `sky launch scripts/sky.yaml` reads too, with what a program chooses."""
+"""The task that SkyPilot runs: sky.yaml with the program's settings. `sky launch scripts/sky.yaml` reads it too."""
 
 import importlib
 import logging
@@ -15,16 +15,17 @@ DISTRIBUTION = "agent-reinforcement-trainer"
 
 
 def import_sky() -> Any:
-    """SkyPilot's package; of any type, since it is an extra.
+    """SkyPilot's package. Its type is `Any`, because it is an optional extra.
 
-    Raises ImportError with the command that installs it.
+    Raises:
+        ImportError: SkyPilot is not installed; the message contains the command that installs it.
     """
     try:
         return importlib.import_module("sky")
     except ModuleNotFoundError as error:
         raise ImportError(
             f"SkyPilotBackend needs SkyPilot, in an environment without the server: pip install '{DISTRIBUTION}[sky]' "
-            "and what your cloud needs, such as 'skypilot[aws]'"
+            "and the extra for your cloud, such as 'skypilot[aws]'"
         ) from error
 
 
@@ -34,7 +35,7 @@ def make_task(
     """A sky.Task; see `SkyPilotBackend.initialize_cluster` for the arguments."""
     if gpu is not None and resources is not None:
         raise ValueError("pass gpu or resources, not both: resources names its accelerators")
-    yaml = importlib.import_module("yaml")  # SkyPilot brings it
+    yaml = importlib.import_module("yaml")  # a dependency of SkyPilot
     config: dict[str, Any] = yaml.safe_load(TASK_FILE.read_text())
     if gpu is not None:
         config["resources"]["accelerators"] = gpu
@@ -49,10 +50,10 @@ def make_task(
 
 
 def read_environment(path: str | os.PathLike[str] | None) -> dict[str, str]:
-    """The variables of a .env file that have a value."""
+    """The variables of a .env file; those without a value are left out."""
     if path is None:
         return {}
-    dotenv = importlib.import_module("dotenv")  # SkyPilot brings it
+    dotenv = importlib.import_module("dotenv")  # a dependency of SkyPilot
     with open(path) as file:
         values: dict[str, str | None] = dotenv.dotenv_values(stream=file)
     return {name: value for name, value in values.items() if value}
@@ -64,7 +65,7 @@ def _find_checkout(art_version: str | None) -> Path | None:
     named = here if art_version is None else Path(art_version)
     if art_version not in (None, version(DISTRIBUTION)) and not _is_checkout(named):
         logger.warning(
-            "art_version=%r is no checkout of %s, and is ignored: the server gets this client's version",
+            "art_version=%r is not a checkout of %s and is ignored: the server gets this client's version",
             art_version,
             DISTRIBUTION,
         )

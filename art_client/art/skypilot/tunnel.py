@@ -1,4 +1,4 @@
-"""`Tunnel`: a port of this machine that leads, through ssh, to a port of another machine's loopback."""
+"""`Tunnel`: forwards a port of this machine through ssh to a port on another machine's loopback."""
 
 import asyncio
 import atexit
@@ -14,11 +14,11 @@ SSH = shlex.split(
     "ssh -T -o BatchMode=yes -o ControlPath=none -o ConnectTimeout=15 -o LogLevel=ERROR "
     "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 -o ExitOnForwardFailure=yes"
 )
-"""A connection of its own (no ControlPath), which notices within a minute that the other side is gone."""
+"""A separate connection (no ControlPath) that notices within a minute when the other machine is gone."""
 
 
 class Tunnel:
-    """An open tunnel to `remote_port` of `host`, a name of ~/.ssh/config. A tunnel that breaks is opened again."""
+    """An open tunnel to `remote_port` of `host`, a name in ~/.ssh/config. A broken tunnel is opened again."""
 
     def __init__(self, host: str, remote_port: int) -> None:
         with socket.socket() as free:
@@ -26,18 +26,18 @@ class Tunnel:
             port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         forward = f"127.0.0.1:{port}:127.0.0.1:{remote_port}"
-        # `cat` ends with its input, which this program holds: the tunnel ends with the program, even if it is killed.
+        # `cat` ends when this program closes its input, so the tunnel ends with the program, even if that is killed.
         command = shlex.join([*SSH, "-L", forward, host, "cat"])
         self._process = subprocess.Popen(
             ["sh", "-c", f"until {command}; do sleep 2; done"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the program's to handle; it then closes the tunnel
+            start_new_session=True,  # Ctrl-C reaches only the program, which then closes the tunnel
         )
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Takes milliseconds."""
+        """Closes the tunnel. It takes milliseconds."""
         atexit.unregister(self.close)
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
@@ -45,12 +45,20 @@ class Tunnel:
 
 
 async def run_ssh(host: str, command: str) -> str:
-    """What the command prints on the host. Raises ArtError when ssh or the command fails."""
+    """The output of the command on the host.
+
+    Raises:
+        ArtError: ssh or the command fails.
+    """
     return await run_command([*SSH, host, command])
 
 
 async def run_command(command: list[str]) -> str:
-    """What the command prints. Raises ArtError with its last words when it fails."""
+    """The output of the command.
+
+    Raises:
+        ArtError: the command fails; the message contains its error output.
+    """
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -63,4 +71,4 @@ async def run_command(command: list[str]) -> str:
         return output.decode()
     reason = errors.decode(errors="replace").strip()
     shown = shlex.join([command[0], "...", *command[-2:]])
-    raise ArtError(f"`{shown}` ended with {process.returncode}: {reason}")
+    raise ArtError(f"`{shown}` ended with exit code {process.returncode}: {reason}")

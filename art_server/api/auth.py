@@ -1,12 +1,12 @@
-"""The one door: every request passes here, and leaves with an error or with a known caller.
+"""Authentication middleware: every request is rejected or gets a `Caller`.
 
-Keys come as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, all else the
-scope `train`; only health is open, and tells strangers the state alone. A key's limits are counted here: a request runs
-until the last byte of its answer. A key that the ART wire handed out opens inference on its one model. With
-`--legacy-without-key` the routes of that wire, and no others, are open to callers without any key. A session may be
-named by the URL (`/s/SESSION/v1`), the header `x-art-session` or the key (`KEY::SESSION`); the door takes the name off
-and passes it on. Without configured keys the server is bound to loopback and trusts its machine, but not web pages that
-a browser on it shows: requests of a foreign origin, or for a foreign host name, are refused.
+A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, any other
+route the scope `train`. `/health` and `/ready` need no key; without a valid one they show only the engine's state. A
+key's limits are counted here, and a request counts until the last byte of its answer. A key that the ART wire issued
+permits inference on one model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire
+only. The URL (`/s/SESSION/v1`), the header `x-art-session` or the key (`KEY::SESSION`) may name a session, which
+becomes part of the `Caller`. Without configured keys the server listens on loopback and trusts the programs of its
+machine, but not web pages in a browser there: requests with a foreign origin or host name are refused.
 """
 
 import contextlib
@@ -34,26 +34,27 @@ ART_PATHS = frozenset(
 )
 """The routes of `art_wire`."""
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
-"""0.0.0.0 is what guides of ART's clients write for this machine."""
+"""0.0.0.0 is here because guides for ART's clients use it as the address of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and what they may see."""
+    """Who sent a request, and what they may use."""
 
     owner: str
-    """Names the key without revealing it."""
+    """Identifies the key without revealing it."""
     projects: frozenset[str] | None
     """None: every project."""
     session: str | None = None
-    """The rollout that the request says it belongs to."""
+    """The session that the request names."""
     model_id: str | None = None
-    """The one model ("PROJECT/NAME") that the key is for; None: any."""
+    """The only model ("PROJECT/NAME") that the key may use; None: any."""
     limits: ApiKey | None = None
-    """The key whose limits count for the request; None: no limits."""
+    """The key whose limits apply to the request; None: no limits."""
 
     def check_project(self, project: str) -> None:
-        """
+        """Checks that the caller may use a project.
+
         Raises:
             Forbidden: the key does not cover the project.
         """
@@ -67,12 +68,12 @@ class Caller:
 
 ANYONE = Caller(owner="anyone", projects=None)
 STRANGER = Caller(owner="stranger", projects=frozenset())
-"""Somebody without a valid key, at an open path."""
+"""A caller without a valid key, on a path that needs none."""
 SESSION_MARK = "::"
 
 
-class Door:
-    """ASGI middleware."""
+class Authentication:
+    """ASGI middleware that adds the `Caller` to each request's state."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Door:
             return ANYONE
         if path in ART_PATHS and not presented and self._is_legacy_open:
             if "origin" in headers:
-                raise Forbidden("web pages need an API key here", code="foreign_origin")
+                raise Forbidden("requests from web pages need an API key", code="foreign_origin")
             return ANYONE
         is_inference = path.startswith("/v1/")
         caller = self._find_model(presented) if is_inference else None
@@ -147,7 +148,7 @@ class Door:
         return Caller(key.owner, key.projects, limits=key if key.is_limited else None)
 
     def _find_model(self, presented: str) -> Caller | None:
-        """Whom a key for one model was made for, as long as that caller is still let in."""
+        """The caller that a key for one model was issued to. None for other keys, or if this caller has lost access."""
         model_id, owner = self._model_keys.read(presented) or (None, None)
         if model_id is None or owner is None:
             return None
@@ -167,7 +168,7 @@ class Door:
             )
         found = self._keys.find(presented)
         if found is None:
-            raise Unauthorized("this API key is not known here", code="wrong_key")
+            raise Unauthorized("unknown API key: ask the server's owner for one", code="wrong_key")
         if found.is_expired:
             raise Unauthorized(
                 f"this API key expired at {found.expires:%Y-%m-%dT%H:%M:%SZ}: ask the server's owner for another",
@@ -180,18 +181,19 @@ class Door:
         origin = headers.get("origin")
         if host not in self._hosts:
             raise Forbidden(
-                f"host '{host[:200]}' is not this server's: without API keys it answers on loopback only",
+                f"host name '{host[:200]}' is refused: without API keys the server answers to loopback names only; use "
+                "localhost, or configure --api-key",
                 code="foreign_host",
             )
         if origin is not None and urlsplit(origin).hostname not in self._hosts:
             raise Forbidden(
-                "requests from other web origins are refused: configure --api-key",
+                "requests from other web origins are refused without API keys: configure --api-key",
                 code="foreign_origin",
             )
 
 
 def presented_key(headers: Headers) -> str | None:
-    """The key that a request carries."""
+    """The key that a request carries, None without one."""
     kind, _, value = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and value.strip():
         return value.strip()
@@ -199,7 +201,7 @@ def presented_key(headers: Headers) -> str | None:
 
 
 def take_session_path(scope: Scope) -> str | None:
-    """Take `/s/SESSION` off a request's path."""
+    """Removes `/s/SESSION` from a request's path. Returns the session, None without one."""
     path: str = scope["path"]
     if not path.startswith("/s/"):
         return None

@@ -2,14 +2,14 @@ import asyncio
 
 import pytest
 
-from art_server.engine import gate as gate_module
-from art_server.engine.gate import Gate
+from art_server.engine import pause_gate as gate_module
+from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
 
 
 @pytest.mark.anyio
 async def test_requests_wait_while_the_gate_is_closed() -> None:
-    gate = Gate()
+    gate = PauseGate()
     await gate.wait_open(0.01)
     gate.close("a step")
     waiting = asyncio.create_task(gate.wait_open(5))
@@ -24,7 +24,7 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gate_module, "HEAD_START_SECONDS", 0.01)
-    gate = Gate()
+    gate = PauseGate()
     gate.close("a step")
     waiting = [asyncio.create_task(gate.wait_open(5)) for _ in range(10)]
     await asyncio.sleep(0)
@@ -43,8 +43,19 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
 
 
 @pytest.mark.anyio
+async def test_a_gate_that_opens_just_before_the_limit_lets_the_request_in() -> None:
+    gate = PauseGate()
+    gate.close("a step")
+    limit = gate_module.HEAD_START_SECONDS
+    waiting = [asyncio.create_task(gate.wait_open(limit)) for _ in range(gate_module.FIRST + 1)]
+    await asyncio.sleep(limit / 2)
+    gate.open()  # the head start of the first ones outlasts the limit of the last one
+    await asyncio.gather(*waiting)
+
+
+@pytest.mark.anyio
 async def test_past_the_limit_the_request_may_be_repeated() -> None:
-    gate = Gate()
+    gate = PauseGate()
     gate.close("a step")
     with pytest.raises(Unavailable, match="repeat the request") as error:
         await gate.wait_open(0.01)
@@ -52,7 +63,7 @@ async def test_past_the_limit_the_request_may_be_repeated() -> None:
 
 
 def test_an_adapter_is_in_use_until_its_last_request_left() -> None:
-    gate = Gate()
+    gate = PauseGate()
     with gate.inside("a@1"):
         with gate.inside("a@1"):
             assert gate.uses("a@1") and not gate.uses("a@0") and gate.is_busy

@@ -1,6 +1,6 @@
-"""The gate before the engine: inference waits here while a step runs on the same device, and never fails for it.
+"""The pause gate: holds inference requests while a step runs on the same device.
 
-The gate counts who is inside, by adapter, so that no adapter is unloaded while requests frozen by a step still use it.
+It counts the engine's requests by adapter, so that no adapter is unloaded while requests frozen by a step use it.
 """
 
 import asyncio
@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from art_server.errors import Unavailable
 
 FIRST, HEAD_START_SECONDS = 2, 0.06
-"""When the gate opens so many go first. With 64 at once vLLM's API reads prompts for 150 ms on two cores before it hands on any
-answer: the new adapter's first token came 196 ms after the optimizer's end, and comes after 90 (`scripts/bench/step`)."""
+"""When the gate opens, this many requests go first. With 64 at once vLLM's API reads prompts for 150 ms (two cores)
+before its first answer; the new adapter then needs 196 ms from the optimizer's end to its first token, otherwise 90
+(`scripts/bench/step`)."""
 
 
-class Gate:
-    """Open or closed, and the number of requests inside."""
+class PauseGate:
+    """Is open or closed, and counts the requests inside."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -27,12 +28,12 @@ class Gate:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is with the engine."""
+        """Whether the engine has any request."""
         return self._inside.total() > 0
 
     @property
     def waits_for(self) -> str | None:
-        """Why it is closed, None while it is open."""
+        """Why the gate is closed; None while it is open."""
         return self._reason
 
     def close(self, reason: str) -> None:
@@ -44,9 +45,10 @@ class Gate:
         self._open.set()
 
     async def wait_open(self, timeout_seconds: float) -> None:
-        """
+        """Returns when the gate is open.
+
         Raises:
-            Unavailable: still closed after the limit; the request may be repeated.
+            Unavailable: the gate is still closed after the limit.
         """
         if self._open.is_set():
             return
@@ -58,6 +60,8 @@ class Gate:
                     await self._open.wait()
                     await asyncio.sleep(0 if is_first else HEAD_START_SECONDS)
         except TimeoutError as error:
+            if self._open.is_set():  # the limit ended during the head start
+                return
             raise Unavailable(
                 f"inference waited for {timeout_seconds:.0f} s for {self._reason}; repeat the request, "
                 "or start the server with a larger --wait-limit",
@@ -68,7 +72,7 @@ class Gate:
 
     @contextlib.contextmanager
     def inside(self, adapter: str) -> Iterator[None]:
-        """Count a request that is with the engine, under the adapter that answers it."""
+        """Counts a request as inside during the block, under the adapter that answers it."""
         self._inside[adapter] += 1
         try:
             yield

@@ -1,0 +1,71 @@
+"""The server's engine and trainer, and what they share: the device, the ledger, the pause gate, background tasks."""
+
+import logging
+import os
+
+from art_server.background import Background, LoopWatch
+from art_server.children import Children
+from art_server.device.assignment import check_devices, device_environment
+from art_server.device.owner import DeviceOwner
+from art_server.device.probe import probe
+from art_server.engine.engine import Engine
+from art_server.engine.pause_gate import PauseGate
+from art_server.jobs.gap_bars import gap_bars
+from art_server.jobs.trainer import Trainer
+from art_server.ledger.intake import Intake
+from art_server.ledger.ledger import Ledger, Retention
+from art_server.settings import ServerConfig
+from art_server.store import files
+
+logger = logging.getLogger(__name__)
+
+
+class Processes:
+    """Takes the server's folder and kills the processes that an earlier server left there. Starts nothing itself.
+
+    Raises:
+        Conflict: another server has the folder.
+        UsageError: a configured device does not exist.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self._lock_file = files.lock_folder(config.server_dir)
+        self.machine = machine = probe()
+        check_devices(config, machine)
+        self.owner = DeviceOwner()
+        self.background = Background()
+        self.loop_watch = LoopWatch()
+        self.gate = PauseGate()
+        children = Children(config.server_dir, config.log_dir)
+        if left := children.reap():
+            logger.warning("killed processes that an earlier server left running: %s", left)
+        retention = Retention(
+            config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30)
+        )
+        self.ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
+        self.engine = Engine(
+            config,
+            machine.kind,
+            device_environment(config.serve_devices, machine),
+            self.owner,
+            children,
+            Intake(self.ledger, self.background).receiver(),
+            lambda: self.gate.is_busy,
+            self.background,
+        )
+        for_trainer = device_environment(config.train_devices, machine)
+        types = config.number_types(machine.kind)
+        self.gap_bars = gap_bars(types, config.exact, config.gap_limit)
+        self.trainer = Trainer(config, machine.kind, for_trainer, children)
+
+    async def stop(self) -> None:
+        """Ends both processes and all background tasks, and releases the folder."""
+        await self.trainer.stop()
+        await self.engine.stop()
+        await self.background.stop()
+        self.close()
+
+    def close(self) -> None:
+        """Releases the folder of a server that has started nothing."""
+        self.ledger.close()
+        os.close(self._lock_file)

@@ -1,0 +1,107 @@
+"""What programs, other clients and stored files rely on, as JSON: names and signatures of the client, routes and bodies,
+flags. Texts for people (descriptions, help) are left out.
+
+    .venv/bin/python -m scripts.public_surface     writes tests/unit/public.json
+
+`tests/unit/test_public.py` compares it with the code: a change there is a change for users, and belongs in CHANGELOG.md.
+"""
+
+import argparse
+import inspect
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import art
+from art_server.app import make_app
+from art_server.flags import make_parser
+from art_server.service import Service
+from art_server.settings import ServerConfig
+
+FILE = Path(__file__).parents[1] / "tests" / "unit" / "public.json"
+FOR_PEOPLE = {"title", "description", "summary", "operationId"}
+
+
+def surface() -> dict[str, Any]:
+    """Everything that is compared."""
+    return {"art": names(), "flags": flags(), "openapi": routes()}
+
+
+def names() -> dict[str, Any]:
+    """Each public name with its signature, a class with those of its public methods."""
+    return {name: shape(getattr(art, name)) for name in sorted(art.__all__)}
+
+
+def shape(value: Any) -> Any:  # Any: whatever `art` exports
+    if inspect.ismodule(value):
+        return sorted(name for name in vars(value) if not name.startswith("_"))
+    if inspect.isclass(value):
+        public = {name for name in dir(value) if not name.startswith("_")}
+        inherited = {
+            name
+            for base in value.__mro__[1:]
+            if base.__module__.partition(".")[0] != "art"
+            for name in vars(base)
+        }
+        return {"": signature(value)} | {
+            name: signature(member)
+            for name in sorted(public - inherited)
+            for member in [inspect.getattr_static(value, name)]
+        }
+    return signature(value)
+
+
+def signature(value: Any) -> str:
+    """Parameters and defaults; how annotations are spelt is no promise."""
+    if isinstance(value, classmethod | staticmethod):
+        value = value.__func__
+    if not callable(value):
+        return "property" if isinstance(value, property) else "value"
+    try:
+        found = inspect.signature(value)
+    except ValueError:
+        return "callable"
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in found.parameters.values()]
+    text = str(found.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return text if " at 0x" not in text else "callable"
+
+
+def flags() -> dict[str, Any]:
+    return {
+        " ".join(action.option_strings): {
+            "default": repr(action.default),
+            "choices": list(action.choices) if action.choices is not None else None,
+            "nargs": action.nargs,
+            "repeats": isinstance(
+                action, argparse._AppendAction
+            ),  # argparse has no public name for it
+        }
+        for action in make_parser()._actions
+    }
+
+
+def routes() -> Any:
+    with TemporaryDirectory() as folder:
+        config = ServerConfig(path=Path(folder))
+        return without_texts(make_app(Service(config), config, inference_port=None).openapi())
+
+
+def without_texts(value: Any, *, are_names: bool = False) -> Any:
+    """The schema without what people read. Below `properties` keys are names of fields."""
+    if isinstance(value, dict):
+        return {
+            key: without_texts(each, are_names=key in ("properties", "schemas", "paths", "$defs"))
+            for key, each in sorted(value.items())
+            if are_names or key not in FOR_PEOPLE
+        }
+    if not isinstance(value, list):
+        return value
+    values = [without_texts(each) for each in value]
+    return (
+        sorted(values, key=json.dumps) if all(isinstance(each, dict) for each in values) else values
+    )
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(surface(), indent=1) + "\n")
