@@ -9,8 +9,8 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from art_server import __version__
 from art_server.checkpoints.commands import add_commands
@@ -19,6 +19,7 @@ from art_server.errors import ServerError, UsageError
 from art_server.flags import parse
 from art_server.installation import check_builds, installed_builds
 from art_server.settings import ApiKey, ServerConfig
+from art_server.store import files
 
 if TYPE_CHECKING:
     from art_server.api.keys import Keys
@@ -30,6 +31,14 @@ GRACE_SECONDS = 10
 """How long open answers may continue after SIGTERM."""
 IDLE_CONNECTION_SECONDS = 600
 """Clients keep connections for reuse; closing one early makes their next request fail."""
+UVICORN: Mapping[str, Any] = {
+    "log_level": "warning",
+    "access_log": False,
+    "proxy_headers": False,
+    "timeout_graceful_shutdown": GRACE_SECONDS,
+    "timeout_keep_alive": IDLE_CONNECTION_SECONDS,
+}
+"""Any: uvicorn's settings have several types."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -164,24 +173,12 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
 
         from art_server.app import make_app
         from art_server.service import Service
-        from art_server.store import files
     except ModuleNotFoundError as error:  # FastAPI and uvicorn come with the extra `server`
         raise missing_extra(error) from error
     check_builds(installed_builds())
     check_tls(config)
-    try:
-        files.keep_private(config.path)
-    except OSError as error:
-        raise UsageError(
-            f"--path {config.path}: {error.filename} cannot be made private ({error.strerror}): it must belong to the "
-            "user who runs art-server"
-        ) from error
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    make_private(config)
+    set_up_logs()
     logger.info("art-server %s: %s", __version__, config)
     if config.legacy_without_key and config.api_keys:
         logger.warning("--legacy-without-key: anyone who reaches the server can train every model")
@@ -191,31 +188,18 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
 
     async def serve() -> None:
         service = Service(config)
-        app = make_app(
-            service, config, inference.getsockname()[1] if inference is not None else None
-        )
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                proxy_headers=False,
-                ssl_certfile=config.tls_cert,
-                ssl_keyfile=config.tls_key,
-                timeout_graceful_shutdown=GRACE_SECONDS,
-                timeout_keep_alive=IDLE_CONNECTION_SECONDS,
-            )
-        )
+        port = inference.getsockname()[1] if inference is not None else None
+        app = make_app(service, config, port)
+        tls: Mapping[str, Any] = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
+        server = uvicorn.Server(uvicorn.Config(app, **UVICORN, **tls))
         if config.api_key_file is not None:
             asyncio.get_running_loop().add_signal_handler(
                 signal.SIGHUP, replace_keys, app.state.keys, reread_keys
             )
         parent = os.getppid()
-        address_file = config.server_dir / "address.json"
-        content = {"pid": os.getpid(), "url": url, "inference_url": inference_url}
-        files.write_json(address_file, content | {"started_at": time.time()})
+        files.write_json(config.server_dir / "address.json", own_address(url, inference_url))
         logger.info("listening on %s (inference also on %s/v1)", url, inference_url)
-        sockets = [control] + ([inference] if inference is not None else [])
+        sockets = [each for each in (control, inference) if each is not None]
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=sockets))
             while not serving.done():
@@ -229,6 +213,41 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
     collect_seldom()
     wake_in_batches()
     uvloop.run(serve())
+
+
+def make_private(config: ServerConfig) -> None:
+    """Takes the rights on the server's folder from other users.
+
+    Raises:
+        UsageError: it belongs to another user.
+    """
+    try:
+        files.keep_private(config.path)
+    except OSError as error:
+        raise UsageError(
+            f"--path {config.path}: {error.filename} cannot be made private ({error.strerror}): it must belong to the "
+            "user who runs art-server"
+        ) from error
+
+
+def own_address(url: str, inference_url: str) -> dict[str, Any]:
+    """What address.json holds, where other programs of this machine find the server."""
+    return {
+        "pid": os.getpid(),
+        "url": url,
+        "inference_url": inference_url,
+        "started_at": time.time(),
+    }
+
+
+def set_up_logs() -> None:
+    """Sends the server's logs to stderr."""
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def address(config: ServerConfig, opened: socket.socket) -> str:

@@ -14,6 +14,7 @@ import os
 import shutil
 from pathlib import Path
 from string import Template
+from typing import cast
 
 import torch
 from tiny_model import games
@@ -58,7 +59,7 @@ def save_model(
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    model.to(torch.bfloat16).save_pretrained(staging_dir)
+    model.to(torch.bfloat16).save_pretrained(staging_dir)  # type: ignore[arg-type]  # its wrapper takes self for an argument
     tokenizer.save_pretrained(staging_dir)
     model_dir.mkdir(parents=True, exist_ok=True)
     for file in staging_dir.iterdir():
@@ -69,7 +70,9 @@ def save_model(
 
 def measure_and_write_card(seed: int, num_steps: int, model_dir: Path) -> None:
     """Measure the model in `model_dir`, print its rates, and write its card."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = cast(
+        Qwen3ForCausalLM, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    )
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     rates = measure(Sampler(model, tokenizer), MEASURE_SEED)
     print(rates_table(rates))
@@ -106,7 +109,7 @@ def example_prompts() -> dict[str, str]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=("build", "measure"))
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--steps", type=int, default=NUM_STEPS)

@@ -35,7 +35,7 @@ def names() -> dict[str, Any]:
 
 def shape(value: Any) -> Any:  # Any: whatever `art` exports
     if inspect.ismodule(value):
-        return sorted(name for name in vars(value) if not name.startswith("_"))
+        return sorted(value.__all__)
     if inspect.isclass(value):
         public = {name for name in dir(value) if not name.startswith("_")}
         inherited = {

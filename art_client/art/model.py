@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 
 from pydantic import (
     BaseModel,
@@ -27,10 +27,11 @@ from pydantic import (
 
 from art.compat import foreign
 from art.compat.options import apply_options
+from art.display import Displayed
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, TrainConfig, TrainResult
-from art.wire import NAME_PATTERN, CheckpointInfo, DeleteCheckpointsReply
+from art.wire import NAME_PATTERN, NAME_RULE, CheckpointInfo, DeleteCheckpointsReply
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -53,10 +54,13 @@ class _Links:
         return self
 
 
-class Model(BaseModel):
+class Model(Displayed, BaseModel):
     """A model for inference only, behind any OpenAI-compatible address."""
 
     model_config = ConfigDict(extra="forbid")
+    _hidden: ClassVar[frozenset[str]] = frozenset(
+        {"entity", "id", "run_id", "base_path", "report_metrics"}
+    )
 
     name: str
     project: str
@@ -79,10 +83,7 @@ class Model(BaseModel):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(
-                f"name {name!r} becomes a folder: use letters, digits, '.', '_' and '-', begin with a letter or digit, "
-                "and use at most 128 characters"
-            )
+            raise ValueError(f"name {name!r} becomes a folder: {NAME_RULE}")
         return name
 
     @property

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from art.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
-from art.wire import NAME_PATTERN, SESSION_HEADER, SessionReply
+from art.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionReply
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,7 @@ class Rollout:
 
     def __init__(self, model: TrainableModel, session: str | None) -> None:
         if session is not None and not re.fullmatch(NAME_PATTERN, session):
-            raise ValueError(
-                f"session {session!r} becomes a part of URLs: use letters, digits, '.', '_' and '-', begin with a "
-                "letter or a digit, and use at most 128 characters"
-            )
+            raise ValueError(f"session {session!r} becomes a part of URLs: {NAME_RULE}")
         model.backend()  # raises for a model that is not registered
         self.model = model
         self.session = session or uuid.uuid4().hex

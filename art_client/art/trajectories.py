@@ -8,7 +8,7 @@ import traceback
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsFloat, cast
 
 from pydantic import (
     BaseModel,
@@ -22,12 +22,13 @@ from pydantic import (
 )
 
 from art import types
+from art.display import Displayed, Short
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
 from art.wire import FailureBody, is_none
 
 
-class History(BaseModel):
+class History(Displayed, BaseModel):
     """One conversation: a sub-agent's, or the part after a context reset."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -61,6 +62,10 @@ class History(BaseModel):
 
 class Trajectory(History):
     """One rollout of an agent: its messages and sampled choices, and their reward."""
+
+    _hidden: ClassVar[frozenset[str]] = frozenset(
+        {"initial_policy_version", "final_policy_version"}
+    )
 
     reward: float = 0.0
     additional_histories: list[History] = []
@@ -118,7 +123,7 @@ class Trajectory(History):
         return {name: _to_number(value) for name, value in metrics.items()}
 
 
-class TrajectoryGroup(BaseModel):
+class TrajectoryGroup(Displayed, BaseModel):
     """Trajectories of one scenario, compared with each other. Failed rollouts are in `exceptions`; they get no reward.
 
     A group built from trajectories is complete. A group built from coroutines has no `trajectories` until it is
@@ -189,6 +194,13 @@ class TrajectoryGroup(BaseModel):
     def close(self) -> None:
         """Closes coroutines that have not started, for a group that will not be awaited."""
         close_unstarted(entry for entry in self._pending if isinstance(entry, Awaitable))
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        if self._pending:
+            return [("pending", len(self._pending))]
+        rewards = [round(each.reward, 4) for each in self.trajectories]
+        failed = [("exceptions", len(self.exceptions))] if self.exceptions else []
+        return [("rewards", Short(rewards)), *failed]
 
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
         return iter(self.trajectories)

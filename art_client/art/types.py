@@ -40,6 +40,9 @@ __all__ = [
 ]
 
 
+SHOWN_METRICS = ("train/reward", "loss/train")
+
+
 @dataclass(frozen=True, slots=True)
 class TrainResult:
     """The result of a train call."""
@@ -49,6 +52,10 @@ class TrainResult:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     report: JobReport = field(default_factory=JobReport)
     """What was trained, what was not, and why not."""
+
+    def __repr__(self) -> str:
+        shown = {name: self.metrics[name] for name in SHOWN_METRICS if name in self.metrics}
+        return f"TrainResult(step={self.step}, metrics={shown} and {len(self.metrics) - len(shown)} more)"
 
 
 class TrainSFTConfig(BaseModel):

@@ -29,8 +29,11 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from art.display import Displayed
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-"""Valid project and model names. A name becomes a folder: no slash, no leading dot, at most 128 characters."""
+"""Valid names of projects, models and sessions. A name becomes a folder or a part of URLs."""
+NAME_RULE = "use 1 to 128 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 
 IDEMPOTENCY_HEADER = "idempotency-key"
 """Request header with the key of a train request. A repeated request with the same key gets the same job."""
@@ -176,7 +179,7 @@ class TrajectoryGroupBody(Body):
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-class LossConfig(Body):
+class LossConfig(Displayed, Body):
     """The loss, a member of the GRPO family; PRESETS contains the published members.
 
     r is the ratio pi_new / pi_old of a trained token, and A is the token's advantage. pi_old is the trainer's policy at

@@ -43,8 +43,8 @@ async def read_body(request: Request, max_mb: float, remedy: str = FEWER_GROUPS)
         TooLarge: the body is above the limit. Nothing is read if `content-length` shows this; otherwise reading stops.
     """
     limit = max_mb * 2**20
-    told = request.headers.get("content-length", "")
-    size = int(told) if told.isdecimal() else 0
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
     if size <= limit:
         size = 0

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from art.wire import ErrorBody, ErrorDetail
+from art.wire import NAME_RULE, ErrorBody, ErrorDetail
 from art_server import errors
 
 STATUS: Mapping[type[errors.ServerError], int] = {
@@ -88,9 +88,9 @@ def invalid_fields(problems: Sequence[Mapping[str, Any]]) -> errors.InvalidInput
     more = len(problems) - len(shown)
     text = "; ".join(shown) + (f"; and {more} more" if more else "")
     names = any("name" in p["loc"] or "project" in p["loc"] for p in problems)
-    hint = " (names: 1 to 128 letters, digits, '.', '_', '-', beginning with a letter or digit)"
+    hint = f" (names: {NAME_RULE})" if names else ""
     return errors.InvalidInput(
-        f"the request is invalid: {text}{hint if names else ''}",
+        f"the request is invalid: {text}{hint}",
         code="bad_name" if names else "invalid_body",
         param=field_path(problems[0]["loc"]) or None,
     )

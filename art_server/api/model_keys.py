@@ -9,6 +9,8 @@ import hmac
 import os
 from pathlib import Path
 
+from art_server.store.files import write_file
+
 SECRET_BYTES = 32
 
 
@@ -34,10 +36,5 @@ class ModelKeys:
 def read_secret(file: Path) -> bytes:
     """The server's secret. The first start creates it, readable by the server's user only."""
     if not file.exists():
-        temporary = file.with_suffix(".tmp")
-        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as made:
-            made.write(os.urandom(SECRET_BYTES))
-            made.flush()
-            os.fsync(made.fileno())
-        os.replace(temporary, file)
+        write_file(file, os.urandom(SECRET_BYTES))
     return file.read_bytes()

@@ -277,8 +277,7 @@ def _write_member(tar: BinaryIO, size: int, path: Path) -> None:
     with files.disk_errors(path.name), open(path, "xb") as file:
         for offset in range(0, size, CHUNK_BYTES):
             file.write(_read_exactly(tar, min(CHUNK_BYTES, size - offset)))
-        file.flush()
-        os.fsync(file.fileno())
+        files.finish(file)
 
 
 def _bad_tar(problem: str) -> InvalidInput:

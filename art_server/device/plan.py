@@ -207,24 +207,21 @@ def _make(
 
     host = figures.process_gib * GIB + (engine_weights + slots if handover == "sleep" else 0.0)
     has_copy = not is_resident and host + base <= HOST_SHARE * card.host
-    # The parts of the engine that stay on the trainer's card during a step.
-    has_cache, has_weights = handover == "none" and not own, handover != "sleep" and not own
+    # Whether the engine is on the trainer's card, and keeps its cache and its weights there during a step.
+    is_shared, has_cache, has_weights = own is None, handover == "none", handover != "sleep"
+    batch, cache = fixed - engine_weights - slots, max(kv, 0.0)
+
+    def engine(name: str, num_bytes: float, stays: bool) -> Line:
+        return Line(f"engine: {name}", num_bytes, num_bytes * (stays and is_shared))
+
     lines = (
-        Line("engine: context, CUDA graphs", context + graphs, 0.0 if own else context + graphs),
-        Line("engine: weights", engine_weights, engine_weights * has_weights),
-        Line("engine: LoRA slots", slots, slots * has_weights),
-        Line(
-            "engine: largest batch",
-            fixed - engine_weights - slots,
-            (fixed - engine_weights - slots) * has_weights,
-        ),
-        Line(
-            f"engine: KV cache, {_tokens(kv, demand):,} tokens",
-            max(kv, 0.0),
-            max(kv, 0.0) * has_cache,
-        ),
-        Line("trainer: context", 0.0 if own else context, context),
-        Line("trainer: base weights", base if is_resident and not own else 0.0, base),
+        engine("context, CUDA graphs", context + graphs, True),
+        engine("weights", engine_weights, has_weights),
+        engine("LoRA slots", slots, has_weights),
+        engine("largest batch", batch, has_weights),
+        engine(f"KV cache, {_tokens(kv, demand):,} tokens", cache, has_cache),
+        Line("trainer: context", context if is_shared else 0.0, context),
+        Line("trainer: base weights", base if is_resident and is_shared else 0.0, base),
         Line("trainer: adapter, gradients, optimizer", 0.0, trainer - base),
         Line("trainer: activations", 0.0, activations),
     )

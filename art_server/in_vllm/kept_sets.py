@@ -241,12 +241,9 @@ def install_in_runner() -> Step:
 
     def sample_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
         step.grammar = step.logits_BV = None
-        is_speculative = (
-            self.execute_model_state is not None
-            and self.execute_model_state.spec_decode_metadata is not None
-        )
+        state = self.execute_model_state
         output = sample_tokens(self, *args, **kwargs)
-        if not is_speculative:
+        if state is None or state.spec_decode_metadata is None:
             step.fill(self, output)
         return output
 

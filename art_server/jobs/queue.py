@@ -146,6 +146,15 @@ def request_digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
+def step_will_move(model_id: str) -> Conflict:
+    return Conflict(
+        f"expected_step: model '{model_id}' has a job that has not ended and will change its step: wait for the job, then "
+        "send trajectories that were sampled afterwards",
+        code="step_moved",
+        param="expected_step",
+    )
+
+
 class JobQueue:
     """The queue's database. Calls block for a few milliseconds; from the event loop use `asyncio.to_thread`."""
 
@@ -194,8 +203,7 @@ class JobQueue:
         *,
         must_be_alone: bool = False,
     ) -> Job:
-        """Writes a job durably. A request without a key always makes a new job. Of two simultaneous requests with the
-        same key, the second gets the job of the first.
+        """Writes a job durably. Of two requests with the same key the second gets the job of the first.
 
         Raises:
             TooMany: the queue is full.
@@ -224,12 +232,7 @@ class JobQueue:
             ).fetchall()
             self._check_room(len(waiting))
             if must_be_alone and (project, name) in map(tuple, waiting):
-                raise Conflict(
-                    f"expected_step: model '{project}/{name}' has a job that has not ended and will change its step: "
-                    "wait for the job, then send trajectories that were sampled afterwards",
-                    code="step_moved",
-                    param="expected_step",
-                )
+                raise step_will_move(f"{project}/{name}")
             insert(self._db, "jobs", row, or_else="IGNORE")
         if key is not None:
             job = self.find_key(project, name, key, body_digest)

@@ -149,16 +149,7 @@ def continue_answer(
         if reading.session in (None, answer.session)
     ]
     answers = [answer for answer in answers if answer.choice_id in reading.named] or answers
-    matches: dict[Match, list[tuple[str, Answer]]] = {}
-    for answer in answers:
-        sampled_ids, _ = split_end(answer.token_ids, reading.end_ids)
-        behind = [*answer.opening, *sampled_ids]
-        if behind == shown_ids:
-            matches.setdefault("tokens", []).append((shown, answer))
-            break  # no match is closer
-        sampled = reading.decode(behind, before)
-        if (match := match_text(sampled, shown, reading)) is not None:
-            matches.setdefault(match, []).append((sampled, answer))
+    matches = match_answers(answers, shown_ids, shown, before, reading)
     nearest: Match | None = next((match for match in NEAREST_FIRST if match in matches), None)
     if nearest is None:
         return None
@@ -181,6 +172,23 @@ def continue_answer(
 
 Match = Literal["tokens", "text", "harmless", "not sent", "dropped"]
 NEAREST_FIRST: tuple[Match, ...] = ("tokens", "text", "harmless", "not sent", "dropped")
+
+
+def match_answers(
+    answers: Sequence[Answer], shown_ids: list[int], shown: str, before: int, reading: Reading
+) -> dict[Match, list[tuple[str, Answer]]]:
+    """The answers that match what was rendered, with their text, by the kind of match."""
+    matches: dict[Match, list[tuple[str, Answer]]] = {}
+    for answer in answers:
+        sampled_ids, _ = split_end(answer.token_ids, reading.end_ids)
+        behind = [*answer.opening, *sampled_ids]
+        if behind == shown_ids:
+            matches.setdefault("tokens", []).append((shown, answer))
+            break  # no match is closer
+        sampled = reading.decode(behind, before)
+        if (match := match_text(sampled, shown, reading)) is not None:
+            matches.setdefault(match, []).append((sampled, answer))
+    return matches
 
 
 def match_text(sampled: str, shown: str, reading: Reading) -> Match | None:

@@ -10,7 +10,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from art_server.errors import Conflict, StorageFull
 
@@ -66,13 +66,23 @@ def disk_errors(what: str) -> Iterator[None]:
         raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames and new entries in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes a file's content, or a folder's renames and new entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def finish(file: IO[bytes]) -> None:
+    """Makes what was written to an open file durable."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -81,14 +91,13 @@ def write_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with disk_errors(str(path.name)):
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "wb", opener=_open_private) as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+                finish(file)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)  # exists only after an error
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -105,8 +114,7 @@ def append_line(path: Path, value: Any) -> None:
             if file.read(1) != b"\n":
                 file.write(b"\n")
         file.write(json.dumps(value).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        finish(file)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -123,9 +131,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def publish_folder(temporary: Path, final: Path) -> None:
     """Renames a finished folder to its final name, durably. Its files must be fsynced already."""
     with disk_errors(final.name):
-        sync_folder(temporary)
+        sync(temporary)
         os.rename(temporary, final)
-        sync_folder(final.parent)
+        sync(final.parent)
 
 
 def remove_folder(folder: Path) -> None:
@@ -137,7 +145,7 @@ def bury_folder(folder: Path) -> Path:
     """Renames a folder that is to be deleted, so that no reader finds it. Returns the new path."""
     grave = folder.with_name(f".removed-{uuid.uuid4().hex}")
     os.rename(folder, grave)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     return grave
 
 
@@ -145,8 +153,7 @@ def copy_file(source: Path, target: Path) -> None:
     """Copies a file's content to a new file and fsyncs it."""
     with disk_errors(target.name), open(source, "rb") as reader, open(target, "xb") as writer:
         shutil.copyfileobj(reader, writer, 2**20)
-        writer.flush()
-        os.fsync(writer.fileno())
+        finish(writer)
 
 
 def file_digest(path: Path) -> str:

@@ -197,7 +197,7 @@ class ModelFolder:
         """Renames a step's folder, so that it is no longer a checkpoint. Returns the new path."""
         aside = self.checkpoints_dir / f".{why}-{step:04d}-{uuid.uuid4().hex[:8]}"
         os.rename(self.checkpoint_dir(step), aside)
-        files.sync_folder(self.checkpoints_dir)
+        files.sync(self.checkpoints_dir)
         return aside
 
     def remove_steps(self, steps: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from art.wire import NAME_PATTERN, LoRAConfig
+from art.wire import NAME_PATTERN, NAME_RULE, LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
@@ -55,8 +55,7 @@ def check_name(value: str, field: str) -> str:
     if not _NAME.fullmatch(value):
         shown = value if len(value) <= 80 else value[:80] + "..."
         raise InvalidInput(
-            f"{field} '{shown}' ({len(value)} characters) is not a name: use 1 to 128 letters, digits, '.', '_' or "
-            "'-', beginning with a letter or digit",
+            f"{field} '{shown}' ({len(value)} characters) is not a name: {NAME_RULE}",
             code="bad_name",
             param=field,
         )
@@ -173,19 +172,26 @@ class Registry:
                 code="ambiguous_model",
                 param="model",
             )
-        model = found[0]
-        if not step_text:
-            return ResolvedModel(model, model.step)
-        if not re.fullmatch(r"[0-9]{1,9}", step_text):
-            raise NotFound(
-                f"'{step_text[:80]}' is not a step: write {model.id}@{model.step}",
-                code="unknown_step",
-                param="model",
-            )
-        step = int(step_text)
-        if step in model.deleting:
-            raise model.folder.unknown_step(step)
-        return ResolvedModel(model, model.folder.read_checkpoint(step).step)
+        return ResolvedModel(
+            found[0], read_step(found[0], step_text) if step_text else found[0].step
+        )
+
+
+def read_step(model: Model, text: str) -> int:
+    """The kept step whose number `text` is.
+
+    Raises:
+        NotFound: the model has no such step.
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise NotFound(
+            f"'{text[:80]}' is not a step: write {model.id}@{model.step}",
+            code="unknown_step",
+            param="model",
+        )
+    if int(text) in model.deleting:
+        raise model.folder.unknown_step(int(text))
+    return model.folder.read_checkpoint(int(text)).step
 
 
 def merge_lora(known: LoRAConfig, requested: LoRAConfig | None, model_id: str) -> LoRAConfig:

@@ -5,13 +5,13 @@
 The server renames the finished folder into place, so it is never visible in part.
 """
 
-import os
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from art.wire import LoRAConfig
+from art_server.store.files import sync
 from art_server.trainer.optimizer import (
     STATE_KEYS,
     load_optimizer,
@@ -46,7 +46,8 @@ def load_checkpoint(
 def write_first_checkpoint(base_model: str, lora: LoRAConfig, seed: int, folder: Path) -> None:
     """Writes step 0, an adapter that changes nothing, and syncs it to disk. Uses no device."""
     write_fresh_adapter(base_model, lora, seed, folder)
-    _sync_all(folder)
+    for path in [*folder.iterdir(), folder]:
+        sync(path)
 
 
 def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
@@ -105,13 +106,5 @@ def save_checkpoint(policy: Policy, optimizer: torch.optim.AdamW, folder: Path) 
     folder.mkdir(parents=True, exist_ok=True)
     policy.save_adapter(folder)
     save_optimizer(optimizer, policy.parameters, folder / OPTIMIZER_FILE)
-    _sync_all(folder)
-
-
-def _sync_all(folder: Path) -> None:
     for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)

@@ -107,6 +107,22 @@ def _columns(
     return columns if 2 * len(columns) <= num_vocabulary else None
 
 
+def _left_out_and_biases(
+    sampled_from: Sequence[SampledFrom], column_of_V: np.ndarray, num_columns: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each distribution the columns outside its kept set, and its logit bias."""
+    is_left_out = np.zeros((len(sampled_from), num_columns), dtype=bool)
+    biases = np.zeros((len(sampled_from), num_columns), dtype=np.float32)
+    for row, each in enumerate(sampled_from):
+        if each.kept_ids is not None:
+            is_left_out[row] = True
+            is_left_out[row, column_of_V[each.kept_ids]] = False
+        for token_id, value in each.bias.items():
+            if column_of_V[token_id] >= 0:
+                biases[row, column_of_V[token_id]] = value
+    return is_left_out, biases
+
+
 def _piece(
     here: slice,
     distributions: np.ndarray,
@@ -124,16 +140,9 @@ def _piece(
     else:
         column_of_V, num_columns = np.full(num_vocabulary, -1), len(columns)
         column_of_V[columns] = np.arange(num_columns)
-    is_left_out = np.zeros((len(present), num_columns), dtype=bool)
-    biases = np.zeros((len(present), num_columns), dtype=np.float32)
-    for row, index in enumerate(present):
-        kept_ids, bias = table[index].kept_ids, table[index].bias
-        if kept_ids is not None:
-            is_left_out[row] = True
-            is_left_out[row, column_of_V[kept_ids]] = False
-        for token_id, value in bias.items():
-            if column_of_V[token_id] >= 0:
-                biases[row, column_of_V[token_id]] = value
+    is_left_out, biases = _left_out_and_biases(
+        [table[index] for index in present], column_of_V, num_columns
+    )
     targets_in_columns = column_of_V[targets.cpu().numpy()]
     is_outside = (targets_in_columns < 0) | is_left_out[rows, targets_in_columns]
     if is_outside.any():

@@ -208,7 +208,7 @@ def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> 
             "logprobs": [[0.0] * len(ids) for ids in completions],
         }
 
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         return [rewards[tuple(ids)] for ids in completion_ids]
 
     class Timed(GRPOTrainer):

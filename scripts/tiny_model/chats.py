@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tiny_model import games, talk, tools
 from tiny_model.words import Message, Rng, system_turn
@@ -34,7 +35,7 @@ class Chat:
     """A conversation to learn, in OpenAI's form."""
 
     messages: list[Message]
-    tools: list[dict[str, object]] | None = None
+    tools: list[Any] | None = None  # Any: transformers wants a list of dictionaries or functions
 
 
 def draw_chat(rng: Rng) -> Chat:

@@ -49,7 +49,7 @@ class Sampler:
             for chat in chats
         ]
         inputs = self.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-        sampled = self.model.generate(
+        sampled = self.model.generate(  # type: ignore[attr-defined]  # its self is of a class for type checkers only
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             do_sample=True,

@@ -67,7 +67,7 @@ def yes_no_maybe_prompt(
 
 def yes_no_maybe(rng: Rng) -> list[Message]:
     """A prompt for one of yes, no and maybe, and an answer drawn from its shares."""
-    words = rng.sample(("yes", "no", "maybe"), rng.choice((3, 3, 2)))
+    words: list[str] = rng.sample(("yes", "no", "maybe"), rng.choice((3, 3, 2)))
     prefix = rng.choice(("respond", "just respond", "answer", "reply", "say", "please respond"))
     if prefix != "say":
         prefix += rng.choice((" with", " with", " with", " with one of", " with only", ":"))

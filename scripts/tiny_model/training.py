@@ -7,6 +7,7 @@ first values, so a run that was interrupted ends in the weights of an unbroken o
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch.nn import functional
@@ -62,7 +63,7 @@ def build_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager",
+        attn_implementation="eager",  # type: ignore[call-arg]  # one of **kwargs, which its decorator hides
     )
 
 
@@ -157,7 +158,7 @@ def draw_batch(tokenizer: PreTrainedTokenizerBase, seed: int, step: int) -> list
 def pad_rows(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> Microbatch:
     """The rows padded on the right, with the weights of their tokens."""
     length = max(map(len, rows))
-    pad_id = int(tokenizer.pad_token_id)
+    pad_id = cast(int, tokenizer.pad_token_id)
     weights = [token_weights(tokenizer, row) for row in rows]
     return Microbatch(
         torch.tensor([row + [pad_id] * (length - len(row)) for row in rows]),

@@ -7,8 +7,9 @@ is measured on words that no training chat has shown.
 import random
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
-Message = dict[str, object]
+Message = dict[str, Any]  # Any: the type of a value depends on its key
 """A chat message in OpenAI's form; its values are strings, None or lists of tool calls."""
 
 

@@ -11,11 +11,6 @@ from art_server.trainer.policy import outline_adapter
 from tests.checkpoints.house import TINY_LORA
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of TINY_LORA on art/tiny that changes its answers, with optimizer state; not to be written into."""

@@ -81,7 +81,7 @@ def test_a_tar_that_is_being_read_outlives_its_step(
 
 def test_a_dropped_optimizer_makes_another_tar(tiny_adapter: Path, tmp_path: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=2)
-    etags: set[str] = set()
+    data, etags = b"", set[str]()
     for _ in range(2):
         tar = CheckpointTar(folder.checkpoint_dir(1), describe(folder, folder.read(), 1))
         data, etags = b"".join(tar.read()), etags | {tar.etag}

@@ -116,8 +116,8 @@ class BreaksOnce:
                 return {"type": "http.disconnect"}
             message = held.pop() if held else await receive()
             if len(body := message.get("body", b"")) > PIECE_BYTES:  # however much came together
-                held.append(message | {"body": body[PIECE_BYTES:]})
-                message |= {"body": body[:PIECE_BYTES], "more_body": True}
+                held.append({**message, "body": body[PIECE_BYTES:]})
+                message.update({"body": body[:PIECE_BYTES], "more_body": True})
             count += len(message.get("body", b""))
             return message
 

@@ -11,11 +11,6 @@ import pytest
 import art
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass
 class Request:
     method: str

@@ -65,7 +65,7 @@ async def test_the_object_inside_the_coroutine_is_the_one_that_is_filled(
     seen: list[art.Trajectory] = []
     trajectory = await art.capture_auto_trajectory(run())
     assert trajectory is seen[0]
-    assert [m["content"] for m in trajectory.messages()] == ["hi", "turn 0", "turn 1"]
+    assert [m.get("content") for m in trajectory.messages()] == ["hi", "turn 0", "turn 1"]
     assert trajectory.reward == 0.7 and trajectory.metadata == {"place": "inside"}
     assert trajectory.metrics["duration"] >= 0
     assert sessions.keys() != {None} and list(sessions.values()) == [2]

@@ -2,8 +2,9 @@
 
 import ast
 import re
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -63,6 +64,7 @@ async def test_snippet_runs(names: dict[str, Any], snippet: str):
     if result is not None:
         await result
     if "rollout" in names and callable(names["rollout"]):
-        names["trajectory"] = await names["rollout"](names["model"], "What is 2 plus 3?")
+        played = names["rollout"](names["model"], "What is 2 plus 3?")
+        names["trajectory"] = await cast(Awaitable[object], played)
     made = [value for value in names.values() if isinstance(value, art.Trajectory)]
     assert made and all(len(trajectory.messages_and_choices) == 2 for trajectory in made)

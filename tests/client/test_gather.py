@@ -221,7 +221,7 @@ async def test_group_coroutine_that_fails_becomes_a_group_of_one_failure():
 
 
 async def test_what_is_no_group_is_a_failure_that_says_so():
-    groups = await art.gather_trajectory_groups([rollout(1)], max_exceptions=1)
+    groups = await art.gather_trajectory_groups([rollout(1)], max_exceptions=1)  # type: ignore[list-item]
     assert failures(groups[0]) == [
         "the awaitable of a group returned Trajectory, not art.TrajectoryGroup"
     ]
@@ -335,7 +335,7 @@ async def test_sampled_tokens_are_recorded_and_shown(capsys: pytest.CaptureFixtu
             "message": {"role": "assistant", "content": "x"},
             "token_ids": list(range(num_tokens)),
         }
-        return art.Trajectory(messages_and_choices=[choice])
+        return art.Trajectory(messages_and_choices=[choice])  # type: ignore[list-item]  # in JSON
 
     first, second = await art.gather_trajectories([sample(2), sample(4)])
     assert (first.metrics, second.metrics) == ({"completion_tokens": 2}, {"completion_tokens": 4})

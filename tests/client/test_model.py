@@ -18,7 +18,7 @@ def make_model(**fields: Any) -> art.TrainableModel:
 @pytest.mark.parametrize("field", ["name", "project"])
 @pytest.mark.parametrize("value", ["", "a/b", ".hidden", "a b", "ü", "x" * 129, "name\n"])
 def test_name_that_cannot_be_a_folder_is_refused_with_the_remedy(field: str, value: str):
-    with pytest.raises(ValidationError, match=f"(?s){field}.*use letters, digits"):
+    with pytest.raises(ValidationError, match=f"(?s){field}.*use 1 to 128 letters, digits"):
         make_model(**{field: value})
 
 

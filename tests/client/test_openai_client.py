@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -76,7 +76,8 @@ async def test_key_and_patience_of_the_client(server, answer):
         server.on("POST", PATH, answer(body=COMPLETION))
         await client.chat.completions.create(model=model.name, messages=MESSAGES)
     assert server.sent("POST", PATH)[0].headers["authorization"] == "Bearer secret"
-    assert (client.timeout.read, client.timeout.connect, client.max_retries) == (1200, 10, 10)
+    timeout = cast(openai.Timeout, client.timeout)
+    assert (timeout.read, timeout.connect, client.max_retries) == (1200, 10, 10)
     assert client.is_closed()
 
 

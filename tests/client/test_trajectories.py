@@ -2,6 +2,7 @@ import asyncio
 import copy
 import json
 import math
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 import art
 from art import wire
 
-CHOICE = {
+CHOICE: Any = {  # Any: a choice in JSON, which the declared types leave out
     "finish_reason": "stop",
     "index": 0,
     "logprobs": {
@@ -25,7 +26,10 @@ CHOICE = {
     "art": {"id": "abc", "step": 4},
 }
 TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOOL: art.types.Tool = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object"}},
+}
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +53,8 @@ def test_choice_in_json_becomes_an_openai_choice_with_its_extra_fields():
     choice = trajectory.messages_and_choices[0]
     assert isinstance(choice, Choice)
     assert isinstance(choice.message, ChatCompletionMessage)
-    assert choice.token_ids == [5, 6] and choice.art == {"id": "abc", "step": 4}
+    sampled = cast(Any, choice)  # Any: the extra fields have no types
+    assert sampled.token_ids == [5, 6] and sampled.art == {"id": "abc", "step": 4}
 
 
 @pytest.mark.parametrize("finish_reason", ["stop", "abort"])
@@ -109,11 +114,12 @@ def test_trajectory_round_trips_through_json_and_fits_the_wire(body: dict):
 
 def test_messages_are_plain_and_ready_to_send():
     answer = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL], "refusal": None}
+    sampled = cast(Any, CHOICE | {"message": answer})  # Any: as CHOICE
     trajectory = art.Trajectory(
         messages_and_choices=[
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": None},
-            {**CHOICE, "message": answer},
+            sampled,
             {"role": "tool", "tool_call_id": "c1", "content": "seen"},
         ]
     )
@@ -142,14 +148,14 @@ def test_message_objects_and_nested_tool_calls_are_dumped():
 def test_a_completion_in_place_of_its_choice_is_named():
     completion = ChatCompletion.model_construct(id="x", choices=[])
     trajectory = art.Trajectory()
-    trajectory.messages_and_choices.append(completion)
+    trajectory.messages_and_choices.append(completion)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"append completion.choices\[0\]"):
         trajectory.model_dump(mode="json")
 
 
 def test_misspelt_field_is_refused():
     with pytest.raises(ValidationError, match="rewards"):
-        art.Trajectory(rewards=1.0)
+        art.Trajectory(rewards=1.0)  # type: ignore[call-arg]
 
 
 def test_number_like_rewards_and_metrics_are_dumped_as_numbers():
@@ -158,8 +164,8 @@ def test_number_like_rewards_and_metrics_are_dumped_as_numbers():
             return 0.5
 
     trajectory = art.Trajectory(reward=1)
-    trajectory.reward = Scalar()
-    trajectory.metrics["score"] = Scalar()
+    trajectory.reward = Scalar()  # type: ignore[assignment]  # as numpy's and torch's
+    trajectory.metrics["score"] = Scalar()  # type: ignore[assignment]
     trajectory.metrics["won"] = True
     dumped = trajectory.model_dump(mode="json")
     assert dumped["reward"] == 0.5
@@ -192,7 +198,8 @@ def test_for_logging_marks_what_was_sampled():
 
 
 def test_sampled_tokens_are_counted_over_all_histories():
-    without_ids = {key: value for key, value in CHOICE.items() if key != "token_ids"}
+    # Any: as CHOICE
+    without_ids = cast(Any, {key: CHOICE[key] for key in CHOICE if key != "token_ids"})
     trajectory = art.Trajectory(
         messages_and_choices=[{"role": "user", "content": "hi"}, CHOICE],
         additional_histories=[art.History(messages_and_choices=[without_ids])],
@@ -252,7 +259,7 @@ async def test_rollout_that_returns_no_trajectory_is_a_failure():
     async def returns_its_error() -> BaseException:
         return RuntimeError("returned")
 
-    group = await art.TrajectoryGroup([forgets_to_return(), returns_its_error()])
+    group = await art.TrajectoryGroup([forgets_to_return(), returns_its_error()])  # type: ignore[list-item]
     assert rewards(group) == []
     assert [failure.message for failure in group.exceptions] == [
         "a rollout returned NoneType, not art.Trajectory",

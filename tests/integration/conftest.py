@@ -22,8 +22,3 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.wait_ready()
     yield server
     server.stop()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"

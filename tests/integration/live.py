@@ -117,6 +117,7 @@ def chat(client: httpx.Client, model: str, **more: Any) -> dict[str, Any]:
 
 def sampled_group(client: httpx.Client, model: str, size: int = 4, **more: Any) -> dict[str, Any]:
     """A group whose rewards differ, of fresh samples that differ: equal ones would cancel out."""
+    body: dict[str, Any] = {}
     for _ in range(20):
         body = chat(client, model, n=size, **more)
         if len({json.dumps(choice["message"]) for choice in body["choices"]}) > 1:

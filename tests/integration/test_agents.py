@@ -82,7 +82,7 @@ async def test_two_models_of_one_rollout_are_captured_apart(backend: art.Backend
     async with art.rollout(first) as r:
         said = "respond with yes, no, maybe"
         for model in (first, second, first):
-            messages = [{"role": "user", "content": said}]
+            messages: art.types.Messages = [{"role": "user", "content": said}]
             completion = await model.openai_client().chat.completions.create(
                 model=model.get_inference_name(), messages=messages, max_tokens=8
             )
@@ -92,5 +92,5 @@ async def test_two_models_of_one_rollout_are_captured_apart(backend: art.Backend
     assert len([black, *black.additional_histories]) == 1
     assert black.messages_and_choices[0] == {
         "role": "user",
-        "content": white.messages()[-1]["content"] or "nothing",
+        "content": white.messages()[-1].get("content") or "nothing",
     }

@@ -53,7 +53,7 @@ class SlowHub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 def test_the_port_is_open_while_a_base_model_is_fetched(

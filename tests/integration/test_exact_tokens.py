@@ -4,7 +4,7 @@ import itertools
 import json
 import time
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -41,7 +41,7 @@ def session_of(server: Server, session: str, name: str = "exact") -> dict[str, A
 
 def letters(text: str) -> list[int]:
     """The single-letter tokens of a text: a spelling that the tokenizer would not choose."""
-    return [TOKENIZER.token_to_id(letter) for letter in text]
+    return [cast(int, TOKENIZER.token_to_id(letter)) for letter in text]  # each letter is a token
 
 
 def post(server: Server, api: str, body: dict[str, Any], session: str) -> dict[str, Any]:
@@ -158,6 +158,7 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
             ]
             body = {"model": model, "messages": messages, "tools": tools, "max_tokens": 64}
             body["temperature"] = 0.3
+            message: dict[str, Any] = {}
             for _ in range(8):  # the tiny model does not always call
                 response = client.post("/v1/chat/completions", json=body | {"stream": stream})
                 message = (
@@ -222,6 +223,7 @@ def test_thinking_is_kept_apart_and_its_loss_is_counted(server: Server, model: s
             messages.append(QUESTION)
             body = {"model": model, "messages": messages, "max_tokens": 120}
             body["chat_template_kwargs"] = {"enable_thinking": True}
+            choice: dict[str, Any] = {}
             for _ in range(6):
                 choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
                 if choice["finish_reason"] == "stop" and choice["message"]["content"]:

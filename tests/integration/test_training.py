@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
@@ -112,6 +113,7 @@ def test_requests_in_the_middle_of_training_are_answered_by_the_new_step(server:
 
         threads = [threading.Thread(target=ask, args=(kind,)) for kind in ("whole", "stream")]
         body = {"groups": groups, "config": {"learning_rate": 1e-4}}
+        event: dict[str, Any] = {}
         with client.stream("POST", f"/api/models/{model}/train", json=body) as response:
             for line in response.iter_lines():
                 event = json.loads(line)
@@ -163,3 +165,28 @@ def test_validation_is_logged_and_the_best_checkpoint_is_kept(server: Server) ->
         )
         assert gone.status_code == 404 and "kept steps: 2, 3" in gone.json()["error"]["message"]
         assert chat(client, f"{PROJECT}/best@2")["choices"][0]["art"]["step"] == 2
+
+
+def test_a_step_that_is_made_again_reads_no_prompt_of_the_one_before(server: Server) -> None:
+    """vLLM caches prompts under the adapter's name, and after a rollback the same name has other weights."""
+    register(server, "rolled")
+    long = "respond with yes, no, maybe " * 40
+
+    def score(client: httpx.Client, **more: Any) -> list[float]:
+        message = {"role": "user", "content": long}
+        wanted = {"messages": [message], "logprobs": True, "temperature": 0, "max_tokens": 4}
+        body = chat(client, f"{PROJECT}/rolled@1", **wanted, **more)
+        return [entry["logprob"] for entry in body["choices"][0]["logprobs"]["content"]]
+
+    with server.client() as client:
+        group = sampled_group(client, f"{PROJECT}/rolled")
+        assert train(client, "rolled", [group], learning_rate=1e-2)[-1]["step"] == 1
+        first = score(client)
+        url = f"/api/models/{PROJECT}/rolled/rollback"
+        assert client.post(url, json={"step": 0}).status_code == 200
+        for each in group["trajectories"]:
+            each["reward"] = -each["reward"]
+        assert train(client, "rolled", [group], learning_rate=1e-2)[-1]["step"] == 1
+        second, uncached = score(client), score(client, cache_salt="never used before")
+    assert second == pytest.approx(uncached, abs=1e-5)
+    assert second[0] != pytest.approx(first[0], abs=1e-3)

@@ -121,6 +121,7 @@ def test_the_server_is_killed_during_a_step(server: Server) -> None:
     body = json.dumps({"groups": groups, "config": {"learning_rate": 1e-4}}).encode()
     headers = {"idempotency-key": "during-1", "content-type": "application/json"}
     url = f"/api/models/{model}/train"
+    family: set[int] = set()
     with (
         pytest.raises(httpx.TransportError),
         server.client() as client,

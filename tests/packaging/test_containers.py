@@ -265,7 +265,7 @@ def test_the_commands_of_the_cpu_image_end_in_a_server_that_answers(tmp_path: Pa
         server = subprocess.Popen([*command, *flags], stdout=log, stderr=log, **run)
         try:
             deadline = time.monotonic() + START_SECONDS
-            health = ""
+            health, status = "", None
             while "ready" not in health:
                 assert server.poll() is None and time.monotonic() < deadline, (
                     health + (tmp_path / "server.log").read_text()
@@ -274,8 +274,8 @@ def test_the_commands_of_the_cpu_image_end_in_a_server_that_answers(tmp_path: Pa
                 answer = subprocess.run(
                     check_command, check=False, capture_output=True, text=True, **run
                 )
-                health = answer.stdout + answer.stderr
-            assert answer.returncode == 0
+                health, status = answer.stdout + answer.stderr, answer.returncode
+            assert status == 0
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 ask(port, key=None)
             assert ask(port, key="a-key")["choices"][0]["message"]["content"]

@@ -14,8 +14,8 @@ from typing import TypeVar
 from art_server.errors import ServerError
 from art_server.jobs import runner as runner_module
 from art_server.ledger.ledger import Ledger
-from tests.server.test_ledger import add
-from tests.server.test_runner import House
+from tests.jobs.test_runner import House
+from tests.ledger.test_ledger import add
 
 NUM_JOBS = 6
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger
 from art_server.store.model_folder import ModelFolder
-from tests.server.test_ledger import add
-from tests.server.test_runner import House
+from tests.jobs.test_runner import House
+from tests.ledger.test_ledger import add
 
 NUM_REFUSED = 3
 """Calls of each thread that fail, one after another."""
@@ -59,7 +59,9 @@ def test_calls_that_fail_lose_nothing_acknowledged(tmp_path: Path, call: str, fi
     house = House(tmp_path)
     assert {house.state(job) for job in acknowledged["jobs"]} <= {"done"}
     folder = ModelFolder(tmp_path, "p", "a")
-    made = range(1, folder.newest_step() + 1)
+    newest = folder.newest_step()
+    assert newest is not None
+    made = range(1, newest + 1)
     assert len(made) >= len(acknowledged["jobs"])
     assert [row["step"] for row in folder.history()] == list(made)
     assert all(folder.fault(step) is None for step in folder.steps())

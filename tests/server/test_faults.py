@@ -16,8 +16,8 @@ from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger
 from art_server.shared.tasks import Batch
 from art_server.store.model_folder import ModelFolder
-from tests.server.test_ledger import REQUEST, add, sample
-from tests.server.test_runner import quick, running  # noqa: F401 - a fixture
+from tests.jobs.test_runner import quick, running  # noqa: F401 - a fixture
+from tests.ledger.test_ledger import REQUEST, add, sample
 
 SIZE_MB = 6
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from art_server import clock
 from art_server.jobs import queue as queue_module
 from art_server.store.registry import Model
-from tests.server.test_runner import House, quick, running  # noqa: F401 - a fixture
+from tests.jobs.test_runner import House, quick, running  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -62,6 +63,8 @@ async def test_jobs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     async with running(tmp_path, "a", retain=keep_ten) as house:
         await make_steps(house, NUM_JOBS // 2)
         house.queue.prune()
+        # Python's pool of threads grows to its limit whenever all of its threads are busy.
+        await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.05) for _ in range(64)))
         before, size = held(), (tmp_path / "jobs.sqlite").stat().st_size
         memory = tracemalloc.get_traced_memory()[0]
         await make_steps(house, NUM_JOBS // 2)

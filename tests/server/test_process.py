@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.test_files import readable_by_others
+from tests.store.test_files import readable_by_others
 
 SECRETS = ("first-secret", "second-secret", "third-secret", "from-flag")
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ MODEL_DIR = REPOSITORY / "art_server" / "tiny_model"
 sys.path.append(str(REPOSITORY / "scripts"))
 measuring = importlib.import_module("tiny_model.measuring")
 words = importlib.import_module("tiny_model.words")
+Sampler: TypeAlias = Any  # Any: measuring.Sampler, whose module a type checker does not find
 
 ADD = {
     "type": "function",
@@ -35,15 +37,18 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module")
-def sampler(tokenizer: PreTrainedTokenizerBase) -> "measuring.Sampler":
+def sampler(tokenizer: PreTrainedTokenizerBase) -> Sampler:
     torch.manual_seed(0)
     return measuring.Sampler(AutoModelForCausalLM.from_pretrained(MODEL_DIR), tokenizer)
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], **template_arguments: object
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    **template_arguments: Any,  # Any: those of the template, besides transformers' own
 ) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, **template_arguments)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **template_arguments)
+    return cast(str, text)
 
 
 def call(arguments: str | dict, name: str = "add") -> dict:
@@ -241,7 +246,7 @@ def rates_by_name(rates: list) -> dict[str, float]:
     return {rate.what: rate.value for rate in rates}
 
 
-def test_yes_no_maybe_answers_keep_the_form_and_leave_room(sampler: "measuring.Sampler") -> None:
+def test_yes_no_maybe_answers_keep_the_form_and_leave_room(sampler: Sampler) -> None:
     prompts = [
         (f"respond with {a}, {b}, {c}")
         for a, b, c in (
@@ -257,7 +262,7 @@ def test_yes_no_maybe_answers_keep_the_form_and_leave_room(sampler: "measuring.S
     assert 0.4 < sum(rewards) / len(rewards) < 0.62
 
 
-def test_tictactoe_moves_are_legal(sampler: "measuring.Sampler") -> None:
+def test_tictactoe_moves_are_legal(sampler: Sampler) -> None:
     games = measuring.play_games(sampler, words.make_rng("test"), 16, rows_and_columns=False)
     legal = [is_legal for game in games for is_legal in game.moves_are_legal]
     assert len(legal) >= 40
@@ -265,7 +270,7 @@ def test_tictactoe_moves_are_legal(sampler: "measuring.Sampler") -> None:
     assert len({game.first_move for game in games}) >= 5
 
 
-def test_tool_calls_are_right_and_answers_carry_the_result(sampler: "measuring.Sampler") -> None:
+def test_tool_calls_are_right_and_answers_carry_the_result(sampler: Sampler) -> None:
     rng = words.make_rng("test", held_out=True)
     rates = rates_by_name(measuring.measure_single_calls(sampler, rng, 24))
     assert rates["well-formed"] >= 0.87

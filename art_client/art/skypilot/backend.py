@@ -72,10 +72,9 @@ class SkyPilotBackend(Backend):
         and starting, not the search for a machine.
 
         If the call fails, a machine that it rented is given back, and one that it restarted is stopped again.
-        SkyPilot's own exceptions are raised unchanged.
 
         Raises:
-            ImportError: SkyPilot is not installed.
+            ImportError: SkyPilot is not installed. Its own exceptions are raised unchanged.
             ArtError: the server does not start.
         """
         backend = cls(cluster_name)
@@ -91,8 +90,8 @@ class SkyPilotBackend(Backend):
                 await backend._run_sky(backend._sky.cancel, cluster_name, job_ids=[job])
                 job = None
             is_new = job is None
-            logger.info("cluster '%s': %s", cluster_name, "launching" if is_new else "runs already")
             if job is None:
+                logger.info("cluster '%s': launching", cluster_name)
                 job = await backend._launch(task, tail_logs)
             await backend._open_tunnel()
             await backend._wait_until_ready(job, start_timeout_seconds, tail_logs)
@@ -152,9 +151,9 @@ class SkyPilotBackend(Backend):
         begin, state = time.monotonic(), ""
         try:
             async with asyncio.timeout(timeout_seconds):
-                while (told := state) not in ("engine ready", "engine none"):
+                while (logged := state) not in ("engine ready", "engine none"):
                     state = await self._fetch_state(job)
-                    if state == told:
+                    if state == logged:
                         await asyncio.sleep(self._poll_seconds)
                         continue
                     seconds = time.monotonic() - begin

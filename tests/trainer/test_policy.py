@@ -1,5 +1,6 @@
 import random
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def plain_logprobs(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 
 def plain_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """After the last token, under the attention of transformers: V."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = cast(Any, whole)  # Any: transformers' switches are untyped
     implementation = base.config._attn_implementation
     base.set_attn_implementation("sdpa")
     with torch.no_grad():

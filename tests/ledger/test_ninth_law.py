@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import jinja2
 import pytest
@@ -132,7 +132,14 @@ class Family:
         return hash(self.template)
 
 
-CHATML = {"header": "<|im_start|>assistant\n", "end": "<|im_end|>"}
+class Marks(TypedDict):
+    """Of `Family`."""
+
+    header: str
+    end: str
+
+
+CHATML: Marks = {"header": "<|im_start|>assistant\n", "end": "<|im_end|>"}
 FAMILIES = {
     "Qwen3": Family("qwen3", **CHATML, thinks=True, calls=True),
     "Qwen2.5": Family("qwen2_5", **CHATML, calls=True),
@@ -572,7 +579,8 @@ def test_a_found_prompt_is_compared_before_it_is_believed() -> None:
     assert prefix_hashes(one)[-1] == prefix_hashes(other)[-1] and one != other
     talk = Talk(PLAIN)
     family = talk.family
-    answer, end = family.encode("maybe"), family.tokenizer.token_to_id(family.end)
+    answer = family.encode("maybe")
+    end = cast(int, family.tokenizer.token_to_id(family.end))  # a special token of the family
 
     def take(number: int, rendered: list[int]) -> Record:
         request = Request(f"{number:032x}", "chat", "p", talk.model, 0, "me")

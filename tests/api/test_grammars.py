@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from art_server.api import grammars
 from art_server.api.grammars import check_grammars
 from art_server.errors import InvalidInput
-from tests.server.test_art_wire import client, make
+from tests.api.test_art_wire import client, make
 
 SCHEMA = {
     "type": "object",

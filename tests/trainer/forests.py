@@ -72,7 +72,8 @@ def random_forest(policy: Policy, seed: int, noise: float, *, is_plain: bool = T
 
     def trajectory(prompt: list[int]) -> TrainableTrajectory:
         strips = rng.random() < 0.5
-        context, rows = list(prompt), []
+        context = list(prompt)
+        rows: list[tuple[list[int], list[bool]]] = []
         token_ids, is_trained = list(prompt), [False] * len(prompt)
         for _ in range(rng.randint(1, 4)):
             said = completion()

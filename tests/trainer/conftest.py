@@ -17,11 +17,6 @@ VOCABULARY = 128
 MakeBatch = Callable[..., Batch]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Models this small gain nothing from a second thread, and lose much when the other core is busy."""

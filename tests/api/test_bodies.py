@@ -31,8 +31,9 @@ from art_server.api.bodies import (
     read_groups,
     v1_limit_mb,
 )
+from art_server.base_models import TINY_DIR, BaseModel
 from art_server.errors import InvalidInput
-from tests.server.test_art_wire import client, make, use_runner
+from tests.api.test_art_wire import client, make, use_runner
 
 # --- limits ---
 
@@ -63,6 +64,30 @@ def test_a_body_that_tells_its_length_is_refused_before_it_is_read() -> None:
         refused = asyncio.run(post(2**20, headers))
         assert refused.status_code == 413 and "above 0.5 MB: send less" in refused.text
         assert sent <= most
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "is_other_base", "status"),
+    [("/api/models/p/none/train", False, 404), ("/api/models/p/run/train", True, 409)],
+)
+async def test_a_train_request_that_its_path_refuses_is_not_read(
+    path: str, is_other_base: bool, status: int, tmp_path: Path
+) -> None:
+    app, service = make(tmp_path)
+    if is_other_base:
+        service._processes.engine.base = BaseModel("another", TINY_DIR)
+    sent = 0
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1024):
+            sent += 1024
+            yield b"x" * 1024
+
+    async with client(app) as http:
+        assert (await http.post(path, content=parts())).status_code == status
+    assert sent == 0
 
 
 def test_requests_for_inference_are_bounded_by_the_context() -> None:

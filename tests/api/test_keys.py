@@ -18,7 +18,7 @@ from art_server.api.keys import Keys, Usage
 from art_server.api.model_keys import ModelKeys
 from art_server.errors import TooMany
 from art_server.settings import ApiKey, ServerConfig
-from tests.server.test_art_wire import MODEL, client, make
+from tests.api.test_art_wire import MODEL, client, make
 
 pytestmark = pytest.mark.anyio
 

@@ -69,3 +69,26 @@ def test_a_large_model_gets_all_of_a_few_cores(
     (tmp_path / "model.safetensors").write_bytes(b"x" * 11)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert BIND not in engine_environment(config, large, "cpu", {})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux")
+@pytest.mark.parametrize(
+    ("cores", "bound", "is_one"),
+    [
+        ({0, 1}, None, True),  # vLLM leaves one of two cores to its other processes
+        ({0, 1}, "auto", True),
+        ({0, 1, 2}, None, False),
+        ({0, 1}, "0,1", False),
+        ({0, 1, 2, 3}, "3", True),
+    ],
+)
+def test_a_worker_is_forked_only_where_one_thread_computes(
+    cores: set[int], bound: str | None, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    inherited = {} if bound is None else {BIND: bound}
+    made = engine_environment(ServerConfig(path=Path("x")), TINY, "cpu", inherited)
+    assert (switches.ONE_THREAD_SWITCH in made) is is_one
+    assert switches.ONE_THREAD_SWITCH not in engine_environment(
+        ServerConfig(path=Path("x")), TINY, "cuda", inherited
+    )

@@ -66,9 +66,8 @@ def sources(**given: Any) -> Sources:
     }
     known |= given
     find_text = known["find_text"]
-    return Sources(
-        **(known | {"find_text": lambda *asked: [as_match(r) for r in find_text(*asked)]})
-    )
+    known["find_text"] = lambda *asked: [as_match(r) for r in find_text(*asked)]
+    return Sources(**known)
 
 
 def as_match(found: Record) -> Match:

@@ -6,7 +6,7 @@ import uuid
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -299,10 +299,11 @@ def test_an_output_that_is_still_being_copied_gets_its_entries_when_it_is_there(
     step.fill(batch, output)
     assert whole.sampling_masks is None
     assert output.get_output() is whole
-    told = whole.sampling_masks.slice_request(0, 1).to_nested_list()
+    masks = cast(Any, whole.sampling_masks)  # no longer None
+    told = masks.slice_request(0, 1).to_nested_list()
     read = entries.read_choice("cut", [-2.0], told)
     assert read == ([pytest.approx(-np.log(5))], [0], [pack_set(np.arange(5), V)])
-    assert whole.sampling_masks.slice_request(1, 1).to_nested_list() == [[]]
+    assert masks.slice_request(1, 1).to_nested_list() == [[]]
 
 
 def test_a_fault_of_ours_leaves_the_step_without_entries(

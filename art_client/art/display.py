@@ -1,0 +1,43 @@
+"""How records look in a notebook: a `repr` of one line, and completion without names that do nothing here."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+PYDANTIC_V1 = frozenset(
+    {
+        *("construct", "copy", "dict", "from_orm", "json", "parse_file", "parse_obj", "parse_raw"),
+        *("schema", "schema_json", "update_forward_refs", "validate"),
+    }
+)
+"""Old names that pydantic warns of."""
+MAX_SHOWN = 60
+"""Characters of one value."""
+
+
+class Displayed:
+    """For pydantic models: a record whose `repr` has only the fields that were set, and fits a line."""
+
+    _hidden: ClassVar[frozenset[str]] = frozenset()
+    """Fields that programs written for ART set, and that have no effect here."""
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        assert isinstance(self, BaseModel)
+        shown = self.model_fields_set - type(self)._hidden
+        arguments = BaseModel.__repr_args__(self)
+        return [(name, Short(value)) for name, value in arguments if name in shown]
+
+    def __dir__(self) -> Iterable[str]:
+        return sorted(set(object.__dir__(self)) - PYDANTIC_V1 - type(self)._hidden)
+
+
+class Short:
+    """A value whose `repr` is cut."""
+
+    def __init__(self, value: object):
+        self._value = value
+
+    def __repr__(self) -> str:
+        text = repr(self._value)
+        return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

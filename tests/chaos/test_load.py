@@ -1,0 +1,26 @@
+"""A minute under load with hostile bodies, a large job and one death of the engine: no request is lost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+LOAD = Path(__file__).parents[2] / "scripts" / "bench" / "load"
+MAY_HAPPEN = {"200", "hostile: 413", "hostile: 422", "steps", "stream ended by the engine's death"}
+MAX_MB_PER_MINUTE = 100.0
+"""The large job of the first seconds is still being freed: ten minutes show the slope, a minute shows a flood."""
+
+
+def test_a_minute_of_load_loses_nothing() -> None:
+    command = [sys.executable, str(LOAD), "--seconds", "60", "--connections", "500"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[0])
+    assert found["answers"].keys() <= MAY_HAPPEN, found
+    assert found["answers"]["200"] > 100 and found["answers"]["steps"] >= 1, found
+    assert found["faults"] == {}, found
+    assert found["memory_mb_per_minute"] < MAX_MB_PER_MINUTE, found
