@@ -22,7 +22,7 @@ from art_server.store.registry import Model, Registry, check_rank, merge_lora
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class Registration:
     """Registers models, and compares them with the loaded base model."""
 

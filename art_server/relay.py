@@ -81,7 +81,7 @@ class EngineLost(Unavailable):
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Relay:
     """Sends requests to the engine and returns its answers; any number at a time."""
 

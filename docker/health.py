@@ -2,7 +2,7 @@
 
     python health.py http://127.0.0.1:7623/health
 
-An engine that is loading, or that no model has asked for, is well.
+An engine that is loading, or that no model needs yet, counts as healthy.
 """
 
 import json

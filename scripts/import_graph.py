@@ -1,4 +1,4 @@
-"""Who imports whom: read from the code, with imports inside of functions and under TYPE_CHECKING."""
+"""The import graph of our modules, read from the code, with imports inside functions and under TYPE_CHECKING."""
 
 import ast
 import sys
@@ -9,13 +9,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"art": ROOT / "art_client" / "art", "art_server": ROOT / "art_server"}
 
 PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "in_vllm"}
-"""With the room that runs in nothing else; all others are the server's, or shared."""
+"""Each process with the folder that runs only in it. All other folders belong to the server or are shared."""
 
 Graph = Mapping[str, frozenset[str]]
 
 
 def modules() -> dict[str, Path]:
-    """Our modules by their dotted name."""
+    """Maps the dotted names of our modules to their files."""
     found: dict[str, Path] = {}
     for package, folder in PACKAGES.items():
         for file in sorted(folder.rglob("*.py")):
@@ -25,7 +25,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported_names(file: Path) -> set[str]:
-    """Everything that a file imports, also what may be a name in a module."""
+    """The dotted names that a file imports: modules, and names inside modules."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -36,7 +36,7 @@ def imported_names(file: Path) -> set[str]:
 
 
 def import_graph() -> Graph:
-    """From each of our modules to those of ours that it imports."""
+    """Maps each of our modules to those of our modules that it imports."""
     files = modules()
     graph: dict[str, frozenset[str]] = {}
     for module, file in files.items():
@@ -53,13 +53,13 @@ def foreign_packages(file: Path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """A folder of the server, or a file beside them; the client is one room."""
+    """The top-level folder or file of the server that contains the module; "art" for every module of the client."""
     package, _, rest = module.partition(".")
     return rest.partition(".")[0] if package == "art_server" and rest else package
 
 
 def circles(graph: Graph) -> list[set[str]]:
-    """Groups of modules each of which comes, by imports, to all others of its group."""
+    """Import cycles: groups of modules that all import each other, directly or indirectly."""
     reached = {module: reach(graph, module) for module in graph}
     groups = {
         frozenset(other for other in reached[module] if module in reached[other])
@@ -80,7 +80,7 @@ def reach(graph: Graph, start: str) -> set[str]:
 
 
 def picture() -> str:
-    """The rooms of the server and who imports whom, as a Mermaid diagram; an arrow that others imply is left out."""
+    """A Mermaid diagram of the server's folders and their imports. Arrows that others imply are omitted."""
     rooms: dict[str, set[str]] = {}
     for module, imported in import_graph().items():
         rooms.setdefault(room(module), set()).update(map(room, imported))

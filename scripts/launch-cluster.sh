@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Launch an art-server on a rented machine: scripts/sky.yaml with the variables of .env, by `sky launch`.
+# Launches an art-server on a rented machine: runs `sky launch` on scripts/sky.yaml with the variables of .env.
 #
 #   scripts/launch-cluster.sh [arguments of sky launch...]      -c NAME, --gpus H100:1, --infra aws, --yes...
 #

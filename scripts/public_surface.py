@@ -1,9 +1,10 @@
-"""What programs, other clients and stored files rely on, as JSON: names and signatures of the client, routes and bodies,
-flags. Texts for people (descriptions, help) are left out.
+"""The public surface as JSON: names and signatures of the client, routes and bodies, flags. Programs, other clients and
+stored files rely on it. Texts for people (descriptions, help) are omitted.
 
     .venv/bin/python -m scripts.public_surface     writes tests/unit/public.json
 
-`tests/unit/test_public.py` compares it with the code: a change there is a change for users, and belongs in CHANGELOG.md.
+`tests/unit/test_public.py` compares the file with the code. A change of the file affects users and belongs in
+CHANGELOG.md.
 """
 
 import argparse
@@ -29,11 +30,11 @@ def surface() -> dict[str, Any]:
 
 
 def names() -> dict[str, Any]:
-    """Each public name with its signature, a class with those of its public methods."""
+    """Each public name with its signature; for a class, also the signatures of its public methods."""
     return {name: shape(getattr(art, name)) for name in sorted(art.__all__)}
 
 
-def shape(value: Any) -> Any:  # Any: whatever `art` exports
+def shape(value: Any) -> Any:  # Any: any object that `art` exports
     if inspect.ismodule(value):
         return sorted(value.__all__)
     if inspect.isclass(value):
@@ -53,7 +54,7 @@ def shape(value: Any) -> Any:  # Any: whatever `art` exports
 
 
 def signature(value: Any) -> str:
-    """Parameters and defaults; how annotations are spelt is no promise."""
+    """Parameters and defaults, without annotations: their spelling may change."""
     if isinstance(value, classmethod | staticmethod):
         value = value.__func__
     if not callable(value):
@@ -88,7 +89,7 @@ def routes() -> Any:
 
 
 def without_texts(value: Any, *, are_names: bool = False) -> Any:
-    """The schema without what people read. Below `properties` keys are names of fields."""
+    """The schema without texts for people. With `are_names`, the keys are names (such as fields) and are all kept."""
     if isinstance(value, dict):
         return {
             key: without_texts(each, are_names=key in ("properties", "schemas", "paths", "$defs"))

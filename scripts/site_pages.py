@@ -1,5 +1,5 @@
-"""A hook of mkdocs: the pages at the root of the repository (README, SECURITY...) become pages of the site, and links to
-files that are no page lead to the repository.
+"""A hook of mkdocs. It adds the pages at the root of the repository (README, SECURITY...) to the site, and points links
+to files outside the site to the repository.
 """
 
 import posixpath
@@ -28,7 +28,7 @@ def on_files(files: Files, config: Any) -> Files:  # Any: mkdocs' configuration 
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links that hold in the repository into links that hold in the site."""
+    """Turns links that work in the repository into links that work on the site."""
     here = page.file.src_uri
     folder = "" if here in PAGES.values() else "docs"
 

@@ -1,4 +1,4 @@
-"""Engine and trainer as the rest of the server sees them, without processes: what they do next is told to them."""
+"""Fakes of the engine and the trainer, without processes. Tests set what they do next."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ async def keep_all(_: object) -> None:
 
 
 class FakeEngine:
-    """Speaks `engine.Engine`'s interface."""
+    """Has the interface of `engine.Engine`."""
 
     def __init__(self) -> None:
         self.state: State = "ready"
@@ -29,7 +29,7 @@ class FakeEngine:
         self.max_seq_length = 4096
         self.is_paused = False
         self.refused: set[str] = set()
-        """Adapters that it does not take."""
+        """Names of adapters that it refuses."""
         self.adapters: dict[str, Path] = {}
 
     async def wait_ready(self, timeout_seconds: float) -> None:
@@ -65,15 +65,15 @@ class FakeEngine:
 
 
 class FakeTrainer:
-    """Speaks `trainer.Trainer`'s interface. `events` are what the next tasks do, in turn: an error is raised, a function is
-    called with the task; what is not there writes an adapter."""
+    """Has the interface of `trainer.Trainer`. Each train task takes the next of `events`: an error is raised, a
+    function is called with the task. A task that raises nothing writes an adapter."""
 
     def __init__(self) -> None:
         self.events: list[Exception | Callable[[TrainTask], Any]] = []
         self.tasks: list[TrainTask] = []
         self.batches: list[Any] = []
         self.is_waiting = asyncio.Event()
-        """A task that waits to be cancelled has begun."""
+        """Set when a task waits to be cancelled."""
         self._cancelled = asyncio.Event()
 
     async def run(
@@ -104,7 +104,7 @@ class FakeTrainer:
         return self._cancelled.is_set()
 
     async def wait_to_be_cancelled(self, task: TrainTask) -> None:
-        """An event: a task between two micro-batches."""
+        """For `events`: waits to be cancelled, as a task between two micro-batches does, and raises."""
         del task
         self.is_waiting.set()
         await self._cancelled.wait()

@@ -1,4 +1,4 @@
-"""Models of many families with random weights, small enough for a test: as large as it takes to run, with art/tiny's tokenizer."""
+"""Models of many families with random weights, as small as each family allows, with art/tiny's tokenizer."""
 
 import json
 import shutil
@@ -70,14 +70,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
     "deepseek_v3": SHARED_EXPERTS | LATENT | {"topk_method": "noaux_tc"},
 }
-"""transformers' name of each family, and what its shape needs beyond SHAPE. vLLM reads some fields that transformers lacks."""
+"""transformers' name of each family, and its settings beyond SHAPE. vLLM reads some fields that transformers lacks."""
 
 WITHOUT_TREES = ("gemma2", "gpt_oss", "qwen3_5_text")
-"""Soft-capped scores, attention sinks, layers that carry a state from token to token: rows are trained one by one."""
+"""Families that train each sequence alone: soft-capped scores, attention sinks, layers with a recurrent state."""
 
 
 def make_model(family: str, folder: Path) -> Path:
-    """Write the model into a new folder, in float32."""
+    """Writes the model into a new folder, in float32; returns the folder."""
     config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family]))
     config.dtype = "float32"
     torch.manual_seed(0)

@@ -75,7 +75,7 @@ _MODULE_BY_LAZY_NAME = {
     "SkyPilotBackend": "art.skypilot",
 }
 """Imported on first access: their import of httpx takes as long as all other imports together."""
-_LAZY_MODULES = ("backend", "local", "skypilot")
+_LAZY_MODULES = ("backend", "local", "rewards", "skypilot")
 
 
 def __getattr__(name: str) -> Any:

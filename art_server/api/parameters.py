@@ -15,6 +15,7 @@ from art_server.api.auth import Caller
 from art_server.api.bodies import GroupBodies, beside, parse_body, read_body
 from art_server.jobs.queue import Job, request_digest
 from art_server.service import Service
+from art_server.settings import ServerConfig
 from art_server.store.registry import Model
 
 SMALL_MB = 4
@@ -75,7 +76,7 @@ class JsonBody:
 class LargeBody:
     """A body of up to `--max-body-mb`, not yet parsed: a `RawBody`."""
 
-    limit = "`--max-body-mb` (512)"
+    limit = f"`--max-body-mb` ({ServerConfig.model_fields['max_body_mb'].default})"
 
     def __init__(self, kind: type[BaseModel]):
         self.kind = kind

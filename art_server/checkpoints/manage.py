@@ -38,7 +38,7 @@ IN_USE_SECONDS, POLL_SECONDS = 60.0, 0.05
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpoints:
     """Changes steps and models on disk, and keeps engine and registry consistent with the disk."""
 

@@ -101,7 +101,7 @@ class Position:
         self.number += 1
 
 
-@dataclass
+@dataclass(eq=False)
 class JobRunner:
     """Accepts train requests and runs them as jobs, in order, in one background task."""
 

@@ -1,4 +1,5 @@
-"""One competitor of scripts/bench/trainer, in a process of its own: a line in, a step, its figures as a JSON line out.
+"""Runs one arm of scripts/bench/trainer in its own process. For each line on stdin it takes one step and writes the
+step's figures to stdout as a JSON line.
 
 arms.py ours|rows|trl_best|trl_checkpointed|trl_shipped FOLDER
 """
@@ -36,7 +37,7 @@ start_mb = 0
 
 
 def await_command() -> None:
-    """Until it is this arm's turn; the end of the stream ends it."""
+    """Waits until the parent process requests a step; exits when stdin is closed."""
     global start_mb
     if not start_mb:
         start_mb = memory_mb()
@@ -45,7 +46,7 @@ def await_command() -> None:
 
 
 def memory_mb() -> int:
-    """What this process holds now: GPU memory where it has one, resident memory elsewhere."""
+    """The memory of this process: allocated GPU memory where CUDA is available, resident memory elsewhere."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() // 2**20
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -59,7 +60,7 @@ def peak_mb() -> int:
 
 
 def now() -> tuple[float, float]:
-    """CPU and wall seconds, once the device has done what it was given."""
+    """CPU and wall-clock seconds, read after the device has finished its queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.process_time(), time.perf_counter()
@@ -78,7 +79,7 @@ def answer(name: str, root: Path, index: int, figures: dict, weights: dict) -> N
 
 
 def run_ours(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> None:
-    """Our trainer; "rows" without sharing."""
+    """Runs our trainer; the arm "rows" computes each sequence alone, without prefix trees."""
     dtype = getattr(torch, settings["dtype"])
     take_step, policy = prepare_ours(name, root, settings, groups, dtype)
     for index in range(settings["steps"]):
@@ -105,7 +106,7 @@ def prepare_ours(
     groups: list[list[dict]],
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Callable[[], dict[str, float]], Any]:
-    """A function that takes a step and returns its metrics, and the policy."""
+    """Returns a function that takes one step and returns its metrics, and the policy."""
     from art.wire import LoRAConfig
     from art_server.trainer.memory import return_freed_memory
     from art_server.trainer.policy import Policy
@@ -121,7 +122,7 @@ def prepare_ours(
 def prepare_step(
     policy: Any, groups: list[list[dict]], budget: int = 0
 ) -> Callable[[], dict[str, float]]:
-    """A function that takes a step of the policy on these groups."""
+    """Returns a function that trains the policy on these groups for one step and returns the metrics."""
     from art.wire import LoRAConfig, TrainConfig
     from art_server.shared.tasks import (
         Batch,
@@ -137,7 +138,7 @@ def prepare_step(
     optimizer = make_optimizer(policy.parameters, LEARNING_RATE)
 
     def trajectory(row: dict) -> TrainableTrajectory:
-        """The engine's log-probabilities are unknown, as TRL's are: ratios are 1 on both sides."""
+        """A trajectory without the engine's log-probabilities, so that importance ratios are 1, as in TRL's arms."""
         tokens, first = row["tokens"], row["num_context"]
         trained = TokenSequence(
             token_ids=tokens,
@@ -171,7 +172,7 @@ def prepare_step(
 
 
 def measure_gemm_share(take_step: Any) -> float:
-    """The share of a step's CPU time inside matrix products and attention: what is left is overhead."""
+    """The share of a step's CPU time spent in matrix products and attention; the rest is overhead."""
     products = ("aten::mm", "aten::addmm", "aten::bmm", "flash_attention_for_cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         take_step()
@@ -184,8 +185,8 @@ def measure_gemm_share(take_step: Any) -> float:
 
 
 def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> None:
-    """TRL 1.16's GRPOTrainer. But for "trl_shipped" only completion positions go through its output head, which it otherwise
-    does with Triton alone; "trl_checkpointed" with gradient checkpointing, its default."""
+    """Runs TRL 1.16's GRPOTrainer. All arms but "trl_shipped" compute the output head at completion positions only,
+    which TRL itself does only with Triton. "trl_checkpointed" uses gradient checkpointing, TRL's default."""
     import trl.trainer.utils
     from datasets import Dataset
     from peft import PeftModel
@@ -212,7 +213,7 @@ def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> 
         return [rewards[tuple(ids)] for ids in completion_ids]
 
     class Timed(GRPOTrainer):
-        """Measures what is not the step."""
+        """Measures the preparation of inputs, which is not part of the step."""
 
         outside = (0.0, 0.0)
 

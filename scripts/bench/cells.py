@@ -1,4 +1,4 @@
-"""What is benchmarked: a random Qwen3-shaped model, and groups of rows that share prompts and turns."""
+"""The benchmark's input: a random Qwen3-shaped model, and groups of token sequences that share prompts and turns."""
 
 import random
 from pathlib import Path
@@ -21,11 +21,11 @@ GRID: list[dict] = [
     {"name": "P=256 R=128", "prompt": 256, "completion": 128},
     {"name": "P=512 R=64 V=32768", "prompt": 512, "completion": 64, "vocab": 32_768},
 ]
-"""Cells of the published table; what is not said is the command line's default."""
+"""Cells of the published table. A setting that a cell omits has the command line's default."""
 
 
 def make_config(settings: dict) -> Any:
-    """Of a Qwen3 of this shape; Any: transformers' configuration."""
+    """The configuration of a Qwen3 with this shape. Any: transformers is imported only here."""
     from transformers import Qwen3Config
 
     hidden, window = settings["hidden"], settings.get("window")
@@ -48,8 +48,8 @@ def make_config(settings: dict) -> Any:
 
 
 def make_model(root: Path, settings: dict) -> None:
-    """ROOT/base, made on the device in its number type, and ROOT/adapter whose B is not zero, so that every matrix has a
-    gradient."""
+    """Writes ROOT/base, created on the device in the given dtype, and ROOT/adapter. The adapter's B matrices are not
+    zero, so that every matrix has a gradient."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import Qwen3ForCausalLM
@@ -76,10 +76,10 @@ def make_model(root: Path, settings: dict) -> None:
 
 
 def make_groups(rng: random.Random, settings: dict) -> list[list[dict]]:
-    """Groups of rows {tokens, num_context, reward}: everything after the context is trained.
+    """Groups of rows {tokens, num_context, reward}; every token after the context is trained.
 
-    With several turns a trajectory's later rows hold its earlier turns without their first `strip` tokens, so each turn
-    is a row: what every framework that merges by prefix would train.
+    Each turn of a trajectory is one row. Its context contains the earlier turns without their first `strip` tokens.
+    Where `strip` is above 0, every framework that merges turns by common prefix trains these same rows.
     """
 
     def draw(count: int) -> list[int]:
@@ -94,7 +94,7 @@ def make_groups(rng: random.Random, settings: dict) -> list[list[dict]]:
             for _ in range(settings["turns"]):
                 length = settings["completion"]
                 if settings["skew"]:
-                    # Most are short, a few run to the end.
+                    # Most completions are short; a few have almost the full length.
                     length = max(8, round(length * rng.random() ** 3))
                 said = draw(length)
                 rows.append(
@@ -103,13 +103,13 @@ def make_groups(rng: random.Random, settings: dict) -> list[list[dict]]:
                 context = context + said[settings["strip"] :] + draw(settings["tool"])
         groups.append(rows)
     if settings["group"] * settings["turns"] == 1:
-        # Alone, a row carries no signal: all make one group, whose prompts differ.
+        # A group of one row has no signal, so all rows form one group, whose prompts differ.
         groups = [[row for rows in groups for row in rows]]
     return groups
 
 
 def _make_tokenizer(folder: Path, vocab: int) -> None:
-    """TRL wants one; nothing is tokenised."""
+    """Writes a tokenizer, because TRL requires one. The trained token ids do not come from it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -1,9 +1,9 @@
-"""How many requests one server process passes, with an engine that samples nothing.
+"""Measures how many requests one server process proxies, with an engine that samples nothing.
 
     python scripts/bench/gate.py [--requests 4000] [--concurrency 64]
 
 Prints one JSON line: requests per second, the server's CPU seconds per 1,000 requests, median and 99th percentile of
-the latency. The load is made by this process, over keep-alive connections.
+the latency. This process generates the load, over keep-alive connections.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def load(url: str, model: str, requests: int, concurrency: int) -> list[float]:
-    """Latencies in seconds."""
+    """Sends the requests and returns their latencies in seconds."""
     address = urlsplit(url)
     body = json.dumps(
         {

@@ -1,11 +1,11 @@
-"""The ledger over many completions: memory, look-up, restart, disk.
+"""Measures the ledger over many completions: memory, look-up, restart, disk.
 
     python scripts/bench/ledger.py [--completions 100000]
 
 Records conversations of 20 turns, then of one turn, with the embedded model's tokenizer and splicing on. Prints one JSON
 line: the slope of the resident memory (bytes per record, least squares over the second half), the median and 99th
-percentile of a look-up by choice id (in ms, prompts put together from their parts), the seconds of a restart, and the
-bytes on disk per completion for both kinds.
+percentile of a look-up by choice id (in ms, including the assembly of the prompt from its parts), the seconds of a
+restart, and the bytes on disk per completion for both kinds.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def resident_bytes() -> int:
 
 
 def record(ledger: Ledger, number: int, rendered: list[int], answer: list[int]) -> list[int]:
-    """One completion; returns prompt and answer, as the next turn begins."""
+    """Records one completion; returns prompt and answer, with which the next turn's prompt begins."""
     request = Request(f"{number:032x}", "chat", "p", "a", 0, "me", session=None)
     with ledger.open_request(request):
         prompt = ledger.take_prompt(request.request_id, 0, rendered) or rendered

@@ -1,12 +1,12 @@
-"""Through our server against vLLM alone: throughput and added latency, on the same machine and the same requests.
+"""Compares our server with vLLM alone: throughput and added latency, on one machine with the same requests.
 
     python scripts/bench/serving.py [--pairs 8] [--max-tokens 128]
 
-Starts an art-server (capture and splicing on) and a plain vLLM with the same flags, and asks both in turn, for a few
-seconds each, for the same completions with log-probabilities, concurrency 1, 16 and 64, whole and streamed. Prints one
-JSON line a cell: tokens per second and median latency of both, and the ratio and the difference within a pair, all as
-medians over the pairs, for such machines change their speed by a half within minutes. A last line tells what asking for
-log-probabilities costs vLLM alone.
+Starts an art-server (capture and splicing on) and a plain vLLM with the same flags. Sends both the same requests with
+log-probabilities, a few seconds each in turn, at concurrency 1, 16 and 64, whole and streamed. Prints one JSON line per
+cell: tokens per second and median latency of both, and the ratio and the difference within a pair. All are medians over
+the pairs, because the speed of such machines changes by half within minutes. The last line contains the throughput that
+log-probabilities cost vLLM alone.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def start_ours(path: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """vLLM's own server with the flags that ours gives it, on a TCP port as its users have it."""
+    """Starts vLLM's own server with the flags that art-server passes to it, but on a TCP port."""
     config = ServerConfig(path=path, base_model=MODEL)
     command = engine_command(config, BaseModel(MODEL, TINY_DIR), "cpu", path)
     at = command.index("--uds")
@@ -82,8 +82,8 @@ async def load(
     concurrency: int,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Tokens per second and the median latency in ms. Requests sample between half of max_tokens and one and a half times
-    as many, so that they come and go at all times, as an agent's do."""
+    """Tokens per second and the median latency in ms. Lengths vary from 0.5 to 1.5 times max_tokens, so that requests
+    start and end at different times, as an agent's do."""
     half = body["max_tokens"] // 2
     lengths = [half + (number + seed) * 13 % (2 * half + 1) for number in range(requests)]
     numbers = iter(range(requests))
@@ -111,9 +111,9 @@ async def load(
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=128, help="mean of the lengths")
+    parser.add_argument("--max-tokens", type=int, default=128, help="mean number of sampled tokens")
     flags = parser.parse_args()
-    # At concurrency 1 the engine's time would drown what the gate adds to a long request.
+    # Requests at concurrency 1 are short: in a long one, the engine's time would hide the latency that the server adds.
     short = flags.max_tokens // 16
     flags.cells = [
         (1, 8, 6 * flags.pairs, short),
@@ -171,7 +171,7 @@ async def measure(
 def cell(
     stream: bool, concurrency: int, results: list[dict[str, tuple[float, float]]]
 ) -> dict[str, Any]:
-    """Medians, of both sides and of what the two of a pair differ by."""
+    """The JSON line of a cell: medians of both sides, and of the ratio and difference within a pair."""
 
     def median(of: Callable[[dict[str, tuple[float, float]]], float]) -> float:
         return statistics.median(of(pair) for pair in results)

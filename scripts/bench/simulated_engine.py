@@ -1,6 +1,6 @@
-"""An engine that samples nothing: answers chat completions at once and speaks the ledger's line as vLLM's process does.
+"""A simulated engine: answers chat completions without sampling, and sends records to the ledger as vLLM does.
 
-For `gate.py`, which measures the server alone. Started as the engine's process would be, with the same arguments.
+`gate.py` starts it in place of the engine, with the same arguments, to measure the server alone.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
 
 
 async def record(ledger: LedgerClient, request_id: str, prompt: list[int]) -> None:
-    """What `art_server.in_vllm.child` does around a choice."""
+    """Exchanges the same messages with the ledger as `art_server.in_vllm.child` does for a choice."""
     rendered = prompt if is_first_turn(request_id) else None
     if rendered is None:
         await ledger.fetch_prompt(request_id, prompt)

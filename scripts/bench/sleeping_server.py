@@ -1,4 +1,4 @@
-"""An art-server whose trainer also sleeps for so long a step, as one on a device of its own would take.
+"""An art-server whose trainer sleeps before each step, to imitate the time of a trainer on a separate device.
 
 python scripts/bench/sleeping_server.py SECONDS [art-server's flags]
 """

@@ -1,5 +1,5 @@
-"""Kills a server's processes at random times and at named points, while two programs train two models on it, and then looks
-whether anything was lost, done twice or half done."""
+"""Kills a server's processes at random times and at named points while two programs train two models on it, then checks
+that nothing was lost, done twice or left half done."""
 
 import hashlib
 import json
@@ -27,24 +27,24 @@ from tests.integration.live import Server
 
 MODELS = ("one", "two")
 KINDS = {"trainer": 5, "engine": 2, "server": 1, "point": 2}
-"""How often each is chosen. A server that is killed, and an engine, take a minute to come back."""
+"""Weights of the random choice. A killed server or engine takes a minute to restart."""
 MODULES = {"trainer": "art_server.trainer.worker", "engine": "art_server.in_vllm.child"}
 WORK_SECONDS = 8.0
-"""Longest time that a ready server works before the next kill: some steps of art/tiny."""
+"""Longest time that a ready server works before the next kill; long enough for some steps of art/tiny."""
 STARTING_SHARE = 0.1
-"""Of kills that do not wait until the server is ready."""
+"""Share of kills that do not wait until the server is ready."""
 MAX_GAP = 1e-3
-"""Between a log-probability as it was sampled and as it is scored with the whole step's adapter, float32."""
+"""Largest difference of a token's log-probability between sampling and scoring with the complete adapter, float32."""
 NUM_RESCORED = 20
 
 
 @dataclass
 class ArmedServer(Server):
-    """Comes up again by itself, as under systemd; the next one may be armed."""
+    """A server that restarts after each death, as under systemd. Its next process may be armed to die at a point."""
 
     next_point: str | None = None
     point: str | None = None
-    """Where the one that runs will die."""
+    """The point at which the running process will die."""
     is_over: bool = False
     deaths: list[str] = field(default_factory=list)
     """The points at which it died."""
@@ -60,7 +60,7 @@ class ArmedServer(Server):
         os.environ.pop(VARIABLE, None)
 
     def keep_alive(self) -> None:
-        """In a thread, until it is over."""
+        """Restarts the server after each death until `is_over` is set. Runs in a thread."""
         while not self.is_over:
             assert self.process is not None
             try:
@@ -76,7 +76,7 @@ class ArmedServer(Server):
 
 
 class Chaos:
-    """One run; `counts` is what was killed."""
+    """One run; `counts` contains the number of kills by kind."""
 
     def __init__(self, folder: Path, seed: int, say: Callable[[str], None] = print):
         self.folder = folder
@@ -89,7 +89,11 @@ class Chaos:
     # --- the run ---
 
     def run(self, num_kills: int, seconds: float = float("inf")) -> dict[str, Any]:
-        """Returns the figures; raises AssertionError where something was lost."""
+        """Kills, then checks; returns the figures.
+
+        Raises:
+            AssertionError: something was lost, done twice or left half done.
+        """
         started = time.monotonic()
         (self.folder / "stop").unlink(missing_ok=True)
         self.server.start()
@@ -101,7 +105,7 @@ class Chaos:
                 self._kill_one()
                 for program in self._programs:
                     assert program.poll() is None, f"a program ended: {self._program_log()}"
-            self.say("no more kills; the programs end")
+            self.say("no more kills; waiting for the programs to end")
             (self.folder / "stop").touch()
             for program in self._programs:
                 assert program.wait(timeout=900) == 0, self._program_log()
@@ -158,7 +162,7 @@ class Chaos:
         self.say(f"{sum(self.counts.values())}: killed {kind} {pid}")
 
     def _die_at_a_point(self) -> None:
-        """The server is stopped; the one after it dies at the point."""
+        """Kills the server, and waits until its next process has died at a random point."""
         assert self.server.process is not None
         point = self.random.choice(list(POINTS))
         self.server.next_point = f"{point}:{self.random.randint(1, 3)}"
@@ -166,13 +170,13 @@ class Chaos:
         self._kill(self.server.process.pid, "server", False)
         deadline = time.monotonic() + 400
         while len(self.server.deaths) == num_deaths:
-            assert time.monotonic() < deadline, f"never came to {point}"
+            assert time.monotonic() < deadline, f"the server did not reach '{point}'"
             time.sleep(0.1)
         self.counts[f"server, {point}"] += 1
         self.say(f"{sum(self.counts.values())}: died at: {point}")
 
     def _processes(self, module: str) -> list[int]:
-        """The processes of the session that a module leads."""
+        """The ids of all processes in the session whose leader runs the module."""
         assert self.server.process is not None
         try:
             children = psutil.Process(self.server.process.pid).children(recursive=True)
@@ -188,10 +192,10 @@ class Chaos:
                 found.append(child.pid)
         return found
 
-    # --- looking ---
+    # --- checking ---
 
     def _check_answers(self) -> None:
-        """Score some of the sampled tokens again, with the whole step's adapter: none was sampled from a half-loaded one."""
+        """Scores some sampled tokens again with their step's complete adapter: none came from a half-loaded adapter."""
         for name in MODELS:
             rows = [
                 row for each in read_lines(self.folder / f"{name}.jsonl") for row in each["answers"]
@@ -218,7 +222,7 @@ class Chaos:
 
 
 def check(folder: Path) -> int:
-    """Every invariant of what is on disk, against what the programs saw; the number of steps."""
+    """Checks the files on disk against the steps that the programs saw; returns the number of steps."""
     with sqlite3.connect(folder / "art" / ".server" / "jobs.sqlite") as db:
         jobs = db.execute(
             "SELECT name, state, target_step, error FROM jobs ORDER BY number"

@@ -1,8 +1,8 @@
-"""A program that trains one model and samples from it, as a user writes it: nothing in it knows of kills.
+"""A user's program that samples from one model and trains it, without any code for killed processes.
 
     python -m tests.chaos.client URL NAME FOLDER
 
-Trains until FOLDER/stop is there, and writes what it saw into FOLDER/NAME.jsonl.
+Trains until FOLDER/stop exists, and appends each step with two of its answers to FOLDER/NAME.jsonl.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ async def main(url: str, name: str, folder: Path) -> None:
     model = art.TrainableModel(name=name, project=PROJECT, base_model="art/tiny")
     await model.register(backend)
     config = art.TrainConfig(learning_rate=2e-4)
-    with open(folder / f"{name}.jsonl", "a", buffering=1) as log:  # noqa: ASYNC230 - a line a step
+    with open(folder / f"{name}.jsonl", "a", buffering=1) as log:  # noqa: ASYNC230 - one line per step
         while not (folder / "stop").exists():
             seen: list[dict[str, Any]] = []
             groups = await art.gather_trajectory_groups(

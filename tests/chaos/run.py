@@ -1,4 +1,4 @@
-"""Long runs of chaos, one after another until enough was killed; each is one line of the file of results."""
+"""Repeats chaos runs until the file of results contains enough kills; each run appends one line."""
 
 import argparse
 import json
@@ -11,17 +11,17 @@ from pathlib import Path
 from tests.chaos.chaos import Chaos
 
 KILLS_A_RUN = 30
-"""Then everything is looked at, and the next run begins on an empty folder."""
+"""After this number of kills everything is checked, and the next run begins in an empty folder."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Kill a server's processes while two programs train on it."
     )
-    parser.add_argument("--kills", type=int, default=300, help="in all runs of the file together")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first run")
+    parser.add_argument("--kills", type=int, default=300, help="total over all runs in the file")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the first run")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no kill after so many"
+        "--minutes", type=float, default=float("inf"), help="begin no kill after this time"
     )
     parser.add_argument("--file", type=Path, default=Path("docs/chaos.jsonl"))
     flags = parser.parse_args()
@@ -49,7 +49,7 @@ def read(file: Path) -> list[dict[str, int]]:
 
 
 def table(file: Path) -> str:
-    """What was killed how often, in all runs."""
+    """A Markdown table of the runs' figures, added up."""
     total: Counter[str] = Counter()
     for row in read(file):
         total.update({key: value for key, value in row.items() if key != "seed"})

@@ -1,4 +1,4 @@
-"""art-server that dies at a named point of a job's life, when it comes there for the n-th time.
+"""Runs art-server, and kills it when it reaches a named point of a job for the n-th time.
 
 ART_CHAOS_POINT="step renamed:2" python -m tests.chaos.server --path ...
 """
@@ -36,7 +36,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "job ends": (JobQueue, "set_done", False),
     "job is done": (JobQueue, "set_done", True),
 }
-"""Where: the function, and whether the server dies before or after it."""
+"""The function's owner and name, and whether the server dies after the call (True) or before it (False)."""
 
 
 def arm(point: str, count: int) -> None:

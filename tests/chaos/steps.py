@@ -1,4 +1,4 @@
-"""A job runner with a real trainer, and no engine: makes the steps of fixed jobs, and dies at a named point.
+"""Runs fixed jobs with a real job runner, a real trainer and a fake engine, and dies at a named point.
 
 ART_CHAOS_POINT="step renamed:2" python -m tests.chaos.steps FOLDER NUM_JOBS
 """
@@ -30,7 +30,7 @@ CONFIG = TrainConfig(learning_rate=1e-3, mini_batches=2, passes=2)
 
 
 def random_batch(seed: int) -> Batch:
-    """Two groups of four answers of eight tokens behind a common prompt."""
+    """Two groups of four answers with eight tokens each; a group shares one prompt."""
     chance = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -79,7 +79,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     runner = JobRunner(
         queue,
         registry,
-        None,  # type: ignore[arg-type]  # the ledger is asked when a job is accepted
+        None,  # type: ignore[arg-type]  # the ledger is read only when a job is accepted
         FakeEngine(),  # type: ignore[arg-type]
         PauseGate(),
         trainer,
@@ -89,7 +89,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     )
     background = Background()
     background.start("job runner", runner.run_forever)
-    while queue.waiting():  # noqa: ASYNC110 - whoever dies here has no one to tell
+    while queue.waiting():  # noqa: ASYNC110 - the queue has no event to wait for
         await asyncio.sleep(0.05)
     await background.stop()
     await trainer.stop()

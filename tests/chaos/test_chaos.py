@@ -1,5 +1,5 @@
-"""A short run of what `scripts/chaos` does for hours: an engine and a trainer are killed. Servers that die at named points:
-`test_equal_weights`, which needs no engine."""
+"""A short run of what `scripts/chaos` does for hours: kills an engine and a trainer. `test_equal_weights` covers deaths
+at named points, without an engine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Steps that were interrupted are the steps that nobody interrupted, to the last bit."""
+"""A run that was killed and restarted makes the same steps as an uninterrupted run, bit for bit."""
 
 import os
 import random
@@ -21,8 +21,8 @@ WITHOUT_ENGINE = [
     point for point in POINTS if not point.startswith(("engine", "adapter", "job written"))
 ]
 MEASURED = ("time/", "throughput/", "recorded_at", "job_id", "data/step_tree_gap", "data/step_peak")
-"""What of a history row is not made by the trajectories and the weights. Each trainer compares the trees of its first batch
-with rows."""
+"""Beginnings of the keys of a history row that trajectories and weights do not determine. The tree gap is one because
+each trainer process compares prefix trees with single sequences on its first batch only."""
 
 
 def start(folder: Path, num_jobs: int, point: str | None = None) -> "subprocess.Popen[bytes]":

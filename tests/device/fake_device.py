@@ -1,9 +1,9 @@
-"""A GPU with its own account, and processes that book on it what vLLM and the trainer would: the real owner, plan,
-supervisor, gate and job runner are driven over it.
+"""A fake GPU that counts bytes, and fake processes that allocate on it what vLLM and the trainer would. Tests run the
+real owner, plan, supervisor, pause gate and job runner on it.
 
-What the fakes know of the real ones (vLLM 0.32.0): a start is refused when less than utilization x total is free; the pool
-of the KV cache takes all that is left of the share, and comes back whole or not at all; an adapter that is written into
-weights that are not mapped kills the process; torch keeps what it freed until its cache is emptied.
+The fakes imitate vLLM 0.32.0 and torch: vLLM does not start when less than utilization x total is free; its KV cache
+takes the rest of that share, and is restored as a whole or not at all; loading an adapter into unmapped weights kills
+the process; torch keeps freed memory reserved until its cache is emptied.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from art_server.shared.tasks import Done, InitTask, LoadTask, Progress, TrainTas
 
 
 class Full(Exception):
-    """The device has no room."""
+    """The device has not enough free memory."""
 
 
 @dataclass
 class FakeDevice:
-    """Who holds how many bytes, and what went wrong."""
+    """The bytes that each process holds, and what went wrong."""
 
     card: Card
     held: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class FakeDevice:
     def take(self, who: str, part: str, size: float) -> None:
         if size > self.free + 1:
             self.wrongs.append(
-                f"{who} wants {size / GIB:.1f} GiB for {part}, {self.free / GIB:.1f} are free: "
+                f"{who} needs {size / GIB:.1f} GiB for {part}, {self.free / GIB:.1f} are free: "
                 f"{ {key: round(value / GIB, 1) for key, value in self.held.items()} }"
             )
             raise Full(self.wrongs[-1])
@@ -62,11 +62,11 @@ class FakeDevice:
 
 
 TURNS = 10
-"""Of the event loop; to set up a connection takes fewer."""
+"""Turns of the event loop; setting up a connection takes fewer."""
 
 
 class FakeProcess:
-    """What the supervisor sees of vLLM's process, and its HTTP side."""
+    """A fake vLLM process: what the supervisor uses of the process, and its HTTP server."""
 
     numbers = itertools.count(1000)
 
@@ -100,7 +100,7 @@ class FakeProcess:
             await self.world.reach("engine starts")
             if self.device.free < share:
                 self.device.wrongs.append(
-                    f"vLLM is started with {self.device.free / GIB:.1f} GiB free, it wants {share / GIB:.1f}"
+                    f"vLLM is started with {self.device.free / GIB:.1f} GiB free, it needs {share / GIB:.1f}"
                 )
                 raise Full
             self.device.take(self.name, "weights", self.fixed)
@@ -136,7 +136,7 @@ class FakeProcess:
         self._listening = await self._loop.create_unix_server(self._site.server, self._socket)
 
     def kill(self, status: int = -9) -> None:
-        """From any thread."""
+        """Ends the process; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._end, status)
 
     def _end(self, status: int) -> None:
@@ -151,7 +151,7 @@ class FakeProcess:
         self.world.background(self._close())
 
     def _abort_connections(self) -> None:
-        """At once, as an operating system does."""
+        """Aborts all connections at once, as an operating system does."""
         if self._site is not None and self._site.server is not None:
             for connection in self._site.server.connections:
                 if connection.transport is not None:
@@ -159,7 +159,7 @@ class FakeProcess:
 
     @web.middleware
     async def _while_it_lives(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """A connection may be accepted while the process ends."""
+        """Aborts requests after the process has ended: a connection may be accepted while it ends."""
         if self.returncode is None:
             return await handler(request)
         if request.transport is not None:
@@ -170,7 +170,7 @@ class FakeProcess:
         with contextlib.suppress(asyncio.CancelledError):
             await self._starting
         if self._listening is not None and self._site is not None:
-            # asyncio leaves a connection open for ever that it has accepted and not set up when the server closes.
+            # When a server closes, asyncio never closes connections that it has accepted but not yet set up.
             for _ in range(TURNS):
                 await asyncio.sleep(0)
             self._abort_connections()
@@ -199,7 +199,7 @@ class FakeProcess:
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         ended = asyncio.create_task(self._ended.wait())
-        while self.returncode is None:  # a step of the engine; frozen by a pause, it is taken again
+        while self.returncode is None:  # a step of the engine; repeated after a pause
             go_on = asyncio.create_task(self._go_on.wait())
             await asyncio.wait({go_on, ended}, return_when="FIRST_COMPLETED")
             go_on.cancel()
@@ -273,7 +273,7 @@ class FakeProcess:
 
 
 class FakeChildren:
-    """As `Children`, over fake processes."""
+    """Has the interface of `Children`, with fake processes."""
 
     def __init__(self) -> None:
         self.running: dict[int, FakeProcess] = {}
@@ -286,7 +286,7 @@ class FakeChildren:
 
 
 class FakeEngine(Engine):
-    """The real one over fake processes."""
+    """The real engine class, with fake processes."""
 
     world: "World"
 
@@ -299,7 +299,7 @@ class FakeEngine(Engine):
 
 
 class FakeTrainer:
-    """A trainer's process that books what the plan says it takes."""
+    """A trainer's process that allocates the bytes of the memory plan."""
 
     def __init__(self, world: "World", between_steps: str):
         self.world, self.device, self.plan = world, world.trainer_device, world.plan
@@ -336,7 +336,7 @@ class FakeTrainer:
                 self._leave("context", "base", "adapter", "activations")
                 self.is_loaded = False
                 raise TrainerDied(str(error)) from error
-            # What torch freed stays reserved until its cache is emptied.
+            # torch keeps freed memory reserved until its cache is emptied at the end of a step.
             self._leave("adapter", "activations")
             if self.between_steps != "stay":
                 self._leave("base")
@@ -363,13 +363,13 @@ def write_adapter(folder: Path) -> None:
 
 @dataclass
 class World:
-    """A device, what runs on it, and what is to happen when."""
+    """A device, the processes on it, and the planned events."""
 
     card: Card
     demand: Demand
     plan: Plan
     happens: dict[str, list[str]] = field(default_factory=dict)
-    """By phase, what happens at its first, second... time: "", "kill engine", "refuse", "hang", "die", "slow"."""
+    """For each phase, the event at its first, second... time: "", "kill engine", "refuse", "hang", "die", "slow"."""
 
     def __post_init__(self) -> None:
         self.device = FakeDevice(self.card)
@@ -382,7 +382,7 @@ class World:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def reach(self, phase: str) -> str:
-        """A phase begins: what was planned for it happens."""
+        """Called when a phase begins; runs and returns its planned event."""
         self.seen.append(phase)
         planned = self.happens.get(phase, [])
         event = planned.pop(0) if planned else ""
@@ -393,7 +393,7 @@ class World:
         return event
 
     async def settle(self) -> None:
-        """Wait for what runs behind the story's end."""
+        """Waits for background tasks that still run at the end of a test."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 

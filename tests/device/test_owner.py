@@ -1,6 +1,6 @@
-"""One owner of the device: whatever happens in whatever order, nothing is above capacity, nothing is stuck, every request
-is answered, and every job makes its step. Driven over a fake device (`fake_device.py`) by the real owner, plan, supervisor,
-gate and runner."""
+"""The device owner: for any events in any order, memory stays below capacity, nothing gets stuck, every request is
+answered, and every job makes its step. Runs the real owner, plan, supervisor, pause gate and job runner on a fake
+device (`fake_device.py`)."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.anyio
 
 MODELS = ("a", "b")
 SECONDS = 20.0
-"""For a whole story; a stuck one takes for ever."""
+"""Time limit of a whole story, because a stuck one never ends."""
 
 CASES = {
     "none": ("4B", 79.1),
@@ -50,7 +50,7 @@ CASES = {
     "sleep": ("8B", 23.6),
     "own": ("8B", 23.6),
 }
-"""A model and a card for each way to share it; the last has a second card for the trainer."""
+"""A model, and a card's GiB, for each way to share the card; in the last case the trainer has a second card."""
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ class House:
         self.runner = JobRunner(
             self.queue,
             self.registry,
-            None,  # type: ignore[arg-type]  # the ledger is asked when a job is accepted
+            None,  # type: ignore[arg-type]  # the ledger is read only when a job is accepted
             self.engine,
             self.gate,
             self.trainer,
@@ -142,7 +142,7 @@ class House:
         return self.queue.add("me", "p", name, None, key, TrainConfig(), payload, report).job_id
 
     async def ask(self, name: str) -> str:
-        """One request, sent again until it is answered, as the API does; the adapter that answered."""
+        """Sends one request until it is answered, as the API does; returns the adapter that answered."""
         model = self.registry.get("p", name)
         while True:
             try:
@@ -186,8 +186,8 @@ async def running(world: World, folder: Path) -> AsyncIterator[House]:
 
 
 async def play(world: World, folder: Path, num_jobs: int = 3) -> House:
-    """Jobs of two models, and requests for both all the time; returns when all jobs have ended and a last request of each
-    was answered by the newest step."""
+    """Runs jobs of two models while both get requests. Returns when all jobs have ended and the newest step of each
+    model has answered a last request."""
     async with running(world, folder) as house, asyncio.timeout(SECONDS):
         over = asyncio.Event()
         askers = [asyncio.create_task(house.keep_asking(name, over)) for name in MODELS * 2]
@@ -310,7 +310,7 @@ async def test_an_adapter_that_does_not_load_at_a_restart_is_refused_alone(tmp_p
 
 
 async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None:
-    """After a rollback the same name means other weights: nothing of the old ones is left in the engine."""
+    """After a rollback the same name has other weights: the engine must not keep the old ones."""
     world = make_world("kv_cache", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         checkpoints = Checkpoints(
@@ -348,8 +348,8 @@ TOLD = ("pause", "sleep", "wake_up", "resume", "release_kv_cache_memory")
 
 @st.composite
 def troubles(draw: st.DrawFn) -> dict[str, list[str]]:
-    """What happens in each phase at its first times: at most two deaths of the engine's start, which is given up after
-    three."""
+    """Draws the events of each phase. The engine dies at most twice while it starts, because the server gives up after
+    three deaths."""
     happens: dict[str, list[str]] = {}
     for phase in draw(st.lists(st.sampled_from(PHASES), min_size=1, max_size=4, unique=True)):
         events = EVENTS + (("refuse", "hang") if phase in TOLD else ())
@@ -398,11 +398,11 @@ async def test_an_engine_that_does_not_pause_or_wake_is_started_again(
     assert not house.engine._paused
 
 
-# --- mutations: each is a mistake that the stories above must see ---
+# --- mutations: each is a mistake that the stories above must detect ---
 
 
 async def ruined(world: World, folder: Path) -> str:
-    """What a story says of a server with a mistake in it."""
+    """Runs a story on a server with a mistake; returns the error and what went wrong on the device."""
     try:
         await play(world, folder)
     except (TimeoutError, AssertionError, BaseExceptionGroup) as error:

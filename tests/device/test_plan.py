@@ -1,4 +1,4 @@
-"""The memory plan: what must fit fits, what cannot is refused with the numbers."""
+"""The memory plan: models that must fit are planned; models that cannot are refused with the numbers."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ SIZES = {
     "32B": size(32.76, 64, 5120, 25_600, 64),
 }
 CARDS = {"16 GB": 15.6, "24 GB": 23.6, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.7}
-"""GiB that a program finds, with error correction on."""
+"""Usable GiB of each card, with error correction on."""
 LARGEST = {"16 GB": "4B", "24 GB": "8B", "48 GB": "14B", "80 GB": "32B", "141 GB": "32B"}
 
 

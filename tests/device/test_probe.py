@@ -1,4 +1,4 @@
-"""The device is found once: never a CPU in silence where a GPU was installed for."""
+"""Detection of the device: an installation for GPUs never uses the CPU without an error."""
 
 import importlib.metadata
 import os

@@ -1,7 +1,9 @@
-"""A program of test_families.py: each family named trains one step, then vLLM scores a text with the trained adapter.
+"""A program of test_families.py: trains one step of each named family, then vLLM scores a text with the trained
+adapter.
 
-It prints a line of JSON for each: the largest difference between the log-probabilities of trainer and engine, of the base and
-with the adapter. vLLM runs in this process with our plugin, as in the engine's: another start takes 20 s or more.
+It prints one JSON line per family: the largest difference between the log-probabilities of trainer and engine, for the
+base and with the adapter. vLLM runs with our plugin inside this process, because a new engine process takes 20 s or
+more to start.
 """
 
 import gc
@@ -35,11 +37,11 @@ from tests.toy_models import make_model
 
 LORA = LoRAConfig(rank=8)
 LEARNING_RATE = 0.03
-"""Large, so that one step moves answers by more than any rounding."""
+"""Large, so that one step changes log-probabilities by more than any rounding."""
 
 
 def main() -> None:
-    os.environ[switches.EXPERTS_SWITCH] = "1"  # read once in a process
+    os.environ[switches.EXPERTS_SWITCH] = "1"  # each process reads it once
     token_ids = random.Random(0).choices(range(3, 1300), k=60)
     for family in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +53,7 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> dict[str, float]
     trained, plain = take_step(base, folder, after, token_ids)
     environment = command.engine_environment(ServerConfig(), BaseModel(family, base), "cpu", {})
     os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    # Here, because it reads the environment.
+    # Imported here, because vLLM reads the environment at import.
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -79,7 +81,7 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> dict[str, float]
 def take_step(
     base: Path, folder: Path, after: Path, token_ids: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities after a step, and before it."""
+    """The trainer's log-probabilities after a step and before it."""
     write_first_checkpoint(str(base), LORA, 0, folder / "0000")
     policy = Policy(str(base))
     task = TrainTask(
@@ -109,7 +111,7 @@ def a_group() -> Batch:
 
 
 def score(engine: Any, token_ids: list[int], adapter: Path | None) -> torch.Tensor:
-    """What the engine says of each token but the first. Any: vLLM's LLM."""
+    """The engine's log-probability of each token but the first. Any: vLLM's LLM."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 

@@ -58,7 +58,7 @@ class Server:
         raise AssertionError(f"not ready in {READY_SECONDS:.0f} s: {self.log_tail()}")
 
     def kill(self) -> None:
-        """SIGKILL, as an out-of-memory killer would."""
+        """Sends SIGKILL, as the out-of-memory killer does."""
         assert self.process is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -82,12 +82,12 @@ class Server:
 
 
 def descendants(pid: int) -> set[int]:
-    """A process and all that it started, directly or not."""
+    """The ids of a process and of all its descendants."""
     return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
 
 
 def find_process(server: Server, module: str) -> int:
-    """The process of the server that runs a module."""
+    """The id of the server's process that runs a module."""
     assert server.process is not None
     for pid in descendants(server.process.pid):
         if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -116,7 +116,7 @@ def chat(client: httpx.Client, model: str, **more: Any) -> dict[str, Any]:
 
 
 def sampled_group(client: httpx.Client, model: str, size: int = 4, **more: Any) -> dict[str, Any]:
-    """A group whose rewards differ, of fresh samples that differ: equal ones would cancel out."""
+    """A group of fresh samples with different rewards. Not all texts are equal: their gradients would cancel out."""
     body: dict[str, Any] = {}
     for _ in range(20):
         body = chat(client, model, n=size, **more)

@@ -1,8 +1,8 @@
-"""What test_nat.py runs in .venv-nat: the plugin's own adapter trains twice, on answers and on episodes with tools.
+"""A program that test_nat.py runs in .venv-nat: the plugin's adapter trains on answers, then on episodes with tools.
 
     python nat_adapter.py URL
 
-Prints, as a line of JSON each, how every training ended.
+Prints one JSON line for the result of each training.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ ADD = {
 
 
 def assistant(choice: Any) -> EpisodeItem:
-    """The choice as the plugin's trajectory builder keeps it: no ids, no tool calls."""
+    """The choice as the plugin's trajectory builder keeps it: without ids and tool calls."""
     return EpisodeItem(
         role=EpisodeItemRole.ASSISTANT,
         content=choice.message.content or "",
@@ -59,7 +59,7 @@ async def answer_episode(client: openai.AsyncOpenAI) -> list[EpisodeItem]:
 
 
 async def tool_episode(client: openai.AsyncOpenAI) -> list[EpisodeItem]:
-    """One call of the tool, when the model makes it, and the answer behind its result."""
+    """One episode: a call of the tool, if the model makes one, and the answer after its result."""
     text = "What is 12 plus 30?"
     messages: list[Any] = [{"role": "user", "content": text}]
     choice = await chat(client, messages, tools=[ADD])

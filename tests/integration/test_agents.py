@@ -1,4 +1,4 @@
-"""Agents that were not written for ART, in this process, against the real server."""
+"""Agents that were not written for ART run in this process against the real server."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""ART's own wire against the real server, with the bodies that NVIDIA's plugin sends."""
+"""ART's own HTTP protocol with the real server, with the bodies that NVIDIA's plugin sends."""
 
 import json
 import resource
@@ -46,7 +46,7 @@ def wire(server: Server) -> httpx.Client:
 
 
 def prepared(server: Server, model: dict[str, Any]) -> str:
-    """Register a model as the plugin does; returns the base URL for inference."""
+    """Registers a model as the plugin does; returns the base URL for inference."""
     with wire(server) as client:
         assert client.post("/register", json=model).status_code == 200
         body = {"model": model, "config": None}
@@ -56,7 +56,7 @@ def prepared(server: Server, model: dict[str, Any]) -> str:
 
 
 def ask(base_url: str, name: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """The first choice, asked for by the model's bare name and without a word of log-probabilities."""
+    """The first choice of a request with the model's bare name, which does not request log-probabilities."""
     body = {"messages": messages, "model": name, "max_tokens": 12, "stream": False, **more}
     headers = {"authorization": "Bearer default"}
     response = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=600)
@@ -66,7 +66,7 @@ def ask(base_url: str, name: str, messages: list[dict[str, Any]], **more: Any) -
 
 
 def recorded(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice as the plugin makes it anew: content and log-probabilities, nothing else of the answer."""
+    """A choice as the plugin rebuilds it: only content and log-probabilities of the answer."""
     message = {"content": choice["message"]["content"] or "", "refusal": None, "role": "assistant"}
     message |= {"annotations": None, "audio": None, "function_call": None, "tool_calls": None}
     logprobs = {"content": choice["logprobs"]["content"], "refusal": None}
@@ -138,7 +138,7 @@ def test_the_plugins_round_from_register_to_the_second_step(server: Server) -> N
     report = newest_report(server, "nat-run")
     assert report["turns"] == {"ledger": 4} and report["config"]["beta"] == 0.01
     assert report["notes"] == ["trainer_args.obsolete has no effect here"]
-    assert report["num_tokens_without_logprob"] == 0  # sampled at temperature 0.9, and scored so
+    assert report["num_tokens_without_logprob"] == 0  # sampled and scored at temperature 0.9
     assert report["config"]["ratio_to"] == "sampled"
     with wire(server) as client:
         body = {"model": model, "steps_to_keep": [2]}
@@ -212,7 +212,7 @@ def test_what_cannot_be_trained_says_why_in_the_stream(server: Server) -> None:
 
 
 def test_a_step_without_memory_says_what_to_lower(server: Server) -> None:
-    """The trainer is allowed no more than it has; when it may have more again, the next step goes well."""
+    """With a memory limit the trainer's step fails; without the limit the next step succeeds."""
     model = model_body("nat-memory")
     base_url = prepared(server, model)
     long = {"max_tokens": 400, "min_tokens": 400}

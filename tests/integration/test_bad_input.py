@@ -1,4 +1,4 @@
-"""What is wrong is told by name, with the remedy, and leaves nothing behind."""
+"""Errors for bad input name the wrong part and the remedy, and the server stores nothing of it."""
 
 import json
 from typing import Any

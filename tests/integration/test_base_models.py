@@ -1,4 +1,4 @@
-"""Which base model a server loads: what is fetched from a hub, what served last, and what gives way."""
+"""Which base model a server loads: downloads from a hub, the model of the last run, and models that are replaced."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def test_a_base_model_that_merely_served_last_gives_way(tmp_path: Path) -> None:
 
 
 class SlowHub(BaseHTTPRequestHandler):
-    """A hub that answers when it is told to, and then has nothing."""
+    """A hub that waits for `go_on` before it answers, and then has no models."""
 
     go_on = threading.Event()
 

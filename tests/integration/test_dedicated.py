@@ -1,4 +1,4 @@
-"""Engine and trainer on cores of their own: sampling goes on while a step trains."""
+"""Engine and trainer on separate cores: sampling continues while a step trains."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def test_the_gate_stays_open_while_a_step_trains(tmp_path: Path) -> None:
         assert all(worker.cpu_affinity() == [cores[0]] for worker in workers)
         with server.client() as client:
             body = {"groups": [sampled_group(client, model)]}
-            os.kill(trainer, signal.SIGSTOP)  # a step that lasts as long as we like
+            os.kill(trainer, signal.SIGSTOP)  # the step lasts until the trainer is continued
             with client.stream("POST", f"/api/models/{PROJECT}/a/train", json=body) as response:
                 events = (json.loads(line) for line in response.iter_lines())
                 next(event for event in events if event.get("phase") == "train")

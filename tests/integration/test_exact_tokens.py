@@ -1,4 +1,4 @@
-"""Law 1 on real vLLM: what is trained is what was sampled, however an agent talks to the server."""
+"""Exact tokens on real vLLM: the trained tokens are the sampled ones, with every API and every kind of agent."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ def model(server: Server) -> str:
 
 
 def session_records(server: Server, session: str, name: str = "exact") -> list[Record]:
-    """What the running server keeps of a session, read from its file."""
+    """The records of a session, read from the ledger file of the running server."""
     with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
         return [record for record, _ in ledger.find_session(PROJECT, name, session)]
 
@@ -72,7 +72,7 @@ def post(server: Server, api: str, body: dict[str, Any], session: str) -> dict[s
 
 
 def ask(server: Server, api: str, model: str, turns: list[Any], stream: bool, session: str) -> str:
-    """One more turn of a conversation; `turns` is kept in the API's own form. Returns what was said."""
+    """Adds one turn to a conversation; `turns` has the API's own form. Returns the answer's text."""
     common = {"model": model, "stream": stream, "temperature": 1.0}
     if api == "completions":
         body = common | {"prompt": "".join(turns), "max_tokens": 6}
@@ -148,7 +148,7 @@ def test_an_unusual_spelling_is_sampled_from_and_trained(server: Server, model: 
 
 
 def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str) -> None:
-    """Whole and streamed: the parsed call says what the recorded tokens say, and the next turn goes on from them."""
+    """Whole and streamed: the parsed call equals the recorded tokens, and the next turn continues from these tokens."""
     tools = [WEATHER_TOOL]
     for stream in (False, True):
         session = f"tools-{stream}"
@@ -190,7 +190,7 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
 
 
 def has_one_whole_call(message: dict[str, Any]) -> bool:
-    """The tiny model's calls are not always JSON, or are cut by the token limit; such a text is no call."""
+    """Whether the message has one complete call. The tiny model's calls may be invalid JSON or cut off."""
     calls = message.get("tool_calls") or []
     try:
         return len(calls) == 1 and isinstance(json.loads(calls[0]["function"]["arguments"]), dict)
@@ -199,7 +199,7 @@ def has_one_whole_call(message: dict[str, Any]) -> bool:
 
 
 def streamed_message(response: httpx.Response) -> dict[str, Any]:
-    """The message that the deltas of a chat stream make."""
+    """The message assembled from the deltas of a chat stream."""
     content, calls = "", {}
     for chunk in sse_data(response.text):
         for choice in chunk["choices"]:
@@ -245,7 +245,7 @@ def test_thinking_is_kept_apart_and_its_loss_is_counted(server: Server, model: s
 
 
 def test_agents_that_keep_only_text_are_trained_on_exact_tokens(server: Server) -> None:
-    """Groups full of equal short answers: each trajectory gets a sample of its own."""
+    """Many short answers in a group are equal: each trajectory gets its own sample."""
     register(server, "text-only")
     with server.client() as client:
         body = {"model": f"{PROJECT}/text-only", "messages": [QUESTION], "max_tokens": 6, "n": 16}
@@ -307,7 +307,7 @@ def test_a_client_that_hangs_up_leaves_nothing_to_train(server: Server, model: s
 
 
 def test_two_policies_in_one_session_are_captured_apart(server: Server) -> None:
-    """Self-play: each model's conversation holds its own choices, the other's words are messages."""
+    """Self-play: each model's conversation contains its own choices, and the other model's answers as messages."""
     for name in ("player-x", "player-o"):
         register(server, name)
     boards = {"player-x": [QUESTION], "player-o": [QUESTION]}

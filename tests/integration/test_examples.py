@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(arguments: list[str], folder: Path, **environment: str) -> str:
-    """What a program prints; it must end well. It finds no server or key of the caller's."""
+    """Runs a program, which must succeed, without the caller's ART variables; returns its output."""
     known = {key: value for key, value in os.environ.items() if not key.startswith("ART_")}
     result = subprocess.run(
         [sys.executable, *arguments],

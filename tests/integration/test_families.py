@@ -1,5 +1,5 @@
-"""Each family of models trains and serves, at toy size with random weights: the trained adapter says in vLLM what it says in
-the trainer."""
+"""Each family of models trains and serves, at toy size with random weights: with the trained adapter, vLLM and the
+trainer compute the same log-probabilities."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("gemma3_text", "qwen3_moe")
-"""In every run. vLLM looks at each new architecture for 20 s, so all of them only with ART_TEST_FULL=1."""
+"""Families of every run. vLLM inspects each new architecture for 20 s, so all of them run only with ART_TEST_FULL=1."""
 NOT_HERE = {
     "minimax_m2": "vLLM's experts for CPUs are not routed by a sigmoid",
     "qwen3_5_text": "vLLM wants torchvision, which an installation for CPUs lacks",

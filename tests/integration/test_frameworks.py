@@ -1,4 +1,4 @@
-"""The examples of examples/frameworks, each as a program of its own beside the real server."""
+"""The examples of examples/frameworks, each as a separate program with the real server."""
 
 import json
 import os
@@ -17,7 +17,7 @@ EXAMPLES = ["openai", "anthropic", "langgraph", "llama_index", "openai_agents", 
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """The interpreter of the frameworks' own environment."""
+    """The Python interpreter of .venv-frameworks."""
     subprocess.run([ROOT / "scripts" / "setup-frameworks"], check=True)
     return ROOT / ".venv-frameworks" / "bin" / "python"
 
@@ -31,7 +31,7 @@ def test_example_trains_two_steps_on_exact_tokens(
         "PATH": os.environ["PATH"],
         "HOME": os.environ["HOME"],
         "ART_SERVER_URL": server.url,
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the internet for prices
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it downloads prices
     }
     run = subprocess.run(
         [python, program], env=environment, capture_output=True, text=True, timeout=300

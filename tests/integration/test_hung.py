@@ -1,6 +1,6 @@
-"""Hung or busy: an engine of which a process stands still is found and started again, one that is only slow is left alone.
+"""Hung or busy: an engine with a hung process is restarted, a slow engine is not.
 
-Seconds are scaled down, so that CI can wait for them; ART_TEST_FULL=1 takes the real ones.
+The time limits are scaled down for CI; ART_TEST_FULL=1 uses the real ones.
 """
 
 import concurrent.futures
@@ -59,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def processes(server: Server) -> dict[str, int]:
-    """vLLM's, by what they are."""
+    """The ids of vLLM's processes, by their kind."""
     assert server.process is not None
     found: dict[str, int] = {}
     for pid in descendants(server.process.pid):
@@ -123,7 +123,7 @@ def test_full_batches_for_minutes_are_work(server: Server) -> None:
 
 @pytest.mark.skipif(not IS_FULL, reason="minutes; with ART_TEST_FULL=1")
 def test_a_long_prompt_on_a_slow_engine_is_work(server: Server) -> None:
-    """The worker runs a small part of the time only, so that the prompt takes longer than a hung engine would be given."""
+    """The worker runs only a small part of the time, so the prompt takes longer than the limit for a hung engine."""
     server.wait_ready()
     before, started = num_restarts(server), time.monotonic()
     worker, is_over = processes(server)["worker"], threading.Event()

@@ -1,4 +1,4 @@
-"""The four APIs through the gate: what clients get, and what the ledger keeps."""
+"""The four APIs through the proxy: what clients get, and what the ledger stores."""
 
 import json
 import sqlite3
@@ -37,7 +37,7 @@ def model(server: Server) -> str:
 
 
 def records_of(server: Server, request_id: str) -> list[Record]:
-    """The records that the running server wrote for a request, read from its file."""
+    """The records of a request, read from the ledger file of the running server."""
     with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
         records: list[Record] = []
         while (record := ledger.find(f"{request_id}-{len(records)}")) is not None:

@@ -1,4 +1,4 @@
-"""What tokens were sampled from on real vLLM: the ledger's records against the model's logits in transformers."""
+"""The distributions that tokens were sampled from, on real vLLM: the ledger's records against transformers' logits."""
 
 import sqlite3
 import warnings
@@ -64,7 +64,7 @@ def scorer() -> Any:
 
 
 def check(record: Record, scorer: Any) -> int:
-    """Each token under what its record says that it was sampled from; returns how many had a set."""
+    """Checks each token's log-probability under its recorded distribution; returns how many tokens have a set."""
     whole = torch.tensor([record.prompt_token_ids + record.token_ids])
     with torch.no_grad():
         logits_TV = scorer(whole).logits[0, len(record.prompt_token_ids) - 1 : -1].double()
@@ -103,7 +103,7 @@ def test_tokens_are_scored_as_they_were_sampled(
     for record, choice in zip(records, body["choices"], strict=True):
         if name == "plain":
             assert record.sampled_logprobs == record.logprobs
-        if choice["logprobs"] is not None:  # what the client sees is raw
+        if choice["logprobs"] is not None:  # the client gets raw log-probabilities
             said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             assert said == pytest.approx(record.logprobs, abs=1e-6)
         for packed in record.sets:
@@ -111,7 +111,7 @@ def test_tokens_are_scored_as_they_were_sampled(
 
 
 def test_plain_completions_keep_to_their_structure(server: Server, model: str, scorer: Any) -> None:
-    """vLLM waits for the end of thinking, which a prompt without a chat never has."""
+    """vLLM applies the structure after the end of thinking, which a prompt without a chat never has."""
     choices = ["hello", "bye"]
     body = {"model": model, "prompt": "Say", "n": 4, "structured_outputs": {"choice": choices}}
     with server.client() as client:
@@ -159,7 +159,7 @@ def test_greedy_and_penalised_choices_have_no_sampled_logprobs(server: Server, m
 
 
 def test_bytes_a_token(server: Server, model: str) -> None:
-    """Of a grammar at most 16, for each of its sets is stored once; of top_p 4 an id and 8."""
+    """At most 16 with a grammar, because each of its sets is stored once; with top_p, 4 per kept id and 8 more."""
     file = server.path / "art" / ".server" / "ledger.sqlite"
 
     def stored() -> float:

@@ -1,4 +1,4 @@
-"""NVIDIA's NeMo Agent Toolkit and its plugin for ART, as they are published, beside the real server."""
+"""NVIDIA's NeMo Agent Toolkit and its plugin for ART, as published, with the real server."""
 
 import json
 import os
@@ -22,7 +22,7 @@ EQUAL = "all rewards in the group are equal: no signal"
 
 @pytest.fixture(scope="session")
 def environment() -> Path:
-    """The programs of the toolkit's own environment."""
+    """The folder of programs in .venv-nat."""
     subprocess.run([ROOT / "scripts" / "setup-nat"], check=True)
     return ROOT / ".venv-nat" / "bin"
 
@@ -32,12 +32,12 @@ class _AnyAnswer(BaseHTTPRequestHandler):
         self.send_error(404)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: pytest shows the rest."""
+        """Logs nothing: pytest shows the rest."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def health_port() -> Iterator[None]:
-    """Something that answers on port 8000, where the plugin looks for any answer; our server is on a free port."""
+    """A server that answers 404 on port 8000, where the plugin checks for any answer; our server is on a free port."""
     with ThreadingHTTPServer(("127.0.0.1", 8000), _AnyAnswer) as listener:
         threading.Thread(target=listener.serve_forever, daemon=True).start()
         yield
@@ -64,7 +64,7 @@ def jobs(server: Server, project: str, name: str) -> list[dict[str, Any]]:
 def finetune(
     server: Server, environment: Path, folder: Path, config: str, **overrides: str
 ) -> list[dict[str, Any]]:
-    """Two epochs of two generations by `nat finetune`; the lines of training_metrics.jsonl."""
+    """Runs `nat finetune` for two epochs of two generations; returns the lines of training_metrics.jsonl."""
     file = ROOT / "examples" / "nemo_agent_toolkit" / "configs" / f"{config}.yml"
     command: list[str | Path] = [environment / "nat", "--log-level", "warning"]
     command += ["finetune", f"--config_file={file}"]

@@ -1,6 +1,6 @@
-"""Any sampling trains without bias: what the engine says a token was sampled with is what the trainer computes.
+"""All kinds of sampling train without bias: engine and trainer agree on the log-probability of each sampled token.
 
-Engine and trainer in float32, so that nothing but the distribution separates them.
+Both run in float32, so that only the distribution can make a difference.
 """
 
 import importlib.util
@@ -94,7 +94,7 @@ def sampled(
 
 
 def roll_out(client: httpx.Client, name: str, sampling: dict[str, Any]) -> list[dict[str, Any]]:
-    """Groups of answers whose rewards differ, whatever they say."""
+    """Groups of answers with different rewards, independent of the texts."""
     groups = []
     for question in QUESTIONS[:NUM_GROUPS]:
         messages = [{"role": "user", "content": question}]
@@ -120,7 +120,7 @@ def register(client: httpx.Client, name: str, base_model: str) -> None:
 
 
 def assert_scored_as_sampled(client: httpx.Client, name: str, case: str) -> None:
-    """Sample groups of a case and train on them."""
+    """Samples groups of a case, trains on them, and checks the report."""
     done = train(client, name, roll_out(client, name, SAMPLING[case]), learning_rate=1e-3)[-1]
     assert done["event"] == "done", (case, done)
     metrics, report = done["metrics"], done["report"]

@@ -1,4 +1,4 @@
-"""Many rollouts of one prompt whose visible answers are equal and whose thinking differs: nobody reads another's thoughts."""
+"""Many rollouts of one prompt with equal visible answers and different thinking: none gets another's thinking."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ KINDS = [
 
 
 class Rollout:
-    """One conversation of three calls of the only tool, with what the server says of each."""
+    """One conversation with three calls of the only tool, and the server's data about each."""
 
     def __init__(self, model: str, group: int, index: int) -> None:
         self.returns_thinking, self.has_session, self.is_stream = KINDS[group]
@@ -125,7 +125,7 @@ async def play_all(server: Server, model: str) -> list[list[Rollout]]:
 
 
 def thoughts_in(text: str) -> set[str]:
-    """The thinking of the turns in a prompt that are over."""
+    """The thinking of the finished turns in a prompt."""
     parts = [part.partition("</think>") for part in text.split("<think>")[1:]]
     return {thought.strip() for thought, mark, _ in parts if mark and thought.strip()}
 
@@ -187,5 +187,5 @@ def test_no_rollout_is_sampled_behind_anothers_thinking(server: Server) -> None:
     continuations = done["report"]["continuations"]
     assert sum(continuations.values()) == NUM_GROUPS * GROUP_SIZE * (NUM_TURNS - 1)
     assert sum(n for how, n in continuations.items() if how != "joined") == not_joined
-    # Who returns its thinking, or names its session, goes on from its own tokens.
+    # Rollouts that return their thinking, or have a session, continue from their own tokens.
     assert continuations["joined"] >= NUM_GROUPS * GROUP_SIZE

@@ -40,7 +40,7 @@ def test_a_step_leaves_checkpoint_history_and_trajectories(server: Server) -> No
 
 
 def test_engine_and_trainer_agree_on_a_trained_adapter(server: Server) -> None:
-    """Both in float32: fresh samples of an adapter with non-zero weights, scored by the trainer."""
+    """Both run in float32; the trainer scores fresh samples of an adapter with non-zero weights."""
     register(server, "agree")
     for _ in range(3):
         assert train_one_step(server, "agree", learning_rate=3e-3)["event"] == "done"
@@ -86,7 +86,7 @@ def test_equal_rewards_advance_the_step_and_keep_the_weights(server: Server) -> 
 
 
 def test_requests_in_the_middle_of_training_are_answered_by_the_new_step(server: Server) -> None:
-    """Whole and streaming ones, sent while the trainer works."""
+    """Sends whole and streaming requests while the trainer works."""
     register(server, "waits")
     with server.client() as client:
         model = f"{PROJECT}/waits"

@@ -1,5 +1,5 @@
-"""Processes die: nothing acknowledged is lost, nothing is done twice, nobody is left behind. Runs last: it restarts
-the server that the other tests share."""
+"""Killed processes: nothing acknowledged is lost, nothing is done twice, no process is left over. Runs last, because it
+restarts the server that the other tests share."""
 
 import concurrent.futures
 import json
@@ -47,7 +47,7 @@ def wait_until_gone(pids: set[int], seconds: float = 20.0) -> None:
 
 
 def test_the_engine_dies_under_load(server: Server) -> None:
-    """Sixteen requests at a time: each is answered, or told to come again; the next ones succeed."""
+    """Sixteen requests at a time: each is answered or rejected as retryable; the next ones succeed."""
     register(server, "load")
     train_one_step(server, "load")
     killed = threading.Event()

@@ -1,0 +1,75 @@
+"""Checks of an answer's text. Each returns 1.0 or 0.0 and raises for a wrong check, never for a wrong answer."""
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+"""A decimal number, also with commas between thousands. It can match the empty text."""
+FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+def exact_match(answer: str | None, expected: str, *, ignore_case: bool = False) -> float:
+    """1.0 if the answer is `expected`, apart from white space at both ends."""
+    given, wanted = (answer or "").strip(), expected.strip()
+    if ignore_case:
+        given, wanted = given.casefold(), wanted.casefold()
+    return float(given == wanted)
+
+
+def number_match(
+    answer: str | None, expected: float, *, absolute: float = 1e-9, relative: float = 1e-6
+) -> float:
+    """1.0 if the last number of the answer is within the tolerances of `expected`.
+
+    The tolerance is the larger of `absolute` and `relative` times the larger of the two numbers.
+    """
+    numbers = [each for each in NUMBER.findall(answer or "") if any(c.isdigit() for c in each)]
+    if not numbers:
+        return 0.0
+    found = float(numbers[-1].replace(",", ""))
+    return float(math.isclose(found, expected, rel_tol=relative, abs_tol=absolute))
+
+
+def regex_match(answer: str | None, pattern: str | re.Pattern[str]) -> float:
+    """1.0 if the pattern matches the whole answer, apart from white space at both ends.
+
+    Raises:
+        re.error: the pattern is not a regular expression.
+    """
+    return float(re.fullmatch(pattern, (answer or "").strip()) is not None)
+
+
+def json_match(answer: str | None, schema: Mapping[str, Any] | None = None) -> float:
+    """1.0 if the answer is JSON, alone or in one Markdown fence, and fits the JSON schema.
+
+    Raises:
+        ImportError: a schema is given, and the package `jsonschema` is not installed.
+        ValueError: the schema is not a JSON schema.
+    """
+    text = answer or ""
+    fences = FENCE.findall(text)
+    try:
+        value = json.loads(fences[0] if len(fences) == 1 else text)
+    except (ValueError, RecursionError):
+        return 0.0
+    return float(schema is None or fits_schema(value, schema))
+
+
+def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:  # Any: JSON
+    """Whether a value fits a JSON schema (draft 2020-12 unless the schema names another)."""
+    try:
+        jsonschema: Any = importlib.import_module("jsonschema")  # an extra; Any: it has no types
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "json_match with a schema needs jsonschema: pip install 'agent-reinforcement-trainer[rewards]'"
+        ) from error
+    kind = jsonschema.validators.validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"not a JSON schema: {error.message}") from error
+    return bool(kind(schema).is_valid(value))

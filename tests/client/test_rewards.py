@@ -1,0 +1,168 @@
+"""Rewards: checks of text, code in limited processes, sums."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import art
+from art.rewards import (
+    exact_match,
+    json_match,
+    number_match,
+    passed_tests,
+    regex_match,
+    set_reward,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
+    assert exact_match(" yes\n", "yes") == 1.0
+    assert exact_match("Yes", "yes") == 0.0 and exact_match("Yes", "yes", ignore_case=True) == 1.0
+    assert exact_match("y es", "yes") == 0.0
+    assert exact_match(None, "yes") == 0.0 and exact_match(None, "") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "reward"),
+    [
+        ("The answer is 42.", 42, 1.0),
+        ("6 * 7 = 42", 42, 1.0),
+        ("42, or rather 43", 42, 0.0),
+        ("1,234,567.5 dollars", 1234567.5, 1.0),
+        ("-3e-2", -0.03, 1.0),
+        (".5", 0.5, 1.0),
+        ("3.1415", 3.14159265, 0.0),
+        ("none", 1, 0.0),
+        (None, 0, 0.0),
+    ],
+)
+def test_number_match_takes_the_last_number(
+    answer: str | None, expected: float, reward: float
+) -> None:
+    assert number_match(answer, expected) == reward
+
+
+def test_number_match_has_tolerances() -> None:
+    assert number_match("3.1415", 3.14159265, relative=1e-4) == 1.0
+    assert number_match("0.0001", 0.0, absolute=1e-3) == 1.0
+
+
+def test_regex_match_is_of_the_whole_answer() -> None:
+    assert regex_match(" (a) ", r"\([abc]\)") == 1.0
+    assert regex_match("(a) or (b)", r"\([abc]\)") == 0.0
+    with pytest.raises(re.error):
+        regex_match("a", "(")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ('{"city": "Ulm"}', 1.0),
+        ('```json\n{"city": "Ulm"}\n```', 1.0),
+        ('Here it is:\n```\n{"city": "Ulm"}\n```\nDone.', 1.0),
+        ('{"city": 3}', 0.0),
+        ('{"city": "Ulm"} and more', 0.0),
+        ("[" * 100_000, 0.0),
+        (None, 0.0),
+    ],
+)
+def test_json_match_checks_the_schema(answer: str | None, reward: float) -> None:
+    assert json_match(answer, SCHEMA) == reward
+
+
+def test_json_match_refuses_what_is_no_schema() -> None:
+    assert json_match("[1]") == 1.0
+    with pytest.raises(ValueError, match="not a JSON schema"):
+        json_match("1", {"type": "nothing"})
+
+
+ADD = "def add(a, b):\n    return a + b"
+
+
+async def test_passed_tests_is_the_share_that_passes() -> None:
+    assert await passed_tests(ADD, ["assert add(1, 2) == 3"]) == 1.0
+    assert await passed_tests(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]) == 0.5
+    assert await passed_tests("def add(:", ["pass"]) == 0.0
+    with pytest.raises(ValueError, match="at least one"):
+        await passed_tests(ADD, [])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "while True: pass",
+        "x = 'a' * (1 << 31)",
+        "open('big', 'wb').write(b'x' * (1 << 22))",
+        "import os, time\nif os.fork() == 0: time.sleep(60)\nraise SystemExit(1)",
+        "print('x' * 10_000_000)\nraise ValueError",
+    ],
+)
+async def test_code_that_misbehaves_passes_nothing_and_ends_soon(code: str) -> None:
+    began = time.monotonic()
+    assert await passed_tests(code, ["pass"], timeout_seconds=2) == 0.0
+    assert time.monotonic() - began < 30
+
+
+async def test_code_gets_no_secrets_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ART_API_KEY", "secret")
+    code = "import os"
+    assert await passed_tests(code, ["assert 'ART_API_KEY' not in os.environ"]) == 1.0
+
+
+def test_passed_tests_works_in_one_event_loop_after_the_other() -> None:
+    async def many() -> list[float]:
+        return await asyncio.gather(
+            *(passed_tests(ADD, ["assert add(1, 1) == 2"]) for _ in range(6))
+        )
+
+    assert asyncio.run(many()) == asyncio.run(many()) == [1.0] * 6
+
+
+def test_a_sum_logs_its_parts() -> None:
+    trajectory = art.Trajectory(messages_and_choices=[], metrics={"turns": 2})
+    made = set_reward(trajectory, {"right": 1.0, "short": 0.5}, {"short": 0.2})
+    assert made is trajectory and made.reward == pytest.approx(1.1)
+    assert made.metrics == {"turns": 2, "reward/right": 1.0, "reward/short": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "words"),
+    [
+        ({"right": float("nan")}, None, "part 'right' of the reward is nan"),
+        ({"right": 1.0}, {"wrong": 1.0}, "'wrong', which is not a part"),
+    ],
+)
+def test_a_sum_that_cannot_be_is_refused(
+    parts: dict[str, float], weights: dict[str, float] | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        set_reward(art.Trajectory(messages_and_choices=[]), parts, weights)
+
+
+def test_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    message = {"role": "assistant", "content": "It is 42."}
+    choice = art.types.Choice.model_validate(
+        {"index": 0, "finish_reason": "stop", "message": message}
+    )
+    names: dict[str, Any] = {"art": art, "messages": [], "choice": choice}
+    exec(snippet, names)
+    assert names["trajectory"].metrics["reward/right"] == 1.0
+    assert names["trajectory"].reward == pytest.approx(1 + 0.1 * (1 - 9 / 500))
