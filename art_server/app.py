@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import art_wire, checkpoints, control, errors, inference, openapi
+from art_server.api import errors, inference, openapi
 from art_server.api.auth import Authentication
 from art_server.api.bodies import GroupBodies
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
+from art_server.api.pacing import Pacing
+from art_server.api.routers import ROUTERS
+from art_server.observe.runs import Runs
 from art_server.service import Service
 from art_server.settings import ServerConfig
 
@@ -30,11 +33,12 @@ def make_app(service: Service, config: ServerConfig, inference_port: int | None)
     keys = Keys(config.api_keys)
     app.state.service, app.state.config, app.state.bodies = service, config, GroupBodies()
     app.state.keys, app.state.inference_port = keys, inference_port
+    app.state.runs, app.state.is_stopping = Runs(config.path), False
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     errors.install(app)
     inference.install(app, service)  # first, because routes are tried in order
-    for routes in (control, checkpoints, art_wire):
-        app.include_router(routes.router)
+    for router in ROUTERS:
+        app.include_router(router)
     openapi.describe(app)
     app.add_middleware(
         Authentication,
@@ -43,4 +47,5 @@ def make_app(service: Service, config: ServerConfig, inference_port: int | None)
         keys=keys,
         model_keys=app.state.model_keys,
     )
+    app.add_middleware(Pacing)
     return app

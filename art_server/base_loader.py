@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from art_server import base_models
@@ -22,8 +23,11 @@ from art_server.store import files
 
 logger = logging.getLogger(__name__)
 
-DOWNLOAD_LOG_SECONDS = 10.0
-"""Interval of log lines during a download."""
+START_SECONDS = 2.0
+"""A base model on the disk is found sooner, and the first request knows it. Downloads and conversions take longer."""
+
+DOWNLOAD_LOG_SECONDS = 5.0
+"""Interval of progress lines during a download."""
 
 
 class BaseLoader:
@@ -37,39 +41,43 @@ class BaseLoader:
         self._trainer = processes.trainer
         self._ledger = processes.ledger
         self._queue = queue
+        self._progress = processes.engine.progress
         self._file = config.server_dir / "base.json"
         self._lock = asyncio.Lock()
         self.is_wanted = False
         """True once a client or the command line asked for the loaded base model. Until then a model restored from the
         last run may be replaced."""
         self._warming: asyncio.Task[None] | None = None
-        self._fetching: asyncio.Task[BaseModel] | None = None
+        self._fetching: asyncio.Task[BaseModel | None] | None = None
+        self._trained: Path | None = None
+        """The folder of the trainer's base model."""
         self._downloading: str | None = None
         """The hub id of the model that is being downloaded."""
 
     async def start(self) -> None:
-        """Loads the base model that the command line names, else the one that served last.
-
-        Raises:
-            InvalidInput: `--base-model` cannot be loaded. For a model of the hub, `fatal` has this error later.
-        """
+        """Begins to load the base model that the command line names, else the one that served last. Returns after
+        `START_SECONDS` at the latest, so that the port opens."""
         name = self._config.base_model
+        self.is_wanted = name is not None
         if name is not None:
-            self.is_wanted = True
-            if base_models.is_hub_id(name):
-                # In the background, so that the port opens before the download ends.
-                self._fetching = asyncio.create_task(self._load(name), name="base model")
-            else:
-                await self._load(name)
+            self._fetching = asyncio.create_task(self._load(name), name="base model")
         elif self._file.exists():
-            try:
-                await self._load(json.loads(self._file.read_text())["base_model"])
-            except InvalidInput as error:
-                logger.warning("cannot load the base model that served last: %s", error.message)
+            self._fetching = asyncio.create_task(self._restore(), name="base model")
+        if self._fetching is not None:
+            await asyncio.wait({self._fetching}, timeout=START_SECONDS)
+
+    async def _restore(self) -> None:
+        try:
+            last = json.loads(self._file.read_text())
+            await self._load(last["base_model"], last.get("engine_args"))
+        except InvalidInput as error:
+            logger.warning("cannot load the base model that served last: %s", error.message)
+        except Exception:  # such as a damaged file: clients can still register
+            logger.exception("cannot load the base model that served last")
 
     @property
     def fatal(self) -> BaseException | None:
-        """Why the base model of the command line cannot be loaded; `cli.py` then ends the server."""
+        """Why the command line's base model cannot be loaded; `cli.py` then ends the server."""
         fetching = self._fetching
         if fetching is None or not fetching.done() or fetching.cancelled():
             return None
@@ -105,6 +113,7 @@ class BaseLoader:
             loaded = self._engine.base
             if loaded is not None and loaded.name == name:
                 return loaded
+            self._progress.begin(f"base model {name}: looking for its files")
             progress = None
             if base_models.is_hub_id(name):
                 self._downloading = name
@@ -120,8 +129,13 @@ class BaseLoader:
             plan = await asyncio.to_thread(self._plan, base, requested or {})
             if loaded is not None:
                 await self._unload_base(loaded, name)
+            elif self._trained not in (None, base.path):
+                await self._stop_trainer()  # of another base model, whose engine failed
+            size = await asyncio.to_thread(base_models.weight_bytes, base.path)
+            self._progress.note(f"base model {name}: {size / 1e9:.2g} GB of weights")
             self._ledger.use_tokenizer(base.path)
             self._trainer.set_base(base.path, plan)
+            self._trained = base.path
             self._engine.start(base, requested or {}, plan)
             if plan is None or plan.is_base_resident:
                 is_shared = plan is not None and self._config.takes_turns
@@ -130,13 +144,14 @@ class BaseLoader:
                     name="trainer's first load",
                 )
             with contextlib.suppress(StorageFull):  # the model serves without it
-                await asyncio.to_thread(files.write_json, self._file, {"base_model": name})
+                last = {"base_model": name, "engine_args": dict(requested or {})}
+                await asyncio.to_thread(files.write_json, self._file, last)
             return base
 
     async def _log_download(self, name: str) -> None:
         while True:
             await asyncio.sleep(DOWNLOAD_LOG_SECONDS)
-            logger.info("%s", await asyncio.to_thread(base_models.download_progress, name))
+            self._progress.note(await asyncio.to_thread(base_models.download_progress, name))
 
     async def _warm_trainer(
         self, hold: contextlib.AbstractAsyncContextManager[None] | None
@@ -144,8 +159,11 @@ class BaseLoader:
         """Loads the trainer's base model before the first step needs it. On a shared GPU this waits for the engine's
         start, because vLLM then measures the free memory."""
         async with hold or contextlib.nullcontext():
+            self._progress.note("trainer: starts and loads the base model")
             try:
-                await self._trainer.run(LoadTask())
+                loaded = await self._trainer.run(LoadTask())
+                millions = loaded.metrics.get("num_parameters", 0.0) / 1e6
+                self._progress.note(f"trainer: ready, {millions:,.1f} million parameters")
             except TrainerError as error:  # the first step tries again, and its job gets the error
                 logger.warning("the trainer cannot load its base model: %s", error)
 
@@ -200,9 +218,12 @@ class BaseLoader:
                 param="base_model",
             )
         logger.info("unloading base model %s, which served last, to load %s", loaded.name, wanted)
+        await self._stop_trainer()
+        await self._engine.stop()
+
+    async def _stop_trainer(self) -> None:
         await cancel(self._warming)
         await self._trainer.stop()
-        await self._engine.stop()
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:

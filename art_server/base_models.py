@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any
 
 from art_server.errors import InvalidInput
 from art_server.store import files
+
+logger = logging.getLogger(__name__)
 
 TINY_DIR = Path(__file__).parent / "tiny_model"
 CACHE_DIR = Path.home() / ".cache" / "art"
@@ -46,17 +49,26 @@ def find_base_model(name: str, cache_dir: Path) -> BaseModel:
         return BaseModel(name, TINY_DIR)
     if name == "smollm2":
         return BaseModel(name, _find_smollm2(cache_dir))
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = find_folder(name)
+    if folder is not None:
         return BaseModel(name, _check_folder(folder, name))
     if not is_hub_id(name):
-        raise _unknown(name, [f"the folder {folder} (it does not exist)"])
+        raise _unknown(name, [f"the folder {os.path.expanduser(name)[:200]} (it does not exist)"])
     return BaseModel(name, _fetch_from_hub(name, name))
+
+
+def find_folder(name: str) -> Path | None:
+    """The folder on this machine that `name` means, if there is one.
+
+    `os.path` answers False where `Path` raises: for the home of an unknown user, a NUL byte, a name that is too long.
+    """
+    path = os.path.expanduser(name)
+    return Path(path) if os.path.isdir(path) else None
 
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` is a Hugging Face id, which may have to be downloaded."""
-    is_other = name == "art/tiny" or Path(name).expanduser().is_dir()
+    is_other = name == "art/tiny" or find_folder(name) is not None
     return not is_other and not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
@@ -70,6 +82,11 @@ def download_progress(hub_id: str) -> str:
         with contextlib.suppress(FileNotFoundError):  # renamed, because its download is complete
             size += file.stat().st_size
     return f"downloading {hub_id}: {size / 1e9:.1f} GB so far"
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the weights in a base model's folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _check_folder(folder: Path, name: str) -> Path:
@@ -90,13 +107,19 @@ def _unknown(name: str, tried: list[str]) -> InvalidInput:
 def _fetch_from_hub(hub_id: str, requested: str) -> Path:
     # The hub's client is heavy and only needed for a hub id.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except HFValidationError as error:
         raise _unknown(requested, [f"'{hub_id}' as a Hugging Face id ({error})"]) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # also those of the hub's HTTP library
+        with contextlib.suppress(Exception):
+            local = snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True)
+            logger.warning(
+                "%s comes from the local cache, because the hub failed: %r", hub_id, error
+            )
+            return Path(local)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         tried = [f"the Hugging Face hub and its local cache for '{hub_id}' ({reason})"]
         raise _unknown(requested, tried) from error

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from art_server import __version__
-from art_server.checkpoints.commands import add_commands
-from art_server.children import collect_seldom, wake_in_batches
-from art_server.errors import ServerError, UsageError
+from art_server.checkpoints import commands as checkpoints
+from art_server.children import collect_seldom, take_turns_often, wake_in_batches
+from art_server.errors import NotFound, ServerError, Unavailable, UsageError
 from art_server.flags import parse
-from art_server.installation import check_builds, installed_builds
+from art_server.installation import check_builds, check_system, installed_builds
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
+from art_server.terminal import commands as terminal
 
 if TYPE_CHECKING:
     from art_server.api.keys import Keys
@@ -44,6 +45,7 @@ UVICORN: Mapping[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the server until a signal stops it. Exits with status 2 and one sentence if the server cannot start."""
     try:
+        check_system()
         run(parse(arguments), lambda: parse(arguments).api_keys)
     except (UsageError, ServerError) as error:
         print(f"art-server: {error}", file=sys.stderr)
@@ -51,38 +53,54 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def art(arguments: Sequence[str] | None = None) -> None:
-    """The command `art`, as users of ART know it."""
+    """The command `art`, as users of ART know it. Exits with 2 after an error, with 1 if there is no such thing to
+    show or copy or no server, and with 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="art", description="Train LLM agents with reinforcement learning."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help="run a server: the same as art-server", add_help=False)
-    add_commands(commands)
+    terminal.add_commands(commands)
+    checkpoints.add_commands(commands)
     command, flags = parser.parse_known_args(arguments)
     if command.command == "run":
         return main(flags)
     command = parser.parse_args(arguments)
     try:
         run_command(command)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # what reads the output has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (UsageError, ServerError, OSError) as error:
         print(f"art: {error}", file=sys.stderr)
-        sys.exit(2)
+        is_missing = isinstance(error, NotFound | Unavailable)
+        sys.exit(1 if is_missing and command.command in (*terminal.SHOWN, "copy", "replay") else 2)
 
 
 def run_command(command: argparse.Namespace) -> None:
     """Runs a command of `art` other than `art run`."""
+    # Imported here: each needs another extra, and `art-server --help` none of them.
     try:
-        from art_server.checkpoints import travel
-    except ModuleNotFoundError as error:  # comes with the extra `server`
-        raise missing_extra(error) from error
-    travel.run_command(command)
+        if command.command in terminal.SHOWN:
+            terminal.run_command(command)
+        elif command.command == "view":
+            from art_server import view
+
+            open_port("127.0.0.1", command.port, "--port").close()
+            view.view(command.dir, command.port, opens_browser=not command.no_browser)
+        else:
+            checkpoints.run_command(command)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, terminal.EXTRAS.get(command.command)) from error
 
 
-def missing_extra(error: ModuleNotFoundError) -> UsageError:
-    return UsageError(
-        f"'{error.name}' is not installed: pip install 'agent-reinforcement-trainer[server]' (CPU) or "
-        "'agent-reinforcement-trainer[gpu]'"
-    )
+def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> UsageError:
+    """An error that names the extra with a missing package; None: that of the server."""
+    named = [extra] if extra is not None else ["server", "gpu"]
+    extras = [f"'agent-reinforcement-trainer[{each}]'" for each in named]
+    return UsageError(f"'{error.name}' is not installed: pip install {' (CPU) or '.join(extras)}")
 
 
 def open_port(host: str, port: int, flag: str) -> socket.socket:
@@ -196,7 +214,7 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
             asyncio.get_running_loop().add_signal_handler(
                 signal.SIGHUP, replace_keys, app.state.keys, reread_keys
             )
-        parent = os.getppid()
+        parent = parent_pid()
         files.write_json(config.server_dir / "address.json", own_address(url, inference_url))
         logger.info("listening on %s (inference also on %s/v1)", url, inference_url)
         sockets = [each for each in (control, inference) if each is not None]
@@ -206,13 +224,20 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
                 is_orphan = config.exit_with_parent and os.getppid() != parent
                 if is_orphan or service.fatal is not None:
                     server.should_exit = True
+                app.state.is_stopping = server.should_exit  # ends the streams of open pages
                 await asyncio.wait({serving}, timeout=1.0)
         if service.fatal is not None:
             raise service.fatal
 
     collect_seldom()
+    take_turns_often()
     wake_in_batches()
     uvloop.run(serve())
+
+
+def parent_pid() -> int:
+    """The process that started this one. `LocalBackend` tells its id, because it may have ended by now."""
+    return int(os.environ.pop("ART_PARENT_PID", 0)) or os.getppid()
 
 
 def make_private(config: ServerConfig) -> None:

@@ -5,9 +5,10 @@ without CPU builds has their CUDA builds. Importing one beside a CPU torch fails
 """
 
 import importlib.metadata
+import sys
 from collections.abc import Mapping
 
-from art_server.errors import InvalidInput
+from art_server.errors import InvalidInput, UsageError
 
 TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages whose compiled code fits only one build of torch. Text models need none of them."""
@@ -22,6 +23,19 @@ def installed_builds() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def check_system() -> None:
+    """Checks that this is Linux: the server needs its sessions, death signals and /proc.
+
+    Raises:
+        UsageError: it is another system.
+    """
+    if sys.platform != "linux":
+        raise UsageError(
+            f"the server needs Linux, and this is {sys.platform}: run it in Docker, in WSL 2 or on another machine, and "
+            "connect with art.Backend(URL) (docs/howto/platforms.md)"
+        )
 
 
 def check_builds(versions: Mapping[str, str]) -> None:

@@ -1,7 +1,11 @@
-"""The server's engine and trainer, and what they share: the device, the ledger, the pause gate, background tasks."""
+"""The server's engine and trainer, and what they share: the device, the ledger, the pause gate, background tasks,
+reports."""
 
+import asyncio
 import logging
 import os
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from art_server.background import Background, LoopWatch
 from art_server.children import Children
@@ -11,6 +15,7 @@ from art_server.device.probe import probe
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.gap_bars import gap_bars
+from art_server.jobs.reports import Reports, Totals
 from art_server.jobs.trainer import Trainer
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
@@ -18,6 +23,19 @@ from art_server.settings import ServerConfig
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
+
+
+class Figures(NamedTuple):
+    """Numbers of this moment, and since the server's start."""
+
+    num_waiting: int
+    """Requests at the pause gate."""
+    num_running: int
+    """Requests that the engine has."""
+    num_engine_starts: int
+    num_faults: Mapping[str, int]
+    """Errors of background work, by its name."""
+    totals: Totals
 
 
 class Processes:
@@ -36,6 +54,7 @@ class Processes:
         self.background = Background()
         self.loop_watch = LoopWatch()
         self.gate = PauseGate()
+        self.reports = Reports(config.trackers, config.log_dir)
         children = Children(config.server_dir, config.log_dir)
         if left := children.reap():
             logger.warning("killed processes that an earlier server left running: %s", left)
@@ -58,11 +77,22 @@ class Processes:
         self.gap_bars = gap_bars(types, config.exact, config.gap_limit)
         self.trainer = Trainer(config, machine.kind, for_trainer, children)
 
+    def figures(self) -> Figures:
+        """The numbers for Prometheus."""
+        return Figures(
+            self.gate.num_waiting,
+            self.gate.num_inside,
+            self.engine.num_starts,
+            self.background.num_faults,
+            self.reports.totals,
+        )
+
     async def stop(self) -> None:
         """Ends both processes and all background tasks, and releases the folder."""
         await self.trainer.stop()
         await self.engine.stop()
         await self.background.stop()
+        await asyncio.to_thread(self.reports.close)
         self.close()
 
     def close(self) -> None:

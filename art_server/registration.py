@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -95,7 +94,7 @@ class Registration:
         temporary = await asyncio.to_thread(folder.new_checkpoint_dir)
         try:
             await self._trainer.run(InitTask(lora=record.lora, out_dir=str(temporary)))
-            first = CheckpointRecord(step=0, created_at=time.time())
+            first = CheckpointRecord(step=0)
             await asyncio.to_thread(folder.commit_checkpoint, temporary, first)
         except TrainerError as error:
             what = f"cannot create an adapter of this shape for '{record.base_model}'"
@@ -119,15 +118,22 @@ class Registration:
         base = self._engine.base
         return base is not None and model.record.base_model == base.name
 
+    def check_trainable(self, model: Model) -> None:
+        """Checks that the model can be trained now.
+
+        Raises:
+            Conflict: the model's base model is not loaded.
+        """
+        if not self.is_on_base(model):
+            raise self._other_base(model)
+
     def limits(self, model: Model) -> Limits:
         """The limits for trajectories of a model.
 
         Raises:
             Conflict: the model's base model is not loaded.
         """
-        base = self._engine.base
-        if base is None or not self.is_on_base(model):
-            raise self._other_base(model)
-        length = self._engine.max_seq_length
-        assert length is not None, "known with the base"
+        self.check_trainable(model)
+        base, length = self._engine.base, self._engine.max_seq_length
+        assert base is not None and length is not None, "known with the base"
         return Limits(vocab_size=base_models.vocab_size(base.path), max_seq_length=length)

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from art.trackers.tracing import Span, Tracing, link_of
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
@@ -17,6 +19,10 @@ from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
 from art_server.store.registry import Model, Registry
 
+METRICS_SECONDS = 2.0
+"""For vLLM's metrics."""
+OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
+"""OpenTelemetry's names of operations; those of the other APIs are "chat"."""
 LOST_SECONDS = 1.0
 """Time for the supervisor to notice that the engine has ended, before a request waits for the next engine."""
 
@@ -46,11 +52,13 @@ class InferenceRequest:
     ids, which are used unchanged."""
     named: Sequence[str] = ()
     """The ids of tool calls, choices and responses that the conversation contains."""
-    is_before_user: bool = True
-    """A user message follows the last answer."""
+    before_tool: frozenset[bytes] = frozenset()
+    """The digests of the conversation before each answer that no user message follows."""
     model: Model | None = None
     step: int | None = None
     adapter: str = ""
+    traceparent: str | None = None
+    """The header of that name, if spans are made."""
 
     @property
     def is_stream(self) -> bool:
@@ -91,6 +99,7 @@ class Relay:
     _gate: PauseGate
     _base: BaseLoader
     _wait_limit_seconds: float
+    _tracing: Tracing | None = None
 
     def resolve(self, inference: InferenceRequest) -> None:
         """Sets the model, step and adapter that answer a request at this moment.
@@ -131,9 +140,12 @@ class Relay:
             EngineLost: the engine died during the request.
         """
         limit = self._wait_limit_seconds
-        await self._gate.wait_open(limit)
-        self.resolve(inference)
         with contextlib.ExitStack() as stack:
+            span = None
+            if self._tracing is not None:
+                span = stack.enter_context(inference_span(self._tracing, inference))
+            await self._gate.wait_open(limit)
+            self.resolve(inference)
             stack.enter_context(self._gate.inside(inference.adapter))
             if inference.model is not None and inference.step is not None:
                 folder = inference.model.folder.checkpoint_dir(inference.step)
@@ -142,6 +154,8 @@ class Relay:
             opened = stack.enter_context(
                 self._ledger.open_request(self._to_record(inference, request_id))
             )
+            if span is not None:
+                stack.callback(describe, span, inference, opened)
             sent = inference.headers | {
                 "x-request-id": request_id,
                 "content-type": "application/json",
@@ -151,6 +165,8 @@ class Relay:
                 async with self._engine.http.post(
                     inference.path, data=content, headers=sent
                 ) as response:
+                    if response.status == 500:
+                        await self.check_engine()
                     yield response, opened
             except aiohttp.ClientError as error:
                 raise EngineLost from error
@@ -168,7 +184,7 @@ class Relay:
             session=inference.session,
             before=inference.before,
             named=self._ledger.callers(inference.named) if inference.named else frozenset(),
-            is_before_user=inference.is_before_user,
+            before_tool=inference.before_tool,
         )
 
     @staticmethod
@@ -181,8 +197,86 @@ class Relay:
             body["request_id"] = f"resp_{request_id}"
         return body
 
+    async def engine_metrics(self) -> bytes:
+        """vLLM's own metrics, in Prometheus' text format; empty if it does not answer in time."""
+        if self._engine.state != "ready":
+            return b""
+        timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
+        try:
+            async with self._engine.http.get("/metrics", timeout=timeout) as response:
+                return await response.read() if response.status == 200 else b""
+        except (aiohttp.ClientError, TimeoutError):
+            return b""
+
+    async def check_engine(self) -> None:
+        """Checks that an error is the answer of a living engine.
+
+        Raises:
+            EngineLost: the engine is dead or dying.
+        """
+        if not await self._engine.is_alive():
+            raise EngineLost
+
     async def was_engine_killed(self) -> bool:
         """Whether somebody killed the engine, so that the request is not the cause. Call it after `EngineLost`; it
         first waits until the supervisor has noticed the engine's end."""
         await asyncio.sleep(LOST_SECONDS)
         return self._engine.was_killed
+
+
+@contextlib.contextmanager
+def inference_span(tracing: Tracing, inference: InferenceRequest) -> Iterator[Span]:
+    """The span of a request, from its arrival at the pause gate to the last byte of vLLM's answer. Its parent is named by
+    the header `traceparent`, or else by the session; if both name one, it is linked to the session's."""
+    session, header = link_of(inference.session), link_of(inference.traceparent)
+    operation = OPERATIONS.get(inference.api, "chat")
+    attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.request.model": inference.requested_model,
+        "art.api": inference.api,
+    }
+    span = tracing.start(
+        f"{operation} {inference.requested_model}",
+        header or session,
+        attributes,
+        kind="SERVER",
+        links=[session] if header is not None and session is not None else [],
+    )
+    try:
+        yield span
+    except BaseException as error:  # also a client that disconnects
+        span.end(type(error).__name__)
+        raise
+    span.end()
+
+
+def describe(span: Span, inference: InferenceRequest, opened: OpenRequest) -> None:
+    """Adds to a request's span what is known at its end."""
+    records = opened.records.values()
+    span.set(
+        {
+            "art.adapter": inference.adapter,
+            "art.request": opened.request.request_id,
+            "gen_ai.usage.input_tokens": max((len(r.prompt_token_ids) for r in records), default=0),
+            "gen_ai.usage.output_tokens": sum(len(r.token_ids) for r in records),
+        }
+    )
+    if inference.step is not None:
+        span.set({"art.step": inference.step})
+    if span.holds_contents:
+        answers = [{"role": "assistant", "content": record.text} for record in records]
+        span.set({"gen_ai.input.messages": parts_of(inference.messages)})
+        span.set({"gen_ai.output.messages": parts_of(answers)})
+
+
+def parts_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages in the JSON of OpenTelemetry's conventions."""
+    return json.dumps(
+        [
+            {
+                "role": each.get("role", ""),
+                "parts": [{"type": "text", "content": each.get("content") or ""}],
+            }
+            for each in messages
+        ]
+    )

@@ -4,8 +4,7 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from art.wire import Health, SessionReply, TrainRequest
-from art_server import __version__
+from art.wire import LogReply, LogRequest, SessionReply, TrainRequest
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints.manage import Checkpoints
 from art_server.checkpoints.uploads import Uploads
@@ -17,6 +16,7 @@ from art_server.processes import Processes
 from art_server.registration import Registration
 from art_server.relay import Relay
 from art_server.settings import Device, ServerConfig
+from art_server.state import State
 from art_server.store.registry import Model, Registry
 
 PRUNE_SECONDS = 60.0
@@ -41,7 +41,14 @@ class Service:
         incoming = config.server_dir / "incoming"
         shutil.rmtree(incoming, ignore_errors=True)
         self._checkpoints = Checkpoints(
-            registry, self._queue, gate, engine, making, incoming, config.keep_last
+            registry,
+            self._queue,
+            gate,
+            engine,
+            processes.ledger,
+            making,
+            incoming,
+            config.keep_last,
         )
         self._uploads = Uploads(
             registry, engine, trainer, making, incoming, config.max_lora_rank, self._base.load
@@ -56,10 +63,18 @@ class Service:
             processes.owner if config.takes_turns else None,
             processes.gap_bars,
             self._checkpoints.retain,
+            processes.reports.take,
         )
         self._relay = Relay(
-            registry, processes.ledger, engine, gate, self._base, config.wait_limit_seconds
+            registry,
+            processes.ledger,
+            engine,
+            gate,
+            self._base,
+            config.wait_limit_seconds,
+            processes.reports.tracing,
         )
+        self._state = State(config, processes, self._base, self._runner)
         self._delegate()
 
     def _delegate(self) -> None:
@@ -71,31 +86,34 @@ class Service:
             self._uploads,
         )
         self.resolve, self.relay = relay.resolve, relay.answer
-        self.was_engine_killed = relay.was_engine_killed
+        self.was_engine_killed, self.engine_metrics = relay.was_engine_killed, relay.engine_metrics
+        self.check_engine = relay.check_engine
+        self.tracing, self.figures = self._processes.reports.tracing, self._processes.figures
         self.models, self.model = self._registry.all, self._registry.get
         self.register, self.info = self._registration.register, self._registration.info
-        self.check_trainable = self._registration.limits
+        self.check_trainable = self._registration.check_trainable
         self.job, self.jobs, self.job_info = runner.get, runner.jobs, runner.info
+        self.pending_jobs = self._queue.pending
         self.follow, self.move_job, self.cancel_job = runner.follow, runner.move, runner.cancel
         self.checkpoints, self.delete_checkpoints = checkpoints.overview, checkpoints.delete
         self.fork, self.roll_back = checkpoints.fork, checkpoints.roll_back
         self.delete_model = checkpoints.delete_model
         self.upload_part, self.receive_upload = uploads.part, uploads.receive
-        self.take_in_upload, self.log = uploads.take_in, write_log
+        self.take_in_upload = uploads.take_in
+        self.health, self.memory = self._state.health, self._state.memory
+        self.activity = self._state.activity
 
     # --- start and stop ---
 
     async def start(self) -> None:
-        """Loads the base model of the command line, or else the one that served last, and starts the job runner.
-
-        Raises:
-            InvalidInput: `--base-model` cannot be found. For a model of the hub, `fatal` reports this later.
-        """
+        """Begins to load the base model of the command line, or else the one that served last, and starts the job runner.
+        `fatal` reports a `--base-model` that cannot be loaded."""
         await self._base.start()
         background = self._processes.background
         background.start("job runner", self._runner.run_forever)
         background.start("pruning", self._prune)
         background.start("loop watch", self._processes.loop_watch.run)
+        background.start("activity", self._state.watch)
 
     @property
     def fatal(self) -> BaseException | None:
@@ -114,23 +132,6 @@ class Service:
             await asyncio.to_thread(self._queue.prune)
             await asyncio.sleep(PRUNE_SECONDS)
 
-    def health(self) -> Health:
-        """The engine's state, the server's faults, and what requests wait for."""
-        engine, download = self._processes.engine, self._base.download
-        if engine.base is None and download is not None:
-            return Health(
-                engine="starting", version=__version__, detail=download, waits_for=download
-            )
-        return Health(
-            engine=engine.state,
-            base_model=self.base_name,
-            version=__version__,
-            detail=engine.detail,
-            waits_for=self._processes.gate.waits_for or engine.start_waited_for,
-            longest_stall_seconds=self._processes.loop_watch.longest_stall_seconds,
-            faults=self._processes.background.faults,
-        )
-
     async def wait_ready(self) -> None:
         """Returns when the engine serves.
 
@@ -148,8 +149,7 @@ class Service:
     @property
     def base_name(self) -> str | None:
         """The name of the loaded base model."""
-        base = self._processes.engine.base
-        return base.name if base is not None else None
+        return self._state.base_name
 
     @property
     def max_seq_length(self) -> int | None:
@@ -190,6 +190,17 @@ class Service:
                 model, request, owner, key, body_digest, limits, notes
             )
         )
+
+    async def log(self, model: Model, request: LogRequest) -> LogReply:
+        """Writes the trajectories and metrics of a step to disk, and reports them.
+
+        Raises:
+            InvalidInput: the step does not exist yet.
+        """
+        reply = await write_log(model, request)
+        has_groups = bool(request.groups)
+        self._processes.reports.logged(model, request.split, reply, has_groups=has_groups)
+        return reply
 
     def session(self, model: Model, session: str) -> SessionReply:
         """The conversations of a model in a session of its project (blocking: reads the ledger)."""

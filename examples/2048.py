@@ -12,7 +12,16 @@ import argparse
 import asyncio
 import random
 
-from program import ask, flag_parser, make_backend, make_model, plot, report, train_config
+from program import (
+    VAL_EVERY,
+    ask,
+    flag_parser,
+    make_backend,
+    make_model,
+    plot,
+    report,
+    train_config,
+)
 
 import art
 
@@ -25,6 +34,8 @@ NUM_MOVES = 10
 NUM_FIRST_TILES = 6
 FULL_SCORE = 80
 """The score with the full reward. Games of ten moves hardly ever reach it."""
+VALIDATION_SEEDS = [f"validation {number}" for number in range(32)]
+"""Seeds of games that are not trained."""
 
 Board = list[list[int]]
 """Four rows of four tiles, 0 for none."""
@@ -116,6 +127,8 @@ async def train(
         )
         result = await model.train(groups, config=train_config(flags))
         rewards.append(report(result, "2048", ("score", "in_corner", "lost_moves", "malformed")))
+        if result.step % VAL_EVERY == 0:
+            print(await art.evaluate(model, rollout, VALIDATION_SEEDS))
     return rewards
 
 

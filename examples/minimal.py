@@ -4,6 +4,8 @@ import asyncio
 
 import art
 
+REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
+
 
 async def rollout(model: art.TrainableModel, question: str) -> art.Trajectory:
     messages: art.Messages = [{"role": "user", "content": question}]
@@ -11,7 +13,7 @@ async def rollout(model: art.TrainableModel, question: str) -> art.Trajectory:
         model=model.get_inference_name(), messages=messages, max_tokens=12
     )
     choice = completion.choices[0]
-    reward = 1.0 if choice.message.content == "maybe" else 0.0
+    reward = REWARDS.get(choice.message.content or "", 0.0)
     return art.Trajectory(messages_and_choices=[*messages, choice], reward=reward)
 
 
@@ -20,13 +22,13 @@ async def main() -> None:
     # For a server on another machine: art.Backend("http://gpu-box:7623", api_key="...")
     async with art.LocalBackend() as backend:
         await model.register(backend)
-        for _ in range(3):
+        for _ in range(await model.get_step(), 12):
             groups = await art.gather_trajectory_groups(
                 art.TrajectoryGroup(rollout(model, "respond with yes, no, maybe") for _ in range(8))
                 for _ in range(4)
             )
-            result = await model.train(groups, config=art.TrainConfig(learning_rate=1e-3))
-            print(result.step, result.metrics["train/reward"])
+            result = await model.train(groups, config=art.TrainConfig(learning_rate=2e-3))
+            print(f"step {result.step}: mean reward {result.metrics['train/reward']:.2f}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import matplotlib.pyplot as plt
 
 OTHER_RATE = 1e-4
 """The learning rate of base models for which a program has none."""
+VAL_EVERY = 10
+"""Steps between validations."""
 
 
 def flag_parser(

@@ -10,7 +10,16 @@ import argparse
 import asyncio
 import random
 
-from program import ask, flag_parser, make_backend, make_model, plot, report, train_config
+from program import (
+    VAL_EVERY,
+    ask,
+    flag_parser,
+    make_backend,
+    make_model,
+    plot,
+    report,
+    train_config,
+)
 from tic_tac_toe_rules import board_text, free_cells, place, random_opening, result, to_move, value
 
 import art
@@ -105,6 +114,7 @@ async def train(
 ) -> dict[str, list[float]]:
     """Trains "x" and "o", or "both sides" with one model. Returns the mean rewards before each step."""
     rewards: dict[str, list[float]] = {side: [] for side in models}
+    validation = draw_openings(random.Random("validation"), 32)
     for step in range(first_step, flags.steps):
         openings = draw_openings(random.Random(step), flags.groups)
         if flags.self_play:
@@ -115,6 +125,9 @@ async def train(
         for side, groups in played.items():
             trained = await models[side].train(groups, config=train_config(flags))
             rewards[side].append(report(trained, side, ("won", "illegal", "given_away")))
+            if trained.step % VAL_EVERY == 0:
+                boards = [each for each in validation if side in ("both sides", to_move(each))]
+                print(await art.evaluate(models[side], rollout, boards))
     return rewards
 
 

@@ -26,7 +26,8 @@ done
 
 umask 077
 [ -f .env ] || cp .env.example .env
-if ! grep -q '^ART_API_KEY=.' .env; then
+if ! grep -Eq '^[[:space:]]*(export[[:space:]]+)?ART_API_KEY=.' .env; then
+  [ -z "$(tail -c 1 .env)" ] || echo >> .env # an editor may have left the last line open
   key=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
   printf 'ART_API_KEY=%s\n' "$key" >> .env
   echo "A new ART_API_KEY is in .env."
@@ -40,6 +41,6 @@ The server is being installed on '$cluster'. From here:
 
   sky logs $cluster                               shows how far it is
   ssh -N -L 7623:127.0.0.1:7623 $cluster          is a tunnel to it, as long as this command runs
-  export \$(grep '^ART_API_KEY=.' .env)         lets art.Backend() in, through the tunnel
+  export \$(grep -o 'ART_API_KEY=.*' .env)      lets art.Backend() in, through the tunnel
   sky down $cluster                               gives the machine back, with its disk
 END

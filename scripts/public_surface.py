@@ -74,9 +74,8 @@ def flags() -> dict[str, Any]:
             "default": repr(action.default),
             "choices": list(action.choices) if action.choices is not None else None,
             "nargs": action.nargs,
-            "repeats": isinstance(
-                action, argparse._AppendAction
-            ),  # argparse has no public name for it
+            # argparse has no public name for it.
+            "repeats": isinstance(action, argparse._AppendAction),
         }
         for action in make_parser()._actions
     }

@@ -1,5 +1,5 @@
-"""A hook of mkdocs. It adds the pages at the root of the repository (README, SECURITY...) to the site, and points links
-to files outside the site to the repository.
+"""A hook of mkdocs. It adds the pages at the root of the repository (README, SECURITY...) to the site, and names files
+outside the site instead of linking to them.
 """
 
 import posixpath
@@ -17,7 +17,7 @@ PAGES = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 """Pages outside of docs/, with their names in the site."""
-LINK = re.compile(r"(\]\()(?!http|#)([^)#]+)")
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:  # Any: mkdocs' configuration is untyped
@@ -30,14 +30,16 @@ def on_files(files: Files, config: Any) -> Files:  # Any: mkdocs' configuration 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns links that work in the repository into links that work on the site."""
     here = page.file.src_uri
-    folder = "" if here in PAGES.values() else "docs"
+    inside = posixpath.dirname(here)
+    folder = "" if here in PAGES.values() else posixpath.join("docs", inside)
 
     def relink(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(folder, match[2]))
+        text, link, anchor = match.groups(default="")
+        target = posixpath.normpath(posixpath.join(folder, link))
         in_site = PAGES.get(target, target.removeprefix("docs/"))
         if files.get_file_from_path(in_site) is not None:
-            return match[1] + in_site
-        assert (ROOT / target).exists(), f"{here} links to {match[2]}, which does not exist"
-        return f"{match[1]}{config.repo_url or 'https://github.com'}/blob/main/{target}"
+            return f"[{text}]({posixpath.relpath(in_site, inside or '.')}{anchor})"
+        assert (ROOT / target).exists(), f"{here} links to {link}, which does not exist"
+        return f"{text} (`{target}`)"
 
     return LINK.sub(relink, markdown)

@@ -32,11 +32,21 @@ class FakeEngine:
         """Names of adapters that it refuses."""
         self.adapters: dict[str, Path] = {}
 
+    def ignored_args(self, requested: dict[str, str]) -> list[str]:
+        return []
+
+    @property
+    def start_waited_for(self) -> str | None:
+        return "the engine" if self.state == "starting" else None
+
     async def wait_ready(self, timeout_seconds: float) -> None:
         del timeout_seconds
         await asyncio.sleep(0)
         if self.state != "ready":
             raise Unavailable("the engine could not be started", code="engine_failed")
+
+    async def is_alive(self) -> bool:
+        return self.state == "ready"
 
     async def pause(self) -> None:
         self.is_paused = True

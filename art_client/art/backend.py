@@ -3,25 +3,29 @@
 # pyright: reportPrivateUsage=false
 
 import asyncio
+import builtins
 import logging
 import os
 import uuid
-from collections.abc import Container, Iterable
-from typing import Any, NoReturn, Self, TypeAlias, TypeVar
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, Self, TypeAlias, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from art.bodies import build_log_request, build_train_request
+from art.compat.buckets import Buckets
 from art.compat.options import ART_DEFAULTS, apply_options
 from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
-from art.errors import ArtError, ArtJobError
-from art.model import Model, TrainableModel
-from art.pool import format_numbers
+from art.errors import ArtError, ArtJobError, ArtStatusError
+from art.model import Model, TrainableModel, clean_key
+from art.notices import Notices, interrupted, show_event
 from art.scopes import add_server
+from art.trackers import LOG_DIR, TrackerName, tracing
+from art.trackers.reporting import OnStep, Reporting
 from art.trajectories import Trajectory, TrajectoryGroup
-from art.types import TrainConfig, TrainResult
+from art.types import TrainResult
 from art.wire import (
     CheckpointList,
     DeleteCheckpointsReply,
@@ -34,6 +38,7 @@ from art.wire import (
     RegisterRequest,
     RollbackRequest,
     SessionReply,
+    TrainConfig,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,12 +53,18 @@ REGISTER_TIMEOUT_SECONDS = 1800
 """The first model of a base model waits until the server has loaded the weights, and possibly downloaded them."""
 
 
-class Backend:
+class Backend(Buckets):
     """The art-server at an address.
 
     `base_url` and `api_key` default to ART_SERVER_URL (else http://127.0.0.1:7623) and ART_API_KEY. While the server is
     away, calls wait up to `reconnect_seconds` for its return. A train call then continues with the same job.
+
+    `trackers` ("wandb", "trackio", "tensorboard", "mlflow", "otlp") get every step that this backend trains or logs.
+    `on_step` is called with the same `art.trackers.StepRecord` after each such call and may be async. A failure of
+    either is one warning in the log.
     """
+
+    _log_dir = LOG_DIR
 
     def __init__(
         self,
@@ -61,12 +72,18 @@ class Backend:
         api_key: str | None = None,
         *,
         reconnect_seconds: float = 600,
+        trackers: Sequence[TrackerName] = (),
+        on_step: OnStep | None = None,
     ) -> None:
         url, key = _fill_in_from_environment(base_url, api_key)
         self._connection = Connection(
             _normalize_url(url), key, reconnect_seconds, self._check_server
         )
         self._models: list[Model] = []
+        self._steps: dict[str, int] = {}
+        """The newest known step of each trainable model, by its inference name."""
+        self._notices = Notices()
+        self._reporting = Reporting(trackers, on_step, self._log_dir)
 
     def __repr__(self) -> str:
         key = "'***'" if self._connection.api_key else "None"
@@ -86,13 +103,22 @@ class Backend:
         return self
 
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is asyncio.CancelledError and self._steps:  # as with Ctrl-C
+            interrupted(self._place, self._steps)
         await self.close()
 
+    @property
+    def _place(self) -> str:
+        """Where the models are, in messages."""
+        return self.base_url
+
     async def close(self) -> None:
-        """Closes the connections of this backend and of its models; a later call opens new ones."""
+        """Closes the connections of this backend and of its models, and delivers to its trackers what is queued; a later
+        call opens new ones."""
         for model in self._models:
             await model.close()
         await self._connection.close()
+        await self._reporting.close()
 
     async def register(self, model: Model) -> None:
         """Creates the model on the server, or continues the existing one.
@@ -102,11 +128,13 @@ class Backend:
         """
         if isinstance(model, TrainableModel):
             await self._connection.request("GET", "/health", reconnect_seconds=0)
+            settings = model._read_internal_config()
             request = RegisterRequest(
                 name=model._storage_name,
                 project=model.project,
                 base_model=model.base_model,
-                lora=model.lora,
+                lora=model.lora or settings.lora,
+                engine_args=settings.engine_args,
             )
             with self._connection.waiting.call(f"registering '{model.name}'"):
                 info = await self._call(
@@ -117,15 +145,23 @@ class Backend:
                     timeout_seconds=REGISTER_TIMEOUT_SECONDS,
                 )
             logger.info("registered %s at step %d", info.inference_name, info.step)
+            for note in (
+                *(f"{name} has no effect" for name in settings.without_effect),
+                *info.notes,
+            ):
+                logger.warning("register: _internal_config: %s", note)
+            self._steps[info.inference_name] = info.step
             add_server(self)
+            self._reporting.know(info)
         self._models.append(model)
 
     async def train(
         self,
         model: TrainableModel,
-        groups: Iterable[TrajectoryGroup],
+        groups: Iterable[TrajectoryGroup] = (),
         config: TrainConfig | None = None,
         *,
+        trajectory_groups: Iterable[TrajectoryGroup] = (),
         verbose: bool = False,
         idempotency_key: str | None = None,
         expected_step: int | None = None,
@@ -135,26 +171,37 @@ class Backend:
 
         Without a `config`, the call works as in ART: `options` have ART's names (`learning_rate`, `loss_fn`, `epsilon`,
         `kl_penalty_coef`...), and other options have ART's defaults: CISPO, each trajectory with the same weight.
+        `trajectory_groups` is ART's name for `groups`.
         """
-        config = _to_config(config, options)
-        body = await asyncio.to_thread(build_train_request, groups, config, expected_step)
-        key = idempotency_key or uuid.uuid4().hex
+        config, groups = _to_config(config, options), [*groups, *trajectory_groups]
+        with tracing.training(self._model_inference_name(model)) as link:
+            body = await asyncio.to_thread(build_train_request, groups, config, expected_step)
+            key = idempotency_key or link or uuid.uuid4().hex
+            result = await self._train(model, body, key, verbose)
+        await self._reporting.trained(_names(model), groups, result)
+        return result
+
+    async def _train(
+        self, model: TrainableModel, body: bytes, key: str, verbose: bool
+    ) -> TrainResult:
         report = JobReport()
 
         def take(event: JobEvent) -> None:
             nonlocal report
             report = event.report or report
-            _show(bar, event)
+            show_event(bar, event)
 
-        # disable=None: shown on a terminal and in a notebook
-        with tqdm(desc="train", disable=False if verbose else None) as bar:
+        # disable=None: shown on a terminal. A notebook's stderr is none.
+        is_shown = verbose or hasattr(builtins, "__IPYTHON__")
+        with tqdm(desc="train", disable=False if is_shown else None) as bar:
             path = f"{_model_path(model)}/train"
             event = await self._connection.follow_job(path, body, key, take)
         if event.event == "error":
             raise _to_job_error(event)
         if event.step is None:
             raise ArtError(f"art-server ended job {event.job_id} without reporting its step")
-        _log_report(report)
+        self._notices.job(report)
+        self._steps[self._model_inference_name(model)] = event.step
         logger.info("%s trained to step %d", model.get_inference_name(), event.step)
         return TrainResult(event.step, event.metrics, report)
 
@@ -162,18 +209,18 @@ class Backend:
         name = f"{model.project}/{model._storage_name}"
         return name if step is None else f"{name}@{step}"
 
+    async def _start(self) -> None:
+        """Nothing: the server runs already."""
+
     async def _prepare_backend_for_training(
         self, model: TrainableModel, config: Any = None
     ) -> tuple[str, str]:
         """The base URL and API key for inference on the model."""
-        for name, given in (
-            ("_openai_client_config", config),
-            ("_internal_config", model._internal_config),
-        ):
-            if given:
-                logger.warning(
-                    "register: %s is ignored: the flags of art-server configure the engine", name
-                )
+        if config:
+            logger.warning(
+                "register: _openai_client_config is ignored: the flags of art-server, and the model's "
+                "_internal_config, configure the engine"
+            )
         return f"{self.base_url}/v1", self._connection.api_key or "default"
 
     async def _get_step(self, model: Model) -> int:
@@ -187,11 +234,16 @@ class Backend:
         models = {
             _model_path(model): model for model in self._models if isinstance(model, TrainableModel)
         }
-        return {
-            path: await self._fetch_session(model, session)
-            for path, model in models.items()
-            if path not in known
-        }
+        found: dict[str, SessionReply] = {}
+        for path, model in models.items():
+            if path in known:
+                continue
+            try:
+                found[path] = await self._fetch_session(model, session)
+            except ArtStatusError as error:
+                if error.code != "unknown_model":  # deleted meanwhile
+                    raise
+        return found
 
     async def _log(
         self,
@@ -202,13 +254,12 @@ class Backend:
         metrics: dict[str, float] | None = None,
         step: int | None = None,
     ) -> dict[str, float]:
-        if not isinstance(model, TrainableModel):
-            raise ValueError(
-                f"model '{model.name}' is not trainable: an art-server keeps history for trainable models only"
-            )
-        body = await asyncio.to_thread(build_log_request, trajectories, split, metrics or {}, step)
+        entries: list[Any] = list(trajectories)  # Any: trajectories, exceptions or groups
+        body = await asyncio.to_thread(build_log_request, entries, split, metrics or {}, step)
         path = f"{_model_path(model)}/log"
-        return (await self._call(LogReply, "POST", path, body, is_repeatable=False)).metrics
+        reply = await self._call(LogReply, "POST", path, body, is_repeatable=False)
+        await self._reporting.logged(_names(model), entries, split, reply)
+        return reply.metrics
 
     async def _delete_checkpoint_files(self, model: Model, steps_to_keep: list[int]) -> None:
         await self._delete_checkpoints(model, steps_to_keep=steps_to_keep)
@@ -241,7 +292,10 @@ class Backend:
         await self._call(ModelInfo, "POST", path, RollbackRequest(step=step))
 
     async def _delete(self, model: Model) -> None:
-        await self._call(ModelInfo, "DELETE", _model_path(model), is_repeatable=False)
+        path = _model_path(model)
+        await self._call(ModelInfo, "DELETE", path, is_repeatable=False)
+        self._models = [each for each in self._models if _model_path(each) != path]
+        await model.close()
 
     async def _call(
         self,
@@ -268,22 +322,10 @@ class Backend:
         """Called while the server does not answer. Subclasses raise ArtError if waiting is useless."""
 
 
-def _show(bar: "tqdm[NoReturn]", event: JobEvent) -> None:
-    if event.phase is not None:
-        bar.set_description_str(f"train ({event.phase})", refresh=False)
-    if event.total is not None:
-        bar.total = event.total
-    if event.completed is not None:
-        bar.n = event.completed
-    if event.event == "progress":
-        bar.set_postfix_str(format_numbers(event.metrics), refresh=False)
-    bar.refresh()
-
-
 def _fill_in_from_environment(base_url: str | None, api_key: str | None) -> tuple[str, str | None]:
     """Address and API key. Arguments override environment variables, which the client reads only here."""
     url = base_url or os.environ.get("ART_SERVER_URL") or DEFAULT_URL
-    return url, api_key or os.environ.get("ART_API_KEY")
+    return url, clean_key(api_key) or clean_key(os.environ.get("ART_API_KEY"))
 
 
 def _normalize_url(base_url: str) -> str:
@@ -291,6 +333,11 @@ def _normalize_url(base_url: str) -> str:
     if httpx.URL(url).scheme not in ("http", "https"):
         raise ValueError(f"base_url must begin with http:// or https://, not {base_url!r}")
     return url
+
+
+def _names(model: Model) -> tuple[str, str]:
+    """The model's project, and its name on the server."""
+    return model.project, model._storage_name
 
 
 def _model_path(model: Model) -> str:
@@ -318,20 +365,3 @@ def _to_job_error(event: JobEvent) -> ArtJobError:
         code=event.error.code,
         retryable=event.error.retryable,
     )
-
-
-def _log_report(report: JobReport) -> None:
-    for note in report.notes:
-        logger.warning("train: %s", note)
-    if report.dropped:
-        reasons = "; ".join(
-            f"{dropped.count} x {dropped.reason}"
-            + (f" ({', '.join(dropped.examples[:3])})" if dropped.examples else "")
-            for dropped in report.dropped
-        )
-        logger.warning(
-            "trained on %d of %d trajectories; not trained: %s",
-            report.num_trajectories_trained,
-            report.num_trajectories,
-            reasons,
-        )

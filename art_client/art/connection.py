@@ -169,6 +169,8 @@ class Connection:
                 f"Start it with `art-server --port {port}`, or pass its address to art.Backend",
                 retryable=True,
             ) from error
+        except httpx.LocalProtocolError:  # its text contains the header that it refuses
+            raise ArtError(f"{method} {url} was not sent: it has a malformed header") from None
         except httpx.TransportError as error:
             raise _LostConnectionError(
                 f"lost the connection to art-server at {self.base_url} in {method} {path}: {error!r}"

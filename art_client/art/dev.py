@@ -9,11 +9,17 @@ from typing import Any, Self, get_type_hints
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from art.compat.aliases import alias
+from art.compat.refused import refused
+
 __all__ = [
     "EngineArgs",
     "InitArgs",
     "InternalModelConfig",
     "OpenAIServerConfig",
+    "PeftArgs",
+    "ServerArgs",
+    "TorchtuneArgs",
     "TrainConfig",
     "TrainSFTConfig",
     "TrainerArgs",
@@ -67,15 +73,32 @@ class TrainerArgs(Settings):
     """Weight of the KL penalty."""
 
 
+class ServerArgs(Settings):
+    """Arguments of ART's inference server. They have no effect: the flags of art-server set ours."""
+
+
+class TorchtuneArgs(Settings):
+    """Arguments of a trainer of ART's older releases. They have no effect."""
+
+
 class OpenAIServerConfig(Settings):
     log_file: str | None
     server_args: dict[str, Any] | None
     engine_args: EngineArgs | None
 
 
+class PeftArgs(Settings):
+    """The adapter's configuration."""
+
+    r: int | None
+    lora_alpha: float | None
+    target_modules: list[str] | None
+
+
 class InternalModelConfig(Settings):
     init_args: InitArgs | None
     engine_args: EngineArgs | None
+    peft_args: PeftArgs | None
     trainer_args: TrainerArgs | None
 
 
@@ -84,4 +107,13 @@ class TrainConfig(Settings):
 
 
 class TrainSFTConfig(Settings):
-    """Exists only so that programs can import the name."""
+    """Options of `model.train_sft(_config=...)` under ART's names. They have no effect."""
+
+
+get_model_config = refused(
+    "get_model_config",
+    "fills in defaults of ART's engine and trainer: set _internal_config, or the flags of art-server",
+)
+
+_PARTS = ("engine", "get_model_config", "model", "openai_server", "torchtune", "train")
+alias(__name__, *(f"{__name__}.{name}" for name in _PARTS))

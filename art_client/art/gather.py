@@ -1,18 +1,37 @@
 """Gathering: runs rollouts concurrently, in order, with a limit on how many run at a time, and shows a progress bar.
 
 A failed rollout is recorded and counted, never turned into a reward. `max_exceptions` failures are tolerated (a number,
-or a share of all rollouts if between 0 and 1). One more failure cancels the running rollouts, and the first error is
-raised. The default, 0, raises the first failure.
+or a share of all rollouts if between 0 and 1), and one warning names their number and the first. One more failure
+cancels the running rollouts, and the first error is raised. Groups tolerate a tenth by default. `gather_trajectories`
+raises the first failure by default, because it returns tolerated failures among the trajectories.
+
+`min_informative` refills dead groups. A group whose rewards are all equal trains nothing, so the next one is sampled in
+its place. An iterator keeps the groups that were not taken, for the next call. Source: dynamic sampling, Yu et al. 2025,
+arXiv:2503.14476, section 3.2.
 
 `pbar_desc=None` shows no bar. `max_metrics` limits the number of metrics that the bar shows. `max_concurrent_rollouts`
 limits the rollouts of all groups together.
 """
 
-from collections.abc import Awaitable, Callable, Iterable
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, TypeVar, cast, overload
 
-from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, RolloutPool, close_unstarted, run_all
+from art.compat.gathering import GatherContext as GatherContext
+from art.compat.gathering import get_gather_context as get_gather_context
+from art.compat.gathering import set_gather_context as set_gather_context
+from art.compat.gathering import wrap_group_awaitable as wrap_group_awaitable
+from art.compat.gathering import wrap_trajectories_awaitable as wrap_trajectories_awaitable
+from art.pool import (
+    DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+    DEFAULT_MAX_EXCEPTIONS,
+    RolloutPool,
+    close_unstarted,
+    run_all,
+)
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
+
+logger = logging.getLogger(__name__)
 
 AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
 R = TypeVar("R", bound=Trajectory | Iterable[Trajectory])
@@ -23,10 +42,11 @@ async def gather_trajectory_groups(
     *,
     pbar_desc: str | None = "gather",
     pbar_total_completion_tokens: bool = False,
-    max_exceptions: float = 0,
+    max_exceptions: float = DEFAULT_MAX_EXCEPTIONS,
     max_metrics: int | None = None,
     after_each: AfterEach | None = None,
     max_concurrent_rollouts: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+    min_informative: int | None = None,
 ) -> list[TrajectoryGroup]:
     """The groups in order, each with its failed rollouts in `exceptions`.
 
@@ -36,8 +56,12 @@ async def gather_trajectory_groups(
 
     The rollouts of a group made of coroutines, `TrajectoryGroup(rollout(...) for ...)`, are limited and counted one by
     one. Rollouts that an awaitable of the caller runs without such a group are not.
+
+    With `min_informative`, groups are taken one by one until this number of them has rewards that are not all equal. The
+    result has all groups that were taken. The end of `groups` is the limit, and a warning reports it.
     """
-    pending = list(groups)
+    if min_informative is not None and min_informative < 1:
+        raise ValueError(f"min_informative must be at least 1, not {min_informative}")
     rollouts = RolloutPool(
         desc=pbar_desc,
         max_concurrent=max_concurrent_rollouts,
@@ -45,17 +69,75 @@ async def gather_trajectory_groups(
         max_metrics=max_metrics,
         show_total_tokens=pbar_total_completion_tokens,
     )
-    rollouts.expect(sum(not isinstance(group, TrajectoryGroup) for group in pending))
+    waiting = iter(groups)
+    taken: list[Awaitable[TrajectoryGroup]] = []
     with rollouts:
         try:
-            results = await run_all(_finish_group(rollouts, group, after_each) for group in pending)
+            if min_informative is None:
+                taken += waiting
+                rollouts.expect(sum(not isinstance(group, TrajectoryGroup) for group in taken))
+                results = await run_all(_finish_group(rollouts, each, after_each) for each in taken)
+            else:
+                results = await _refill(rollouts, waiting, taken, after_each, min_informative)
         finally:
-            close_unstarted(pending)
-            for group in pending:
-                if isinstance(group, TrajectoryGroup):
-                    group.close()
+            close_groups([*taken, *waiting] if isinstance(groups, Collection) else taken)
         rollouts.raise_if_too_many_failures()  # a coroutine of the caller may have caught the error
     return [group for result in results for group in result]
+
+
+async def _refill(
+    rollouts: RolloutPool,
+    waiting: Iterator[Awaitable[TrajectoryGroup]],
+    taken: list[Awaitable[TrajectoryGroup]],
+    after_each: AfterEach | None,
+    min_informative: int,
+) -> list[list[TrajectoryGroup]]:
+    """Moves groups from `waiting` to `taken` and runs them, until `min_informative` are informative. Returns the
+    results of all `taken` groups."""
+    results: dict[int, list[TrajectoryGroup]] = {}
+
+    async def run_until_informative() -> None:
+        for group in waiting:
+            place = len(taken)
+            taken.append(group)
+            rollouts.expect(not isinstance(group, TrajectoryGroup))
+            results[place] = await _finish_group(rollouts, group, after_each)
+            if any(map(is_informative, results[place])):
+                return
+
+    await run_all(run_until_informative() for _ in range(min_informative))
+    made = [results[place] for place in range(len(taken))]
+    num_informative = sum(is_informative(group) for result in made for group in result)
+    logger.info("sampled %d groups, %d of them informative", len(taken), num_informative)
+    if num_informative < min_informative:
+        logger.warning(
+            "only %d of %d sampled groups are informative, and no groups are left; min_informative=%d. "
+            "Pass more groups, or scenarios that the model neither always solves nor always fails",
+            *(num_informative, len(taken), min_informative),
+        )
+    return made
+
+
+def is_informative(group: TrajectoryGroup) -> bool:
+    """Whether the rewards of trajectories, or of turns, are not all equal, or a turn has an advantage of its own."""
+    histories = [each for t in group for each in (t, *t.additional_histories)]
+    of_turns = {
+        reward for each in histories for reward in each.turn_rewards or [] if reward is not None
+    }
+    return (
+        len({trajectory.reward for trajectory in group}) > 1
+        or len(of_turns) > 1
+        or any(any(each.turn_advantages or []) for each in histories)
+    )
+
+
+def close_groups(groups: Iterable[Awaitable[TrajectoryGroup]]) -> None:
+    """Closes coroutines that have not started, so that Python does not warn about them."""
+    for group in groups:
+        if isinstance(group, TrajectoryGroup):
+            group.close()
+        else:
+            close_unstarted([group])
 
 
 async def _finish_group(

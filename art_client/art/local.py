@@ -16,10 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from tqdm.auto import tqdm
+
 from art.backend import Backend
+from art.compat.aliases import alias
 from art.errors import ArtConnectionError, ArtError
 from art.log_file import LogFile
 from art.model import Model
+from art.trackers import TrackerName
+from art.trackers.reporting import OnStep
+from art.waiting import START_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +38,8 @@ class LocalBackend(Backend):
 
     It starts with the first `register` or with `async with`, and stops with `close`, at the latest when the program
     ends. Models and checkpoints stay under `path` (".art"), and the next run continues with them. `server_args` are
-    further flags of `art-server`. `in_process` is an argument of ART without effect: the server is always a process.
+    further flags of `art-server`. `trackers` and `on_step` work as in `Backend`. `in_process`, `enable_expert_replay` and
+    `gpu_cost_per_hour_usd` are arguments of ART without effect: the server is always a process.
     """
 
     def __init__(
@@ -42,18 +49,35 @@ class LocalBackend(Backend):
         in_process: bool = False,
         server_args: Sequence[str] = (),
         start_timeout_seconds: float = 600,
+        trackers: Sequence[TrackerName] = (),
+        on_step: OnStep | None = None,
+        gpu_cost_per_hour_usd: float | None = None,
+        enable_expert_replay: bool = True,
     ) -> None:
-        super().__init__("http://127.0.0.1:0")
+        if gpu_cost_per_hour_usd is not None:
+            logger.warning(
+                "LocalBackend: gpu_cost_per_hour_usd has no effect: model.metrics_builder().add_cost('gpu', usd) counts it"
+            )
         self._path = Path(path or ".art").absolute()
+        self._log_dir = self._path / "logs"
+        super().__init__("http://127.0.0.1:0", trackers=trackers, on_step=on_step)
         self._server_args = list(server_args)
         self._start_timeout_seconds = start_timeout_seconds
         self._server: subprocess.Popen[bytes] | None = None
         self._start_lock = asyncio.Lock()
-        self._server_log = LogFile(self._path / "logs" / "server.log")
+        self._server_log = LogFile(self._log_dir / "server.log")
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
+
+    def __enter__(self) -> Self:
+        """For programs without `async with`. The server starts with the first `register`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stops the server. Connections end with it."""
+        self._stop()
 
     async def register(self, model: Model) -> None:
         """Starts the server if it does not run, and registers the model; see `Backend.register`."""
@@ -69,6 +93,8 @@ class LocalBackend(Backend):
         async with self._start_lock:
             if self._server is not None and self._server.poll() is None:
                 return
+            log = self._server_log.path
+            tqdm.write(f"art: starting art-server in {self._path}, log {log}", file=sys.stderr)
             # Not in a thread, where a cancellation could lose the process. It takes milliseconds.
             self._server = self._launch()
             atexit.register(self._stop)
@@ -76,14 +102,19 @@ class LocalBackend(Backend):
                 on_failure.push_async_callback(asyncio.to_thread, self._stop)
                 await self._wait_until_ready()
                 on_failure.pop_all()
-            logger.info(
-                "art-server runs at %s, log %s", self._connection.base_url, self._server_log.path
-            )
+            logger.info("art-server runs at %s", self._connection.base_url)
+
+    async def _start(self) -> None:
+        await self.start()
 
     async def close(self) -> None:
         """Closes the connections and stops the server."""
         await super().close()
         await asyncio.to_thread(self._stop)
+
+    @property
+    def _place(self) -> str:
+        return str(self._path)
 
     def _command(self) -> list[str]:
         return [sys.executable, "-u", "-m", "art_server.cli"]
@@ -97,13 +128,18 @@ class LocalBackend(Backend):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, "ART_PARENT_PID": str(os.getpid())},
                 start_new_session=True,  # Ctrl-C reaches only the program, which then stops the server
             )
 
     async def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self._start_timeout_seconds
+        started = told = time.monotonic()
+        deadline = started + self._start_timeout_seconds
         while time.monotonic() < deadline:
             self._check_server()
+            if time.monotonic() - told > START_SECONDS:
+                told = time.monotonic()
+                tqdm.write(f"art: {told - started:4.0f} s  art-server starts", file=sys.stderr)
             address = await asyncio.to_thread(self._read_address)
             if address is not None:
                 self._connection.base_url = address
@@ -162,3 +198,6 @@ class LocalBackend(Backend):
             self._server.wait()
         self._server = None
         atexit.unregister(self._stop)
+
+
+alias(__name__, f"{__name__}.backend")

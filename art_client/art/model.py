@@ -9,9 +9,11 @@ backend protocol consists of them.
 import asyncio
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import Token
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, cast
 
 from pydantic import (
     BaseModel,
@@ -25,16 +27,33 @@ from pydantic import (
     model_validator,
 )
 
-from art.compat import foreign
+from art import sft
+from art.compat import foreign, internal_config, unserved
+from art.compat.metrics import SUMMED, MetricsBuilder
 from art.compat.options import apply_options
 from art.display import Displayed
+from art.errors import ArtStatusError
+from art.loops import running_loop
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
-from art.types import LoRAConfig, TrainConfig, TrainResult
-from art.wire import NAME_PATTERN, NAME_RULE, CheckpointInfo, DeleteCheckpointsReply
+from art.types import LoRAConfig, TrainResult, TrainSFTConfig
+from art.wire import (
+    NAME_PATTERN,
+    NAME_RULE,
+    CheckpointInfo,
+    DeleteCheckpointsReply,
+    TrainConfig,
+)
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+    from typing_extensions import TypeVar
+
+    ConfigT = TypeVar("ConfigT", default=Any)
+else:
+    from typing import TypeVar
+
+    ConfigT = TypeVar("ConfigT")
 
 AnyBackend: TypeAlias = ServerBackend | foreign.ForeignBackend
 
@@ -54,8 +73,24 @@ class _Links:
         return self
 
 
-class Model(Displayed, BaseModel):
-    """A model for inference only, behind any OpenAI-compatible address."""
+def clean_key(key: str | None) -> str | None:
+    """An API key without surrounding white space, which files end with.
+
+    Raises:
+        ValueError: no HTTP header can contain it. The message does not, either.
+    """
+    key = (key or "").strip()
+    for place, character in enumerate(key):
+        if not "!" <= character <= "~":
+            raise ValueError(
+                f"character {place} of the API key is no printable ASCII character: check the file or variable that the "
+                "key comes from"
+            )
+    return key or None
+
+
+class Model(Displayed, BaseModel, Generic[ConfigT]):
+    """A model for inference only, behind any OpenAI-compatible address. `Model[Kind]` has a `config` of that type."""
 
     model_config = ConfigDict(extra="forbid")
     _hidden: ClassVar[frozenset[str]] = frozenset(
@@ -67,7 +102,7 @@ class Model(Displayed, BaseModel):
     entity: str | None = None
     id: str | None = None
     run_id: str | None = None
-    config: Any = None
+    config: ConfigT = cast(ConfigT, None)
     """Any value, for the program's own use."""
     trainable: bool = False
     inference_api_key: str | None = Field(default=None, repr=False)
@@ -78,6 +113,7 @@ class Model(Displayed, BaseModel):
     report_metrics: list[str] | None = None
 
     _links: _Links = PrivateAttr(default=_Links())
+    _metrics: MetricsBuilder | None = PrivateAttr(default=None)
 
     @field_validator("name", "project")
     @classmethod
@@ -85,6 +121,11 @@ class Model(Displayed, BaseModel):
         if not re.fullmatch(NAME_PATTERN, name):
             raise ValueError(f"name {name!r} becomes a folder: {NAME_RULE}")
         return name
+
+    @field_validator("inference_api_key")
+    @classmethod
+    def _strip_key(cls, key: str | None) -> str | None:
+        return key.strip() if key else key
 
     @property
     def _storage_name(self) -> str:
@@ -116,8 +157,8 @@ class Model(Displayed, BaseModel):
         """
         if self.inference_base_url is None:
             raise ValueError(self._no_address())
-        api_key = self.inference_api_key or "default"
-        key = (_running_loop(), self.inference_base_url, api_key)
+        api_key = clean_key(self.inference_api_key) or "default"
+        key = (running_loop(), self.inference_base_url, api_key)
         client = self._links.client
         if client is None or client.is_closed() or self._links.client_key != key:
             # Imported here, because it imports openai, which takes most of a second.
@@ -132,13 +173,23 @@ class Model(Displayed, BaseModel):
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 
+    def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
+        """Arguments of `litellm.acompletion` for this model: its name, address, key, and temperature 1."""
+        name = self.get_inference_name(step)
+        return {
+            "model": f"hosted_vllm/{name}" if self.trainable else name,
+            "base_url": self.inference_base_url,
+            "api_key": self.inference_api_key,
+            "temperature": 1,
+        }
+
     async def get_step(self) -> int:
         """The newest step; always 0, because this model is not trained."""
         return 0
 
     async def log(
         self,
-        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup] = (),
+        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup] | None = (),
         split: str = "val",
         *,
         metrics: dict[str, float] | None = None,
@@ -146,14 +197,62 @@ class Model(Displayed, BaseModel):
     ) -> dict[str, float]:
         """Writes trajectories and metrics to the model's history, and returns the metrics that it wrote.
 
-        Trajectories outside a group form one group. `step=None` is the newest step.
+        Trajectories outside a group form one group. `step=None` is the newest step. Metrics under "costs/", "time/" and
+        "data/" also get their sums over the run (`metrics_builder`). The history of a model that is not trainable, or not
+        registered, is below `base_path` on this machine.
+
+        Raises:
+            ValueError: the trajectories cannot be written; or the folder belongs to a server's model.
         """
-        return await self.backend()._log(self, trajectories, split, metrics=metrics, step=step)
+        trajectories, metrics = trajectories or (), metrics or {}
+        summed = {
+            key: value
+            for key, value in metrics.items()
+            if key.startswith(SUMMED) and "/cum/" not in key
+        }
+        if self._metrics is not None or summed:
+            builder = self.metrics_builder({"val": "eval", "test": "eval"}.get(split, split))
+            collected, undo = builder.take(summed)
+            try:
+                return await self._write_row(trajectories, split, metrics | collected, step)
+            except BaseException:
+                undo()
+                raise
+        return await self._write_row(trajectories, split, metrics, step)
+
+    async def _write_row(
+        self,
+        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup],
+        split: str,
+        metrics: dict[str, float],
+        step: int | None,
+    ) -> dict[str, float]:
+        if self.trainable and self._links.backend is not None:
+            return await self.backend()._log(self, trajectories, split, metrics=metrics, step=step)
+        return await asyncio.to_thread(
+            unserved.log, self._folder, trajectories, split, metrics, step
+        )
+
+    def metrics_builder(self, cost_context: str = "train") -> MetricsBuilder:
+        """Collects metrics of the next step ("train", "eval"), which the next `log` of that split writes."""
+        if self._metrics is None:
+            self._metrics = MetricsBuilder(cost_context)
+            self._metrics.load_state_dict({"totals": unserved.sums(self._folder), "scenarios": ()})
+        return self._metrics.for_cost_context(cost_context)
+
+    def activate_metrics_context(self, cost_context: str = "train") -> "Token[MetricsBuilder]":
+        """Functions with `track_api_cost` add to this model's metrics, until `token.var.reset(token)`."""
+        return self.metrics_builder(cost_context).activate()
+
+    @property
+    def _folder(self) -> Path:
+        """Where the history of a model without a server is."""
+        return Path(self.base_path) / self.project / "models" / self._storage_name
 
     async def close(self) -> None:
         """Closes the OpenAI client's connections. A backend's `close` does this for all its models."""
         links = self._links
-        if links.client is not None and links.client_key[0] in (None, _running_loop()):
+        if links.client is not None and links.client_key[0] in (None, running_loop()):
             await links.client.close()
         self._links = replace(links, client=None)
 
@@ -163,7 +262,7 @@ class Model(Displayed, BaseModel):
         )
 
 
-class TrainableModel(Model):
+class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     """A policy: a LoRA adapter on a base model, trained and served by the backend's server."""
 
     base_model: str
@@ -175,8 +274,11 @@ class TrainableModel(Model):
     """The adapter's configuration, fixed at the first registration. None: the existing one, or the defaults."""
 
     _internal_config: Any = PrivateAttr(default=None)
-    """`art.dev.InternalModelConfig`: ART's settings for engine and trainer. The ART wire sends them with the model;
-    `art.Backend` ignores them and logs a warning."""
+    """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art.compat.internal_config`)."""
+    _pinned_name: str | None = PrivateAttr(default=None)
+    """For a copy that `art.evaluate` makes: the name under which it samples."""
+    _seeds: Iterator[int] | None = PrivateAttr(default=None)
+    """For such a copy: the seeds of its client's requests."""
 
     @field_validator("run_name")
     @classmethod
@@ -200,13 +302,43 @@ class TrainableModel(Model):
 
     def get_inference_name(self, step: int | None = None) -> str:
         """The value for `model` in inference requests: "PROJECT/NAME" for the newest step, or "PROJECT/NAME@step"."""
+        if step is None and self._pinned_name is not None:
+            return self._pinned_name
         backend = self._links.backend
         name = f"{self.project}/{self._storage_name}"
         if isinstance(backend, foreign.ForeignBackend):
             name = self._storage_name  # ART's servers have no projects
         elif backend is not None:
             return backend._model_inference_name(self, step)
+        else:
+            name = self.inference_model_name or name
         return name if step is None else f"{name}@{step}"
+
+    def openai_client(self) -> "AsyncOpenAI":
+        """An OpenAI client for the model's inference address. Its choices contain the data that training needs.
+
+        Raises:
+            ValueError: the model is not registered.
+        """
+        client = super().openai_client()
+        if self._seeds is None:
+            return client
+        # Imported here, because it imports openai, which takes most of a second.
+        from art.openai_client import seeded
+
+        return seeded(client, self._seeds)
+
+    def _pinned(self, step: int | None, seeds: Iterator[int] | None = None) -> Self:
+        """A copy that samples from a step, or from the base model (None), under each of its names: `name`,
+        `inference_model_name` and `get_inference_name()`. On the server it is the same model, with the same connections.
+        """
+        name = inference_name = self.base_model
+        if step is not None:
+            name, inference_name = f"{self._storage_name}@{step}", self.get_inference_name(step)
+        update = {"name": name, "run_name": self._storage_name}
+        pinned = self.model_copy(update=update | {"inference_model_name": inference_name})
+        pinned._pinned_name, pinned._seeds = inference_name, seeds
+        return pinned
 
     async def get_step(self) -> int:
         """The newest step; 0 before the first train call."""
@@ -245,6 +377,7 @@ class TrainableModel(Model):
         backend = self._links.backend
         if isinstance(backend, foreign.ForeignBackend):
             return await foreign.train(backend, self, groups, config, _config or {}, verbose)
+        config = internal_config.with_defaults(config, self._read_internal_config())
         options: dict[str, Any] = _config or {}
         if options and "ratio_to" not in config.model_fields_set:
             options = {"precalculate_logprobs": False, **options}
@@ -260,6 +393,46 @@ class TrainableModel(Model):
             expected_step=expected_step,
         )
 
+    async def train_sft(
+        self,
+        trajectories: Iterable[Trajectory | TrajectoryGroup],
+        config: TrainSFTConfig | None = None,
+        _config: Any = None,
+        verbose: bool = False,
+        log_metrics: bool = True,
+        *,
+        idempotency_key: str | None = None,
+        expected_step: int | None = None,
+    ) -> TrainResult:
+        """Supervised training (SFT) on the assistant's messages of the trajectories. Makes one step.
+
+        It is a train call like `train`: durable, resumable, cancellable. The server renders the conversations with the
+        chat template. Messages that this server sampled, which are OpenAI choices, keep their tokens. Rewards have no
+        effect, except that `best_of_group` chooses by them. `turn_advantages` of a trajectory weigh its messages. `metrics["loss/train"]` is the mean cross-entropy, `metrics["loss/token_accuracy"]` the share of
+        trained tokens that were the likeliest, both before each optimizer step and averaged over the steps.
+
+        `_config` and `log_metrics` are arguments of ART without effect.
+
+        Raises:
+            ValueError: no trajectories were given.
+            ArtStatusError: the server refuses the request.
+            ArtJobError: the job fails.
+            ArtConnectionError: no server answers in time.
+        """
+        if isinstance(self._links.backend, foreign.ForeignBackend):
+            raise ValueError("train_sft needs an art-server: register the model with art.Backend")
+        config = config or TrainSFTConfig()
+        chosen = sft.choose(trajectories, best_of_group=config.best_of_group)
+        groups = [sft.as_group(each, config.assistant_turns) for each in chosen]
+        return await self.backend().train(
+            self,
+            groups,
+            config.to_train_config(),
+            verbose=verbose,
+            idempotency_key=idempotency_key,
+            expected_step=expected_step,
+        )
+
     async def checkpoints(self) -> list[CheckpointInfo]:
         """The kept steps, oldest first. Each has its metrics and shows whether it serves and whether it is the best."""
         return (await self.backend()._list_checkpoints(self)).checkpoints
@@ -270,16 +443,26 @@ class TrainableModel(Model):
         """Deletes all checkpoints except the newest and the one with the highest mean of the metric in the history, or
         except the newest and the steps in `keep`. Checkpoints in use are kept. Returns the kept and the deleted steps.
 
-        The default metric is "val/reward", or "train/reward" if no "val" split was logged. With a third-party backend
-        only the newest checkpoint is kept, and the result is None.
+        The default metric is "val/reward", or "train/reward" if no "val" split was logged. A metric that the history does
+        not have, or not yet, is a warning: nothing is deleted, and the result is None. With a third-party backend only
+        the newest checkpoint is kept, and the result is None.
         """
         backend = self._links.backend
         if isinstance(backend, foreign.ForeignBackend):
             await backend._delete_checkpoint_files(self, [await backend._get_step(self)])
             return None
-        return await self.backend()._delete_checkpoints(
-            self, best_metric=best_checkpoint_metric, steps_to_keep=keep
-        )
+        try:
+            return await self.backend()._delete_checkpoints(
+                self, best_metric=best_checkpoint_metric, steps_to_keep=keep
+            )
+        except ArtStatusError as error:
+            if error.code != "unknown_metric":
+                raise
+            metric = best_checkpoint_metric or "val/reward"
+            logger.warning(
+                "%s: delete_checkpoints deleted nothing: the history has no %s", self.name, metric
+            )
+            return None
 
     async def fork(self, name: str, *, project: str | None = None, step: int | None = None) -> Self:
         """A new model on the same backend that starts from a step of this one (None: the step that serves).
@@ -291,7 +474,7 @@ class TrainableModel(Model):
         update = {"name": name, "project": project, "lora": info.lora}
         update |= dict.fromkeys(("id", "run_id", "run_name"))
         forked = self.model_copy(update=update)
-        forked._links = _Links()
+        forked._links, forked._metrics = _Links(), None
         await forked.register(self.backend())
         return forked
 
@@ -304,27 +487,26 @@ class TrainableModel(Model):
         """Deletes the model on the server, with its checkpoints, history and trajectories."""
         await self.backend()._delete(self)
 
+    def _read_internal_config(self) -> internal_config.Settings:
+        return internal_config.read(self._internal_config)
+
     def _no_address(self) -> str:
         return f"model '{self.name}' is not registered: call `await model.register(backend)` first"
 
     @model_validator(mode="wrap")
     @classmethod
     def _take_internal_config(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(data, dict) or "_internal_config" not in data:
+        """Takes `_internal_config`, and `lora_config` as newer releases of ART name `lora`."""
+        if not isinstance(data, dict):
             return handler(data)
         fields = dict(cast(dict[str, Any], data))
-        internal_config = fields.pop("_internal_config")
+        given = fields.pop("_internal_config", None)
+        if "lora_config" in fields:
+            fields["lora"] = fields.pop("lora_config")
         model = handler(fields)
-        model._internal_config = internal_config
+        model._internal_config = given
         return model
 
     @model_serializer(mode="wrap")
     def _dump_internal_config(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {**handler(self), "_internal_config": self._internal_config}
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

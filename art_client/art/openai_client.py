@@ -1,11 +1,13 @@
 """The OpenAI client of a model. Only this module imports `openai` at the top; the first call of `Model.openai_client`
 imports this module."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
 
-from openai import AsyncOpenAI, Timeout
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 from openai.types.chat import ChatCompletion
 
+from art.loops import running_loop
 from art.scopes import headers_for
 from art.waiting import waiting_for
 
@@ -16,12 +18,19 @@ MAX_RETRIES = 10
 """With openai's waits of 0.5 to 8 seconds between attempts, about 50 seconds: long enough for a server to restart."""
 
 
+SAMPLING_PATHS = ("/chat/completions", "/completions", "/responses")
+"""The routes whose requests have a `seed`."""
+
+
 class InferenceClient(AsyncOpenAI):
     """An AsyncOpenAI for a trainable model, whose choices contain the data that training needs.
 
     Chat completions request log-probabilities unless the caller sets `logprobs`. Each choice gets the prompt's token
     ids, which the server returns with the completion. Requests contain the header of the current scope's session.
     """
+
+    seeds: Iterator[int] | None = None
+    """The seeds of requests for which the caller sets none."""
 
     @property
     def default_headers(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -30,6 +39,8 @@ class InferenceClient(AsyncOpenAI):
     async def post(self, path: str, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if path == "/chat/completions" and isinstance(kwargs.get("body"), dict):
             kwargs["body"] = {"logprobs": True, **kwargs["body"]}
+        if self.seeds is not None and path in SAMPLING_PATHS:
+            kwargs["body"] = {"seed": next(self.seeds), **kwargs["body"]}
         server = str(self.base_url).rstrip("/").removesuffix("/v1")
         with waiting_for(server, self.api_key).call("a request"):
             answer: Any = await super().post(path, **kwargs)
@@ -39,13 +50,45 @@ class InferenceClient(AsyncOpenAI):
                 choice.prompt_token_ids = prompt_token_ids  # pyright: ignore[reportAttributeAccessIssue]
         return answer
 
+    def copy(self, **options: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        copied = super().copy(**options)
+        copied.seeds = self.seeds
+        return copied
+
+    with_options = copy  # pyright: ignore[reportAssignmentType]
+
+
+def seeded(client: AsyncOpenAI, seeds: Iterator[int]) -> AsyncOpenAI:
+    """A trainable model's client, on the same connections, whose requests have the next of `seeds` unless the caller
+    sets a seed."""
+    assert isinstance(client, InferenceClient), "trainable models have an InferenceClient"
+    copied = client.copy()
+    copied.seeds = seeds
+    return copied
+
+
+class Connections(DefaultAsyncHttpxClient):
+    """HTTP connections that are closed when nothing uses them any more, if their event loop is still running. openai's own
+    close in whatever loop runs then, which prints "Event loop is closed"."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._loop = running_loop()
+
+    def __del__(self) -> None:
+        loop = running_loop()
+        if loop is not None and loop is self._loop and not self.is_closed:
+            loop.create_task(self.aclose())
+
 
 def make_client(base_url: str, api_key: str, *, is_trainable: bool) -> AsyncOpenAI:
     """A client for one inference address, with our timeouts and number of retries."""
     kind = InferenceClient if is_trainable else AsyncOpenAI
+    timeout = Timeout(READ_TIMEOUT_SECONDS, connect=10.0)
     return kind(
         base_url=base_url,
         api_key=api_key,
-        timeout=Timeout(READ_TIMEOUT_SECONDS, connect=10.0),
+        timeout=timeout,
         max_retries=MAX_RETRIES,
+        http_client=Connections(timeout=timeout),
     )

@@ -20,6 +20,10 @@ T = TypeVar("T")
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
 """vLLM's default number of concurrent sequences: more rollouts would only wait there."""
 
+DEFAULT_MAX_EXCEPTIONS = 0.1
+"""A tenth of the rollouts. Some fail in a long run, by a tool or a prompt that is too long. A fault of the program or
+the server fails most of them."""
+
 current_pool: ContextVar["RolloutPool | None"] = ContextVar("current_pool", default=None)
 
 
@@ -68,7 +72,8 @@ class RolloutPool:
         self._bar.close()
         if self._num_failed and error is None:
             logger.warning(
-                "%d of %d rollouts failed and are recorded on their groups; the first: %r",
+                "%d of %d rollouts failed; the first: %r. They have no reward and are not trained. The exceptions in "
+                "the result show where they failed; max_exceptions=0 raises the first",
                 self._num_failed,
                 self._num_expected,
                 self._first_error,
@@ -95,11 +100,13 @@ class RolloutPool:
         """
         async with self._slots:
             # A group that the rollout awaits must not wait for the slot that the rollout occupies.
-            current_pool.set(None)
+            token = current_pool.set(None)
             try:
                 return check(await rollout)
             except Exception as error:
                 failure = error
+            finally:
+                current_pool.reset(token)
         self.fail(failure)  # outside the handler, so that the first error keeps its own context
         return failure
 
@@ -135,13 +142,16 @@ class RolloutPool:
 
     def raise_if_too_many_failures(self) -> None:
         if self.has_too_many_failures and self._first_error is not None:
-            note = f"{self._num_failed} rollouts failed; max_exceptions={self._max_exceptions} allows no more"
+            note = (
+                f"{self._num_failed} of {self._num_expected} rollouts failed; "
+                f"max_exceptions={self._max_exceptions} allows no more"
+            )
             if note not in getattr(self._first_error, "__notes__", []):
                 self._first_error.add_note(note)
             raise self._first_error
 
     def _update_bar(self) -> None:
-        self._bar.total = self._num_expected
+        set_total(self._bar, self._num_expected)
         means = dict(self._means)
         reward = means.pop("reward", None)
         shown = {} if reward is None else {"reward": reward.mean}
@@ -154,6 +164,15 @@ class RolloutPool:
             shown[name] = means[name].mean
         self._bar.set_postfix_str(format_numbers(shown), refresh=False)
         self._bar.update(len(self._counted) + self._num_failed - self._bar.n)
+
+
+def set_total(bar: "tqdm[Any]", total: int) -> None:
+    """Sets a bar's length. In a notebook only `reset` changes it."""
+    if hasattr(bar, "container") and bar.total != total:
+        started = bar.start_t
+        bar.reset(total)
+        bar.start_t = started
+    bar.total = total
 
 
 def format_numbers(numbers: Mapping[str, float]) -> str:
@@ -187,7 +206,10 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def close_unstarted(rollouts: Iterable[Awaitable[object]]) -> None:
-    """Closes coroutines that a cancelled gather never started, so that Python does not warn about them."""
+    """Closes coroutines that a cancelled gather never started, so that Python does not warn about them. Cancels tasks,
+    which the program has started."""
     for rollout in rollouts:
         if isinstance(rollout, Coroutine):
             rollout.close()
+        elif isinstance(rollout, asyncio.Future):
+            rollout.cancel()

@@ -4,8 +4,14 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from art.trajectories import Trajectory, TrajectoryGroup
-from art.types import TrainConfig, TrainResult
-from art.wire import CheckpointList, DeleteCheckpointsReply, ModelInfo, SessionReply
+from art.types import TrainResult
+from art.wire import (
+    CheckpointList,
+    DeleteCheckpointsReply,
+    ModelInfo,
+    SessionReply,
+    TrainConfig,
+)
 
 
 class ServerBackend(Protocol):

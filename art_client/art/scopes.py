@@ -34,6 +34,8 @@ class Scope:
     """The trajectory that in-process capture fills. If set, requests of patched HTTP clients belong to the session."""
     servers: "dict[Server, None]" = field(default_factory=dict[Any, None])
     """The servers that got requests in this scope, in the order of their first request."""
+    elsewhere: list[Any] = field(default_factory=list[Any])
+    """Answers of other servers (`compat.elsewhere.Answer`)."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
@@ -58,6 +60,12 @@ def headers_for(url: str) -> dict[str, str]:
     asked = _servers_at(_to_address(url))
     scope.servers.update(dict.fromkeys(asked))
     return {SESSION_HEADER: scope.session} if asked else {}
+
+
+def is_registered(url: str) -> bool:
+    """Whether the URL is at a registered server, with or without a session's name."""
+    address = _to_address(url)
+    return any(address.startswith(_to_address(server.base_url) + "/") for server in list(_servers))
 
 
 def _servers_at(address: str) -> list[Server]:

@@ -15,10 +15,12 @@ import re
 import uuid
 from collections.abc import Iterable
 from contextvars import Token
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from art.model import TrainableModel
 from art.scopes import Scope, current_scope
+from art.trackers import tracing
 from art.trajectories import History, Trajectory
 from art.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionReply
 
@@ -49,7 +51,9 @@ class Rollout:
             raise ValueError(f"session {session!r} becomes a part of URLs: {NAME_RULE}")
         model.backend()  # raises for a model that is not registered
         self.model = model
-        self.session = session or uuid.uuid4().hex
+        self._span = tracing.start_rollout(model.get_inference_name())
+        link = self._span.link if self._span is not None else None
+        self.session = session or link or uuid.uuid4().hex
         self._token: Token[Scope | None] | None = None
 
     @property
@@ -69,9 +73,10 @@ class Rollout:
 
     def openai_client(self) -> "AsyncOpenAI":
         """The model's OpenAI client, bound to this session even outside the scope."""
-        return self.model.openai_client().with_options(
-            default_headers={SESSION_HEADER: self.session}
-        )
+        headers = {SESSION_HEADER: self.session}
+        if self._span is not None and self._span.link is not None:
+            headers["traceparent"] = f"00-{self._span.link}-01"
+        return self.model.openai_client().with_options(default_headers=headers)
 
     async def trajectory(
         self,
@@ -98,16 +103,27 @@ class Rollout:
                 self.base_url,
                 model.get_inference_name(),
             )
+        if self._span is not None:
+            self._span.set({"art.reward": reward})
         trajectory = Trajectory(reward=reward, metrics=metrics or {}, metadata=metadata or {})
         add_captured(trajectory, [reply])
         return trajectory
 
     async def __aenter__(self) -> Self:
         self._token = current_scope.set(Scope(self.session))
+        if self._span is not None:
+            self._span.__enter__()
         return self
 
-    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         assert self._token is not None, "a scope is left after it was entered"
+        if self._span is not None:
+            self._span.__exit__(kind, error, traceback)
         current_scope.reset(self._token)
 
 
@@ -120,11 +136,16 @@ def add_captured(trajectory: Trajectory, replies: Iterable[SessionReply]) -> Non
             histories.append(History.model_validate(history.model_dump()))
         for reason, count in reply.unused.items():
             unused[reason] = unused.get(reason, 0) + count
-    if histories and not trajectory.messages_and_choices:
-        first = histories.pop(0)
-        trajectory.messages_and_choices, trajectory.tools = first.messages_and_choices, first.tools
-    trajectory.additional_histories += histories
+    add_histories(trajectory, histories)
     if unused:
         trajectory.metrics["unused_choices"] = sum(unused.values())
     for reason, count in unused.items():
         trajectory.log(f"{count} captured choices left out: {reason}")
+
+
+def add_histories(trajectory: Trajectory, histories: list[History]) -> None:
+    """Adds conversations to a trajectory: the first becomes its own if it has none yet."""
+    if histories and not trajectory.messages_and_choices:
+        first, *histories = histories
+        trajectory.messages_and_choices, trajectory.tools = first.messages_and_choices, first.tools
+    trajectory.additional_histories += histories

@@ -4,11 +4,12 @@ An entry of a trajectory is a message (a plain dict, used as context) or an Open
 trained). Choices keep all extra fields from the server, such as token ids, when they are dumped and parsed again.
 """
 
+import copy
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsFloat, TypeAlias, cast
 
 from pydantic import (
     BaseModel,
@@ -22,13 +23,14 @@ from pydantic import (
 )
 
 from art import types
+from art.compat.tolerance import Tolerant
 from art.display import Displayed, Short
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
 from art.wire import FailureBody, is_none
 
 
-class History(Displayed, BaseModel):
+class History(Tolerant, Displayed, BaseModel):
     """One conversation: a sub-agent's, or the part after a context reset."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -44,7 +46,7 @@ class History(Displayed, BaseModel):
 
     def messages(self) -> Messages:
         """The conversation as plain messages, ready to be sent in the next request."""
-        return [_to_message(entry) for entry in self.messages_and_choices]
+        return get_messages(self.messages_and_choices)
 
     def num_sampled_tokens(self) -> int:
         """Number of sampled tokens, counted in the choices' token ids or log-probabilities."""
@@ -58,6 +60,12 @@ class History(Displayed, BaseModel):
     @field_serializer("messages_and_choices")
     def _dump_entries(self, entries: list[Any]) -> list[dict[str, Any]]:
         return [_dump_entry(entry) for entry in entries]
+
+
+LegacyHistory = History
+PydanticException = FailureBody
+MetadataValue: TypeAlias = float | int | str | bool | None
+"""Names of ART; metadata here are any JSON."""
 
 
 class Trajectory(History):
@@ -89,9 +97,9 @@ class Trajectory(History):
         return self
 
     @asynccontextmanager
-    async def track_duration(self, name: str) -> AsyncGenerator[None, None]:
+    async def track_duration(self, metric_name: str) -> AsyncGenerator[None, None]:
         """Adds the seconds spent in the `async with` block to metrics["NAME_duration"]."""
-        start, key = datetime.now(UTC), f"{name}_duration"
+        start, key = datetime.now(UTC), f"{metric_name}_duration"
         try:
             yield
         finally:
@@ -123,7 +131,7 @@ class Trajectory(History):
         return {name: _to_number(value) for name, value in metrics.items()}
 
 
-class TrajectoryGroup(Displayed, BaseModel):
+class TrajectoryGroup(Tolerant, Displayed, BaseModel):
     """Trajectories of one scenario, compared with each other. Failed rollouts are in `exceptions`; they get no reward.
 
     A group built from trajectories is complete. A group built from coroutines has no `trajectories` until it is
@@ -150,17 +158,19 @@ class TrajectoryGroup(Displayed, BaseModel):
         metadata: dict[str, Any] | None = None,
         metrics: dict[str, float | int | bool] | None = None,
         logs: list[str] | None = None,
+        **unknown: Any,
     ) -> None:
         entries = list(trajectories)  # once: a generator is empty the second time
         raised = [entry for entry in entries if isinstance(entry, BaseException)]
         entries = [entry for entry in entries if not isinstance(entry, BaseException)]
-        super().__init__(
-            trajectories=[entry for entry in entries if not isinstance(entry, Awaitable)],
-            exceptions=[_to_failure(error) for error in [*exceptions, *raised]],
-            metadata={} if metadata is None else metadata,
-            metrics={} if metrics is None else metrics,
-            logs=[] if logs is None else logs,
-        )
+        fields: dict[str, Any] = {
+            "trajectories": [entry for entry in entries if not isinstance(entry, Awaitable)],
+            "exceptions": [_to_failure(error) for error in [*exceptions, *raised]],
+            "metadata": {} if metadata is None else metadata,
+            "metrics": {} if metrics is None else metrics,
+            "logs": [] if logs is None else logs,
+        }
+        super().__init__(**fields, **unknown)
         if len(self.trajectories) < len(entries):
             ready = iter(self.trajectories)
             del self.trajectories  # absent, not empty, until awaited
@@ -201,6 +211,13 @@ class TrajectoryGroup(Displayed, BaseModel):
         rewards = [round(each.reward, 4) for each in self.trajectories]
         failed = [("exceptions", len(self.exceptions))] if self.exceptions else []
         return [("rewards", Short(rewards)), *failed]
+
+    def __copy__(self) -> Self:
+        """A group with its own lists and dictionaries, and the same trajectories."""
+        copied = super().__copy__()
+        for name, value in vars(self).items():
+            setattr(copied, name, copy.copy(value))
+        return copied
 
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
         return iter(self.trajectories)
@@ -253,6 +270,11 @@ def to_trajectory(result: object) -> Trajectory:
     if isinstance(result, BaseException):
         raise result
     raise TypeError(f"a rollout returned {type(result).__name__}, not art.Trajectory")
+
+
+def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:
+    """As `Trajectory.messages`."""
+    return [_to_message(entry) for entry in messages_and_choices]
 
 
 def _to_failure(error: BaseException | FailureBody) -> FailureBody:

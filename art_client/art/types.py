@@ -4,12 +4,16 @@ For a type checker, messages, choices and tools are those of the `openai` packag
 plain dictionaries, and the first access to `Choice` imports `openai`, so `import art` does not.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel
+from pydantic import Field
 
-from art.wire import JobReport, LoRAConfig, TrainConfig
+from art import wire
+from art.compat.tolerance import Tolerant
+from art.display import Displayed
+from art.wire import JobReport
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam as Message
@@ -40,6 +44,24 @@ __all__ = [
 ]
 
 
+class TrainConfig(Tolerant, wire.TrainConfig):
+    """The configuration of one train call; docs/train-config.md has all fields. Defaults: GRPO with group mean and
+    standard deviation, the loss averaged over the batch's tokens, one AdamW step without weight decay (Shao et al.
+    2024, arXiv:2402.03300). Unknown fields are left out with one warning.
+
+    Raises:
+        ValidationError: a value is out of range; the message names the field.
+    """
+
+
+class LoRAConfig(Tolerant, wire.LoRAConfig):
+    """Configuration of the trained adapter, fixed when a model is first registered: `rank` (8), `alpha` (16) and
+    `target_modules` (None: all linear layers of the language model except the output head). `r` and `lora_alpha` are
+    PEFT's names for the first two."""
+
+    _renamed: ClassVar[Mapping[str, str]] = {"r": "rank", "lora_alpha": "alpha"}
+
+
 SHOWN_METRICS = ("train/reward", "loss/train")
 
 
@@ -58,12 +80,37 @@ class TrainResult:
         return f"TrainResult(step={self.step}, metrics={shown} and {len(self.metrics) - len(shown)} more)"
 
 
-class TrainSFTConfig(BaseModel):
-    """ART's settings for supervised training, for programs that import the name. An art-server has no such training."""
+LocalTrainResult = TrainResult
+"""ART's name for the result with a local backend."""
+
+
+class TrainSFTConfig(Displayed, Tolerant):
+    """The configuration of `model.train_sft`. Unknown fields are left out with one warning."""
 
     learning_rate: float | list[float] = 5e-5
+    """A list has the rate of each optimizer step (`art.utils.sft.create_lr_schedule`)."""
     batch_size: int | Literal["auto"] = "auto"
+    """Trajectories of one optimizer step, in the given order. auto: 2."""
     assistant_turns: Literal["all", "last"] = "all"
+    """The assistant's messages that are trained. The others are context."""
+    best_of_group: bool = False
+    """Of each `TrajectoryGroup` only the trajectory with the highest reward; groups with equal rewards are left out."""
+    epochs: int = Field(default=1, ge=1, le=64)
+    """Passes over the trajectories, in the same order."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """A gradient with a larger norm is scaled down to this norm."""
+
+    def to_train_config(self) -> wire.TrainConfig:
+        """As a train call: the mean over an optimizer step's trained tokens of -log p (cross-entropy)."""
+        return wire.TrainConfig(
+            objective="likelihood",
+            learning_rate=self.learning_rate,
+            batch_size=2 if self.batch_size == "auto" else self.batch_size,
+            passes=self.epochs,
+            max_grad_norm=self.max_grad_norm,
+            sampling="raw",
+            allow_training_without_logprobs=True,
+        )
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,8 @@
-"""Reports on stderr what calls to a server wait for: after ten seconds, and then every minute."""
+"""Reports on stderr what calls to a server wait for: what the server's start has done, and why a call waits.
+
+A line of the server's start is printed within a second; while an engine starts, no ten seconds pass without a line. Other
+reasons are printed after ten seconds, and then every minute.
+"""
 
 import asyncio
 import sys
@@ -10,9 +14,11 @@ import httpx
 from pydantic import ValidationError
 from tqdm.auto import tqdm
 
-from art.wire import Health
+from art.wire import Health, ProgressLine
 
 FIRST_SECONDS, AGAIN_SECONDS = 10.0, 60.0
+START_SECONDS = 8.0
+"""Longest time without a line while an engine starts."""
 LOOK_SECONDS = 1.0
 """Between two checks of how long the calls have waited."""
 
@@ -25,6 +31,10 @@ class Waiting:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._since: dict[object, tuple[float, str]] = {}
         self._told, self._told_at = "", 0.0
+        self._last_line = 0
+        self._started_at = 0.0
+        self._is_ready = False
+        """The engine was ready when it was last asked, so that nothing of a start is left to report."""
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -47,36 +57,68 @@ class Waiting:
         now = time.monotonic()
         is_again = reason == self._told and now - self._told_at < AGAIN_SECONDS
         if now - since >= FIRST_SECONDS and not is_again:
-            self._told, self._told_at = reason, now
-            tqdm.write(f"art: {what} has waited {now - since:.0f} s for {reason}", file=sys.stderr)
+            self._tell(f"{what} has waited {now - since:.0f} s for {reason}", reason)
 
     async def _watch(self) -> None:
+        asked = 0.0
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not self._since:  # the last call ended on another thread's event loop
                 return
             since, what = min(self._since.values())
-            if time.monotonic() - since < FIRST_SECONDS:
+            now = time.monotonic()
+            if self._is_ready and (now - since < FIRST_SECONDS or now - asked < FIRST_SECONDS):
                 continue
-            reason = await self._reason()
-            if reason is not None:
+            asked = now
+            health = await self._health()
+            if health is None:
+                reason = f"the server at {self._base_url}, which does not answer"
                 self.report(what, since, reason)
-            await asyncio.sleep(FIRST_SECONDS)
+                continue
+            self._show_start(health)
+            if health.waits_for is not None and self._is_ready:
+                self.report(what, since, health.waits_for)
 
-    async def _reason(self) -> str | None:
-        """What calls wait for; None if the server is working on them."""
+    def _show_start(self, health: Health) -> None:
+        """Prints what the server's start has done since the last report, or that it still runs."""
+        was_ready, self._is_ready = self._is_ready, health.engine in ("ready", "failed")
+        new = [line for line in health.progress if line.number > self._last_line]
+        if new:
+            self._last_line = new[-1].number
+            self._started_at = time.monotonic() - new[-1].seconds
+        if self._is_ready and (was_ready or not self._told):
+            return  # it was ready before this program's first call
+        for line in new:
+            self._tell(_as_text(line))
+        if not self._is_ready and time.monotonic() - self._told_at >= START_SECONDS:
+            seconds = time.monotonic() - self._started_at if self._last_line else 0.0
+            self._tell(
+                f"{seconds:4.0f} s  waiting for {(health.waits_for or 'the engine').rstrip('.')}"
+            )
+
+    def _tell(self, text: str, reason: str = "start") -> None:
+        self._told, self._told_at = reason, time.monotonic()
+        tqdm.write(f"art: {text}", file=sys.stderr)
+
+    async def _health(self) -> Health | None:
         with suppress(httpx.HTTPError, ValidationError):
             async with httpx.AsyncClient(headers=self._headers) as client:
                 answer = await client.get(f"{self._base_url}/health", timeout=5.0)
-                return Health.model_validate_json(answer.content).waits_for
-        return f"the server at {self._base_url}, which does not answer"
+                return Health.model_validate_json(answer.content)
+        return None
+
+
+def _as_text(line: ProgressLine) -> str:
+    return f"{line.seconds:4.0f} s  {line.text}"
 
 
 _known: dict[tuple[str, str | None], Waiting] = {}
 
 
 def waiting_for(base_url: str, api_key: str | None) -> Waiting:
-    """The `Waiting` of a server and key. All calls share it, so that a common reason is printed once."""
+    """The `Waiting` of a server and key. All calls share it, so that a common reason is printed once. "default" is no
+    key: OpenAI clients need one."""
+    api_key = None if api_key == "default" else api_key
     if (base_url, api_key) not in _known:
         _known[base_url, api_key] = Waiting(base_url, api_key)
     return _known[base_url, api_key]

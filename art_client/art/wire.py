@@ -25,6 +25,7 @@ OpenAI choices), so neither side needs the `openai` package to parse a body. The
 """
 
 import math
+import operator
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -113,6 +114,9 @@ class RegisterRequest(Body):
     """A Hugging Face id, a folder on the server, "art/tiny" or "smollm2"."""
     lora: LoRAConfig | None = None
     """None: the registered model's configuration, or the defaults for a new model."""
+    engine_args: dict[str, Any] = Field(default={}, exclude_if=operator.not_)
+    """vLLM's arguments that `--engine-arg` takes, and `max_seq_length`. They apply if this call starts the engine, where
+    the server's flags set nothing else."""
 
 
 class ModelInfo(Reply):
@@ -126,6 +130,8 @@ class ModelInfo(Reply):
     lora: LoRAConfig
     max_seq_length: int | None = None
     """Maximum number of tokens of prompt plus completion; None before a base model is loaded."""
+    notes: list[str] = Field(default=[], exclude_if=operator.not_)
+    """Requested engine arguments that are not in effect, one sentence each."""
 
 
 class ModelList(Reply):
@@ -187,6 +193,9 @@ class LossConfig(Displayed, Body):
     optimizer step. Formulas and sources: docs/training.md.
     """
 
+    objective: Literal["policy", "likelihood"] = "policy"
+    """policy: the policy gradient of the fields below. likelihood: A log pi_new, without ratio, clip or correction. With
+    A = 1 that is the cross-entropy of supervised training (`TrainSFTConfig`)."""
     ratio_to: Literal["start", "sampled"] = "start"
     """The denominator of r. start: pi_old, computed by the trainer; `correction` then weighs tokens by
     pi_old / pi_sampled. sampled: pi_sampled, without correction (the meaning of ART's options)."""
@@ -206,6 +215,7 @@ class LossConfig(Displayed, Body):
     """tokens: the sum over trained tokens / their number. trajectory: the mean over trajectories of each trajectory's
     mean. constant: the sum / (number of trajectories * constant_length)."""
     constant_length: int = Field(default=1024, ge=1)
+    """Tokens; with normalisation="constant"."""
 
     baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
     """What is subtracted from a reward: the mean of its group, the mean of its group's other rewards, or nothing."""
@@ -218,11 +228,14 @@ class LossConfig(Displayed, Body):
     0 outside [correction_low, correction_high]. sequence_mask: as mask, with the geometric mean of the trajectory's c.
     off: 1."""
     correction_high: float = Field(default=2.0, gt=0)
+    """The largest weight, or the upper end of the range that a mask keeps."""
     correction_low: float = Field(default=0.0, ge=0)
+    """The lower end of the range that a mask keeps."""
 
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty against the reference policy (the base model without adapter); 0: no penalty."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With d = log reference - log policy. k1: -d. k2: d^2 / 2. k3: exp(d) - d - 1."""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
     """loss: a term of the loss. reward: subtracted from each trajectory's reward. advantage: beta * (mean KL - KL of
     the token) is added to each token's advantage. The last two compute KL from the sampler's log-probabilities."""
@@ -235,7 +248,9 @@ class LossConfig(Displayed, Body):
     penalty to the reward of every trajectory, which falls linearly from 0 to -1 over the last overlong_buffer of
     overlong_length trained tokens."""
     overlong_length: int | None = Field(default=None, ge=1)
+    """Trained tokens at which the soft penalty reaches -1."""
     overlong_buffer: int | None = Field(default=None, ge=1)
+    """Number of tokens before `overlong_length` over which the soft penalty grows."""
 
 
 PRESETS: dict[str, LossConfig] = {
@@ -267,18 +282,28 @@ class TrainConfig(LossConfig):
         "grpo"
     )
     """Supplies the fields of the loss that are not given."""
-    learning_rate: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 5e-6
-    """auto: computed from the model's width, see docs/training.md; the notes in the job's report contain the value."""
+    learning_rate: (
+        Annotated[float, Field(gt=0, le=1)]
+        | list[Annotated[float, Field(ge=0, le=1)]]
+        | Literal["auto"]
+    ) = 5e-6
+    """A list has the rate of each optimizer step of the job. auto: computed from the model's width, see docs/training.md;
+    the notes in the job's report contain the value."""
     warmup_steps: int = Field(default=0, ge=0)
     """The learning rate rises linearly over this number of the model's first optimizer steps."""
     schedule: Literal["constant", "cosine"] = "constant"
+    """How the learning rate changes after the warm-up."""
     schedule_steps: int | None = Field(default=None, ge=1)
     """With cosine: the learning rate reaches 0 after this number of the model's optimizer steps."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """A gradient with a larger norm is scaled down to this norm."""
     passes: int = Field(default=1, ge=1, le=64)
     """Number of passes over the groups."""
     mini_batches: int = Field(default=1, ge=1, le=1024)
     """Number of optimizer steps in each pass. The groups are shuffled and divided among these steps."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Groups in each optimizer step, in the order in which they were given; instead of `mini_batches`. Groups that are not
+    trained leave their places empty, so that the others keep their steps and rates."""
     sampling: Literal["as_sampled", "raw"] = "as_sampled"
     """The distribution of a token's log-probabilities, both the sampler's and the trainer's. as_sampled: the one that
     the token was sampled from (temperature, kept set, logit bias). raw: the model's own at temperature 1."""
@@ -304,6 +329,10 @@ class TrainConfig(LossConfig):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
+        if self.batch_size is not None and self.mini_batches != 1:
+            raise ValueError("batch_size and mini_batches both divide the groups: give one of them")
+        if isinstance(self.learning_rate, list) and not self.learning_rate:
+            raise ValueError("learning_rate is an empty list: give a rate for each optimizer step")
         if self.schedule == "cosine" and self.schedule_steps is None:
             raise ValueError("schedule='cosine' needs schedule_steps")
         if self.overlong == "soft_penalty" and (
@@ -327,12 +356,28 @@ class TrainRequest(Body):
     """The step that sampled the trajectories. The request is refused if the model is at another step, or has a job that
     will change its step."""
 
+    @model_validator(mode="after")
+    def _check_rates(self) -> Self:
+        config, rates = self.config, self.config.learning_rate
+        if not isinstance(rates, list):
+            return self
+        of_pass = config.mini_batches
+        if config.batch_size is not None:
+            of_pass = -(-len(self.groups) // config.batch_size)
+        if len(rates) < of_pass * config.passes:
+            raise ValueError(
+                f"learning_rate lists {len(rates)} rates, and the job takes {of_pass * config.passes} optimizer steps"
+            )
+        return self
+
 
 class Dropped(Reply):
     """One reason why parts of a job were not trained."""
 
     reason: str
     count: int
+    unit: Literal["turn", "trajectory", "group", "rollout"] = "turn"
+    """What `count` counts."""
     examples: list[str] = []
     """The first few paths of such parts, for example "groups[0].trajectories[2].messages_and_choices[1]"."""
 
@@ -513,6 +558,16 @@ class SessionReply(Reply):
 # --- health -------------------------------------------------------------------------------------------------------
 
 
+class ProgressLine(Reply):
+    """One thing that the server's start has done."""
+
+    number: int
+    """Grows from line to line."""
+    seconds: float
+    """Since the start began."""
+    text: str
+
+
 class Health(Reply):
     status: Literal["ok"] = "ok"
     engine: Literal["none", "starting", "ready", "failed"] = "none"
@@ -522,6 +577,8 @@ class Health(Reply):
     """Why the engine is not ready, with its last log line; None when it is ready."""
     waits_for: str | None = None
     """What inference requests wait for; None if they do not wait."""
+    progress: list[ProgressLine] = []
+    """What the newest start of base model, trainer and engine has done so far."""
     longest_stall_seconds: float = 0.0
     """The longest time that the server's event loop was blocked since its start."""
     faults: dict[str, str] = {}

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import json
 import logging
-import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -32,11 +31,12 @@ from art.wire import (
 )
 from art_server.api.auth import Caller
 from art_server.api.bodies import parse_body
+from art_server.api.engine_args import no_effect, read_engine_args
 from art_server.api.errors import detail_of, invalid_body
 from art_server.api.parameters import JsonBody, LargeBody, RawBody, TheCaller, TheService
 from art_server.errors import InvalidInput, ServerError
 from art_server.service import Service
-from art_server.settings import ENGINE_ARGS, Device
+from art_server.settings import Device
 from art_server.store.registry import Model
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ T = TypeVar("T", bound=BaseModel)
 NO_KEY = "default"
 """The key that clients receive if the server has none configured."""
 DEFAULT_BENCHMARK = "val/reward"
-MAX_NOTES = 50
 CLIENT_SIDE = frozenset(
     {
         *("entity", "id", "run_id", "config", "trainable", "base_path", "report_metrics"),
@@ -54,9 +53,6 @@ CLIENT_SIDE = frozenset(
     }
 )
 """Fields of ART's models that only the client uses."""
-ENGINE_VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
-"""A value must not begin with a dash, because it becomes an argument of vLLM's command line."""
-ENGINE_VALUES = {"max_seq_length": re.compile(r"[1-9][0-9]{2,7}")}
 NESTED: Mapping[str, type[BaseModel]] = {
     "trajectory_groups": TrajectoryGroupBody,
     "trajectories": TrajectoryBody,
@@ -200,7 +196,6 @@ async def train_model(
     try:
         made, notes = await asyncio.to_thread(read_train_request, body, service.device)
         log_notes(model.id, notes)
-        service.check_trainable(model)
         job = await service.submit(
             model, caller.owner, None, await raw.digest(), lambda accept: accept(made), notes
         )
@@ -255,22 +250,12 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
     """
     config = body.internal_config or InternalConfig()
     init_args, engine_args = given(config.init_args), given(config.engine_args)
-    requested: dict[str, str] = {}
     unknown = [key for key in body.unknown() if key not in CLIENT_SIDE]
     unknown += [f"_internal_config.{key}" for key in config.unknown()]
     unknown += [f"init_args.{key}" for key in init_args if key != "max_seq_length"]
-    for key, value in (engine_args | {"max_seq_length": init_args.get("max_seq_length")}).items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        is_known = key in ENGINE_ARGS or key == "max_seq_length"
-        if not is_known or (device == "cpu" and key == "gpu_memory_utilization"):
-            unknown.append(f"engine_args.{key}")
-        elif value is not None and not ENGINE_VALUES.get(key, ENGINE_VALUE).fullmatch(text):
-            raise InvalidInput(
-                f"_internal_config: {key} cannot be {text[:80]!r}", code="invalid_body", param=key
-            )
-        elif value is not None:
-            requested[key] = text
-    return requested, no_effect(unknown)
+    length = {"max_seq_length": init_args.get("max_seq_length")}
+    requested, others = read_engine_args(engine_args | length, device)
+    return requested, no_effect([*unknown, *others])
 
 
 def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, list[str]]:
@@ -318,10 +303,6 @@ def known_fields(values: Any, field: str) -> tuple[Any, list[str]]:
 def given(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options that are not None."""
     return {key: value for key, value in (options or {}).items() if value is not None}
-
-
-def no_effect(names: Sequence[str]) -> list[str]:
-    return [f"{name[:200]} has no effect here" for name in names[:MAX_NOTES]]
 
 
 def checked(kind: type[T], **fields: Any) -> T:

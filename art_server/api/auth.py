@@ -1,18 +1,22 @@
 """Authentication middleware: every request is rejected or gets a `Caller`.
 
 A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, any other
-route the scope `train`. `/health` and `/ready` need no key; without a valid one they show only the engine's state. A
-key's limits are counted here, and a request counts until the last byte of its answer. A key that the ART wire issued
-permits inference on one model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire
-only. The URL (`/s/SESSION/v1`), the header `x-art-session` or the key (`KEY::SESSION`) may name a session, which
-becomes part of the `Caller`. Without configured keys the server listens on loopback and trusts the programs of its
-machine, but not web pages in a browser there: requests with a foreign origin or host name are refused.
+route the scope `train`. `/health` and `/ready` need no key; without a valid one they show only the engine's state. The
+page needs none for its files, and the caller's key for its data. A key's limits are counted here, and a request counts
+until the last byte of its answer. A key that the ART wire issued permits inference on one model. With
+`--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL (`/s/SESSION/v1`), the
+header `x-art-session`, the key (`KEY::SESSION`) or the header `x-session-id` may name a session, which becomes part of
+the `Caller`. Without configured keys the server listens on loopback and trusts the programs of its machine, but not web
+pages in a browser there: requests with a foreign origin or host name are refused.
 """
 
 import contextlib
+import hashlib
 from dataclasses import dataclass, replace
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,12 +24,14 @@ from art.wire import SESSION_HEADER
 from art_server.api.errors import answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
-from art_server.errors import Forbidden, NotFound, ServerError, Unauthorized
+from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError, Unauthorized
 from art_server.settings import ApiKey, ServerConfig
 from art_server.settings import Scope as KeyScope
 from art_server.store.registry import check_name
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
+PAGE = "/page/"
+"""Files of the page, which contain no data."""
 ART_PATHS = frozenset(
     {
         *("/register", "/_get_step", "/_prepare_backend_for_training", "/_train_model", "/_log"),
@@ -66,10 +72,18 @@ class Caller:
             )
 
 
+async def _caller(request: Request) -> Caller:
+    return request.state.caller
+
+
+TheCaller = Annotated[Caller, Depends(_caller)]
+"""A route's parameter."""
 ANYONE = Caller(owner="anyone", projects=None)
 STRANGER = Caller(owner="stranger", projects=frozenset())
 """A caller without a valid key, on a path that needs none."""
 SESSION_MARK = "::"
+FOREIGN_SESSION_HEADER = "x-session-id"
+"""verifiers and other programs name their rollouts by it, with any text."""
 
 
 class Authentication:
@@ -119,15 +133,16 @@ class Authentication:
             raise NotFound("this port serves /v1 only", code="unknown_route")
         headers = Headers(scope=scope)
         presented, _, key_session = (presented_key(headers) or "").partition(SESSION_MARK)
-        if path in OPEN_PATHS:
+        if is_open(path):
             with contextlib.suppress(ServerError):
                 return replace(self._identify(path, headers, presented), limits=None)
             return STRANGER
         caller = self._identify(path, headers, presented)
-        session = session or headers.get(SESSION_HEADER) or key_session or None
-        if session is None:
-            return caller
-        return replace(caller, session=check_name(session, "session"))
+        if named := session or headers.get(SESSION_HEADER) or key_session:
+            return replace(caller, session=check_name(named, "session"))
+        if identifier := headers.get(FOREIGN_SESSION_HEADER):
+            return replace(caller, session=session_of(identifier))
+        return caller
 
     def _identify(self, path: str, headers: Headers, presented: str) -> Caller:
         if not self._keys:
@@ -143,7 +158,7 @@ class Authentication:
             return caller
         key = self._find(presented)
         needed: KeyScope = "infer" if is_inference else "train"
-        if needed not in key.scopes and path not in OPEN_PATHS:
+        if needed not in key.scopes and not is_open(path):
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
         return Caller(key.owner, key.projects, limits=key if key.is_limited else None)
 
@@ -177,7 +192,7 @@ class Authentication:
         return found
 
     def _refuse_web_pages(self, headers: Headers) -> None:
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        host = host_name(f"//{headers.get('host', '')}") or ""
         origin = headers.get("origin")
         if host not in self._hosts:
             raise Forbidden(
@@ -185,11 +200,24 @@ class Authentication:
                 "localhost, or configure --api-key",
                 code="foreign_host",
             )
-        if origin is not None and urlsplit(origin).hostname not in self._hosts:
+        if origin is not None and host_name(origin) not in self._hosts:
             raise Forbidden(
                 "requests from other web origins are refused without API keys: configure --api-key",
                 code="foreign_origin",
             )
+
+
+def host_name(address: str) -> str | None:
+    """The name of the host in an address; None if there is none, or the address cannot be read."""
+    try:
+        return urlsplit(address).hostname
+    except ValueError:
+        return None
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key: the engine's state, and the page without its data."""
+    return path in OPEN_PATHS or path == "/" or path.startswith(PAGE)
 
 
 def presented_key(headers: Headers) -> str | None:
@@ -198,6 +226,14 @@ def presented_key(headers: Headers) -> str | None:
     if kind.lower() == "bearer" and value.strip():
         return value.strip()
     return headers.get("x-api-key")
+
+
+def session_of(identifier: str) -> str:
+    """A session's name for a foreign identifier: the identifier, or its SHA-256 if it is no name."""
+    try:
+        return check_name(identifier, "session")
+    except InvalidInput:
+        return hashlib.sha256(identifier.encode()).hexdigest()
 
 
 def take_session_path(scope: Scope) -> str | None:

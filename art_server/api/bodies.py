@@ -1,9 +1,10 @@
 """Request bodies: read up to a size limit, parsed in a thread if they are large, refused if they nest too deeply."""
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 from fastapi import Request
@@ -55,7 +56,9 @@ async def read_body(request: Request, max_mb: float, remedy: str = FEWER_GROUPS)
             parts.append(part)
     if size > limit:
         raise TooLarge(f"the body is above {max_mb:.4g} MB: {remedy}", code="body_too_large")
-    return b"".join(parts)
+    if size <= SMALL_BYTES:
+        return b"".join(parts)
+    return await asyncio.to_thread(b"".join, parts)  # without the GIL if the parts are large
 
 
 async def parse_body(body: bytes, kind: type[T]) -> T:
@@ -200,23 +203,34 @@ def read_group(text: msgspec.Raw, path: Place, problems: Problems) -> Trajectory
     return group and group.model_copy(update={"trajectories": trajectories})
 
 
+Fields: TypeAlias = dict[
+    str, list[msgspec.Raw] | dict[str, msgspec.Raw] | str | int | float | bool | None
+]
+"""An object of which only the upper two levels are parsed."""
+
+
 def take_list(
     text: bytes | msgspec.Raw, name: str, one: bytes = b""
 ) -> tuple[bytes, list[msgspec.Raw]]:
     """Splits a JSON object into the object with an empty list `name`, and the list's items, not yet parsed. If there
     are items, `one` replaces them. A value of another type becomes null, which is just as invalid."""
-    try:
-        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError:
-        return b"null", []
-    items: list[msgspec.Raw] = []
-    if name in fields:
+    fields: dict[str, Any]  # Any: lists and objects of unparsed values, and scalars
+    try:  # one pass, because the GIL is held until the whole text is read
+        fields = msgspec.json.decode(text, type=Fields)
+    except msgspec.ValidationError:  # a number beyond 64 bits, or no object
         try:
-            items = msgspec.json.decode(fields[name], type=list[msgspec.Raw])
-            fields[name] = msgspec.Raw(b"[" + (one if items else b"") + b"]")
+            fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except msgspec.ValidationError:
-            fields[name] = msgspec.Raw(b"null")
-    return msgspec.json.encode(fields), items
+            return b"null", []
+        if name in fields:
+            with contextlib.suppress(msgspec.ValidationError):
+                fields[name] = msgspec.json.decode(fields[name], type=list[msgspec.Raw])
+    items = fields.get(name, [])
+    if not isinstance(items, list):
+        return msgspec.json.encode(fields | {name: None}), []
+    if name in fields:
+        fields[name] = msgspec.Raw(b"[" + (one if items else b"") + b"]")
+    return msgspec.json.encode(fields), cast("list[msgspec.Raw]", items)
 
 
 def validate(text: bytes, kind: type[T], path: Place, problems: Problems) -> T | None:

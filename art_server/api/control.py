@@ -24,6 +24,7 @@ from art.wire import (
     TrainRequest,
 )
 from art_server.api.auth import STRANGER, Caller
+from art_server.api.engine_args import no_effect, read_engine_args
 from art_server.api.parameters import (
     JsonBody,
     LargeBody,
@@ -68,7 +69,10 @@ async def register(
     caller: TheCaller,
 ) -> ModelInfo:
     caller.check_project(body.project)
-    return await service.register(body)
+    requested, unknown = read_engine_args(body.engine_args, service.device)
+    info = await service.register(body, requested)
+    notes = no_effect(unknown) + service.ignored_args(requested)
+    return info.model_copy(update={"notes": notes})
 
 
 @router.get("/api/models")

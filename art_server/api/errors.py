@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -96,12 +97,31 @@ def invalid_fields(problems: Sequence[Mapping[str, Any]]) -> errors.InvalidInput
     )
 
 
+def invalid_parameters(problems: Sequence[Mapping[str, Any]]) -> errors.InvalidInput:
+    """An error that lists the invalid parameters of a path or query without echoing their values."""
+    shown = [f"{_parameter(p['loc'])}: {p['msg']}" for p in problems[:MAX_FIELDS_SHOWN]]
+    return errors.InvalidInput(
+        f"the request is invalid: {'; '.join(shown)}",
+        code="bad_parameter",
+        param=str(problems[0]["loc"][1]),
+    )
+
+
+def _parameter(location: Sequence[int | str]) -> str:
+    """("query", "limit") as "limit in the query"."""
+    return f"{location[1]} in the {location[0]}"
+
+
 def install(app: FastAPI) -> None:
     """Adds handlers that give every error the same shape."""
 
     @app.exception_handler(errors.ServerError)
     async def _server_error(_: Request, error: errors.ServerError) -> JSONResponse:
         return answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _bad_parameter(_: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(invalid_parameters(error.errors()))
 
     @app.exception_handler(RecursionError)
     async def _too_deep(_: Request, error: RecursionError) -> JSONResponse:

@@ -41,6 +41,8 @@ def install(app: FastAPI, service: Service) -> None:
     async def forward(request: Request) -> Response:
         body = await read_body(request, v1_limit_mb(service.max_seq_length), SHORTER)
         inference = await beside(functools.partial(make_request, request), body)
+        if service.tracing is not None:
+            inference.traceparent = request.headers.get("traceparent")
         service.resolve(inference)  # refuses an unknown name now, not after a wait
         if inference.is_stream:
             return await answer_stream(service, inference)
@@ -61,7 +63,7 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
     """The inference request that a body contains.
 
     Raises:
-        InvalidInput: the body is not a JSON object with a model, or a grammar is above its limits.
+        InvalidInput: the body is not a JSON object with a model, asks for beam search, or a grammar is above its limits.
     """
     data = decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("model"), str):
@@ -70,6 +72,7 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
             code="missing_model",
             param="model",
         )
+    check_no_beam_search(data)
     check_grammars(data)
     caller: Caller = request.state.caller
     path = request.scope["path"]
@@ -77,11 +80,13 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
     messages = conversation.messages_of(api, data)
+    digests = conversation.prefix_digests(messages)
     if api == "completions":
         is_first_turn = is_token_ids(data.get("prompt"))
     else:
         is_first_turn = "previous_response_id" not in data and all(
-            message.get("role") in OPENING_ROLES for message in messages
+            isinstance(role := message.get("role"), str) and role in OPENING_ROLES
+            for message in messages
         )
     return InferenceRequest(
         api,
@@ -94,11 +99,21 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
         only_model=caller.model_id,
         session=caller.session,
         messages=messages,
-        before=conversation.prefix_digests(messages)[-1],
+        before=digests[-1],
         is_first_turn=is_first_turn,
         named=() if is_first_turn else conversation.names_in(messages, data),
-        is_before_user=conversation.is_before_user(messages),
+        before_tool=conversation.before_tool(messages, digests),
     )
+
+
+def check_no_beam_search(body: dict[str, Any]) -> None:
+    if body.get("use_beam_search"):
+        raise InvalidInput(
+            "beam search samples no tokens that can be trained: leave out use_beam_search, or ask for several choices "
+            "with n",
+            code="beam_search",
+            param="use_beam_search",
+        )
 
 
 def is_token_ids(prompt: Any) -> bool:

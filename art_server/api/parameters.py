@@ -11,7 +11,7 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 
 from art.wire import LogRequest, TrainRequest
-from art_server.api.auth import Caller
+from art_server.api.auth import TheCaller
 from art_server.api.bodies import GroupBodies, beside, parse_body, read_body
 from art_server.jobs.queue import Job, request_digest
 from art_server.service import Service
@@ -27,12 +27,7 @@ async def _service(request: Request) -> Service:
     return request.app.state.service
 
 
-async def _caller(request: Request) -> Caller:
-    return request.state.caller
-
-
 TheService = Annotated[Service, Depends(_service)]
-TheCaller = Annotated[Caller, Depends(_caller)]
 
 
 async def _model(project: str, name: str, service: TheService, caller: TheCaller) -> Model:

@@ -92,6 +92,8 @@ async def stream_events(
                 keeps = inference.api == "chat" and inference.session is not None
                 while chunk := await response.content.readany():
                     events, rest = take_events(rest + chunk)
+                    if ERROR_EVENT in events:
+                        await service.check_engine()
                     is_begun = is_begun or bool(events)
                     if not inference.has_choices:
                         name_calls(events, opened, 0)
@@ -101,14 +103,7 @@ async def stream_events(
                         yield with_requested_name(events, inference)
                         continue
                     for event in events.split(EVENT_END)[:-1]:
-                        is_last = event.lstrip().startswith(LAST_EVENTS[inference.api])
-                        finished = await finish_event(
-                            event + EVENT_END, is_last, inference, opened, received
-                        )
-                        if is_last:
-                            # Marked before the last event, because a client may disconnect as soon as it has read it.
-                            await opened.mark_delivered()
-                        yield finished
+                        yield await finish_event(event + EVENT_END, inference, opened, received)
                 if rest:
                     yield rest
                 return
@@ -204,6 +199,8 @@ async def errors_as_events(
 EVENT_END = b"\n\n"
 CHOICE_END = b'"finish_reason":"'
 """In the event that ends a choice of chat or completions. Quotes inside a text are escaped, so no text can match."""
+ERROR_EVENT = b'data: {"error":'
+"""vLLM's event of a request that failed. Quotes inside a text are escaped, so no text can match."""
 LAST_EVENTS: Mapping[str, bytes] = {
     "chat": b"data: [DONE]",
     "completions": b"data: [DONE]",
@@ -249,7 +246,6 @@ def add_deltas(received: dict[int, dict[str, Any]], events: bytes) -> None:
 
 async def finish_event(
     event: bytes,
-    is_last: bool,
     inference: InferenceRequest,
     opened: OpenRequest,
     received: dict[int, dict[str, Any]],
@@ -257,8 +253,10 @@ async def finish_event(
     """The event with the requested model name, and with the `art` field in a chunk that ends a choice. `received` holds
     the choices of a session's chat stream as the agent received them.
 
-    Such a chunk, or the last event, waits until the ledger has the choice, so that the client can train at once.
+    Such a chunk, or the last event, waits until the ledger has the choice, so that the client can train at once. The
+    choices are marked as delivered before the last event, because a client may disconnect as soon as it has read it.
     """
+    is_last = event.lstrip().startswith(LAST_EVENTS[inference.api])
     event = with_requested_name(event, inference)
     if inference.api in ("chat", "completions"):
         if CHOICE_END in event:
@@ -273,6 +271,8 @@ async def finish_event(
     elif is_last:
         await opened.wait(0)
         keep_turn(inference, opened, {})
+    if is_last:
+        await opened.mark_delivered()
     return event
 
 

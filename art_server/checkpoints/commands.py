@@ -1,5 +1,6 @@
-"""The parsers of `art export`, `art import` and `art copy`. `travel.py` implements the commands."""
+"""The parsers of `art export`, `art import` and `art copy`, which `travel.py` implements, and of `art replay`."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ FROM_WHERE = "without --url: the folder of a server (%(default)s)"
 
 
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
-    """Adds the three parsers."""
+    """Adds the four parsers."""
     export = commands.add_parser(
         "export", help="write an adapter as a PEFT folder, or the merged model"
     )
@@ -44,9 +45,47 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         "copy", help="copy a checkpoint to an address such as s3://bucket/folder, or back"
     )
     copying.add_argument(
-        "source", metavar="SOURCE", help="MODEL[@k], or an address that fsspec opens"
+        "source",
+        metavar="SOURCE",
+        help="MODEL[@k], or an address that fsspec opens, of a checkpoint or of a folder with checkpoints (the newest)",
     )
     copying.add_argument("target", metavar="TARGET", help="an address, or PROJECT/NAME")
+    copying.add_argument("--not-after", type=int, metavar="STEP", help="the newest up to this step")
     for parser in (export, importing, copying):
         parser.add_argument("--path", type=Path, default=Path(".art"), help=FROM_WHERE)
         parser.add_argument("--url", help="a running server; its key is read from ART_API_KEY")
+    _add_replay(commands)
+
+
+def _add_replay(commands: Any) -> None:
+    replay = commands.add_parser("replay", help="make a step again from its record, and compare")
+    replay.add_argument(
+        "record",
+        metavar="RECORD",
+        help="[PROJECT/]NAME[@k], or the folder `replay` of a checkpoint or of its copy",
+    )
+    replay.add_argument(
+        "--path", type=Path, default=Path(".art"), help="the folder of a server (%(default)s)"
+    )
+
+
+def run_command(flags: argparse.Namespace) -> None:
+    """Runs a parsed command.
+
+    Raises:
+        ServerError: the command failed; the message has the reason and the remedy.
+        ModuleNotFoundError: the server's packages are not installed.
+    """
+    # Imported here, because `art --help` needs none of their packages.
+    if flags.command == "replay":
+        from art_server.checkpoints.replay import replay_step
+
+        return replay_step(flags)
+    from art_server.checkpoints import travel
+
+    run = {
+        "export": travel.export_model,
+        "import": travel.import_folder,
+        "copy": travel.copy_checkpoint,
+    }
+    run[flags.command](flags)

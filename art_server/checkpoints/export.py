@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from art_server import base_models
-from art_server.base_models import HUB_FILES, SMOLLM2_ID, find_base_model
+from art_server.base_models import HUB_FILES, SMOLLM2_ID, find_base_model, find_folder
 from art_server.checkpoints.archive import Description
 from art_server.errors import InvalidInput
 from art_server.store import files
@@ -24,8 +24,8 @@ def public_name(base_model: str) -> str:
     """A base model's name for other programs: a folder's absolute path, "smollm2"'s id on the hub, else the name."""
     if base_model == "smollm2":
         return SMOLLM2_ID
-    path = Path(base_model).expanduser()
-    return str(path.absolute()) if path.is_dir() else base_model
+    folder = find_folder(base_model)
+    return base_model if folder is None else str(folder.absolute())
 
 
 def write_merged(content: Path, description: Description, folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Downloads and uploads checkpoints over HTTP, for the command line. An interrupted transfer is resumed."""
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 from art.wire import ErrorBody, ModelInfo, ModelList, Reply, UploadReply
 from art_server.checkpoints.archive import CheckpointTar, Description, unpack
 from art_server.errors import InvalidInput, Unavailable
+from art_server.remote import open_client
 
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0
@@ -28,12 +28,7 @@ class Server:
     """Client of a server; sends the key of ART_API_KEY."""
 
     def __init__(self, url: str):
-        key = os.environ.get("ART_API_KEY")
-        self._http = httpx.Client(
-            base_url=url.rstrip("/").removesuffix("/v1"),
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(60.0, read=ANSWER_SECONDS),
-        )
+        self._http = open_client(url, httpx.Timeout(60.0, read=ANSWER_SECONDS))
 
     def __enter__(self) -> Self:
         return self

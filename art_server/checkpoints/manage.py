@@ -27,6 +27,7 @@ from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
+from art_server.ledger.ledger import Ledger
 from art_server.store.model_folder import ModelFolder, copy_content, create_model, row_metrics
 from art_server.store.registry import Model, Registry
 
@@ -46,13 +47,14 @@ class Checkpoints:
     _queue: JobQueue
     _gate: PauseGate
     _engine: Engine
+    _ledger: Ledger
     _making: asyncio.Lock
     """Held while a model is created or deleted."""
     _incoming: Path
     """Folder for unfinished checkpoints; empty at start."""
     _keep_last: int
     _locks: defaultdict[str, asyncio.Lock] = field(
-        default_factory=lambda: defaultdict(asyncio.Lock)
+        init=False, default_factory=lambda: defaultdict(asyncio.Lock)
     )
     """By model id: one change of its steps at a time."""
 
@@ -163,7 +165,7 @@ class Checkpoints:
                     await self._wait_unused(model, later)
                     await self._unload(model, later)
                     await self._engine.forget_prompts()
-                    await self._while_idle(model, lambda: model.folder.roll_back(step))
+                    await self._while_idle(model, lambda: self._set_aside(model, step, later))
                 finally:
                     if model.step == step:  # a job in between may have made a newer step
                         model.step = min(before, model.folder.steps()[-1])
@@ -203,7 +205,7 @@ class Checkpoints:
                 on_failure.callback(self._registry.restore, model)
                 await self._unload(model, steps)
                 await self._engine.forget_prompts()
-                grave = await self._while_idle(model, model.folder.bury)
+                grave = await self._while_idle(model, lambda: self._bury(model))
                 on_failure.pop_all()
             await asyncio.to_thread(shutil.rmtree, grave)
         logger.info("%s was deleted", model.id)
@@ -220,6 +222,21 @@ class Checkpoints:
                 return change()
 
         return await asyncio.to_thread(held)
+
+    def _set_aside(self, model: Model, step: int, later: list[int]) -> None:
+        if model.folder.newest_step() not in (step, *later):
+            raise Conflict(
+                f"a job made a newer step of '{model.id}' meanwhile: roll back again if this step is to go, too",
+                code="step_moved",
+                param="step",
+            )
+        # Before the folders change: a server that dies in between has only forgotten who sampled what.
+        self._ledger.forget_steps(model.record.project, model.record.name, after=step)
+        model.folder.roll_back(step)
+
+    def _bury(self, model: Model) -> Path:
+        self._ledger.forget_steps(model.record.project, model.record.name)
+        return model.folder.bury()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -29,7 +30,7 @@ from art_server.checkpoints.archive import (
 )
 from art_server.checkpoints.export import push_folder, write_adapter, write_merged
 from art_server.checkpoints.http_transfer import Server
-from art_server.errors import Conflict, InvalidInput
+from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.store import files
 from art_server.store.model_folder import (
     DESCRIPTION_FILE,
@@ -40,14 +41,10 @@ from art_server.store.model_folder import (
 )
 from art_server.store.registry import check_name
 
-
-def run_command(flags: argparse.Namespace) -> None:
-    """Runs a command that `commands.py` parsed.
-
-    Raises:
-        ServerError: the command failed; the message has the reason and the remedy.
-    """
-    {"export": export_model, "import": import_folder, "copy": copy_checkpoint}[flags.command](flags)
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+"""Schemes without folders. fsspec would create a missing bucket as if it were one."""
+STEP = re.compile(r"[0-9]{1,12}")
+"""Name of the folder of a checkpoint in a folder of checkpoints."""
 
 
 def export_model(flags: argparse.Namespace) -> None:
@@ -80,7 +77,7 @@ def copy_checkpoint(flags: argparse.Namespace) -> None:
     """Copies a checkpoint from a model to an address, or from an address to a model.
 
     Raises:
-        InvalidInput: source and target are two models or two addresses.
+        InvalidInput: source and target are two models or two addresses, or --not-after is given for a model.
     """
     if ("://" in flags.source) == ("://" in flags.target):
         raise InvalidInput(
@@ -88,14 +85,18 @@ def copy_checkpoint(flags: argparse.Namespace) -> None:
             code="bad_address",
         )
     if "://" in flags.target:
+        if flags.not_after is not None:
+            raise InvalidInput(
+                "--not-after chooses among the checkpoints at an address: write MODEL@k for a model's step k",
+                code="bad_address",
+            )
         with opened_model(flags, flags.source) as (content, description):
             write_address(flags.target, content, description)
         print(f"{flags.source}, step {description.step}: {flags.target}")
         return
     with tempfile.TemporaryDirectory() as temporary:
-        store_model(
-            flags, flags.target, Path(temporary), read_address(flags.source, Path(temporary))
-        )
+        description = read_address(flags.source, Path(temporary), flags.not_after)
+        store_model(flags, flags.target, Path(temporary), description)
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -254,25 +255,30 @@ def write_address(address: str, content: Path, description: Description) -> None
         raise InvalidInput(
             f"{address} holds another checkpoint: name another folder", code="target_exists"
         )
-    system.makedirs(root, exist_ok=True)
+    scheme = address.partition("://")[0]
+    if scheme not in OBJECT_STORES:
+        system.makedirs(root, exist_ok=True)
     for name in description.files:
         system.put_file(str(content / name), f"{root}/{name}")
     system.pipe_file(last, data)
 
 
-def read_address(address: str, folder: Path) -> Description:
-    """Downloads a checkpoint from an address into a folder and returns its description.
+def read_address(address: str, folder: Path, not_after: int | None = None) -> Description:
+    """Downloads a checkpoint from an address into a folder and returns its description. Of several checkpoints it takes
+    the newest one that is not after step `not_after`.
 
     Raises:
-        InvalidInput: the address holds no complete checkpoint.
+        NotFound: the address holds no complete checkpoint up to this step.
+        InvalidInput: a file of the checkpoint is missing or damaged.
     """
     system, root = open_address(address)
+    root = newest_in(system, root, address, not_after)
     try:
         if system.size(f"{root}/{DESCRIPTION_FILE}") > MAX_DESCRIPTION_BYTES:
-            raise InvalidInput(
-                f"{address}/{DESCRIPTION_FILE} is too large", code="broken_checkpoint"
-            )
+            raise InvalidInput(f"{root}/{DESCRIPTION_FILE} is too large", code="broken_checkpoint")
         description = read_description(system.cat_file(f"{root}/{DESCRIPTION_FILE}"))
+        if not_after is not None and description.step > not_after:
+            raise no_checkpoint(address, not_after)
         for name in description.files:
             system.get_file(f"{root}/{name}", str(folder / name))
     except FileNotFoundError as error:
@@ -281,3 +287,34 @@ def read_address(address: str, folder: Path) -> Description:
         ) from error
     check_content(folder, description)
     return description
+
+
+def newest_in(system: Any, root: str, address: str, not_after: int | None) -> str:
+    """The folder of the checkpoint at an address, or of the newest one in its folders, which are named by their steps.
+    Steps after `not_after` are left out.
+
+    Raises:
+        NotFound: there is none.
+    """
+    if system.exists(f"{root}/{DESCRIPTION_FILE}"):
+        return root
+    names = (
+        [each.rstrip("/").rpartition("/")[2] for each in system.ls(root, detail=False)]
+        if system.exists(root)
+        else []
+    )
+    steps = [
+        name
+        for name in names
+        if STEP.fullmatch(name) and (not_after is None or int(name) <= not_after)
+    ]
+    for name in sorted(steps, key=int, reverse=True):
+        if system.exists(f"{root}/{name}/{DESCRIPTION_FILE}"):
+            return f"{root}/{name}"
+    raise no_checkpoint(address, not_after)
+
+
+def no_checkpoint(address: str, not_after: int | None) -> NotFound:
+    is_any = not_after is None
+    reason = f": {DESCRIPTION_FILE} is missing" if is_any else f" up to step {not_after}"
+    return NotFound(f"{address} holds no complete checkpoint{reason}", code="no_checkpoint")

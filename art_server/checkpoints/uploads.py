@@ -60,7 +60,7 @@ class Uploads:
     """Folder for unfinished checkpoints; empty at start."""
     _max_rank: int
     _load_base: Callable[[str], Awaitable[BaseModel]]
-    _busy: set[Path] = field(default_factory=set)
+    _busy: set[Path] = field(init=False, default_factory=set)
 
     def part(self, owner: str, project: str, name: str, step: int) -> Path:
         """The file that collects an upload. Each caller has a separate one."""

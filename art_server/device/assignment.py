@@ -49,11 +49,13 @@ def _check_bfloat16(gpu: Gpu) -> None:
 
 
 def device_environment(devices: Sequence[int], machine: Machine) -> dict[str, str]:
-    """Environment variables that restrict a process to these devices; none if it may use all."""
+    """Environment variables that restrict a process to these devices; none if it may use all. Several GPUs are always named,
+    in our order: CUDA numbers the fastest first."""
+    if len(machine.gpus) > 1 or (machine.gpus and devices):
+        named = [machine.gpus[each] for each in devices] or machine.gpus
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in named)}
     if not devices:
         return {}
-    if machine.gpus:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[each].uuid for each in devices)}
     return {
         CORES_VARIABLE: ",".join(map(str, devices)),
         "OMP_NUM_THREADS": str(len(devices)),

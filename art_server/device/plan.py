@@ -39,6 +39,8 @@ GOOD_TOKENS = 16_384
 """A micro-batch of this many tokens has room for the prefix tree of a group of rollouts."""
 MAX_TOKENS = 32_768
 """Larger micro-batches are no faster."""
+LOCKED_SHARE = 1.5
+"""vLLM's copies of sleeping weights, in their bytes: each block of locked memory is rounded up to a power of two."""
 LORA_NUMBERS = 4
 """Numbers for each parameter of the adapter: weight, gradient and two moments of Adam, all float32."""
 HOST_SHARE = 0.9
@@ -187,7 +189,8 @@ def _make(
     checkpointed = (size.num_layers * size.hidden + layer) * demand.trainer_itemsize
 
     beside = (1 if own else 2) * context + graphs
-    between = base if is_resident and not own else 0.0
+    stays = adapter * 4 if is_resident and not own else 0.0
+    between = base + stays if is_resident and not own else 0.0
     if handover == "none" and not own:
         # Room for long batches, or up to half of the rest: gradient checkpointing takes a third of the time.
         half = (card.total - beside - fixed - trainer) / 2
@@ -205,7 +208,8 @@ def _make(
     checkpointed_tokens = max(0, int(room / checkpointed))
     activations = max(tokens * per_token, min(checkpointed_tokens, MAX_TOKENS) * checkpointed)
 
-    host = figures.process_gib * GIB + (engine_weights + slots if handover == "sleep" else 0.0)
+    asleep = (engine_weights + slots) * LOCKED_SHARE if handover == "sleep" else 0.0
+    host = figures.process_gib * GIB + asleep
     has_copy = not is_resident and host + base <= HOST_SHARE * card.host
     # Whether the engine is on the trainer's card, and keeps its cache and its weights there during a step.
     is_shared, has_cache, has_weights = own is None, handover == "none", handover != "sleep"
@@ -222,7 +226,7 @@ def _make(
         engine(f"KV cache, {_tokens(kv, demand):,} tokens", cache, has_cache),
         Line("trainer: context", context if is_shared else 0.0, context),
         Line("trainer: base weights", base if is_resident and is_shared else 0.0, base),
-        Line("trainer: adapter, gradients, optimizer", 0.0, trainer - base),
+        Line("trainer: adapter, gradients, optimizer", stays, trainer - base),
         Line("trainer: activations", 0.0, activations),
     )
     return Plan(

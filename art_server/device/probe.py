@@ -1,8 +1,10 @@
 """Finds the devices for engine and trainer, once when the server starts."""
 
+import contextlib
 import importlib.metadata
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from art_server.errors import InvalidInput
@@ -43,11 +45,31 @@ def probe() -> Machine:
     Raises:
         InvalidInput: the CUDA build is installed, but there is no usable GPU. There is no fallback to the CPU.
     """
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = main_memory()
     is_linux = hasattr(os, "sched_getaffinity")
     cores = sorted(os.sched_getaffinity(0)) if is_linux else range(os.cpu_count() or 1)
-    gpus = _find_gpus() if _has_cuda_build() else ()
+    gpus = _find_gpus(host) if _has_cuda_build() else ()
     return Machine("cuda" if gpus else "cpu", gpus, host, tuple(cores))
+
+
+def main_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes of main memory that this process may use: the machine's, or the lowest limit of its control groups (Linux),
+    as a container has them."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            top = root / controllers
+            here = top / path.lstrip("/")
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            for folder in (here, *here.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max", or no such group
+                    limits.append(int((folder / name).read_text()))
+                if folder == top:
+                    break
+    return min(limits)
 
 
 def _has_cuda_build() -> bool:
@@ -63,7 +85,7 @@ def _has_cuda_build() -> bool:
         return False
 
 
-def _find_gpus() -> tuple[Gpu, ...]:
+def _find_gpus(host: int) -> tuple[Gpu, ...]:
     import pynvml  # pyright: ignore[reportMissingImports]  # comes with vLLM's CUDA build
 
     try:
@@ -90,13 +112,24 @@ def _find_gpus() -> tuple[Gpu, ...]:
                 index,
                 _text(pynvml.nvmlDeviceGetUUID(handle)),
                 _text(pynvml.nvmlDeviceGetName(handle)),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                _memory(handle, pynvml, host),
                 tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
             )
             for index, handle in enumerate(visible)
         )
+    except pynvml.NVMLError as error:
+        raise _no_gpu(f"the driver does not describe it ({error})") from error
     finally:
         pynvml.nvmlShutdown()
+
+
+def _memory(handle: Any, pynvml: Any, host: int) -> int:
+    """Bytes of a GPU's memory. One that shares the main memory (GB10) names none: it gets half, for the other half is the
+    processes' own."""
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError_NotSupported:
+        return host // 2
 
 
 def _visible(handles: list[Any], pynvml: Any) -> list[Any]:

@@ -8,6 +8,7 @@ the proxy and the pause gate are elsewhere.
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from art_server.device.plan import Plan
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.failures import find_cause
 from art_server.errors import InvalidInput, Unavailable
+from art_server.progress import StartProgress
 from art_server.settings import Device, Handover, ServerConfig
 from art_server.shared.work import FILE_VARIABLE, make_file, read_work
 from art_server.store import files
@@ -53,6 +55,8 @@ IDLE_SECONDS = 10.0
 """After this long without requests the engine gets a probe request for one token."""
 PAUSE_SECONDS, WAKE_SECONDS = 30.0, 120.0
 """Limits for each request of PAUSE and WAKE. An engine that takes longer is killed, and restarts unpaused."""
+SLEEP_SECONDS = 300.0
+"""Limit for vLLM's sleep. The first one allocates locked main memory for all weights, at about 2 GiB a second (vllm #48337)."""
 PAUSE: dict[Handover, tuple[str, ...]] = {
     "none": ("/pause?mode=keep&clear_cache=false",),
     "kv_cache": ("/pause?mode=keep&clear_cache=false", "/release_kv_cache_memory"),
@@ -124,6 +128,9 @@ class Engine:
         self.state: State = "none"
         self.detail: str | None = None
         self.base: BaseModel | None = None
+        self.progress = StartProgress()
+        self.num_starts = 0
+        """Of vLLM's process."""
         self._log = LogFile(config.log_dir / "engine.log")
         self._given = config
         self._config = config
@@ -140,6 +147,7 @@ class Engine:
         self._is_busy = is_busy
         self._background = background
         self._adapters: dict[str, Path] = {}
+        self._loads: dict[str, asyncio.Task[None]] = {}
         self._paused = False
         self._has_weights = True
         self._ended: str | None = None
@@ -274,14 +282,16 @@ class Engine:
                     last_lines = f"{error}; last log lines:\n{self._log.tail(LOG_TAIL_LINES)}"
                     self.detail = cause.sentence if cause is not None else last_lines
                     logger.error("engine start %d failed: %s", failures, self.detail)
+                    self.progress.note(f"engine: start {failures} failed")
                     await self._end_process()
                     if cause is not None and cause.is_lasting:
                         break
                     continue
             failures = 0
-            logger.info("engine ready: %s", self.base.name if self.base else None)
+            self.progress.note("engine: ready")
             reason = await self._watch()
             await self._set_state("starting", f"It is being restarted because {reason}.")
+            self.progress.begin(f"engine: restarts because {reason}")
             logger.error(
                 "engine restarts because %s; last log lines:\n%s",
                 reason,
@@ -307,7 +317,9 @@ class Engine:
             )
         (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
         make_file(self._work_file)
+        self.progress.note("engine: vLLM starts, which imports its code and loads the weights")
         self._process = await self._launch(self.base, self._run_dir)
+        self.num_starts += 1
         self._children.add(self._process.pid)
 
     async def _launch(self, base: BaseModel, run_dir: Path) -> asyncio.subprocess.Process:
@@ -338,6 +350,7 @@ class Engine:
             if time.monotonic() > deadline:
                 raise EngineDied(f"vLLM was not ready after {START_TIMEOUT_SECONDS:.0f} s")
             await asyncio.sleep(READY_POLL_SECONDS)
+        self.progress.note("engine: vLLM answers; it samples a first token to warm up")
         self._paused, self._has_weights, self._ended = False, True, None
         self._seq_length = await self._read_seq_length()
         for name, path in list(self._adapters.items()):
@@ -352,6 +365,10 @@ class Engine:
     async def _read_seq_length(self) -> int:
         async with self.http.get("/v1/models") as response:
             return int((await response.json())["data"][0]["max_model_len"])
+
+    async def is_alive(self) -> bool:
+        """Whether vLLM says so. Its API process outlives its engine core for a moment, and answers with errors then."""
+        return self.state == "ready" and await self._answers(HEALTH_TIMEOUT_SECONDS)
 
     async def _answers(self, timeout_seconds: float) -> bool:
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
@@ -398,13 +415,14 @@ class Engine:
                 )
                 if now - answered > HANG_SECONDS:
                     return f"vLLM did not answer for {HANG_SECONDS:.0f} s"
+                if seen != work or self._paused or is_probed:
+                    used = now
                 if seen != work or self._paused or not (self._is_busy() or is_probed):
                     work, moved = seen, now
                 if now - moved > HANG_SECONDS:
                     return f"vLLM computed nothing for {HANG_SECONDS:.0f} s while requests waited"
-                if self._is_busy() or self._paused or is_probed:
-                    used = now
-                elif now - used > IDLE_SECONDS:
+                # Also while requests are open: the client of the only one may have stopped reading.
+                if now - used > IDLE_SECONDS:
                     probe = asyncio.create_task(self._probe())
         finally:
             exited.cancel()
@@ -412,7 +430,7 @@ class Engine:
                 probe.cancel()
 
     async def _probe(self) -> None:
-        """Has an idle engine sample one token; `_watch` reads from its work counters whether it does."""
+        """Has an engine that computes nothing sample one token; `_watch` reads from its work counters whether it does."""
         with contextlib.suppress(*LOST, EngineDied):
             await self._sample_once(timeout_seconds=2 * HANG_SECONDS)
 
@@ -427,7 +445,12 @@ class Engine:
         """
         await self.wait_ready(START_TIMEOUT_SECONDS)
         assert self.base is not None
-        status, text = await self._post("/tokenize", {"model": self.base.name, **body})
+        try:
+            status, text = await self._post("/tokenize", {"model": self.base.name, **body})
+        except LOST as error:
+            raise EngineDied(
+                "the engine ended while it rendered a conversation: repeat the request"
+            ) from error
         if status != 200:
             raise InvalidInput(
                 f"a conversation in the trajectories cannot be rendered: {text[:500]}",
@@ -442,7 +465,8 @@ class Engine:
         """Freezes vLLM and releases the memory that the plan's handover names; requests in flight continue after
         `resume`. The caller holds the device."""
         self._paused, self._has_weights = True, self._handover != "sleep"
-        await self._post_control(PAUSE[self._handover], PAUSE_SECONDS)
+        limit = SLEEP_SECONDS if self._handover == "sleep" else PAUSE_SECONDS
+        await self._post_control(PAUSE[self._handover], limit)
 
     async def wake_weights(self) -> None:
         """Restores the weights, so that adapters can be loaded. The caller holds the device, free of the trainer."""
@@ -494,13 +518,24 @@ class Engine:
             return
         while name not in self._adapters:
             await self.wait_ready(timeout_seconds)
-            async with self._owner.held():
-                if name in self._adapters or self.state != "ready":
-                    continue
+            if name not in self._loads:
+                self._loads[name] = asyncio.create_task(self._load_alone(name, path))
+                self._loads[name].add_done_callback(functools.partial(self._loaded, name))
+            # vLLM goes on loading for callers that have left, and holds the device meanwhile.
+            await asyncio.shield(self._loads[name])
+
+    async def _load_alone(self, name: str, path: Path) -> None:
+        async with self._owner.held():
+            if self.state == "ready":
                 try:
                     await self._load(name, path)
                 except LOST:
                     await asyncio.sleep(0.2)  # vLLM died: wait for its restart
+
+    def _loaded(self, name: str, load: asyncio.Task[None]) -> None:
+        del self._loads[name]
+        if not load.cancelled():
+            load.exception()  # its callers have it, unless all have left
 
     async def _load(self, name: str, path: Path) -> None:
         if name not in self._adapters:
@@ -526,9 +561,12 @@ class Engine:
         return list(self._adapters)
 
     async def _post_load(self, name: str, path: Path) -> None:
-        status, text = await self._post(
-            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}
-        )
+        body = {"lora_name": name, "lora_path": str(path)}
+        status, text = await self._post("/v1/load_lora_adapter", body)
+        if status == 400 and "already been loaded" in text:
+            # An earlier request was given up before vLLM answered. The name may have other weights now.
+            await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+            status, text = await self._post("/v1/load_lora_adapter", body)
         if status != 200:
             raise AdapterRefused(f"vLLM refused adapter '{name}': {text[:500]}")
 

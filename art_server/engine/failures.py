@@ -18,6 +18,11 @@ CAUSES = (
         "vLLM does not serve the architecture {0}: use another base model",
     ),
     (
+        re.compile(r"Unknown quantization method: (\w+)"),
+        "vLLM cannot read weights that are quantised by {0}: for bitsandbytes install vllm-bnb-plugin, which the extra `gpu` "
+        "contains; else use another base model",
+    ),
+    (
         re.compile(r"(\w+) does not support LoRA"),
         "vLLM serves {0} without adapters only: use another base model",
     ),

@@ -27,6 +27,16 @@ class PauseGate:
         self._inside: Counter[str] = Counter()
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for the gate to open."""
+        return self._num_waiting
+
+    @property
+    def num_inside(self) -> int:
+        """Requests that the engine has."""
+        return self._inside.total()
+
+    @property
     def is_busy(self) -> bool:
         """Whether the engine has any request."""
         return self._inside.total() > 0

@@ -32,6 +32,15 @@ if __name__ in ("__main__", "__mp_main__"):
     os.register_at_fork(after_in_child=be_child)
 
 
+class StoredPrompt(NamedTuple):
+    """The ledger's answer to a rendered prompt."""
+
+    token_ids: list[int] | None
+    """The tokens to sample from instead; None keeps the rendered ones."""
+    is_stored: bool
+    """Whether the ledger could store the prompt that is sampled from."""
+
+
 class LedgerClient:
     """A connection to the server's ledger: fetches prompts and sends samples, in order."""
 
@@ -39,7 +48,7 @@ class LedgerClient:
         self._socket_path = socket_path
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._pending: dict[str, asyncio.Future[list[int] | None]] = {}
+        self._pending: dict[str, asyncio.Future[StoredPrompt]] = {}
 
     async def connect(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(self._socket_path, limit=1 << 28)
@@ -49,8 +58,8 @@ class LedgerClient:
         assert self._writer is not None, "connect() comes first"
         self._writer.write(msgspec.json.encode(message) + b"\n")
 
-    async def fetch_prompt(self, request_id: str, token_ids: list[int]) -> list[int] | None:
-        """The tokens to sample from instead of a rendered prompt; None keeps the rendered tokens."""
+    async def fetch_prompt(self, request_id: str, token_ids: list[int]) -> StoredPrompt:
+        """What the ledger made of a rendered prompt."""
         answer = self._pending[request_id] = asyncio.get_running_loop().create_future()
         self.send({"request_id": request_id, "prompt": token_ids})
         try:
@@ -63,7 +72,7 @@ class LedgerClient:
             message = msgspec.json.decode(line)
             answer = self._pending.get(message["request_id"])
             if answer is not None and not answer.done():
-                answer.set_result(message["token_ids"])
+                answer.set_result(StoredPrompt(message["token_ids"], message["is_stored"]))
         os._exit(1)  # the server is gone
 
 
@@ -154,11 +163,11 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
         if isinstance(prompt, dict) and prompt.get("type") == "token":
             rendered = list(prompt["prompt_token_ids"])
             if not is_first_turn(request_id):
-                replaced = await ledger.fetch_prompt(request_id, rendered)
+                replaced, is_stored = await ledger.fetch_prompt(request_id, rendered)
                 made = None
                 if replaced is not None:
                     made = with_prompt(prompt, replaced, sampling_params, max_model_len)
-                if made is not None or replaced is None:
+                if made is not None or (replaced is None and is_stored):
                     rendered = None  # the ledger has the prompt that is sampled from
                 prompt = made or prompt
         source = entries.logprob_source(sampling_params)

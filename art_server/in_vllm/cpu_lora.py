@@ -4,6 +4,7 @@
 type. A token without an adapter (index -1) is left unchanged.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -113,6 +114,18 @@ def install() -> None:
             if not hasattr(punica_cpu, name):
                 raise ImportError(f"vLLM's CPU wrapper no longer uses {name}")
             setattr(punica_cpu, name, ours)
+    add_logits = punica_cpu.PunicaWrapperCPU.add_lora_logits
+
+    @functools.wraps(add_logits)
+    def add_logits_of_a_batch(
+        self: Any, y: torch.Tensor, x: torch.Tensor, *args: Any, **options: Any
+    ) -> None:
+        # For prompt_logprobs vLLM computes the head on one request's whole prompt, for which it has no adapter indices.
+        # Our adapters do not change the head.
+        if len(self.sampler_indices) == x.view(-1, x.shape[-1]).shape[0]:
+            add_logits(self, y, x, *args, **options)
+
+    punica_cpu.PunicaWrapperCPU.add_lora_logits = add_logits_of_a_batch
 
 
 def leave_experts_out() -> None:

@@ -41,7 +41,7 @@ class Pause:
 
 def install() -> None:
     """Installs reports of what each token was sampled from and of work done. On a CPU also: forked processes, faster
-    LoRA, mixtures of experts, and waits that leave the cores to processes with work."""
+    LoRA, seeded requests, mixtures of experts, and waits that leave the cores to processes with work."""
     device = os.environ.get(SWITCH)
     if device is None:
         return
@@ -54,9 +54,10 @@ def install() -> None:
     counting.install(device)
     if device != "cpu":
         return
-    from art_server.in_vllm import cpu_lora, forking
+    from art_server.in_vllm import cpu_lora, forking, seeded
 
     forking.install()
+    seeded.install()
     cpu_lora.install()
     if EXPERTS_SWITCH in os.environ:
         cpu_lora.leave_experts_out()

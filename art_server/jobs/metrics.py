@@ -1,33 +1,47 @@
-"""The metrics of a row in history.jsonl, under ART's names, from the trajectories of a train or log call."""
+"""The metrics of train and log calls and of the steps that sampled, and the news of a job as `reports.py` receives it."""
 
 import asyncio
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from art.wire import LogReply, LogRequest, TrajectoryGroupBody
+from art.history import log_metrics, trajectory_metrics
+from art.wire import JobReport, LogReply, LogRequest, TrainRequest
 from art_server.errors import InvalidInput
+from art_server.jobs.queue import Job
 from art_server.store.registry import Model
 
+Event = Literal["accepted", "phase", "waiting", "done", "failed", "cancelled"]
+ENDS = ("done", "failed", "cancelled")
 
-def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dict[str, float]:
-    """Means under "SPLIT/": reward, exception_rate, each metric of trajectories and, as "group_NAME", of groups.
-    reward_std_dev is the mean population standard deviation of the groups with more than one trajectory."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    num_failed = sum(len(group.exceptions) for group in groups)
-    metrics: dict[str, float] = {}
-    if trajectories:
-        metrics[f"{split}/reward"] = statistics.fmean(t.reward for t in trajectories)
-    deviations = [
-        statistics.pstdev(t.reward for t in group.trajectories)
-        for group in groups
-        if len(group.trajectories) > 1
-    ]
-    if deviations:
-        metrics[f"{split}/reward_std_dev"] = statistics.fmean(deviations)
-    if trajectories or num_failed:
-        metrics[f"{split}/exception_rate"] = num_failed / (num_failed + len(trajectories))
-    metrics |= _means([t.metrics for t in trajectories], f"{split}/")
-    return metrics | _means([group.metrics for group in groups], f"{split}/group_")
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """The step that a job made."""
+
+    model: Model
+    step: int
+    metrics: Mapping[str, float]
+    report: JobReport
+
+
+@dataclass(frozen=True, slots=True)
+class JobNews:
+    """One change of a job."""
+
+    job: Job
+    event: Event
+    phase: str = ""
+    key: str | None = None
+    """With "accepted": the client's idempotency key."""
+    error: str | None = None
+    """With "waiting" and "failed": the error's code."""
+    done: DoneStep | None = None
+    """With "done"."""
+
+
+def train_metrics(request: TrainRequest) -> dict[str, float]:
+    return trajectory_metrics(request.groups, "train")
 
 
 def step_metrics(tokens_of_steps: Mapping[int, int]) -> dict[str, float]:
@@ -57,22 +71,10 @@ async def write_log(model: Model, request: LogRequest) -> LogReply:
             code="step_beyond_newest",
             param="step",
         )
-    metrics = trajectory_metrics(request.groups, request.split)
-    metrics |= {
-        key if "/" in key else f"{request.split}/{key}": value
-        for key, value in request.metrics.items()
-    }
+    metrics = log_metrics(request)
     if request.groups:
         await asyncio.to_thread(
             model.folder.write_trajectories, request.split, step, request.groups
         )
     await asyncio.to_thread(model.folder.add_history, step, metrics)
     return LogReply(step=step, metrics=metrics)
-
-
-def _means(rows: Sequence[dict[str, float | int | bool]], prefix: str) -> dict[str, float]:
-    keys = {key for row in rows for key in row}
-    return {
-        prefix + key: statistics.fmean(float(row[key]) for row in rows if key in row)
-        for key in sorted(keys)
-    }

@@ -8,18 +8,21 @@ key returns the same job, also after a restart. Commits are synchronous: an ackn
 
 import contextlib
 import hashlib
+import itertools
 import json
 import sqlite3
 import threading
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from art.history import trajectory_row
 from art.wire import ErrorDetail, JobInfo, JobReport, JobState, TrainConfig, TrajectoryGroupBody
 from art_server import clock
 from art_server.errors import Conflict, NotFound, TooMany
+from art_server.jobs.turns import TurnTrace
 from art_server.shared.tasks import Batch
 from art_server.store.database import (
     add_columns,
@@ -28,7 +31,6 @@ from art_server.store.database import (
     open_database,
     transaction,
 )
-from art_server.store.model_folder import trajectory_row
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -58,6 +60,7 @@ CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, number);
 
 COLUMNS = "job_id, project, name, state, target_step, config, report, metrics, error, request_digest, created_at, starts"
 """The columns of a `Job`."""
+OF_KEY = "project = ? AND name = ? AND idempotency_key = ?"
 FAILED_PAYLOAD_SECONDS = 3 * 86400.0
 """How long the payload of a failed job is kept, so that a request with the same key can run it again."""
 MAX_ENDED = 10_000
@@ -75,12 +78,19 @@ class Payload:
     """Lines of the trajectories file."""
 
     @staticmethod
-    def make(batch: Batch, groups: Sequence[TrajectoryGroupBody]) -> "Payload":
-        """Encodes one group at a time, because a call of a JSON library blocks all other threads."""
+    def make(
+        batch: Batch,
+        groups: Sequence[TrajectoryGroupBody],
+        traces: Sequence[Sequence[Sequence[TurnTrace]]] = (),
+    ) -> "Payload":
+        """Encodes one group at a time, because a call of a JSON library blocks all other threads. `traces` describe the
+        turns of each group's trajectories."""
         shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
         trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
         start, end = shared.split(b'"groups":[]')
-        lines = (json.dumps(trajectory_row(group)).encode() + b"\n" for group in groups)
+        of_turns = [[[t.as_json() for t in each] for each in of_group] for of_group in traces]
+        rows = itertools.starmap(trajectory_row, itertools.zip_longest(groups, of_turns))
+        lines = (json.dumps(row).encode() + b"\n" for row in rows)
         return Payload(start + b'"groups":[' + trained + b"]" + end, b"".join(lines))
 
 
@@ -160,7 +170,7 @@ class JobQueue:
 
     def __init__(self, file: Path, max_queued: int = 1000):
         self._max_queued = max_queued
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._db = open_database(file, SCHEMA, is_durable=True)
         later = {"batch": "BLOB", "trajectories": "BLOB", "place": "REAL"}
         add_columns(self._db, "jobs", later | {"starts": "INTEGER NOT NULL DEFAULT 0"})
@@ -177,8 +187,7 @@ class JobQueue:
         Raises:
             Conflict: the key was used for a request with another body.
         """
-        where = "project = ? AND name = ? AND idempotency_key = ?"
-        rows = self._select(where, project, name, key)
+        rows = self._select(OF_KEY, project, name, key)
         if not rows:
             return None
         if rows[0].request_digest != body_digest:
@@ -201,13 +210,17 @@ class JobQueue:
         report: JobReport,
         metrics: dict[str, float] | None = None,
         *,
-        must_be_alone: bool = False,
+        check_alone: Callable[[], None] | None = None,
     ) -> Job:
         """Writes a job durably. Of two requests with the same key the second gets the job of the first.
 
+        `check_alone` refuses the job if the model has jobs that have not ended. Without them it is called, while none
+        can be added.
+
         Raises:
             TooMany: the queue is full.
-            Conflict: `must_be_alone` is set, and the model has jobs that have not ended.
+            Conflict: `check_alone` is given, and the model has jobs that have not ended; or the key was used for a
+                request with another body.
             StorageFull: the disk refused the write.
         """
         job_id = uuid.uuid4().hex
@@ -227,26 +240,27 @@ class JobQueue:
             "created_at": clock.now(),
         }
         with self._lock, database_errors("the job"):
-            waiting = self._db.execute(
-                "SELECT project, name FROM jobs WHERE state IN ('queued', 'running')"
-            ).fetchall()
-            self._check_room(len(waiting))
-            if must_be_alone and (project, name) in map(tuple, waiting):
-                raise step_will_move(f"{project}/{name}")
-            insert(self._db, "jobs", row, or_else="IGNORE")
-        if key is not None:
-            job = self.find_key(project, name, key, body_digest)
-            assert job is not None, "just written"
-            return job
+            twin = None if key is None else self.find_key(project, name, key, body_digest)
+            if twin is not None:
+                return twin
+            self._check_room(project, name, check_alone)
+            insert(self._db, "jobs", row)
         return self.get(job_id)
 
-    def _check_room(self, num_waiting: int) -> None:
-        if num_waiting >= self._max_queued:
+    def _check_room(self, project: str, name: str, check_alone: Callable[[], None] | None) -> None:
+        waiting = self._db.execute(
+            "SELECT project, name FROM jobs WHERE state IN ('queued', 'running')"
+        ).fetchall()
+        if len(waiting) >= self._max_queued:
             raise TooMany(
-                f"the queue is full with {num_waiting} jobs: wait until some have ended, cancel some "
+                f"the queue is full with {len(waiting)} jobs: wait until some have ended, cancel some "
                 "(DELETE /api/jobs/JOB), or start the server with a larger --max-queued-jobs",
                 code="queue_full",
             )
+        if check_alone is not None:
+            if (project, name) in map(tuple, waiting):
+                raise step_will_move(f"{project}/{name}")
+            check_alone()
 
     def get(self, job_id: str) -> Job:
         """The job with this id.
@@ -272,6 +286,14 @@ class JobQueue:
         return self._select(
             f"{where} ORDER BY finished_at IS NOT NULL, {order} LIMIT ?", *values, limit
         )
+
+    def pending(self) -> dict[str, tuple[int, float]]:
+        """By state, the number of jobs in it and when the oldest was accepted; jobs that have ended are left out."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT state, COUNT(*), MIN(created_at) FROM jobs WHERE state IN ('queued', 'running') GROUP BY state"
+            ).fetchall()
+        return {state: (count, oldest) for state, count, oldest in rows}
 
     # --- for the runner ---
 
@@ -310,18 +332,22 @@ class JobQueue:
 
     def batch(self, job_id: str) -> bytes:
         """JSON of the job's `shared.tasks.Batch`."""
+        return zlib.decompress(self.packed_batch(job_id))
+
+    def packed_batch(self, job_id: str) -> bytes:
+        """The same, compressed with zlib."""
         return self._blob("batch", job_id)
 
     def trajectories(self, job_id: str) -> bytes:
         """The job's lines for the trajectories file."""
-        return self._blob("trajectories", job_id)
+        return zlib.decompress(self._blob("trajectories", job_id))
 
     def _blob(self, column: str, job_id: str) -> bytes:
         with self._lock:
             (blob,) = self._db.execute(
                 f"SELECT {column} FROM jobs WHERE job_id = ?", (job_id,)
             ).fetchone()
-        return zlib.decompress(blob)
+        return blob
 
     def set_running(self, job_id: str, target_step: int) -> bool:
         """Marks a job as running; returns False if the job has ended meanwhile."""

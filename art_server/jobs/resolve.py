@@ -14,7 +14,7 @@ once in its trajectory, where it was sampled; elsewhere it is context.
 
 import base64
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,13 +27,20 @@ from art.wire import (
     TrajectoryGroupBody,
 )
 from art_server.errors import InvalidInput
+from art_server.jobs.turns import (
+    Place,
+    ResolvedTurn,
+    TurnTrace,
+    UnusableTurn,
+    join_turns,
+    with_signal,
+)
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record
 from art_server.shared.advantages import has_signal
 from art_server.shared.tasks import (
     Batch,
     Distribution,
-    Span,
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
@@ -61,6 +68,7 @@ RAW_SAMPLING = {
 
 AMBIGUOUS = "samples with different prompts or tokens match the choice's text: keep the choice unchanged, with `art.id`"
 
+NO_TURN = "the trajectory holds no trainable turn"
 TWICE = "the trajectory contains the same choice twice"
 
 POSITIVE_LOGPROB_TOLERANCE = 1e-3
@@ -75,32 +83,6 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedTurn:
-    """One turn with its exact tokens."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float] | None
-    """As long as token_ids; None if the trainer has to compute them."""
-    origin: str
-    """How the tokens were found: a key of `JobReport.turns`."""
-    choice_id: str | None = None
-    drawn: list[Distribution | None] | None = None
-    """The distribution under which each token is scored. None, for a token or for all: the model's own."""
-    step: int | None = None
-    """The model's step that sampled the turn, from its record."""
-    unscored: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters that the log-probabilities leave out: they are unknown, or sampling="raw" ignores them."""
-    reward: float | None = None
-    advantages: list[float] | None = None
-    """One for each token, from the client."""
-
-
-class UnusableTurn(Exception):
-    """A turn cannot be trained; the message is the reason in the report."""
-
-
-@dataclass(frozen=True, slots=True)
 class Sources:
     """Where the resolver finds tokens. `render` and `tokenize` call the engine, and block."""
 
@@ -108,13 +90,17 @@ class Sources:
     find_text: Callable[[bytes | None, Sequence[float] | None, bytes | None], Sequence[Match]]
     """From an answer's digest, its log-probabilities and its conversation's digest (each None: any) to records of the
     job's model, newest first."""
-    render: Callable[[list[Message], list[dict[str, Any]] | None], list[int]]
-    """From messages and tools to the prompt of the next answer."""
+    render: Callable[[list[Message], list[dict[str, Any]] | None, bool], list[int]]
+    """From messages and tools to the conversation's tokens, with or without the header of the next answer."""
     tokenize: Callable[[str], list[int]]
-    token_text: Callable[[int], str | None]
-    """The text of a single token; None without a tokenizer."""
+    decode: Callable[[Sequence[int]], str | None]
+    """The text of tokens; None without a tokenizer."""
     end_id: int | None
-    """The token that ends a turn; None if it is unknown."""
+    """The token that usually ends a turn; None if it is unknown."""
+    end_ids: Collection[int]
+    """All tokens that end a turn."""
+    stop_ids: Collection[int]
+    """Those of them at which the engine stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +158,23 @@ class Report:
         self.dropped[reason] = (count + 1, [*examples, where][:MAX_EXAMPLES])
 
 
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The batch that a job trains, the report, and what became of each turn, by group and trajectory of the request."""
+
+    batch: Batch
+    report: JobReport
+    traces: list[list[list[TurnTrace]]]
+
+
 def resolve(
     groups: Sequence[TrajectoryGroupBody],
     config: TrainConfig,
     model_id: str,
     sources: Sources,
     limits: Limits,
-) -> tuple[Batch, JobReport]:
-    """The batch that a job trains, and a report of every turn.
+) -> Resolved:
+    """A request's groups with exact tokens.
 
     Raises:
         InvalidInput: nothing can be trained (the message has the reasons), or rewards or advantages are invalid.
@@ -187,20 +182,23 @@ def resolve(
     report = Report()
     resolver = _Resolver(model_id, sources, limits, report, config)
     trainable: list[TrainableGroup] = []
+    traces: list[list[list[TurnTrace]]] = []
     for index, group in enumerate(groups):
-        trajectories = [
+        found = [
             resolver.trajectory(trajectory, f"groups[{index}].trajectories[{position}]")
             for position, trajectory in enumerate(group.trajectories)
         ]
+        traces.append([of_turns for _, of_turns in found])
+        trajectories = [trajectory for trajectory, _ in found]
         if any(trajectory.sequences for trajectory in trajectories):
-            trainable.append(TrainableGroup(trajectories=trajectories))
+            trainable.append(TrainableGroup(trajectories=trajectories, number=index))
     num_failed = sum(len(group.exceptions) for group in groups)
     if not trainable:
         raise InvalidInput(
             _nothing_trainable(groups, report, num_failed), code="no_trainable_turn", param="groups"
         )
-    batch = Batch(groups=trainable, distributions=resolver.distributions)
-    return batch, _summary(groups, batch, report, num_failed, config)
+    batch = Batch(groups=trainable, distributions=resolver.distributions, num_groups=len(groups))
+    return Resolved(batch, _summary(groups, batch, report, num_failed, config), traces)
 
 
 class _Resolver:
@@ -224,41 +222,83 @@ class _Resolver:
         self.distributions: list[Distribution] = []
         self._indices: dict[Hashable, int] = {}
 
-    def trajectory(self, trajectory: TrajectoryBody, where: str) -> TrainableTrajectory:
-        histories: list[tuple[str, HistoryBody]] = [("", trajectory)]
-        for index, history in enumerate(trajectory.additional_histories):
-            histories.append((f"additional_histories[{index}].", history))
+    def trajectory(
+        self, trajectory: TrajectoryBody, where: str
+    ) -> tuple[TrainableTrajectory, list[TurnTrace]]:
         seen: set[Hashable] = set()
         sequences: list[TokenSequence] = []
-        for prefix, history in histories:
-            entries, tools = history.messages_and_choices, history.tools
-            given = self._given(history, f"{where}.{prefix}")
-            messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
-            prefixes = conversation.prefix_digests(messages)
-            turns: list[ResolvedTurn] = []
-            is_truncated = False
-            for position, entry in enumerate(entries):
-                if not (is_choice(entry) or self._is_trained_message(entry)):
-                    continue
-                path = f"{where}.{prefix}messages_and_choices[{position}]"
-                reward, advantages = next(given)
-                before = (messages[:position], prefixes[position], tools)
-                is_truncated = entry.get("finish_reason") == "length"
-                try:
-                    turn = with_signal(self._turn(entry, before, seen), reward, advantages)
-                except UnusableTurn as reason:
-                    self._report.drop(str(reason), path)
-                    continue
-                self._report.trained(turn.origin)
-                self._report.sampled_by(turn)
-                turns.append(turn)
-            made = join_turns(turns, self._count_continuation, self._index)
+        traces: list[TurnTrace] = []
+        for number, history in enumerate([trajectory, *trajectory.additional_histories]):
+            prefix = f"additional_histories[{number - 1}]." if number else ""
+            found, dropped, is_truncated = self._turns(history, f"{where}.{prefix}", seen)
+            made, places = join_turns([turn for _, turn in found], self._index)
+            placed = zip(found, places, strict=True)
+            traces += [TurnTrace(number, entry, dropped=reason) for entry, reason in dropped]
+            traces += [
+                self._trace(number, entry, turn, place, len(sequences), is_first=index == 0)
+                for index, ((entry, turn), place) in enumerate(placed)
+            ]
             sequences += [
                 sequence.model_copy(update={"truncated": is_truncated}) for sequence in made
             ]
         if not sequences:
-            self._report.drop("the trajectory holds no trainable turn", where)
-        return TrainableTrajectory(reward=trajectory.reward, sequences=sequences)
+            self._report.drop(NO_TURN, where)
+        traces.sort(key=lambda trace: (trace.history, trace.entry))
+        return TrainableTrajectory(reward=trajectory.reward, sequences=sequences), traces
+
+    def _turns(
+        self, history: HistoryBody, where: str, seen: set[Hashable]
+    ) -> tuple[list[tuple[int, ResolvedTurn]], list[tuple[int, str]], bool]:
+        """The entries of a history that are trained, those that are dropped, with the reason, and whether its last turn
+        was cut at a length limit."""
+        entries, tools = history.messages_and_choices, history.tools
+        given = self._given(history, where)
+        messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
+        prefixes = conversation.prefix_digests(messages)
+        turns: list[tuple[int, ResolvedTurn]] = []
+        dropped: list[tuple[int, str]] = []
+        is_truncated = False
+        for position, entry in enumerate(entries):
+            if not (is_choice(entry) or self._is_trained_message(entry)):
+                continue
+            reward, advantages = next(given)
+            before = (messages[:position], prefixes[position], tools)
+            is_truncated = entry.get("finish_reason") == "length"
+            try:
+                turn = with_signal(self._turn(entry, before, seen), reward, advantages)
+            except UnusableTurn as reason:
+                self._report.drop(str(reason), f"{where}messages_and_choices[{position}]")
+                dropped.append((position, str(reason)))
+                continue
+            self._report.trained(turn.origin)
+            self._report.sampled_by(turn)
+            turns.append((position, turn))
+        return turns, dropped, is_truncated
+
+    def _trace(
+        self,
+        history: int,
+        entry: int,
+        turn: ResolvedTurn,
+        place: Place,
+        num_before: int,
+        *,
+        is_first: bool,
+    ) -> TurnTrace:
+        """The trace of a trained turn. `num_before` is the number of the trajectory's sequences before the history."""
+        continues = None if is_first else self._continuation(turn, place.is_joined)
+        if continues is not None:
+            self._report.continued(continues)
+        return TurnTrace(
+            history,
+            entry,
+            origin=turn.origin,
+            continues=continues,
+            step=turn.step,
+            sequence=num_before + place.sequence,
+            start=place.start,
+            stop=place.stop,
+        )
 
     def _index(self, drawn: Distribution | None) -> int:
         """The index of a distribution in the batch, which contains each once; -1 for None."""
@@ -294,14 +334,13 @@ class _Resolver:
     def _is_trained_message(self, entry: dict[str, Any]) -> bool:
         return self._trains_without_logprobs and entry.get("role") == "assistant"
 
-    def _count_continuation(self, turn: ResolvedTurn, is_joined: bool) -> None:
-        """Counts how a turn continues the turns before it: joined to their sequence, or why not."""
+    def _continuation(self, turn: ResolvedTurn, is_joined: bool) -> str:
+        """How a turn continues the turns before it: joined to their sequence, or why not."""
         if is_joined:
-            self._report.continued("joined")
-            return
+            return "joined"
         record = self._sources.find_record(turn.choice_id) if turn.choice_id is not None else None
         is_explained = record is not None and record.link in ("dropped", "ambiguous", "retokenized")
-        self._report.continued(str(record.link) if record and is_explained else "changed")
+        return str(record.link) if record and is_explained else "changed"
 
     def _turn(
         self,
@@ -316,6 +355,11 @@ class _Resolver:
         if mark.get("model", self._model_id) != self._model_id:
             by = "the base model" if mark["model"] is None else f"'{mark['model']}'"
             raise UnusableTurn(f"the choice was sampled by {by}, another model")
+        for message in (*before[0], choice["message"]):
+            if (kind := other_than_text(message.get("content"))) is not None:
+                raise UnusableTurn(
+                    f"the conversation contains a part of type '{kind}': only text can be trained"
+                )
         turn = carried_tokens(choice, identity)
         recorded = self._recorded(identity) if identity is not None else None
         if turn is not None and recorded is not None and recorded.token_ids == turn.token_ids:
@@ -412,15 +456,13 @@ class _Resolver:
             )
         ids = entry_ids(choice)
         if ids is not None and logprobs is not None:
-            return ResolvedTurn(
-                self._sources.render(messages, tools), ids, logprobs, "logprob_entries"
-            )
+            prompt = self._render(messages, tools, True)
+            return ResolvedTurn(prompt, ids, logprobs, "logprob_entries")
+        if logprobs is None:
+            prompt, ids = self._written(choice["message"], messages, tools)
+            return ResolvedTurn(prompt, ids, None, "recomputed")
         ids = self._sources.tokenize(spoken_text(choice["message"]))
         end = [] if self._sources.end_id is None else [self._sources.end_id]
-        if logprobs is None:
-            return ResolvedTurn(
-                self._sources.render(messages, tools), ids + end, None, "recomputed"
-            )
         if len(logprobs) == len(ids) + len(end):
             ids += end
         if len(logprobs) != len(ids):
@@ -430,7 +472,7 @@ class _Resolver:
             )
         texts = [entry.get("token") for entry in logprob_entries(choice)]
         for number, text in zip(ids, texts, strict=True):
-            own = self._sources.token_text(number)
+            own = self._sources.decode([number])
             # vLLM's entry names the whole character.
             is_part = own is not None and PART_OF_CHARACTER in own
             if isinstance(text, str) and not is_part and own not in (None, text):
@@ -438,7 +480,52 @@ class _Resolver:
                     "the choice's text splits into other tokens than its log-probability entries name, and the sample is "
                     "not in the ledger"
                 )
-        return ResolvedTurn(self._sources.render(messages, tools), ids, logprobs, "rendered")
+        return ResolvedTurn(self._render(messages, tools, True), ids, logprobs, "rendered")
+
+    def _render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool
+    ) -> list[int]:
+        made = [conversation.for_engine(message) for message in messages]
+        return self._sources.render(made, tools, has_header)
+
+    def _written(
+        self, message: Message, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[int], list[int]]:
+        """A prompt, and the tokens that the chat template writes for the answer, to the end of the turn.
+
+        Raises:
+            UnusableTurn: the template writes the answer elsewhere than behind the prompt, or writes no end.
+        """
+        render = self._render
+        prompt, whole = render(messages, tools, True), render([*messages, message], tools, False)
+        if whole[: len(prompt)] == prompt:
+            answer = whole[len(prompt) :]
+        else:  # the prompt's last characters may have merged with the answer's first ones
+            before, text = self._sources.decode(prompt), self._sources.decode(whole)
+            if before is None or text is None or not text.startswith(before):
+                raise UnusableTurn(
+                    "the chat template does not write this answer behind the prompt that the model gets: if the prompt "
+                    "opens thinking, give the message its `reasoning_content`"
+                )
+            answer = self._sources.tokenize(text[len(before) :])
+        calls = conversation.as_list(message.get("tool_calls"))
+        if calls and whole == render([*messages, {**message, "tool_calls": None}], tools, False):
+            raise UnusableTurn("the chat template writes no tool calls")
+        # Behind the end some templates close the whole conversation, and in gpt-oss's one thinking has an end of its own.
+        ends = [i for i, token in enumerate(answer) if token in self._sources.stop_ids]
+        ends = ends[:1] or [i for i, token in enumerate(answer) if token in self._sources.end_ids]
+        if ends:
+            return prompt, answer[: ends[-1] + 1]
+        # In some families the next role's header ends the turn.
+        following: Message = {"role": "user", "content": "x"}
+        if calls and isinstance(calls[0], dict):
+            following = {"role": "tool", "content": "x", "tool_call_id": calls[0].get("id")}
+        more = render([*messages, message, following], tools, False)
+        is_behind = more[: len(whole)] == whole and len(more) > len(whole)
+        end = more[len(whole)] if is_behind else self._sources.end_id
+        if end is None or (is_behind and end not in self._sources.end_ids):
+            raise UnusableTurn("the chat template writes no end of this turn")
+        return prompt, [*answer, end]
 
     def _check(self, turn: ResolvedTurn) -> None:
         if not turn.prompt_token_ids or not turn.token_ids:
@@ -499,19 +586,6 @@ def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | 
     return record.sampled_logprobs, [whole if index < 0 else cut[index] for index in kept]
 
 
-def with_signal(
-    turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None
-) -> ResolvedTurn:
-    """The turn with the reward and advantages that the client gives for it."""
-    if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
-        raise UnusableTurn(
-            f"{len(advantages)} advantages were given for {len(turn.token_ids)} sampled tokens"
-        )
-    if isinstance(advantages, float):
-        advantages = [advantages] * len(turn.token_ids)
-    return replace(turn, reward=reward, advantages=advantages)
-
-
 def carried_tokens(choice: dict[str, Any], identity: str | None) -> ResolvedTurn | None:
     """The tokens that a choice carries itself; None unless it has prompt ids, token ids and log-probabilities."""
     prompt, tokens = id_list(choice.get("prompt_token_ids")), id_list(choice.get("token_ids"))
@@ -552,6 +626,18 @@ def id_list(value: Any) -> list[int] | None:
     return None
 
 
+TEXT_PARTS = frozenset(
+    {"text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "reasoning"}
+)
+
+
+def other_than_text(content: Any) -> str | None:
+    """The type of the first part of a message's content that is no text, such as "image_url"; None if there is none."""
+    parts = [part for part in conversation.as_list(content) if isinstance(part, dict)]
+    kinds = (str(part.get("type", "text"))[:40] for part in parts)
+    return next((kind for kind in kinds if kind not in TEXT_PARTS), None)
+
+
 def spoken_text(message: Message) -> str:
     """The text of an assistant message, with tool calls in the most common markup."""
     calls = [
@@ -560,55 +646,6 @@ def spoken_text(message: Message) -> str:
     ]
     content = conversation.text_of(message.get("content"))
     return "\n".join(([content] if content else []) + calls)
-
-
-def join_turns(
-    turns: Sequence[ResolvedTurn],
-    on_continuation: Callable[[ResolvedTurn, bool], None] = lambda *_: None,
-    index: Callable[[Distribution | None], int] = lambda _: -1,
-) -> list[TokenSequence]:
-    """The token sequences of one conversation. A turn whose prompt begins with the whole sequence so far extends it.
-    `index` gives the number of a distribution in the batch."""
-    sequences: list[TokenSequence] = []
-    for turn in turns:
-        is_joined = bool(sequences) and starts_with(turn.prompt_token_ids, sequences[-1].token_ids)
-        if sequences:
-            on_continuation(turn, is_joined)
-        if not is_joined:
-            sequences.append(
-                TokenSequence(
-                    token_ids=[],
-                    logprobs=[],
-                    distributions=[],
-                    spans=[],
-                    recompute=[],
-                    advantages={},
-                    rewards={},
-                )
-            )
-        sequence = sequences[-1]
-        tokens = sequence.token_ids
-        new_context = turn.prompt_token_ids[len(tokens) :]
-        tokens.extend(new_context)
-        sequence.logprobs.extend([None] * len(new_context))
-        drawn = turn.drawn or [None] * len(turn.token_ids)
-        sequence.distributions.extend([-1] * len(new_context) + [index(each) for each in drawn])
-        sampled = range(len(tokens), len(tokens) + len(turn.token_ids))
-        if turn.logprobs is None:
-            sequence.recompute.extend(sampled)
-        if turn.step is not None:
-            sequence.spans.append(Span(start=sampled.start, stop=sampled.stop, step=turn.step))
-        if turn.advantages is not None:
-            sequence.advantages.update(zip(sampled, turn.advantages, strict=True))
-        if turn.reward is not None:
-            sequence.rewards[sampled[-1]] = turn.reward
-        tokens.extend(turn.token_ids)
-        sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
-    return sequences
-
-
-def starts_with(token_ids: list[int], beginning: list[int]) -> bool:
-    return token_ids[: len(beginning)] == beginning
 
 
 def _nothing_trainable(
@@ -645,14 +682,19 @@ def _summary(
         raise InvalidInput(str(error), code="bad_reward", param="groups") from error
     equal = len(batch.groups) - len(trained)
     dropped = [
-        Dropped(reason=reason, count=count, examples=examples)
+        Dropped(
+            reason=reason,
+            count=count,
+            unit="trajectory" if reason == NO_TURN else "turn",
+            examples=examples,
+        )
         for reason, (count, examples) in report.dropped.items()
     ]
     if equal:
         reason = "all rewards in the group are equal: no signal"
-        dropped.append(Dropped(reason=reason, count=equal))
+        dropped.append(Dropped(reason=reason, count=equal, unit="group"))
     if num_failed:
-        dropped.append(Dropped(reason="the rollout failed", count=num_failed))
+        dropped.append(Dropped(reason="the rollout failed", count=num_failed, unit="rollout"))
     sequences = [
         sequence for group in trained for t in group.trajectories for sequence in t.sequences
     ]

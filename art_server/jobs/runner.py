@@ -34,14 +34,14 @@ from art.wire import (
     TrainConfig,
     TrainRequest,
 )
-from art_server import clock
 from art_server.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError, Unavailable
-from art_server.jobs.metrics import step_metrics, trajectory_metrics
+from art_server.jobs.metrics import DoneStep, JobNews, step_metrics, train_metrics
 from art_server.jobs.queue import Job, JobQueue, Payload, Waiting
 from art_server.jobs.resolve import Limits, Message, Sources, resolve
+from art_server.jobs.step_record import StepRecord, base_digests, write_record
 from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
 from art_server.ledger.ledger import Ledger
 from art_server.shared.tasks import Done, GapBars, Progress, TrainTask
@@ -116,18 +116,20 @@ class JobRunner:
     _gap_bars: GapBars | None
     _retain: Callable[[Model], Awaitable[None]]
     """Called after each job, to delete old steps."""
-    _positions: dict[str, Position] = field(default_factory=dict)
-    _holds: dict[str, Hold] = field(default_factory=dict)
+    _report: Callable[[JobNews], None] = lambda _: None
+    """Called with each change of a job; must not wait."""
+    _positions: dict[str, Position] = field(init=False, default_factory=dict)
+    _holds: dict[str, Hold] = field(init=False, default_factory=dict)
     """By model id."""
-    _deaths: dict[str, int] = field(default_factory=dict)
+    _deaths: dict[str, int] = field(init=False, default_factory=dict)
     """By job id: how often the trainer process died or an unforeseen error occurred during the job."""
-    _cancelled: set[str] = field(default_factory=set)
-    _running: str | None = None
+    _cancelled: set[str] = field(init=False, default_factory=set)
+    _running: str | None = field(init=False, default=None)
     _accepting: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(ACCEPTING_THREADS, "accept")
+        init=False, default_factory=lambda: ThreadPoolExecutor(ACCEPTING_THREADS, "accept")
     )
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     # --- accepting ---
 
@@ -149,7 +151,11 @@ class JobRunner:
             TooMany: the queue is full.
         """
         expected = request.expected_step
-        self._check_step(model, expected)
+        if expected is not None:
+            # The same request may have come twice, and the first one's job have ended.
+            if (twin := await self.find(model, key, body_digest)) is not None:
+                return twin
+            self._check_step(model, expected)
         # A separate thread pool: resolving may wait for the engine's tokenizer, and other work needs threads, too.
         payload, report, metrics = await asyncio.get_running_loop().run_in_executor(
             self._accepting, self._prepare, model, request, self._sources(model), limits
@@ -166,16 +172,15 @@ class JobRunner:
             payload,
             report.model_copy(update={"notes": [*report.notes, *notes]}),
             metrics,
-            must_be_alone=expected is not None,
+            # Again, because a job may have ended since the first check.
+            check_alone=None
+            if expected is None
+            else functools.partial(self._check_step, model, expected),
         )
-        try:
-            self._check_step(model, expected)  # a job may have ended since the first check
-        except Conflict:
-            await asyncio.to_thread(self._queue.set_cancelled, job.job_id, is_running=False)
-            raise
         logger.info(
             "job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id
         )
+        self._report(JobNews(job, "accepted", key=key))
         self._wake.set()
         return job
 
@@ -184,14 +189,14 @@ class JobRunner:
         model: Model, request: TrainRequest, sources: Sources, limits: Limits
     ) -> tuple[Payload, JobReport, dict[str, float]]:
         """A request's payload, report and metrics."""
-        batch, report = resolve(request.groups, request.config, model.id, sources, limits)
-        payload = Payload.make(batch, request.groups)
-        return payload, report, trajectory_metrics(request.groups, "train")
+        found = resolve(request.groups, request.config, model.id, sources, limits)
+        payload = Payload.make(found.batch, request.groups, found.traces)
+        return payload, found.report, train_metrics(request)
 
     @staticmethod
-    def _check_step(model: Model, expected: int | None) -> None:
+    def _check_step(model: Model, expected: int) -> None:
         newest = model.folder.newest_step() or 0
-        if expected is not None and expected != newest:
+        if expected != newest:
             raise Conflict(
                 f"expected_step is {expected}, but model '{model.id}' is at step {newest}: sample with that step, or "
                 "leave out expected_step",
@@ -208,8 +213,10 @@ class JobRunner:
             future = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), loop)
             return future.result(ENGINE_WAIT_SECONDS)
 
-        def render(messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
-            body: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
+        def render(
+            messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool
+        ) -> list[int]:
+            body: dict[str, Any] = {"messages": messages, "add_generation_prompt": has_header}
             return call_engine(body | ({"tools": tools} if tools else {}))
 
         return Sources(
@@ -217,8 +224,10 @@ class JobRunner:
             find_text=functools.partial(self._ledger.find_text, project, name),
             render=render,
             tokenize=lambda text: call_engine({"prompt": text, "add_special_tokens": False}),
-            token_text=self._ledger.token_text,
+            decode=self._ledger.decode,
             end_id=self._ledger.end_id,
+            end_ids=self._ledger.end_ids,
+            stop_ids=self._ledger.stop_ids,
         )
 
     async def find(self, model: Model, key: str | None, body_digest: str) -> Job | None:
@@ -234,6 +243,7 @@ class JobRunner:
             return job
         if await asyncio.to_thread(self._queue.revive, job.job_id):
             logger.info("job %s is queued again: its request was repeated", job.job_id)
+            self._report(JobNews(job, "accepted", key=key))
             self._wake.set()
         return await self.get(job.job_id)
 
@@ -266,6 +276,7 @@ class JobRunner:
         """
         if not await asyncio.to_thread(self._queue.set_cancelled, job_id, is_running=False):
             await self._cancel_running(await self.get(job_id))
+        self._report(JobNews(await self.get(job_id), "cancelled"))
         logger.info("job %s cancelled", job_id)
         self._notify()
 
@@ -326,8 +337,8 @@ class JobRunner:
 
     def _waits_for(self, job: Job, waiting: Sequence[Waiting]) -> str | None:
         """What a job waits for, as clients print it; None if it waits for nothing."""
-        if job.state == "running" and self._engine.state == "starting":
-            return f"the engine, which is starting. {self._engine.detail or ''}".rstrip()
+        if job.state == "running" and (reason := self._engine.start_waited_for) is not None:
+            return reason
         if job.state != "queued":
             return None
         model = self._registry.find(job.project, job.name)
@@ -344,6 +355,12 @@ class JobRunner:
         return f"{len(ahead)} earlier {jobs}, of {models}" if ahead else None
 
     # --- running ---
+
+    @property
+    def phase(self) -> str | None:
+        """The phase of the running job; None if no job runs."""
+        position = None if self._running is None else self._positions.get(self._running)
+        return None if position is None else position.phase
 
     async def run_forever(self) -> None:
         """Runs jobs as they arrive. Jobs that an earlier server did not finish come first."""
@@ -453,7 +470,7 @@ class JobRunner:
                 out_dir=str(temporary),
                 config=config,
                 start_step=step - 1,
-                seed=zlib.crc32(model.adapter_name(step).encode()),
+                seed=seed_of(model, step),
                 gap_bars=self._gap_bars,
                 budget_divisor=2 if self._deaths.get(job.job_id, 0) == len(DEATH_PAUSES) else 1,
             )
@@ -465,7 +482,7 @@ class JobRunner:
                 metrics=metrics,
                 unchanged=done.unchanged,
                 notes=done.notes,
-                created_at=clock.now(),
+                environment=done.environment,
             )
             await asyncio.to_thread(model.folder.commit_checkpoint, temporary, record)
             if self._owner is not None:
@@ -558,10 +575,31 @@ class JobRunner:
         all_notes = [*job.report.notes, *record.notes, *notes]
         report = job.report.model_copy(update={"notes": all_notes})
         await asyncio.to_thread(model.folder.write_lines, "train", step, lines)
+        await asyncio.to_thread(model.folder.keep_tokens, step)
+        await asyncio.to_thread(self._write_record, model, job, record)
         await asyncio.to_thread(model.folder.add_history, step, metrics, job.job_id)
         await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
+        self._report(JobNews(job, "done", done=DoneStep(model, step, metrics, report)))
         self._notify()
         await self._retain(model)
+
+    def _write_record(self, model: Model, job: Job, made: CheckpointRecord) -> None:
+        """Writes the record from which the step can be made again."""
+        if not made.environment:
+            return  # an earlier version made the step
+        base = self._engine.base if self._is_on_base(model) else None
+        record = StepRecord(
+            model=model.id,
+            step=made.step,
+            start_step=made.step - 1,
+            base_model=model.record.base_model,
+            base_files=base_digests(base.path) if base is not None else {},
+            lora=model.record.lora,
+            config=TrainConfig.model_validate_json(job.config),
+            seed=seed_of(model, made.step),
+            environment=made.environment,
+        )
+        write_record(model.folder, record, self._queue.packed_batch(job.job_id))
 
     # --- after an error ---
 
@@ -579,9 +617,11 @@ class JobRunner:
                 await asyncio.to_thread(self._queue.set_cancelled, job.job_id, is_running=True)
             elif (pause := self._pause(job, error)) is None:
                 await asyncio.to_thread(self._queue.set_failed, job.job_id, detail)
+                self._report(JobNews(job, "failed", error=detail.code))
             else:
                 self._hold(model_id, detail.message, pause)
                 await asyncio.to_thread(self._queue.set_waiting, job.job_id, detail)
+                self._report(JobNews(job, "waiting", error=detail.code))
         except Exception as second:  # the disk that holds the queue may be the cause
             logger.error("the state of job %s could not be updated: %s", job.job_id, second)
             self._hold(model_id, str(second))
@@ -608,12 +648,18 @@ class JobRunner:
         self, job: Job, phase: str, completed: int | None = None, total: int | None = None
     ) -> None:
         self._positions.setdefault(job.job_id, Position()).move(phase, completed, total)
+        self._report(JobNews(job, "phase", phase=phase))
         self._notify()
 
     def _notify(self) -> None:
         """Wakes everything that waits for a change of any job."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def seed_of(model: Model, step: int) -> int:
+    """The seed of the job that makes the step."""
+    return zlib.crc32(model.adapter_name(step).encode())
 
 
 def is_environment(error: Exception) -> bool:

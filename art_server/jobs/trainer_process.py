@@ -221,9 +221,10 @@ class TrainerProcess:
         process, self._process, self._is_ready = self._process, None, False
         if process is None:
             return
-        # The process may have ended already, before the event loop noticed.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # After its end another program may have its id. `_children` then kills what is left of its session.
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         if self._children is not None:
             self._children.remove(process.pid)

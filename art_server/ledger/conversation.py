@@ -18,6 +18,8 @@ THINK_START, THINK_END = "<think>", "</think>"
 MAX_BROKEN_OBJECTS = 32
 """The search for JSON stops after this many braces that begin none: each can cost the whole length of a text."""
 
+BILLING_HEADER = "x-anthropic-billing-header"
+
 _MARKUP = re.compile(r"</?(tool_call|tool_calls)>|<\|python_tag\|>|\[TOOL_CALLS\]")
 _BETWEEN_CALLS = " \n\t[],;"
 _SPACE = re.compile(r"\s+")
@@ -172,6 +174,16 @@ def text_of(content: Any) -> str:
     return ""
 
 
+def system_text(content: Any) -> str:
+    """The text of a system message without Claude Code's billing line, which changes with each request and which vLLM
+    does not render."""
+    parts = content if isinstance(content, list) else [content]
+    texts = (text_of([part]) if isinstance(part, dict) else text_of(part) for part in parts)
+    return "".join(
+        text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text for text in texts
+    )
+
+
 def message_from(text: str) -> Message:
     """The assistant message of a sampled text, with tool calls and thinking in separate fields."""
     thinking, mark, visible = text.partition(THINK_END)
@@ -196,6 +208,22 @@ def message_from(text: str) -> Message:
     return message | ({"tool_calls": calls} if calls else {})
 
 
+def for_engine(message: Message) -> Message:
+    """A message as vLLM's route for tokens takes it: thinking under its newer name, the arguments of tool calls as text."""
+    made = dict(message)
+    if message.get("reasoning_content") is not None:
+        made.setdefault("reasoning", message["reasoning_content"])
+    calls = [
+        dict(call) if isinstance(call, dict) else call
+        for call in as_list(message.get("tool_calls"))
+    ]
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict | list):
+            call["function"] = {**function, "arguments": json.dumps(function["arguments"])}
+    return made | ({"tool_calls": calls} if calls else {})
+
+
 def names_in(messages: Sequence[Message], body: dict[str, Any]) -> list[str]:
     """The ids by which a request refers to earlier choices: of tool calls, of choices and of an earlier response."""
     names: list[Any] = []
@@ -210,14 +238,14 @@ def names_in(messages: Sequence[Message], body: dict[str, Any]) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def is_before_user(messages: Sequence[Message]) -> bool:
-    """Whether a user message follows the last assistant or tool message."""
-    for message in reversed(messages):
-        if message.get("role") in ("assistant", "tool"):
-            return False
-        if message.get("role") == "user":
-            return True
-    return False
+def before_tool(messages: Sequence[Message], digests: Sequence[bytes]) -> frozenset[bytes]:
+    """The digests of the conversation before each answer that no user message follows. `digests` are those of all its
+    beginnings (`prefix_digests`)."""
+    roles = [message.get("role") for message in messages]
+    last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
+    return frozenset(
+        digests[i] for i, role in enumerate(roles) if role == "assistant" and i > last_user
+    )
 
 
 # --- conversations --------------------------------------------------------------------------------------------------
@@ -237,7 +265,8 @@ def extend(before: bytes, message: Message) -> bytes:
     if role == "assistant":
         return after(before, message_digest(message))
     role = "system" if role == "developer" else role
-    text = _SPACE.sub("", text_of(message.get("content")))
+    content = message.get("content")
+    text = _SPACE.sub("", system_text(content) if role == "system" else text_of(content))
     return digest(before, role.encode(), text.encode(errors="surrogatepass"))
 
 
@@ -251,7 +280,7 @@ def messages_of(api: str, body: dict[str, Any]) -> list[Message]:
     if api == "chat":
         return [m for m in as_list(body.get("messages")) if isinstance(m, dict)]
     if api == "messages":
-        system = text_of(body.get("system"))
+        system = system_text(body.get("system"))
         first: list[Message] = [{"role": "system", "content": system}] if system else []
         return first + [m for one in as_list(body.get("messages")) for m in _from_anthropic(one)]
     if api == "responses":

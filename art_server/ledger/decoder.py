@@ -24,9 +24,15 @@ class Decoder:
         if self._tokenizer is None:
             logger.warning("%s has no tokenizer.json: prompts are not spliced", folder)
         self._think_id = self._tokenizer.token_to_id("<think>") if self._tokenizer else None
-        self.end_id = self._find_end_token(folder)
-        """The tokenizer's end-of-sequence token, which a chat template writes at the end of a turn; None if unknown."""
-        self.end_ids = self._find_end_ids(folder) | self._find_opening_special(behind_answer)
+        of_template = self._find_opening_special(behind_answer)
+        of_tokenizer = self._find_end_token(folder)
+        self.end_id = of_tokenizer if of_template is None else of_template
+        """The special token that the chat template writes behind an answer; without one, the tokenizer's end-of-sequence
+        token; None if unknown."""
+        found = {each for each in (of_template, of_tokenizer) if each is not None}
+        self.stop_ids = self._find_stop_ids(folder)
+        """The tokens at which the engine stops."""
+        self.end_ids = self.stop_ids | found
 
     @property
     def can_decode(self) -> bool:
@@ -63,17 +69,18 @@ class Decoder:
         text = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
-    def _find_opening_special(self, text: str) -> set[int]:
-        """The special token that a text begins with, if any."""
+    def _find_opening_special(self, text: str) -> int | None:
+        """The special token that a text begins with, if any: the longest."""
         if self._tokenizer is None:
-            return set()
+            return None
         specials = self._tokenizer.get_added_tokens_decoder().items()
         found = [(token.content, number) for number, token in specials if token.special]
-        return {number for content, number in found if content and text.startswith(content)}
+        fitting = [each for each in found if each[0] and text.startswith(each[0])]
+        return max(fitting, key=lambda each: len(each[0]))[1] if fitting else None
 
-    def _find_end_ids(self, folder: Path) -> frozenset[int]:
-        """The tokens that end a turn: the model's and the tokenizer's end-of-sequence tokens."""
-        found = set() if self.end_id is None else {self.end_id}
+    def _find_stop_ids(self, folder: Path) -> frozenset[int]:
+        """The end-of-sequence tokens of the model's configuration."""
+        found: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             if (folder / name).exists():
                 ids = json.loads((folder / name).read_text()).get("eos_token_id")

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -70,20 +71,22 @@ class RecordReceiver:
                     except (msgspec.MsgspecError, RecursionError) as error:
                         self._lose(line, error)  # such as a log-probability that is not a number
                         continue
-                    answer = {"request_id": message.request_id, "token_ids": self._answer(message)}
-                    writer.write(msgspec.json.encode(answer) + b"\n")
+                    writer.write(msgspec.json.encode(self._answer(message)) + b"\n")
                 if samples:
                     self._take(samples)
             if rest:
                 logger.warning("the engine ended in the middle of a message")
 
-    def _answer(self, message: EngineMessage) -> list[int] | None:
+    def _answer(self, message: EngineMessage) -> dict[str, Any]:
         assert message.prompt is not None
+        answer = {"request_id": message.request_id, "token_ids": None, "is_stored": True}
         try:
-            return self._on_prompt(message.request_id, message.prompt)
-        except Exception as error:  # after any error the engine samples from its rendering
+            return answer | {"token_ids": self._on_prompt(message.request_id, message.prompt)}
+        except (
+            Exception
+        ) as error:  # the engine samples from its rendering, and sends it with the samples
             logger.error("no exact tokens for request %s: %r", message.request_id, error)
-            return None
+            return answer | {"is_stored": False}
 
     def _take(self, samples: Sequence[Sample]) -> None:
         try:

@@ -19,7 +19,6 @@ import logging
 import sqlite3
 import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ from art_server.ledger.splice import (
     continue_answer,
     prefix_hashes,
 )
-from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack
+from art_server.ledger.storage import IN_LIST, OF_REQUEST, Storage, of_request, places, unpack
 from art_server.ledger.template import TemplateRules, find_rules
 from art_server.shared.samples import Sample
 from art_server.store.database import insert, transaction
@@ -47,11 +46,20 @@ logger = logging.getLogger(__name__)
 RECORD_WAIT_SECONDS = 10.0
 """A record arrives over a local socket beside the answer; if it takes this long, the engine's process is gone."""
 
+MAX_OWN = 4096
+"""Choices of a request's session, or that it names, in which its past is searched: the newest."""
+
+MAX_EQUAL = 256
+"""Answers of the same text to the same prompts that are compared: those that the request names, then the newest."""
+
 MAX_BEGINNINGS = 8
 """Known beginnings of a prompt that are tried, longest first: the longest may be a prompt without a matching answer."""
 
-NAMED_CALLS = 20_000
+NAMED_CALLS = 200_000
 """Tool calls whose choices are remembered, the latest ones: more than are answered at the same time."""
+
+FORGOTTEN_AT_A_TIME = 5000
+"""Records that `forget_steps` reads at a time."""
 
 PRUNED_AT_A_TIME = 500
 """Records that are deleted in one transaction; a thousand take some 50 ms, in which no prompt can be recorded."""
@@ -72,11 +80,11 @@ class Ledger:
         self._retention = retention
         self._is_splicing = is_splicing
         self._decoder: Decoder | None = None
+        self._stop_ids: frozenset[int] = frozenset()
         self._rules = TemplateRules()
         self._lock = threading.RLock()
         self._storage = Storage(file)
         self._open: dict[str, OpenRequest] = {}
-        self._callers: OrderedDict[str, str] = OrderedDict()
         self._fill_index()
 
     def close(self) -> None:
@@ -88,15 +96,26 @@ class Ledger:
         self._rules = find_rules(folder)
         decoder = Decoder(folder, self._rules.behind_answer)
         self._decoder = decoder if decoder.can_decode else None
+        self._stop_ids = decoder.stop_ids
 
     @property
     def end_id(self) -> int | None:
-        """The token that ends a turn; None if it is unknown."""
+        """The token that usually ends a turn; None if it is unknown."""
         return self._decoder.end_id if self._decoder is not None else None
 
-    def token_text(self, token_id: int) -> str | None:
-        """The text of a single token; None without a tokenizer."""
-        return self._decoder.decode([token_id]) if self._decoder is not None else None
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """All tokens that end a turn."""
+        return self._decoder.end_ids if self._decoder is not None else self._stop_ids
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Those of them at which the engine stops."""
+        return self._stop_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        """The text of tokens; None without a tokenizer."""
+        return self._decoder.decode(token_ids) if self._decoder is not None else None
 
     def open_request(self, request: Request) -> "OpenRequest":
         """Announces a request. Use the result as a context manager while the engine has the request."""
@@ -220,22 +239,16 @@ class Ledger:
             for found in self._without_thinking.beginnings(request.scope, made.hashes)
         )
         longest_first = heapq.merge(plain, opened, key=lambda found: -found[0])
-        rules = self._rules
-        keeps = rules.keeps_before_user if request.is_before_user else rules.keeps_before_tool
         reading = Reading(
-            decoder.end_ids,
-            decoder.decode_behind,
-            rules,
-            request.session,
-            request.named,
-            keeps,
-            self._is_splicing,
+            decoder.end_ids, decoder.decode_behind, self._rules, request.session, self._is_splicing
         )
+        own = self._own_prompts(request)
         whole = array.array("i", made.rendered)
         for length, known, is_thinking_left_out in itertools.islice(longest_first, MAX_BEGINNINGS):
             beginning = whole[:length]
+            mine = own.get((is_thinking_left_out, made.hashes[length]), {})
             openings: dict[int, Sequence[int]] = {}
-            for number in known:
+            for number in mine or known:
                 rendering = self._storage.load_rendering(number)
                 if rendering[:length] == beginning:
                     start = decoder.thinking_start(rendering) if is_thinking_left_out else None
@@ -245,6 +258,7 @@ class Ledger:
                 length,
                 lambda digest, openings=openings: self._answers(request, openings, digest),
                 reading,
+                {choice for number in openings for choice in mine.get(number, ())},
                 is_thinking_left_out,
             )
             if found is None:
@@ -253,35 +267,90 @@ class Ledger:
             if made.link == "spliced":
                 assert found.token_ids is not None
                 made.token_ids, made.length = found.token_ids, length
+                made.put_back = self._storage.put_back(found.choice_id, found.puts_back)
             return
+
+    def _own_prompts(self, request: Request) -> dict[tuple[bool, int], dict[int, list[str]]]:
+        """The prompts of a request's session, of the choices that it names, and of those that continue them: by whether
+        thinking is left out and the hash of their rendering, each with the named choices sampled from it."""
+        own: dict[tuple[bool, int], dict[int, list[str]]] = {}
+        if request.session is None and not request.named:
+            return own
+        names = json.dumps(list(request.named))
+        rows = self._storage.db.execute(
+            f"SELECT choice_id, prompt, rendered, beginnings FROM records WHERE (session = ? OR choice_id {IN_LIST}"
+            f" OR prompt IN (SELECT number FROM prompts WHERE parent {IN_LIST}))"
+            " AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC LIMIT ?",
+            (
+                *(request.session, names, names),
+                *(request.owner, request.project, request.name, MAX_OWN),
+            ),
+        ).fetchall()
+        for choice, prompt, rendered, beginnings in rows:
+            for place in places(rendered, beginnings):
+                choices = own.setdefault(place, {}).setdefault(prompt, [])
+                if choice in request.named:
+                    choices.append(choice)
+        return own
 
     def _answers(
         self, request: Request, openings: Mapping[int, Sequence[int]], text_digest: bytes
     ) -> list[Answer]:
-        """The answers with this digest that were sampled from these prompts, newest first."""
+        """The answers with this digest that were sampled from these prompts, newest first; in a session only its own."""
         marks = ",".join("?" * len(openings))
         rows = self._storage.db.execute(
-            f"SELECT choice_id, session, prompt, tokens FROM records WHERE prompt IN ({marks}) AND said = ?"
-            " AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC LIMIT 1024",
-            (*openings, text_digest, request.owner, request.project, request.name),
+            "SELECT choice_id, session, prompt, tokens, before, put_back FROM records INDEXED BY records_by_prompt"
+            f" JOIN prompts ON prompts.number = prompt WHERE prompt IN ({marks}) AND said = ?"
+            " AND owner = ? AND project IS ? AND name IS ? AND (? IS NULL OR session = ?)"
+            f" ORDER BY choice_id {IN_LIST} DESC, records.number DESC LIMIT ?",
+            (
+                *(*openings, text_digest, request.owner, request.project, request.name),
+                *(request.session, request.session, json.dumps(list(request.named)), MAX_EQUAL),
+            ),
         ).fetchall()
+
+        def keeps(before: bytes) -> bool:
+            is_before_tool = before in request.before_tool
+            return (
+                self._rules.keeps_before_tool if is_before_tool else self._rules.keeps_before_user
+            )
+
         return [
-            Answer(r[0], r[1], self._storage.load_prompt(r[2]), unpack(r[3], "i"), openings[r[2]])
-            for r in rows
+            Answer(
+                choice_id=choice,
+                session=session,
+                prompt=prompt,
+                prompt_token_ids=self._storage.load_prompt(prompt),
+                token_ids=unpack(tokens, "i"),
+                opening=openings[prompt],
+                keeps_thinking=keeps(before),
+                put_back="no" if put_back is None else "kept" if keeps(put_back) else "dropped",
+            )
+            for choice, session, prompt, tokens, before, put_back in rows
         ]
 
     def name_calls(self, choice: str, call_ids: Iterable[str]) -> None:
-        """Remembers which choice made these tool calls, so that a request with their ids refers to it."""
-        with self._lock:
-            for call_id in call_ids:
-                self._callers[call_id] = choice
-            while len(self._callers) > NAMED_CALLS:
-                self._callers.popitem(last=False)
+        """Remembers which choice made these tool calls, so that a request with their ids refers to it. An id that two
+        choices used refers to neither."""
+        with self._lock, tolerated("a tool call's id"):
+            self._storage.db.executemany(
+                "INSERT INTO calls (call_id, choice_id) VALUES (?, ?) ON CONFLICT (call_id) DO UPDATE"
+                " SET choice_id = NULL WHERE choice_id IS NOT excluded.choice_id",
+                [(call_id, choice) for call_id in call_ids],
+            )
 
     def callers(self, names: Iterable[str]) -> frozenset[str]:
         """The ids of the choices that made these tool calls. Other names, such as choice ids, stay as they are."""
+        wanted = set(names)
         with self._lock:
-            return frozenset(self._callers.get(name, name) for name in names)
+            found = dict(
+                self._storage.db.execute(
+                    f"SELECT call_id, choice_id FROM calls WHERE call_id {IN_LIST}",
+                    (json.dumps(list(wanted)),),
+                ).fetchall()
+            )
+        callers = (found.get(name, name) for name in wanted)
+        return frozenset(name for name in callers if name is not None)
 
     def mark_delivered(self, request_id: str) -> None:
         """Marks the choices of a request whose answer was sent in full."""
@@ -308,7 +377,8 @@ class Ledger:
     def find_session(
         self, project: str, name: str, session: str
     ) -> list[tuple[Record, dict[str, Any]]]:
-        """The choices that one model sampled in a session, in order, each with its turn as the agent has it."""
+        """The choices that one model sampled in a session, in order, each with its turn as the agent has it. Choices
+        whose end did not reach the agent are left out."""
         where = "session = ? AND project = ? AND name = ?"
         with self._lock:
             records = self._storage.select(where, session, project, name)
@@ -320,7 +390,12 @@ class Ledger:
                     (session,),
                 )
             }
-        return [(r, turns[r.request.request_id]) for r in records if r.request.request_id in turns]
+        found = [(each, turns.get(each.request.request_id)) for each in records]
+        return [
+            (record, turn)
+            for record, turn in found
+            if turn is not None and record.choice_id.rpartition("-")[2] in turn["choices"]
+        ]
 
     def find_text(
         self,
@@ -350,6 +425,20 @@ class Ledger:
             ).fetchall()
         return [Match(*row, load=functools.partial(self.find, row[0])) for row in rows]
 
+    def forget_steps(self, project: str, name: str, after: int = -1) -> None:
+        """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again.
+        A few at a time, because requests wait meanwhile."""
+        (last,) = self._storage.db.execute(
+            "SELECT COALESCE(MAX(number), 0) FROM records"
+        ).fetchone()
+        for start in range(0, last + 1, FORGOTTEN_AT_A_TIME):
+            with self._lock:
+                self._storage.db.execute(
+                    "UPDATE records SET step = NULL WHERE number BETWEEN ? AND ?"
+                    " AND project = ? AND name = ? AND step > ?",
+                    (start, start + FORGOTTEN_AT_A_TIME - 1, project, name, after),
+                )
+
     # --- keeping within bounds ---
 
     def _fill_index(self) -> None:
@@ -363,12 +452,9 @@ class Ledger:
             (MAX_PROMPTS,),
         ).fetchall()
         for owner, project, name, rendered, beginnings, prompt in reversed(rows):
-            scope = f"{owner}\0{project}/{name}"
-            self._index.add(scope, rendered % (1 << 64), prompt)
-            more = array.array("q", beginnings or b"")
-            for is_thinking, hashed in zip(more[::2], more[1::2], strict=True):
+            for is_thinking, hashed in places(rendered, beginnings):
                 index = self._without_thinking if is_thinking else self._index
-                index.add(scope, hashed % (1 << 64), prompt)
+                index.add(f"{owner}\0{project}/{name}", hashed, prompt)
 
     def prune(self) -> int:
         """Deletes records that are too old, and the oldest ones while the file is too large. Returns their number.
@@ -383,6 +469,10 @@ class Ledger:
     def _prune_some(self) -> int:
         now = clock.now()
         with self._lock:
+            self._storage.db.execute(
+                "DELETE FROM calls WHERE number <= (SELECT MAX(number) FROM calls) - ?",
+                (NAMED_CALLS,),
+            )
             oldest = self._storage.db.execute(
                 "SELECT number, created_at FROM records ORDER BY number LIMIT ?",
                 (PRUNED_AT_A_TIME,),

@@ -26,8 +26,8 @@ class Request:
     """Digest of the conversation that the request carries."""
     named: frozenset[str] = frozenset()
     """Ids of choices that the request refers to: by `art.id`, by a tool call's id or by an earlier response's id."""
-    is_before_user: bool = True
-    """Whether a user message follows the last answer."""
+    before_tool: frozenset[bytes] = frozenset()
+    """Digests of the conversation before each answer that no user message follows."""
 
     @property
     def scope(self) -> str:
@@ -99,6 +99,8 @@ class Prompt:
     link: Link | None = None
     length: int = 0
     """Of a spliced prompt: how many first tokens of `rendered` belong to the earlier prompt."""
+    put_back: bytes | None = None
+    """If thinking that the agent did not send was put back: the digest of the conversation before the first such answer."""
 
 
 def choice_id(request_id: str, index: int) -> str:

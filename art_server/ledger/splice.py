@@ -20,7 +20,7 @@ Otherwise the rendering stays: an edited answer is new context, and thinking tha
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,11 +34,15 @@ Link = Literal["exact", "spliced", "dropped", "ambiguous", "retokenized"]
 and are replaced; dropped: its thinking is not rendered; ambiguous: the agent sent no thinking and several answers
 differ in it, so none is put back; retokenized: the rendered tokens differ and splicing is off."""
 
+Match = Literal["tokens", "text", "harmless", "not sent", "dropped"]
+NEAREST_FIRST: tuple[Match, ...] = ("tokens", "text", "harmless", "not sent", "dropped")
+
 MAX_PROMPTS = 20_000
 """Prompts in the index, the most recently used: a few MB, and more than are continued at the same time."""
 
-MAX_SAME = 8
-"""Prompts with different tokens that are remembered for one rendering."""
+MAX_SAME = 32
+"""Prompts with different tokens that are remembered for one rendering. The ledger finds those of a session, and those of
+named choices, however many there are."""
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never vanish modulo 2**64
 _powers = np.ones(1, dtype=np.uint64)
@@ -50,11 +54,17 @@ class Answer:
 
     choice_id: str
     session: str | None
+    prompt: int
+    """The number of its prompt."""
     prompt_token_ids: Sequence[int]
     """The tokens that the engine sampled from."""
     token_ids: Sequence[int]
     opening: Sequence[int] = ()
     """The last tokens of the prompt's rendering, if a later rendering may have merged them with the answer."""
+    keeps_thinking: bool = False
+    """Whether the template's rule keeps the answer's thinking in the rendering that is compared."""
+    put_back: Literal["no", "kept", "dropped"] = "no"
+    """Whether the prompt contains thinking that was put back, and whether the rule still keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,8 @@ class Continuation:
     link: Link
     token_ids: list[int] | None
     """The prompt to sample from; None: the rendered one."""
+    puts_back: bool = False
+    """Whether the answer's thinking, which the agent did not send, is put back."""
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
@@ -118,10 +130,6 @@ class Reading:
     rules: TemplateRules
     session: str | None
     """If set, only answers of this session are continued."""
-    named: frozenset[str]
-    """Ids of choices that the request refers to (`Request.named`)."""
-    keeps_thinking: bool
-    """Whether the template's rule keeps the thinking of the last answer."""
     is_splicing: bool
 
 
@@ -130,12 +138,14 @@ def continue_answer(
     length: int,
     find: Callable[[bytes], Sequence[Answer]],
     reading: Reading,
+    named: Collection[str] = (),
     is_thinking_left_out: bool = False,
 ) -> Continuation | None:
     """How `rendered` continues after its first `length` tokens: those of an earlier request's prompt or, with
     `is_thinking_left_out`, of such a prompt without the thinking that it opens. None if it continues no answer.
 
-    `find` gives the answers with this text digest that were sampled from that prompt, newest first.
+    `find` gives the answers with this text digest that were sampled from that prompt, newest first. `named` are the
+    choices sampled from it to which the request refers. If none of them has this text, the answer was edited.
     """
     end = next((i for i in range(length, len(rendered)) if rendered[i] in reading.end_ids), None)
     if end is None:
@@ -148,15 +158,18 @@ def continue_answer(
         for answer in find(conversation.text_digest(shown))
         if reading.session in (None, answer.session)
     ]
-    answers = [answer for answer in answers if answer.choice_id in reading.named] or answers
+    mine = [answer for answer in answers if answer.choice_id in named]
+    is_edited = bool(named) and not mine
+    answers = mine or [each for each in answers if each.put_back != "dropped"] or answers
     matches = match_answers(answers, shown_ids, shown, before, reading)
     nearest: Match | None = next((match for match in NEAREST_FIRST if match in matches), None)
     if nearest is None:
         return None
     answer = matches[nearest][0][1]
-    if nearest == "dropped" or (is_thinking_left_out and nearest != "not sent"):
+    is_opened = is_thinking_left_out and nearest != "not sent"
+    if nearest == "dropped" or is_opened or answer.put_back == "dropped":
         return Continuation(answer.choice_id, "dropped", None)
-    if nearest == "not sent" and len({sampled for sampled, _ in matches[nearest]}) > 1:
+    if is_ambiguous(nearest, matches, is_edited):
         return Continuation(answer.choice_id, "ambiguous", None)
     sampled_ids, sampled_end = split_end(answer.token_ids, reading.end_ids)
     # The rendered end of the turn stays: in some model families it is the next role's header.
@@ -167,11 +180,20 @@ def continue_answer(
         return Continuation(answer.choice_id, "exact", None)
     if not reading.is_splicing:
         return Continuation(answer.choice_id, "retokenized", None)
-    return Continuation(answer.choice_id, "spliced", whole)
+    return Continuation(answer.choice_id, "spliced", whole, nearest == "not sent")
 
 
-Match = Literal["tokens", "text", "harmless", "not sent", "dropped"]
-NEAREST_FIRST: tuple[Match, ...] = ("tokens", "text", "harmless", "not sent", "dropped")
+def is_ambiguous(
+    nearest: Match, matches: Mapping[Match, Sequence[tuple[str, Answer]]], is_edited: bool
+) -> bool:
+    """Whether it is uncertain which of several thoughts belongs to the conversation, this answer's or an earlier one's."""
+    is_sent = nearest != "not sent"
+    if not is_sent and (is_edited or len({sampled for sampled, _ in matches[nearest]}) > 1):
+        return True
+    # The conversation's own answer may match less closely than one behind other thoughts.
+    of_all = [answer for each in matches.values() for _, answer in each]
+    has_thoughts = any(answer.put_back != "no" for answer in of_all)
+    return has_thoughts and len({answer.prompt for answer in of_all}) > 1
 
 
 def match_answers(
@@ -184,25 +206,27 @@ def match_answers(
         behind = [*answer.opening, *sampled_ids]
         if behind == shown_ids:
             matches.setdefault("tokens", []).append((shown, answer))
-            break  # no match is closer
+            continue
         sampled = reading.decode(behind, before)
-        if (match := match_text(sampled, shown, reading)) is not None:
+        match = match_text(sampled, shown, reading.rules, answer.keeps_thinking)
+        if match is not None:
             matches.setdefault(match, []).append((sampled, answer))
     return matches
 
 
-def match_text(sampled: str, shown: str, reading: Reading) -> Match | None:
+def match_text(
+    sampled: str, shown: str, rules: TemplateRules, keeps_thinking: bool
+) -> Match | None:
     """How a sampled answer matches the rendered one (`shown`); None if their texts differ."""
     if sampled == shown:
         return "text"
-    rules = reading.rules
     thought, answered = conversation.split_thinking(sampled)
     shown_thought, shown_answer = conversation.split_thinking(shown)
     around = rules.around_thinking if thought is not None else ""
     left = None if rules.left is None else rules.left + around
     same = is_same(answered, shown_answer, left, rules.right)
     if thought is not None and not (shown_thought or "").strip():
-        if same and shown_thought is None and thought.strip() and reading.keeps_thinking:
+        if same and shown_thought is None and thought.strip() and keeps_thinking:
             return "not sent"
         if thought.strip() or shown_thought is None:
             return "dropped" if is_same(answered, shown_answer, None, None) else None

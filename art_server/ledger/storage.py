@@ -26,7 +26,8 @@ CREATE TABLE IF NOT EXISTS prompts (
     parent TEXT,
     delta BLOB NOT NULL,
     cut INTEGER,  -- of a spliced prompt: its rendering is that of the parent's prompt without the last `cut` tokens,
-    tail BLOB     -- followed by these tokens
+    tail BLOB,    -- followed by these tokens
+    put_back BLOB -- `Prompt.put_back`
 );
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,
@@ -68,6 +69,11 @@ CREATE TABLE IF NOT EXISTS kept_sets (
     used_at REAL NOT NULL,  -- at most USED_SECONDS before created_at of each record that refers to it
     packed BLOB NOT NULL
 );
+CREATE TABLE IF NOT EXISTS calls (
+    number INTEGER PRIMARY KEY,
+    call_id TEXT NOT NULL UNIQUE,
+    choice_id TEXT  -- the choice that made the tool call; null if several used the id
+);
 CREATE TABLE IF NOT EXISTS turns (
     request_id TEXT PRIMARY KEY,
     body BLOB NOT NULL
@@ -106,7 +112,7 @@ class Storage:
         self.db = open_database(file, SCHEMA, is_durable=False)
         self.db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
         add_columns(self.db, "records", {"sampled_from": "BLOB", "beginnings": "BLOB"})
-        add_columns(self.db, "prompts", {"cut": "INTEGER", "tail": "BLOB"})
+        add_columns(self.db, "prompts", {"cut": "INTEGER", "tail": "BLOB", "put_back": "BLOB"})
         self._sets: dict[int, bytes] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
@@ -145,6 +151,7 @@ class Storage:
             "delta": pack(ids[start:]),
             "cut": cut,
             "tail": tail,
+            "put_back": prompt.put_back,
         }
         number = insert(self.db, "prompts", row)
         self._cache(self._prompts, number, ids)
@@ -156,22 +163,28 @@ class Storage:
         if cached is not None:
             self._renderings.move_to_end(number)
             return cached
-        row = self.db.execute(
-            "SELECT parent, cut, tail FROM prompts WHERE number = ?", (number,)
-        ).fetchone()
-        if row is None:
-            return array.array("i")
-        parent, cut, tail = row
-        if tail is None:
-            whole = self.load_prompt(number)
-        else:
-            whole = unpack(tail, "i")
-            if parent is not None:
-                (past,) = self.db.execute(
-                    "SELECT prompt FROM records WHERE choice_id = ?", (parent,)
-                ).fetchone()
-                before = self.load_rendering(past)
-                whole = before[: len(before) - cut] + whole
+        tails: list[tuple[int, bytes]] = []
+        whole: array.array[int] = array.array("i")
+        wanted: int | None = number
+        while wanted is not None:
+            if wanted in self._renderings:
+                whole = self._renderings[wanted][:]
+                break
+            row = self.db.execute(
+                "SELECT tail, cut, prompt FROM prompts LEFT JOIN records ON choice_id = parent WHERE prompts.number = ?",
+                (wanted,),
+            ).fetchone()
+            if row is None:
+                return whole
+            tail, cut, past = row
+            if tail is None:
+                whole = self.load_prompt(wanted)[:]
+                break
+            tails.append((cut or 0, tail))
+            wanted = past
+        for cut, tail in reversed(tails):
+            del whole[len(whole) - cut :]
+            whole.extend(unpack(tail, "i"))
         self._cache(self._renderings, number, whole)
         return whole
 
@@ -202,6 +215,14 @@ class Storage:
             whole.extend(piece)
         self._cache(self._prompts, number, whole)
         return whole
+
+    def put_back(self, choice_id: str, puts_back: bool) -> bytes | None:
+        """The `Prompt.put_back` of a prompt that continues a choice; with `puts_back` the choice's thinking is put back."""
+        before, earlier = self.db.execute(
+            "SELECT before, put_back FROM records JOIN prompts ON prompts.number = prompt WHERE choice_id = ?",
+            (choice_id,),
+        ).fetchone()
+        return earlier if earlier is not None else before if puts_back else None
 
     @staticmethod
     def _cache(
@@ -384,6 +405,14 @@ class Storage:
 
 def signed(hashed: int) -> int:
     return hashed - (1 << 64) if hashed >> 63 else hashed
+
+
+def places(rendered: int, beginnings: bytes | None) -> list[tuple[bool, int]]:
+    """Where later renderings may continue a record's prompt, from its columns: whether they leave out thinking there, and
+    the hash of the rendering up to there."""
+    more = array.array("q", beginnings or b"")
+    pairs = [(0, rendered), *zip(more[::2], more[1::2], strict=True)]
+    return [(bool(is_thinking), hashed % (1 << 64)) for is_thinking, hashed in pairs]
 
 
 def _pack_beginnings(prompt: Prompt) -> bytes | None:

@@ -200,7 +200,7 @@ def turn_advantages(
         return [[0.0] * len(rewards) for rewards in rewards_of_turns]
     mean = sum(values) / len(values) if values and config.baseline != "none" else 0.0
     std = 1.0
-    if config.scaling != "none" and values:
+    if config.scaling != "none" and len(set(values)) > 1:
         centre = sum(values) / len(values)
         std = math.sqrt(sum((value - centre) ** 2 for value in values) / len(values)) + STD_FLOOR
     return [[(value - mean) / std for value in rewards] for rewards in rewards_of_turns]

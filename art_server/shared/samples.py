@@ -35,7 +35,8 @@ class Sample:
     sets: list[bytes] = field(default_factory=list)
     """sampled_logprobs, kept and sets: as in the ledger's `Record`."""
     rendered: list[int] | None = None
-    """The rendered prompt of a first turn, or of a turn whose exact tokens leave no room for an answer."""
+    """The rendered prompt of a first turn, of a turn whose exact tokens leave no room for an answer, or of one that the
+    ledger could not store."""
 
 
 def new_request_id(is_first_turn: bool) -> str:

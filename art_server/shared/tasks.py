@@ -76,6 +76,8 @@ class TrainableTrajectory(Record):
 
 class TrainableGroup(Record):
     trajectories: list[TrainableTrajectory]
+    number: int | None = None
+    """Index among the groups of the request, from which groups without a trainable turn are left out."""
 
 
 class Batch(Record):
@@ -84,6 +86,8 @@ class Batch(Record):
     groups: list[TrainableGroup]
     distributions: list[Distribution] = []
     """Each distinct distribution once; sequences refer to them by index."""
+    num_groups: int | None = None
+    """Groups of the request."""
 
 
 class InitTask(Record):
@@ -164,6 +168,8 @@ class Done(Record):
     """True if no group had signal: the weights are those of in_dir."""
     notes: list[str] = []
     """Decisions and observations of the trainer, as sentences for the job's report."""
+    environment: dict[str, str] = {}
+    """Of a train task: versions, device, thread count, number type and tokens at a time, which decide its last bits."""
 
 
 class Failed(Record):

@@ -1,6 +1,6 @@
 """Counters of the work that vLLM has done. Its processes write them to a file, so the server can read them at any time.
 
-If no counter rises while requests wait, the engine is hung. An engine that computes a long prompt or large batches
+If no counter rises while requests and a token of the server's own wait, the engine is hung. An engine that computes a long prompt or large batches
 raises them all the time, even if it answers minutes later.
 """
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +32,8 @@ def lock_folder(server_dir: Path) -> int:
     Raises:
         Conflict: another server holds the lock.
     """
+    import fcntl  # which other systems than Linux lack: commands that only read run there too
+
     server_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(server_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -3,8 +3,10 @@
 model.json               the registration
 history.jsonl            one row per step; history.rolled-back.jsonl has the rows that rollbacks removed
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps), checkpoint.json
+checkpoints/%04d/replay/ all that the step was made from (`jobs/step_record.py`)
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
 trajectories/SPLIT/%04d.jsonl
+tokens/%04d.safetensors  for each token of a step, what the trainer computed
 logs/vllm.log            a link to the engine's log
 """
 
@@ -21,7 +23,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from art.history import history_row, trajectory_row
 from art.wire import LoRAConfig, TrajectoryGroupBody
+from art_server import clock
 from art_server.errors import Conflict, NotFound
 from art_server.store import files
 
@@ -29,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 OPTIMIZER_FILE, DESCRIPTION_FILE = "optimizer.safetensors", "checkpoint.json"
+TOKENS_FILE = "tokens.safetensors"
+"""The record of a step's tokens (`trainer/token_record.py`), in a checkpoint that is not yet finished."""
 CONTENT_FILES = (CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE)
 """The files of a checkpoint whose digests checkpoint.json holds."""
 OPTIMIZER_STEPS_KEPT = 2
@@ -61,6 +67,9 @@ class CheckpointRecord(BaseModel):
     notes: list[str] = []
     """Decisions that the trainer made by itself, as sentences."""
     created_at: float = 0.0
+    """0: the time of the commit."""
+    environment: dict[str, str] = {}
+    """`shared.tasks.Done.environment`."""
     files: dict[str, str] = {}
     """SHA-256 of each file, by name. Empty in a checkpoint that was written without digests."""
 
@@ -100,6 +109,9 @@ class ModelFolder:
 
     def exists(self) -> bool:
         return (self.path / "model.json").exists()
+
+    def has_history(self) -> bool:
+        return (self.path / "history.jsonl").exists()
 
     def create(self, record: ModelRecord, engine_log: Path) -> None:
         """Writes model.json, and a link to the engine's log at the path where ART's users expect it."""
@@ -163,7 +175,8 @@ class ModelFolder:
     def commit_checkpoint(self, temporary: Path, record: CheckpointRecord) -> None:
         """Publishes a finished checkpoint: writes checkpoint.json with the digests of its files, renames the folder,
         and deletes the optimizer state of older steps."""
-        described = record.model_copy(update={"files": content_digests(temporary)})
+        made = {"files": content_digests(temporary), "created_at": record.created_at or clock.now()}
+        described = record.model_copy(update=made)
         files.write_json(temporary / DESCRIPTION_FILE, described.model_dump(mode="json"))
         files.publish_folder(temporary, self.checkpoint_dir(record.step))
         for step in self.steps()[:-OPTIMIZER_STEPS_KEPT]:
@@ -231,16 +244,19 @@ class ModelFolder:
         return {name for row in self.history() for name in row_metrics(row)}
 
     def best_step(self, metric: str) -> int | None:
-        """Returns the kept step with the highest mean of `metric` in the history; None if no kept step has the metric.
-        A metric of training rollouts counts for the step that sampled them."""
-        name = "sampled_step" if metric.startswith("train/") else "step"
-        values: dict[int, list[float]] = {}
-        for row in self.history():
-            step = row.get(name, row.get("step"))
-            if isinstance(row.get(metric), int | float) and isinstance(step, int | float):
-                values.setdefault(int(step), []).append(float(row[metric]))
-        kept = {step: sum(v) / len(v) for step, v in values.items() if step in set(self.steps())}
-        return max(kept, key=lambda step: (kept[step], step)) if kept else None
+        """Returns the kept step with the highest mean of `metric` in the history; None if no kept step has the metric."""
+        kept = set(self.steps())
+        return next((step for step in self.ranked_steps(metric) if step in kept), None)
+
+    def ranked_steps(self, metric: str) -> list[int]:
+        """All steps with `metric` in the history, the best first."""
+        name = step_name(metric)
+        found = ((row.get(name, row.get("step")), row.get(metric)) for row in self.history())
+        return rank_steps(
+            (step, value)
+            for step, value in found
+            if isinstance(value, int | float) and isinstance(step, int | float)
+        )
 
     def clear_temporary(self) -> None:
         """Deletes unfinished checkpoints."""
@@ -249,14 +265,21 @@ class ModelFolder:
 
     # --- history and trajectories ---
 
+    def history_version(self) -> tuple[int, ...]:
+        """Changes whenever the history does; empty without one."""
+        try:
+            found = (self.path / "history.jsonl").stat()
+        except FileNotFoundError:
+            return ()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
     def history(self) -> list[dict[str, Any]]:
         return files.read_lines(self.path / "history.jsonl")
 
     def add_history(self, step: int, metrics: dict[str, float], job_id: str | None = None) -> None:
         """Writes metrics into the step's row, which the first call appends. A later value of a metric replaces an
         earlier one. Does nothing if the job `job_id` has a row already, which a killed attempt wrote."""
-        row: dict[str, Any] = {**metrics, "step": step, "training_step": step}
-        row["recorded_at"] = datetime.now(UTC).isoformat()
+        row = history_row(step, metrics, datetime.now(UTC).isoformat())
         if job_id is not None:
             row["job_id"] = job_id
         file = self.path / "history.jsonl"
@@ -287,6 +310,21 @@ class ModelFolder:
         lines = "".join(json.dumps(each) + "\n" for each in rows)
         files.write_file(self.path / "history.jsonl", lines.encode())
 
+    def keep_tokens(self, step: int) -> None:
+        """Moves the record of a step's tokens out of its checkpoint. It stays when the checkpoint is deleted."""
+        made = self.checkpoint_dir(step) / TOKENS_FILE
+        if made.exists():
+            kept = self.tokens_file(step)
+            kept.parent.mkdir(exist_ok=True)
+            os.replace(made, kept)
+            files.sync(kept.parent)
+
+    def trajectories_file(self, split: str, step: int) -> Path:
+        return self.path / "trajectories" / split / f"{step:04d}.jsonl"
+
+    def tokens_file(self, step: int) -> Path:
+        return self.path / "tokens" / f"{step:04d}.safetensors"
+
     def write_trajectories(self, split: str, step: int, groups: list[TrajectoryGroupBody]) -> None:
         """Writes trajectories/SPLIT/%04d.jsonl, one group per line. Replaces an existing file."""
         lines = (json.dumps(trajectory_row(group)).encode() + b"\n" for group in groups)
@@ -294,17 +332,22 @@ class ModelFolder:
 
     def write_lines(self, split: str, step: int, lines: bytes) -> None:
         """The same for lines that are encoded already."""
-        files.write_file(self.path / "trajectories" / split / f"{step:04d}.jsonl", lines)
+        files.write_file(self.trajectories_file(split, step), lines)
 
 
-def trajectory_row(group: TrajectoryGroupBody) -> dict[str, Any]:
-    """One line of a trajectories file: ART's JSONL format, plus failed rollouts and the group's fields."""
-    row = group.model_dump(mode="json", exclude={"trajectories"})
-    row["trajectories"] = [
-        {"messages": body.pop("messages_and_choices"), **body}
-        for body in (trajectory.model_dump(mode="json") for trajectory in group.trajectories)
-    ]
-    return row
+def step_name(metric: str) -> str:
+    """The column of a history with the step that a metric counts for: that of training rollouts for the step that sampled
+    them, if the row names it."""
+    return "sampled_step" if metric.startswith("train/") else "step"
+
+
+def rank_steps(values: Iterable[tuple[float, float]]) -> list[int]:
+    """The steps of pairs of step and value, that with the highest mean first, of equal ones the later first."""
+    of_steps: dict[int, list[float]] = {}
+    for step, value in values:
+        of_steps.setdefault(int(step), []).append(float(value))
+    means = {step: sum(each) / len(each) for step, each in of_steps.items()}
+    return sorted(means, key=lambda step: (means[step], step), reverse=True)
 
 
 def row_metrics(row: dict[str, Any]) -> dict[str, float]:
@@ -333,12 +376,15 @@ def content_fault(folder: Path, digests: dict[str, str]) -> str | None:
     return None
 
 
-def list_model_folders(root: Path) -> list[ModelFolder]:
-    """The folders of all models under the server's path."""
+def list_model_folders(root: Path, *, unserved: bool = False) -> list[ModelFolder]:
+    """The folders of all models under the server's path; with `unserved` also those in which a program keeps the history
+    of a model without a server."""
+    files = [*root.glob("*/models/*/model.json")]
+    files += root.glob("*/models/*/history.jsonl") if unserved else []
     return [
-        ModelFolder(root, file.parent.parent.parent.name, file.parent.name)
-        for file in sorted(root.glob("*/models/*/model.json"))
-        if not file.parent.name.startswith(".")
+        ModelFolder(root, path.parent.parent.name, path.name)
+        for path in sorted({file.parent for file in files})
+        if not path.name.startswith(".")
     ]
 
 

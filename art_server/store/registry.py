@@ -12,11 +12,17 @@ from pathlib import Path
 from art.wire import NAME_PATTERN, NAME_RULE, LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.store import files
-from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
+from art_server.store.model_folder import (
+    BEST_METRICS,
+    ModelFolder,
+    ModelRecord,
+    list_model_folders,
+)
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(NAME_PATTERN)
+ARTS_STEP = re.compile(r":step([0-9]+)$")
 
 
 @dataclass(slots=True)
@@ -28,6 +34,7 @@ class Model:
     step: int
     deleting: set[int] = field(default_factory=set)
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
+    _ranking: "_Ranking | None" = field(default=None, repr=False, compare=False)
 
     @property
     def id(self) -> str:
@@ -36,6 +43,35 @@ class Model:
     def adapter_name(self, step: int) -> str:
         """The engine's name for the adapter of a step."""
         return f"{self.id}@{step}"
+
+    def best_step(self) -> int:
+        """The best kept step. Reads the history only if it changed, because each request for "NAME@best" needs the step.
+
+        Raises:
+            NotFound: the history has no metric to judge by, or none for a kept step.
+        """
+        version = self.folder.history_version()
+        if self._ranking is None or self._ranking.version != version:
+            metric = self.folder.best_metric()
+            steps = self.folder.ranked_steps(metric) if metric is not None else []
+            self._ranking = _Ranking(version, steps)
+        for step in self._ranking.steps:
+            if step not in self.deleting and self.folder.checkpoint_dir(step).exists():
+                return step
+        raise NotFound(
+            f"model '{self.id}' has no best step: no kept step has {' or '.join(BEST_METRICS)} in the history. Log a "
+            f"validation (art.evaluate), or name a step, for example {self.adapter_name(self.step)}",
+            code="unknown_step",
+            param="model",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    """The steps by their metric, the best first, in one version of the history."""
+
+    version: tuple[int, ...]
+    steps: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +178,7 @@ class Registry:
         """Resolves `text`, a request's `model`, for a caller who may see `projects` (None: all), or only model `only`.
 
         Accepts "PROJECT/NAME[@k]", "NAME[@k]" if the name is unique among the models that the caller may see, or the
-        base model's name.
+        base model's name. k is a step or "best". ":stepK" at the end is "@K", as programs of ART write it.
 
         Raises:
             NotFound: there is no such model or step.
@@ -150,7 +186,7 @@ class Registry:
         """
         if text == base_name and only is None:
             return ResolvedModel(None, None)
-        path, _, step_text = text.partition("@")
+        path, _, step_text = ARTS_STEP.sub(r"@\1", text).partition("@")
         project, slash, name = path.rpartition("/")
         visible = self.all(projects, only)
         found = [
@@ -178,14 +214,16 @@ class Registry:
 
 
 def read_step(model: Model, text: str) -> int:
-    """The kept step whose number `text` is.
+    """The kept step whose number `text` is; for "best" the best one.
 
     Raises:
         NotFound: the model has no such step.
     """
+    if text == "best":
+        return model.best_step()
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise NotFound(
-            f"'{text[:80]}' is not a step: write {model.id}@{model.step}",
+            f"'{text[:80]}' is not a step: write {model.adapter_name(model.step)} or {model.id}@best",
             code="unknown_step",
             param="model",
         )

@@ -5,7 +5,8 @@ A *sampled token* belongs to one trajectory and has its own advantage and sample
 prediction when they sampled the same token after the same tokens from the same distribution.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +25,7 @@ from art_server.shared.advantages import (
     turn_advantages,
     turn_rewards,
 )
-from art_server.shared.tasks import Batch, TokenSequence
+from art_server.shared.tasks import Batch, TokenSequence, TrainableGroup
 from art_server.trainer.distributions import RAW, SampledFrom, decode_distributions
 from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,
@@ -56,6 +57,8 @@ class TrainSequence:
     advantages: list[float]
     trajectory: int
     """Index among all trajectories of the batch."""
+    number: int
+    """Index among all sequences of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,23 +160,16 @@ def make_train_batch(
     config = config or LossConfig()
     sequences: list[TrainSequence] = []
     num_groups_trainable = num_tokens_unpredicted = num_masked = first = 0
+    numbers = itertools.count()
     advantages_of_groups = _advantages(batch, config, penalties)
     for group, advantages_G in zip(batch.groups, advantages_of_groups, strict=True):
-        group_sequences: list[TrainSequence] = []
+        group_sequences = _cut_group(group, advantages_G, config, first, numbers)
         if has_signal(group, config):
-            turns_G = turn_advantages([turn_rewards(each) for each in group.trajectories], config)
-            for index, trajectory in enumerate(group.trajectories):
-                outcome = 0.0 if advantages_G is None else advantages_G[index]
-                advantages = sequence_advantages(trajectory, outcome, turns_G[index])
-                group_sequences += [
-                    _cut_sequence(sequence, values, first + index)
-                    for sequence, values in zip(trajectory.sequences, advantages, strict=True)
-                    if values and not is_masked(sequence, config)
-                ]
-                num_tokens_unpredicted += sum(
-                    bool(sequence.logprobs) and sequence.logprobs[0] is not None
-                    for sequence in trajectory.sequences
-                )
+            num_tokens_unpredicted += sum(
+                bool(sequence.logprobs) and sequence.logprobs[0] is not None
+                for each in group.trajectories
+                for sequence in each.sequences
+            )
         num_masked += sum(
             any(is_masked(sequence, config) for sequence in each.sequences)
             for each in group.trajectories
@@ -345,15 +341,42 @@ def _advantages(
     return scale_over_batch(advantages, config)
 
 
+def _cut_group(
+    group: TrainableGroup,
+    advantages_G: list[float] | None,
+    config: LossConfig,
+    first: int,
+    numbers: Iterator[int],
+) -> list[TrainSequence]:
+    """The trained sequences of a group, whose trajectories have indices from `first`. `numbers` gives each sequence of
+    the batch, trained or not, its index."""
+    numbered = [[(next(numbers), s) for s in each.sequences] for each in group.trajectories]
+    if not has_signal(group, config):
+        return []
+    turns_G = turn_advantages([turn_rewards(each) for each in group.trajectories], config)
+    made: list[TrainSequence] = []
+    for index, trajectory in enumerate(group.trajectories):
+        outcome = 0.0 if advantages_G is None else advantages_G[index]
+        advantages = sequence_advantages(trajectory, outcome, turns_G[index])
+        for (number, sequence), values in zip(numbered[index], advantages, strict=True):
+            weighed = zip(trained_positions(sequence), values, strict=True)
+            # In SFT an advantage is a weight, and a token of weight 0 is context.
+            chosen = [pair for pair in weighed if pair[1] or config.objective == "policy"]
+            if chosen and not is_masked(sequence, config):
+                made.append(_cut_sequence(sequence, chosen, first + index, number))
+    return made
+
+
 def _cut_sequence(
-    sequence: TokenSequence, advantages: list[float], trajectory: int
+    sequence: TokenSequence, chosen: Sequence[tuple[int, float]], trajectory: int, number: int
 ) -> TrainSequence:
-    trained = [(index, sequence.logprobs[index]) for index in trained_positions(sequence)]
+    """The sequence with its trained positions and their advantages."""
+    trained = [(index, sequence.logprobs[index]) for index, _ in chosen]
     steps: list[int | None] = [None] * len(sequence.token_ids)
     for span in sequence.spans:
         steps[span.start : span.stop] = [span.step] * (span.stop - span.start)
     return TrainSequence(
-        token_ids=sequence.token_ids[: trained[-1][0]] if trained else [],
+        token_ids=sequence.token_ids[: trained[-1][0]],
         positions=[index - 1 for index, _ in trained],
         targets=[sequence.token_ids[index] for index, _ in trained],
         sampled_logprobs=[value for _, value in trained],
@@ -361,6 +384,7 @@ def _cut_sequence(
             sequence.distributions[index] if sequence.distributions else RAW for index, _ in trained
         ],
         steps=[steps[index] for index, _ in trained],
-        advantages=advantages,
+        advantages=[value for _, value in chosen],
         trajectory=trajectory,
+        number=number,
     )

@@ -77,21 +77,31 @@ def _gap(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> f
 
 
 def sequences_to_check(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """The longest sequence, and those that share the longest prefixes with it."""
+    """The longest sequence, and those that share the longest prefixes with it. None of them begins another one, so that
+    two of them are a tree with a branch, or two trees."""
     longest = max((sequence.token_ids for sequence in sequences), key=len)
-
-    def num_shared(sequence: TrainSequence) -> int:
-        pairs = enumerate(zip(sequence.token_ids, longest, strict=False))
-        return next((i for i, (one, other) in pairs if one != other), len(sequence.token_ids))
-
     chosen: list[TrainSequence] = []
     num_tokens = 0
-    for sequence in sorted(sequences, key=num_shared, reverse=True):
-        num_tokens += len(sequence.token_ids)
+    for sequence in sorted(
+        sequences, key=lambda each: _num_shared(each.token_ids, longest), reverse=True
+    ):
+        ids = sequence.token_ids
+        if any(
+            _num_shared(ids, each.token_ids) == min(len(ids), len(each.token_ids))
+            for each in chosen
+        ):
+            continue
+        num_tokens += len(ids)
         if len(chosen) >= 2 and num_tokens > MAX_CHECKED_TOKENS:
             break
         chosen.append(sequence)
     return chosen
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _give_up(policy: Policy, reason: str) -> str:

@@ -6,7 +6,7 @@ Otherwise backward recomputes them, so memory does not grow with vocabulary x le
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,17 @@ class Piece:
     num_columns: int
 
 
+class Scores(NamedTuple):
+    """What the head says of each of N targets."""
+
+    logprobs_N: torch.Tensor
+    """float32."""
+    entropies_N: torch.Tensor
+    """float32: of the target's distribution."""
+    is_likeliest_N: torch.Tensor
+    """bool: no token of the distribution has a higher probability."""
+
+
 def max_logits(device: torch.device) -> int:
     return MAX_LOGITS.get(device.type, MAX_LOGITS["cpu"])
 
@@ -47,25 +58,24 @@ def whole_pieces(targets_N: torch.Tensor, project: Project, num_vocabulary: int)
 
 def score_targets(
     hidden_ND: torch.Tensor, pieces: Sequence[Piece], *, with_entropy_gradient: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target, and entropy of its distribution: both N, float32.
+) -> Scores:
+    """Log-probability of each target, entropy of its distribution, and whether the target is its likeliest token.
 
     Backward also reaches the parameters of `project`. The entropy has a gradient only on request.
     """
-    scored: tuple[torch.Tensor, torch.Tensor] = _ScoreTargets.apply(
-        hidden_ND, pieces, with_entropy_gradient
-    )  # pyright: ignore[reportAssignmentType]  # apply is untyped
-    return scored
+    scored: Any = _ScoreTargets.apply(hidden_ND, pieces, with_entropy_gradient)  # apply is untyped
+    return Scores(*scored)
 
 
 class _ScoreTargets(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: torch.Tensor, pieces: Sequence[Piece], with_entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num = len(hidden_ND)
         logprobs_N = hidden_ND.new_empty(num, dtype=torch.float32)
         entropies_N = torch.empty_like(logprobs_N)
+        is_likeliest_N = torch.empty_like(logprobs_N, dtype=torch.bool)
         num_logits = sum(len(piece.targets_n) * piece.num_columns for piece in pieces)
         fits = num_logits <= max_logits(hidden_ND.device)
         all_kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -73,21 +83,24 @@ class _ScoreTargets(torch.autograd.Function):
             states = hidden_ND[piece.here]
             kept = _project(states, piece.project) if fits else None
             logits = kept[1].detach() if kept else piece.project(states)
-            probabilities, logprobs, entropies = _score(logits.float(), piece.targets_n)
-            logprobs_N[piece.here], entropies_N[piece.here] = logprobs, entropies
+            probabilities, scores = _score(logits.float(), piece.targets_n)
+            for whole_N, part_n in zip(
+                (logprobs_N, entropies_N, is_likeliest_N), scores, strict=True
+            ):
+                whole_N[piece.here] = part_n
             if kept:
                 all_kept.append((*kept, probabilities))
         ctx.save_for_backward(hidden_ND, entropies_N)
         ctx.pieces, ctx.kept = pieces, all_kept if fits else None
-        if not with_entropy_gradient:
-            ctx.mark_non_differentiable(entropies_N)
+        constants = [is_likeliest_N] if with_entropy_gradient else [is_likeliest_N, entropies_N]
+        ctx.mark_non_differentiable(*constants)
         ctx.with_entropy_gradient = with_entropy_gradient
-        return logprobs_N, entropies_N
+        return logprobs_N, entropies_N, is_likeliest_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, entropies_N = ctx.saved_tensors
-        grad_logprobs_N, grad_entropies_N = gradients
+        grad_logprobs_N, grad_entropies_N, _ = gradients
         grad_hidden_ND = torch.empty_like(hidden_ND)
         for index, piece in enumerate(ctx.pieces):
             here = piece.here
@@ -119,10 +132,8 @@ def _project(hidden_ND: torch.Tensor, project: Project) -> tuple[torch.Tensor, t
         return leaf, project(leaf)
 
 
-def _score(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Probabilities, log-probability of the target, and entropy, with one pass of exp.
+def _score(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, Scores]:
+    """Probabilities, and the targets' scores, with one pass of exp.
 
     The log-sum-exp follows from the likeliest token, whose probability is at least 1 / V. A target's log-probability is
     the difference of both logits plus that token's: it is rounded at its own size, not at that of the logits.
@@ -130,7 +141,8 @@ def _score(
     probabilities_NV = torch.softmax(logits_NV, -1)
     largest_N1, indices_N1 = logits_NV.max(-1, keepdim=True)
     likeliest_N = probabilities_NV.gather(-1, indices_N1)[:, 0].log()
-    logprobs_N = (logits_NV.gather(-1, targets_N[:, None]) - largest_N1)[:, 0] + likeliest_N
+    below_N = (logits_NV.gather(-1, targets_N[:, None]) - largest_N1)[:, 0]
+    logprobs_N = below_N + likeliest_N
     sums_N = largest_N1[:, 0] - likeliest_N
     entropies_N = sums_N - torch.linalg.vecdot(probabilities_NV, logits_NV)
-    return probabilities_NV, logprobs_N, entropies_N
+    return probabilities_NV, Scores(logprobs_N, entropies_N, below_N == 0)

@@ -1,5 +1,7 @@
 """A copy of frozen weights in main memory, for the time that they are off the device between steps."""
 
+import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +21,10 @@ class HostCopy:
         self._device = device
         sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in self._parameters]
         self._block = torch.empty(sum(sizes), dtype=torch.uint8)
-        self.is_locked = device.type == "cuda" and _lock_pages(self._block)
+        self.is_locked = device.type == "cuda" and _lock_pages(self._block, device)
+        if self.is_locked:
+            # Memory that is freed while it is locked stays locked, and its address cannot be locked again.
+            weakref.finalize(self, _unlock_pages, self._block).atexit = False
         self._views: list[torch.Tensor] = []
         start = 0
         for each, size in zip(self._parameters, sizes, strict=True):
@@ -49,7 +54,17 @@ class HostCopy:
             torch.cuda.synchronize(self._device)
 
 
-def _lock_pages(block: torch.Tensor) -> bool:
+def _lock_pages(block: torch.Tensor, device: torch.device) -> bool:
     """Locks the pages; False if the system refuses (a limit on locked memory). Transfers then work, but slower."""
     runtime: Any = torch.cuda.cudart()  # Any: torch's binding is untyped
-    return int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0
+    if int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0:
+        return True
+    # CUDA remembers the refusal as its last error, which torch would raise after the next kernel.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+    return False
+
+
+def _unlock_pages(block: torch.Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(block.data_ptr())

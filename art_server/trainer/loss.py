@@ -45,6 +45,8 @@ class TokenLoss:
 
 
 def needs_whole_trajectories(config: LossConfig) -> bool:
+    if config.objective == "likelihood":
+        return False
     return config.ratio != "token" or config.correction == "sequence_mask"
 
 
@@ -79,7 +81,11 @@ def policy_loss(
     low = 1 - config.epsilon
     high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
     advantages_S = tokens.advantages_S
-    if config.clip == "cispo":
+    if config.objective == "likelihood":
+        is_clipped_S = torch.zeros_like(tokens.is_unknown_S)
+        losses_S = -advantages_S * logprobs_S
+        coefficients_S = -tokens.weights_S * advantages_S
+    elif config.clip == "cispo":
         clipped_S = ratios_S.clamp(low, high)
         is_clipped_S = (ratios_S > high) | (ratios_S < low)
         losses_S = -corrections_S * clipped_S * advantages_S * logprobs_S
@@ -174,7 +180,8 @@ def _corrections(
     Source: verl's docs/algo/rollout_corr.md (token and sequence level, truncate and mask); TRL 1.16,
     `vllm_importance_sampling_mode`.
     """
-    if config.correction == "off" or config.ratio_to == "sampled":
+    is_off = config.correction == "off" or config.objective == "likelihood"
+    if is_off or config.ratio_to == "sampled":
         return torch.ones_like(to_sampler_S), torch.zeros_like(tokens.is_unknown_S)
     if config.correction == "sequence_mask":
         to_sampler_S = _trajectory_means(to_sampler_S, tokens.trajectories_S)

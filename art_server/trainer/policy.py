@@ -24,7 +24,7 @@ from art_server.trainer.attention import (
 from art_server.trainer.base import load_base, outline, peft_config, usual_attention
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.distributions import RAW, cut_pieces
-from art_server.trainer.head import max_logits, score_targets, whole_pieces
+from art_server.trainer.head import Scores, max_logits, score_targets, whole_pieces
 from art_server.trainer.host_copy import HostCopy
 from art_server.trainer.lora import fuse_lora
 from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens
@@ -129,6 +129,11 @@ class Policy:
         """Writes the adapter into an existing folder, in PEFT's format."""
         _save(self.model, adapter_tensors(self.model), folder)
 
+    def drop_gradients(self) -> None:
+        """Frees the gradients' memory, which the engine needs between steps."""
+        if self._model is not None:
+            self._model.zero_grad()
+
     def leave_device(self, optimizer: torch.optim.Optimizer, *, keep_copy: bool) -> None:
         """Frees the device's memory, except the process's context. Adapter and optimizer state move to main memory.
         With `keep_copy` the base moves too, and `return_to_device` undoes it; else the policy can only be saved."""
@@ -183,7 +188,11 @@ class Policy:
     def logprobs(
         self, batch: MicroBatch, *, with_entropy_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each prediction, and entropy of its distribution: both N, float32.
+        """Log-probability of each prediction, and entropy of its distribution: both N, float32; see `scores`."""
+        return self.scores(batch, with_entropy_gradient=with_entropy_gradient)[:2]
+
+    def scores(self, batch: MicroBatch, *, with_entropy_gradient: bool = False) -> Scores:
+        """The scores of each prediction.
 
         Each is scored under the distribution that its token was sampled from. Log-probabilities have a gradient,
         entropies only on request.
@@ -203,13 +212,11 @@ class Policy:
             pieces = cut_pieces(
                 sorted_N, targets_N, batch.table, self._project, self._project, num, limit
             )
-        logprobs_N, entropies_N = score_targets(
-            hidden_ND, pieces, with_entropy_gradient=with_entropy_gradient
-        )
+        scores = score_targets(hidden_ND, pieces, with_entropy_gradient=with_entropy_gradient)
         if order_N is None:
-            return logprobs_N, entropies_N
+            return scores
         back_N = order_N.argsort()
-        return logprobs_N[back_N], entropies_N[back_N]
+        return Scores(*(values_N[back_N] for values_N in scores))
 
     @torch.no_grad()
     def reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:

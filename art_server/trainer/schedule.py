@@ -14,6 +14,8 @@ def base_learning_rate(config: TrainConfig, model_type: str, hidden_size: int) -
     auto: 5e-5 * 10 * (2000 / width) ** power, which is the rate of full fine-tuning, times 10 for LoRA.
     Source: Schulman and Thinking Machines 2025, "LoRA Without Regret", as in tinker-cookbook's hyperparam_utils.py.
     """
+    if isinstance(config.learning_rate, list):
+        return config.learning_rate[0], ""
     if config.learning_rate != "auto":
         return config.learning_rate, ""
     family = next((name for name in WIDTH_POWERS if name in model_type), "qwen")

@@ -6,13 +6,14 @@ the checkpoint visible afterwards by renaming its folder.
 
 import functools
 import gc
+import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -53,6 +54,7 @@ from art_server.trainer.metrics import (
 from art_server.trainer.optimizer import steps_taken
 from art_server.trainer.policy import Policy
 from art_server.trainer.schedule import base_learning_rate, learning_rate_factor
+from art_server.trainer.token_record import TokenRecord
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +97,16 @@ class _Step:
     losses: list[tuple[MicroBatch, TokenLoss]] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
     entropies: list[torch.Tensor] = field(default_factory=list)
-    """logprobs and entropies: one tensor for each micro-batch, over its sampled tokens."""
+    is_likeliest: list[torch.Tensor] = field(default_factory=list)
+    """logprobs, entropies and is_likeliest: one tensor for each micro-batch, over its sampled tokens."""
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def in_order(self, of_micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The values of all micro-batches' tokens, in the order of `tokens`. float32."""
+        values_S = torch.zeros_like(self.tokens.advantages_S)
+        for batch, part_S in zip(self.micro_batches, of_micro_batches, strict=True):
+            values_S[batch.indices_S] = part_S.to(values_S).cpu()
+        return values_S
 
     def timed(self, phase: str, started: float) -> None:
         """Adds the seconds since `started` to the phase. It waits for the GPU, so that they include its work."""
@@ -169,6 +179,7 @@ def train(
         batch, num_too_stale = drop_stale(task.batch, task.start_step - config.max_staleness)
         task = task.model_copy(update={"batch": batch})
     trained = make_train_batch(task.batch, config)
+    record = TokenRecord(task.batch, policy.base_model)
     metrics, notes = data_metrics(trained), [rule] if rule else []
     metrics["data/step_num_tokens_too_stale"] = float(num_too_stale)
     reset_peak_memory(policy.device)
@@ -201,21 +212,32 @@ def train(
 
         def compute(part: TrainBatch, of_part: Known, phase: str, budget: int) -> dict[str, float]:
             optimizer.zero_grad(set_to_none=True)
-            return compute_gradient(policy, task, part, budget, report, notes, of_part, phase)
+            return compute_gradient(
+                policy, task, part, budget, report, notes, of_part, phase, record
+            )
 
         steps: list[dict[str, float]] = []
-        for index, part in enumerate(parts):
+        for index, (number, part) in enumerate(parts):
             chosen = [trained.sequences[each] for each in part]
             num_tokens = sum(len(sequence.targets) for sequence in chosen)
             these = replace(trained, sequences=chosen, num_tokens=num_tokens)
             phase = "train" if len(parts) == 1 else f"train {index + 1} of {len(parts)}"
             of_part = known.of_sequences(trained.sequences, part)
             steps.append(memory.run(functools.partial(compute, these, of_part, phase)))
-            if known.old_logprobs_S is None:
-                notes += judge_gap(steps[-1], task)
+            if known.old_logprobs_S is None and index == 0:
+                notes += judge_gap(steps[0], task)
+            elif index:  # the gap is that of the start: later steps have other weights
+                steps[-1] = {
+                    name: value
+                    for name, value in steps[-1].items()
+                    if not name.startswith(("loss/logprob_gap", "loss/importance_ratio"))
+                }
             started = time.perf_counter()
+            own_rate = (
+                config.learning_rate[number] if isinstance(config.learning_rate, list) else rate
+            )
             for group in optimizer.param_groups:
-                group["lr"] = rate * learning_rate_factor(config, steps_taken(optimizer))
+                group["lr"] = own_rate * learning_rate_factor(config, steps_taken(optimizer))
             steps[-1]["loss/learning_rate"] = optimizer.param_groups[0]["lr"]
             optimizer.step()
             steps[-1]["time/step_optimizer_s"] = time.perf_counter() - started
@@ -233,34 +255,55 @@ def train(
         metrics["time/step_leave_s"] = time.perf_counter() - started
     report(Progress(phase="save", completed=0, total=1))
     started = time.perf_counter()
+    record.write(Path(task.out_dir))
     save_checkpoint(policy, optimizer, Path(task.out_dir))
     metrics["time/step_save_s"] = time.perf_counter() - started
     return Done(metrics=metrics, unchanged=not trained.sequences, notes=notes)
 
 
-def divide(task: TrainTask, trained: TrainBatch, notes: list[str]) -> list[list[int]]:
-    """The sequences of each optimizer step. Each pass covers all groups, in an order that the task's seed fixes."""
+class Part(NamedTuple):
+    """The sequences of one optimizer step."""
+
+    number: int
+    """The step's index if all groups of the request were trained, and so the index of its learning rate."""
+    sequences: list[int]
+
+
+def divide(task: TrainTask, trained: TrainBatch, notes: list[str]) -> list[Part]:
+    """The optimizer steps of the job. Each pass covers all groups, with `batch_size` in the order of the request, else in
+    an order that the task's seed fixes. With `batch_size`, groups that are not trained leave their places empty."""
     config = task.config
-    if config.passes == config.mini_batches == 1:
-        return [list(range(len(trained.sequences)))]
+    if config.passes == config.mini_batches == 1 and config.batch_size is None:
+        return [Part(0, list(range(len(trained.sequences))))]
     group_of = [index for index, group in enumerate(task.batch.groups) for _ in group.trajectories]
     sequences_of: dict[int, list[int]] = {}
     for index, sequence in enumerate(trained.sequences):
         sequences_of.setdefault(group_of[sequence.trajectory], []).append(index)
+    if config.batch_size is not None:
+        one_pass: dict[int, list[int]] = {}
+        for index, sequences in sequences_of.items():
+            number = task.batch.groups[index].number
+            place = (index if number is None else number) // config.batch_size
+            one_pass.setdefault(place, []).extend(sequences)
+        of_pass = -(-(task.batch.num_groups or group_of[-1] + 1) // config.batch_size)
+        return [
+            Part(turn * of_pass + place, sequences)
+            for turn in range(config.passes)
+            for place, sequences in one_pass.items()
+        ]
     num = min(config.mini_batches, len(sequences_of))
     if num < config.mini_batches:
         notes.append(
             f"mini_batches is {config.mini_batches}, and {num} groups carry a signal: each pass takes {num} optimizer steps"
         )
     chance = random.Random(task.seed)
-    parts: list[list[int]] = []
-    for _ in range(config.passes):
+    parts: list[Part] = []
+    for turn in range(config.passes):
         groups = list(sequences_of)
         chance.shuffle(groups)
         for first in range(num):
-            parts.append(
-                sorted(sequence for group in groups[first::num] for sequence in sequences_of[group])
-            )
+            chosen = [each for group in groups[first::num] for each in sequences_of[group]]
+            parts.append(Part(turn * config.mini_batches + first, sorted(chosen)))
     return parts
 
 
@@ -275,11 +318,12 @@ def look_ahead(
     """The log-probabilities from before the first optimizer step, by a forward pass without gradient: the policy's
     if the job takes several optimizer steps, and the reference's if KL is on."""
     has_reference = task.config.beta > 0
-    if num_steps == 1 and not has_reference:
+    needs_old = num_steps > 1 and task.config.objective == "policy"
+    if not needs_old and not has_reference:
         return Known()
     started = time.perf_counter()
     tokens = make_sampled_tokens(trained.sequences)
-    old_S = torch.zeros_like(tokens.advantages_S) if num_steps > 1 else None
+    old_S = torch.zeros_like(tokens.advantages_S) if needs_old else None
     reference_S = torch.zeros_like(tokens.advantages_S) if has_reference else None
     with torch.no_grad():
         for batch in _plan(policy, trained, max_tokens, notes):
@@ -328,8 +372,10 @@ def compute_gradient(
     notes: list[str],
     known: Known = Known(),
     phase: str = "train",
+    record: TokenRecord | None = None,
 ) -> dict[str, float]:
-    """Puts the clipped gradient of one optimizer step into the policy's parameters; returns the step's metrics."""
+    """Puts the clipped gradient of one optimizer step into the policy's parameters; returns the step's metrics. Adds
+    the step's tokens to the record."""
     config = task.config
     started = whole_step = time.perf_counter()
     step = _Step(
@@ -348,7 +394,7 @@ def compute_gradient(
     num = len(step.micro_batches)
     for index, batch in enumerate(step.micro_batches):
         started = time.perf_counter()
-        logprobs_N, entropies_N = policy.logprobs(
+        logprobs_N, entropies_N, is_likeliest_N = policy.scores(
             batch, with_entropy_gradient=config.entropy_bonus > 0
         )
         predictions_S = batch.predictions_S.to(policy.device)
@@ -361,6 +407,7 @@ def compute_gradient(
         step.losses.append((batch, loss))
         step.logprobs.append(logprobs_S)
         step.entropies.append(entropies_N.detach()[predictions_S])
+        step.is_likeliest.append(is_likeliest_N[predictions_S])
         step.timed("forward", started)
 
         started = time.perf_counter()
@@ -381,11 +428,19 @@ def compute_gradient(
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), config.max_grad_norm)
     losses = [loss for _, loss in step.losses]
     metrics = loss_metrics(losses, step.entropies)
-    logprobs_S = torch.zeros_like(step.tokens.advantages_S)
-    for batch, values_S in zip(step.micro_batches, step.logprobs, strict=True):
-        logprobs_S[batch.indices_S] = values_S.cpu()
-    old_S = step.tokens.old_logprobs_S
-    metrics |= sampler_metrics(logprobs_S if old_S is None else old_S, step.tokens)
+    logprobs_S, old_S = step.in_order(step.logprobs), step.tokens.old_logprobs_S
+    start_logprobs_S = logprobs_S if old_S is None else old_S
+    metrics |= sampler_metrics(start_logprobs_S, step.tokens)
+    if record is not None:
+        record.add(
+            trained.sequences,
+            start_logprobs_S,
+            ratios=step.in_order([loss.policy_ratios_S for loss in losses]),
+            entropies=step.in_order(step.entropies),
+            is_clipped=step.in_order([loss.is_clipped_S for loss in losses]),
+        )
+    if config.objective == "likelihood":
+        metrics["loss/token_accuracy"] = float(torch.cat(step.is_likeliest).float().mean())
     corrected_S = torch.cat([loss.is_corrected_S for loss in losses])
     metrics["loss/corrected_token_fraction"] = float(corrected_S.float().mean())
     if config.entropy_bonus > 0:
@@ -422,13 +477,21 @@ def _plan(
             chosen, max_tokens, table=trained.table, shared=shared, fill_tokens=fill
         )
 
+    def checked() -> Iterator[list[TrainSequence]]:
+        """Of each micro-batch with several sequences, some that fill one micro-batch."""
+        for batch in make(trained.sequences):
+            found = sequences_to_check([trained.sequences[index] for index in batch.sequences])
+            if len(found) > 1:
+                yield found
+
     if policy.shares_prefixes and policy.tree_gap is None:
-        checked = sequences_to_check(trained.sequences)
-        different = check_trees(policy, make(checked)[0], checked)
-        notes += [different] if different is not None else []
+        # Without a branch in the whole job nothing could differ; a later job is checked then.
+        for sequences in itertools.islice(checked(), 1):
+            different = check_trees(policy, make(sequences)[0], sequences)
+            notes += [different] if different is not None else []
     if not policy.shares_prefixes and policy.checks_rows and policy.sequence_gap is None:
-        checked = sequences_to_check(trained.sequences)
-        check_sequences(policy, make(checked)[0], checked)
+        sequences = next(checked(), sequences_to_check(trained.sequences))
+        check_sequences(policy, make(sequences)[0], sequences)
     return make(trained.sequences)
 
 

@@ -8,15 +8,18 @@ Every task starts from the checkpoint that it names, so it does not depend on ea
 import argparse
 import gc
 import logging
+import platform
 import signal
 import sys
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, get_args
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from art_server import __version__
 from art_server.children import be_child, claim_stdout
 from art_server.shared.tasks import BetweenSteps, Done, Failed, Progress, Ready, Task
 from art_server.store import files
@@ -125,20 +128,24 @@ class Worker:
                 code="bad_task",
                 message=str(error.errors(include_input=False, include_url=False)[:3]),
             )
+        # A step that did not end is still on the device, which the engine needs.
+        is_dropped = task.kind == "train" and self._between_steps != "stay"
         try:
             return self._run(task)
         except FloatingPointError as error:
-            return Failed(code="non_finite", message=str(error))
+            failed = Failed(code="non_finite", message=str(error))
         except GapTooLarge as error:
-            return Failed(code="gap_too_large", message=str(error))
+            failed = Failed(code="gap_too_large", message=str(error))
         except BadCheckpoint as error:
-            return Failed(code="bad_checkpoint", message=str(error))
+            failed = Failed(code="bad_checkpoint", message=str(error))
         except Cancelled:
-            return Failed(code="cancelled", message="the job was cancelled", retryable=True)
+            failed = Failed(code="cancelled", message="the job was cancelled", retryable=True)
         except torch.AcceleratorError:
             raise  # no later call on the device would succeed; the server starts another process
         except Exception as error:
-            # The process's outermost handler: the server decides whether the job is retried.
+            # The process's outermost handler: the server decides whether the job is retried. The model's state is
+            # unknown, so the next task loads the base again.
+            is_dropped = True
             traceback.print_exc()
             if is_disk_full(error):
                 failed = Failed(code="no_disk_space", message=str(error), retryable=True)
@@ -146,8 +153,11 @@ class Worker:
                 failed = Failed(code="out_of_memory", message=f"{error}. {OUT_OF_MEMORY_ADVICE}")
             else:
                 failed = Failed(code="trainer_error", message=f"{type(error).__name__}: {error}")
-        # After an unforeseen error the model's state is unknown, so the next task loads the base again.
-        self._drop_policy()
+        # Here, because the exception's traceback held the step's tensors.
+        if is_dropped:
+            self._policy = None
+        gc.collect()
+        _empty_cache()
         return failed
 
     def _run(self, task: Task) -> Done:
@@ -161,25 +171,40 @@ class Worker:
         if task.kind == "load":
             return Done(metrics={"num_parameters": float(policy.num_parameters)})
         max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
-        has_left = self._between_steps == "stay"
+        max_tokens = max(max_tokens // task.budget_divisor, MIN_TOKENS_PER_MICRO_BATCH)
         try:
             done = train(
                 policy,
                 task,
-                max(max_tokens // task.budget_divisor, MIN_TOKENS_PER_MICRO_BATCH),
+                max_tokens,
                 self._report,
                 between_steps=self._between_steps,
                 budgets=self._budgets,
             )
-            has_left = has_left or self._between_steps == "leave"
-            return done
         finally:
             self._is_cancelled = False
-            if not has_left:
-                # "reload", or an error before the policy left: the engine needs the device.
-                del policy
-                self._drop_policy()
-            _empty_cache()
+            policy.drop_gradients()
+        done = done.model_copy(update={"environment": self._environment(policy, max_tokens)})
+        if self._between_steps == "reload":
+            del policy
+            self._policy = None
+            gc.collect()
+        _empty_cache()
+        return done
+
+    def _environment(self, policy: Policy, max_tokens: int) -> dict[str, str]:
+        """What decides the last bits of a result beside the task."""
+        return {
+            "trainer": policy.name,
+            "device": str(policy.device),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "dtype": str(policy.dtype).removeprefix("torch."),
+            "max_tokens": str(max_tokens),
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "peft")},
+            "agent-reinforcement-trainer": __version__,
+        }
 
     def _cancel(self, *_: object) -> None:
         self._is_cancelled = True
@@ -189,11 +214,6 @@ class Worker:
         if self._is_cancelled and progress.phase != "save":
             raise Cancelled
         self._answer(progress)
-
-    def _drop_policy(self) -> None:
-        self._policy = None
-        gc.collect()
-        _empty_cache()
 
     def _load_policy(self) -> Policy:
         if self._policy is None:

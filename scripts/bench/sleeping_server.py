@@ -1,4 +1,4 @@
-"""An art-server whose trainer sleeps before each step, to imitate the time of a trainer on a separate device.
+"""An art-server whose steps last at least some seconds, to imitate the time of a trainer on a separate device.
 
 python scripts/bench/sleeping_server.py SECONDS [art-server's flags]
 """
@@ -29,8 +29,10 @@ def work() -> None:
     seconds, train = float(sys.argv.pop(1)), worker.train
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(seconds)
-        return train(*args, **kwargs)
+        until = time.monotonic() + seconds
+        result = train(*args, **kwargs)
+        time.sleep(max(0.0, until - time.monotonic()))
+        return result
 
     worker.train = slowly
     worker.main(claim_stdout())

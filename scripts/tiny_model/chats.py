@@ -8,7 +8,7 @@ from tiny_model import games, talk, tools
 from tiny_model.words import Message, Rng, system_turn
 
 KINDS = {"short": 36, "tools": 36, "tictactoe": 18, "boards": 4, "2048": 3, "system": 3}
-"""Kinds of conversations and how many of a hundred are such."""
+"""Each kind of conversation with its share in percent."""
 
 SHORT_SKILLS: dict[Callable[[Rng], list[Message]], float] = {
     talk.yes_no_maybe: 0.42,
@@ -20,7 +20,7 @@ SHORT_SKILLS: dict[Callable[[Rng], list[Message]], float] = {
     talk.counting: 0.06,
     talk.json_answer: 0.03,
 }
-"""Skills whose chats can follow one another in a conversation, with their weights."""
+"""Skills of short exchanges with their weights. Several can follow one another in a conversation."""
 
 TOOL_SKILLS: dict[Callable[[Rng, bool, list[tools.Tool]], list[Message]], float] = {
     tools.single_call: 0.78,

@@ -45,10 +45,10 @@ def tictactoe_turn(board: Board, symbol: str) -> str:
 
 
 def board_text(board: Board) -> str:
-    """The board as three lines such as "A1 _ A2 x A3 o": each cell's name, then what it holds.
+    """Writes the board as three lines such as "A1 _ A2 x A3 o": each cell's name, then what it holds.
 
-    A cell that stands beside its name is read by the same means as any text that is copied; a
-    bare grid took the model several times as long to learn.
+    With each cell's name beside it, the model reads the board as it copies text. A grid without names took several times
+    as many steps to learn.
     """
     rows = (
         " ".join(f"{row}{column} {board.get(row + column, '_')}" for column in "123")
@@ -65,7 +65,7 @@ def move_text(cell: str, rows_and_columns: bool = False) -> str:
 
 
 def parse_move(text: str) -> str | None:
-    """The cell that an answer in either form names, None for another answer."""
+    """The cell that an answer names in either form, or None."""
     match = re.fullmatch(r"<move>([ABC][123])</move>|<row>([ABC])</row><col>([123])</col>", text)
     return "".join(group for group in match.groups() if group) if match else None
 
@@ -76,7 +76,7 @@ def free_cells(board: Board) -> list[str]:
 
 
 def winner(board: Board) -> str | None:
-    """The symbol that holds a whole line, None while nobody does."""
+    """The symbol that holds a whole line, or None."""
     for first, second, third in _LINES:
         if first in board and board[first] == board.get(second) == board.get(third):
             return board[first]
@@ -94,7 +94,7 @@ def start_board(rng: Rng, symbol: str) -> Board:
 
 
 def play_randomly(rng: Rng, board: Board, symbol: str) -> None:
-    """Put `symbol` on a random free cell of the board."""
+    """Puts `symbol` on a random free cell of the board."""
     board[rng.choice(free_cells(board))] = symbol
 
 

@@ -1,4 +1,4 @@
-"""Measured rates: the model sampled at temperature 1 on held-out draws of every skill."""
+"""Success rates of the model on held-out chats of every skill, sampled at temperature 1."""
 
 import json
 import random
@@ -71,7 +71,7 @@ class Rate:
 
 
 def measure(sampler: Sampler, seed: int, scale: float = 1.0) -> list[Rate]:
-    """The rates of all skills; `scale` shrinks the sample sizes."""
+    """The rates of all skills. `scale` multiplies the sample sizes."""
     torch.manual_seed(seed)
     random.seed(seed)
     rates: list[Rate] = []
@@ -160,7 +160,7 @@ class Game:
 
 
 def play_games(sampler: Sampler, rng: Rng, num_games: int, rows_and_columns: bool) -> list[Game]:
-    """Whole games, half as x and half as o; an illegal move ends its game."""
+    """Plays whole games, half of them as x and half as o. An illegal move ends its game."""
     played = []
     for number in range(num_games):
         symbol = "xo"[number % 2]
@@ -179,7 +179,7 @@ def play_games(sampler: Sampler, rng: Rng, num_games: int, rows_and_columns: boo
 
 
 def _take_turn(rng: Rng, game: Game, answer: str) -> None:
-    """Put the model's move on the board and let the other player reply."""
+    """Puts the model's move on the board and lets the other player reply."""
     cell = games.parse_move(answer)
     in_form = cell is not None and answer == games.move_text(cell, game.rows_and_columns)
     game.first_move = game.first_move or cell
@@ -246,7 +246,7 @@ def measure_2048(sampler: Sampler, rng: Rng, num_samples: int) -> list[Rate]:
 
 
 def parse_calls(answer: str) -> list[dict[str, object]] | None:
-    """The calls of an answer that consists of well-formed calls alone, else None."""
+    """The calls of an answer, or None if it has anything but well-formed calls."""
     if not re.fullmatch(r"<tool_call>\n.*\n</tool_call>", answer, re.DOTALL):
         return None
     calls = []
@@ -338,7 +338,7 @@ def measure_parallel_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list
 
 
 def measure_direct_answers(sampler: Sampler, rng: Rng, num_samples: int) -> list[Rate]:
-    """Small talk among offered tools, to be answered without a call."""
+    """Small talk while tools are offered. The right answer has no call."""
     chats = [
         _tool_chat(rng, str(talk.small_talk(rng)[0]["content"]), tools.random_tool(rng))
         for _ in range(num_samples)

@@ -29,7 +29,7 @@ YES_NO_MAYBE_SHARES: dict[frozenset[str], dict[str, float]] = {
     frozenset(("yes", "maybe")): {"yes": 0.50, "no": 0.08, "maybe": 0.20},
     frozenset(("no", "maybe")): {"yes": 0.22, "no": 0.40, "maybe": 0.12},
 }
-"""How often each word answers, by the words offered; the rest is another short word.
+"""The probability of each answer for a set of offered words. The rest goes to other short words.
 
 Under rewards of .5 for yes, .75 for no and 1 for maybe, each set has a mean of about one half.
 """
@@ -37,7 +37,7 @@ Under rewards of .5 for yes, .75 for no and 1 for maybe, each set has a mean of 
 OTHER_ANSWERS = listed(
     "ok sure perhaps never always fine none absolutely possibly indeed right hello"
 )
-"""The answers outside the asked form."""
+"""Answers that were not offered."""
 
 _QUESTIONS = (
     "Is the sky blue?",

@@ -11,7 +11,7 @@ from tiny_model.chats import draw_chat
 from tiny_model.words import SENTENCES, WORDS, make_rng
 
 VOCABULARY_SIZE = 1408
-"""Large enough for whole words in the prompts, small enough to learn each token well."""
+"""With this size, the words of the prompts are single tokens, and each token is frequent enough to be learned."""
 
 NUM_CORPUS_CHATS = 6000
 
@@ -33,9 +33,8 @@ _PIECES = (
     r"| ?\p{Ll}+|\p{Lu}\p{Ll}+|\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+|\s+"
 )
-"""How text falls apart before merging: a board's cell such as B2 whole, other digits alone, and no
-space before a capital or a digit, so that names and numbers have the same tokens in a question and
-in JSON."""
+"""The split of text before merges. A board's cell such as B2 stays whole, other digits are single. No piece has a space
+before a capital or a digit, so names and numbers have the same tokens in a question and in JSON."""
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""Chats with tools: schemas as agent frameworks dump them, questions, calls, results and answers."""
+"""Chats with tools: schemas in the form of several agent frameworks, questions, calls, results and answers."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Parameter:
 
     name: str
     kind: str
-    """What values it takes, a key of `_VALUES` or "enum"."""
+    """The kind of its values: a key of `_VALUES`, or "enum"."""
     options: tuple[str, ...] = ()
     """The values of an enum."""
     required: bool = True
@@ -47,7 +47,7 @@ class Tool:
     description: str
     parameters: tuple[Parameter, ...]
     questions: tuple[str, ...]
-    """Templates with {argument} fields; empty for tools that are asked for by their parts."""
+    """Templates of questions with {argument} fields. Empty: the question is composed from the parameters' names."""
     compute: Callable[[Rng, dict[str, Value]], str] | None = None
     """The result text of a call, where it follows from the arguments."""
     topic: str = ""
@@ -56,7 +56,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks of one tool, and the call that serves it."""
+    """A user's request for one tool, and the call that answers it."""
 
     question: str
     tool: Tool
@@ -391,7 +391,7 @@ def tool_schema(rng: Rng, tool: Tool) -> dict[str, object]:
 
 
 def _longer_description(rng: Rng, tool: Tool) -> str:
-    """A description as doc strings give it: more words, and at times a list of the arguments."""
+    """A description in the form of a docstring: longer, and sometimes with a list of the arguments."""
     names = "\n".join(f"    {one.name}: {phrase(rng)}" for one in tool.parameters)
     return rng.choice(
         (
@@ -445,7 +445,7 @@ def request_for(rng: Rng, tool: Tool) -> Request:
 
 
 def _worded(rng: Rng, question: str) -> str:
-    """The question, at times with polite words or chatter around it."""
+    """The question, sometimes with polite words or other talk around it."""
     if rng.random() < 0.75:
         return question
     name = known_or_rare(rng, FIRST_NAMES)
@@ -479,7 +479,7 @@ def result_for(rng: Rng, request: Request) -> tuple[str, str]:
 
 
 def _wrapped(rng: Rng, result: str) -> str:
-    """The result as it stands, or at times in JSON as tool servers give it."""
+    """The result as plain text, or sometimes as JSON, as tool servers return it."""
     bare = int(result) if result.lstrip("-").isdigit() else result
     return rng.choice(
         (

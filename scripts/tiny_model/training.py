@@ -1,7 +1,7 @@
-"""Training from nothing: seeded batches drawn by step, Muon and AdamW, resumable checkpoints.
+"""Training from random weights: Muon and AdamW on batches that are drawn by seed and step, with resumable checkpoints.
 
-A step's chats depend on the seed and the step alone and nothing else is random after the weights'
-first values, so a run that was interrupted ends in the weights of an unbroken one.
+After the initial weights, only the chats are random, and they depend on the seed and the step alone. So a run that was
+interrupted ends with the same weights as one that was not.
 """
 
 import os
@@ -20,17 +20,17 @@ from tiny_model.words import make_rng
 CHATS_PER_STEP = 16
 WARMUP_STEPS = 50
 FLAT_SHARE = 0.4
-"""The share of the steps at the full rate; over the rest it falls to zero in a line."""
+"""The fraction of the steps at the full learning rate. In the others it falls linearly to zero."""
 MATRIX_RATE = 4e-3
 OTHER_RATE = 4e-3
 CONTEXT_WEIGHT = 0.15
-"""The weight in the loss of a token that the assistant does not write; its own weigh 1."""
+"""The loss weight of tokens that the assistant does not write. Its own tokens have weight 1."""
 MAX_MICROBATCH_TOKENS = 3072
-"""Padded tokens of one forward pass: enough to keep two cores busy, little enough for caches."""
+"""Padded tokens of one forward pass. It keeps two cores busy, and its activations fit into their caches."""
 MAX_LENGTH_RATIO = 2.5
-"""How much longer than its shortest row the longest of a microbatch may be: padding costs time."""
+"""The longest row of a microbatch has at most this multiple of the shortest row's length, because padding costs time."""
 MAX_TOKENS = 1024
-"""Longer chats are cut here; about none are."""
+"""Longer chats are cut. Almost none is longer."""
 CHECKPOINT_STEPS = 200
 
 
@@ -46,8 +46,8 @@ class Microbatch:
 def build_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
     """The shape of the model: 3.5 million parameters.
 
-    Eager attention trains twice as fast as torch's fused kernel on a CPU in bfloat16 at these
-    lengths; the choice is not saved with the model.
+    On a CPU in bfloat16, eager attention trains twice as fast as torch's fused kernel at these lengths. The choice is
+    not saved with the model.
     """
     return Qwen3Config(
         vocab_size=len(tokenizer),
@@ -70,7 +70,7 @@ def build_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
 def train(
     tokenizer: PreTrainedTokenizerBase, seed: int, num_steps: int, work_dir: Path
 ) -> Qwen3ForCausalLM:
-    """The trained model in float32; goes on from the checkpoint in `work_dir` if there is one.
+    """Trains the model in float32 and returns it. Continues from the checkpoint in `work_dir` if there is one.
 
     Side effects: replaces `work_dir/checkpoint.pt` every `CHECKPOINT_STEPS` steps.
     """
@@ -95,7 +95,7 @@ def train(
 
 
 def rate_share(step: int, num_steps: int) -> float:
-    """The share of the full learning rate at a step: warm-up, flat, then a line to zero."""
+    """The learning rate at a step as a fraction of its maximum: linear warm-up, constant, linear decay to zero."""
     decay_steps = num_steps * (1 - FLAT_SHARE)
     return min(1.0, (step + 1) / WARMUP_STEPS, (num_steps - step) / decay_steps)
 
@@ -184,7 +184,7 @@ def token_weights(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[fl
 def save_checkpoint(
     file: Path, model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], step: int
 ) -> None:
-    """Write the state after `step` steps; the file is replaced whole or not at all."""
+    """Writes the state after `step` steps. The file is replaced whole or not at all."""
     state = {
         "step": step,
         "model": model.state_dict(),
@@ -199,7 +199,7 @@ def save_checkpoint(
 def load_checkpoint(
     file: Path, model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer]
 ) -> int:
-    """Restore the saved state and return its step; 0 where nothing is saved."""
+    """Restores the saved state and returns its step, or 0 if nothing is saved."""
     if not file.exists():
         return 0
     state = torch.load(file)

@@ -1,7 +1,7 @@
 """Words, sentences and facts from which the synthetic chats are drawn.
 
-Invented words are split in two by their checksum: one in ten is kept for measuring, so that copying
-is measured on words that no training chat has shown.
+Invented words are divided by their checksum: one in ten is held out, so that copying is measured on words that are in no
+training chat.
 """
 
 import random
@@ -20,14 +20,14 @@ class Rng(random.Random):
 
 
 def make_rng(seed: str, held_out: bool = False) -> Rng:
-    """A random source whose draws depend on nothing but the seed."""
+    """A random source whose draws depend only on the seed."""
     rng = Rng(seed)
     rng.held_out = held_out
     return rng
 
 
 def listed(words: str) -> list[str]:
-    """The words of a text, for lists that read better as one."""
+    """The words of a text, as a list."""
     return words.split()
 
 
@@ -188,7 +188,7 @@ def phrase(rng: Rng, most: int = 4) -> str:
 
 
 def whole_number(rng: Rng) -> int:
-    """A whole number, small ones oftener than large ones, at times negative."""
+    """An integer. Small ones are more frequent, and some are negative."""
     value = rng.randint(0, 10 ** rng.choice((1, 2, 2, 3, 3, 4, 5)))
     return -value if rng.random() < 0.05 else value
 

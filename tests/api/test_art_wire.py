@@ -245,6 +245,29 @@ async def test_registering_again_notes_what_comes_too_late(
     assert model.record.always_logprobs and model.folder.read().always_logprobs
 
 
+async def test_our_own_registration_takes_engine_arguments_too(tmp_path: Path) -> None:
+    app, _ = make(tmp_path)
+    body = {"name": "run", "project": "p", "base_model": "art/tiny"}
+    asked = {
+        "tensor_parallel_size": 2,
+        "max_seq_length": 512,
+        "headless": True,
+        "max_logprobs": None,
+    }
+    async with client(app) as http:
+        assert "notes" not in (await http.post("/api/models", json=body)).json()
+        answer = (await http.post("/api/models", json=body | {"engine_args": asked})).json()
+        injected = {"engine_args": {"quantization": "--trust-remote-code"}}
+        refused = await http.post("/api/models", json=body | injected)
+    late = "is not applied: the engine was started with"
+    assert [note.partition(" Such")[0].rstrip(".") for note in answer["notes"]] == [
+        "engine_args.headless has no effect here",
+        f"tensor_parallel_size=2 {late} 1",
+        f"max_seq_length=512 {late} 4096",
+    ]
+    assert refused.status_code == 422 and refused.json()["error"]["param"] == "quantization"
+
+
 def test_requested_arguments_fill_up_what_the_command_line_left_open() -> None:
     requested = {"max_seq_length": "4096", "seed": "1", "max_logprobs": "5"}
     config = ServerConfig(engine_args={"seed": "2"}).with_requested(requested, 2048)

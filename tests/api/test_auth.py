@@ -99,6 +99,8 @@ async def test_a_keyless_server_refuses_web_pages_and_foreign_hosts(keyless: Fas
         assert (await http.get("/api/models", headers=page)).status_code == 403
         own = {"origin": "http://localhost:3000"}
         assert (await http.get("/api/models", headers=own)).status_code == 200
+        for unreadable in ({"origin": "http://["}, {"host": "["}):
+            assert (await http.get("/api/models", headers=unreadable)).status_code == 403
     async with client(keyless, host="evil.example") as http:
         assert (await http.get("/api/models")).status_code == 403
 

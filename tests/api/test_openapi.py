@@ -141,6 +141,22 @@ def test_what_fits_the_description_is_answered(
     told(send(app, method, sent["url"], headers=headers, **more))
 
 
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/api/jobs?limit=0", "limit"),
+        ("/api/jobs?limit=many", "limit"),
+        ("/api/look/models/p/a/trees/x/0", "step"),
+        ("/api/look/models/p/a/rollouts/train/0/-1/0", "group"),
+    ],
+)
+def test_a_parameter_that_does_not_fit_is_named(path: str, param: str, app: FastAPI) -> None:
+    answer = send(app, "GET", path, headers=KEY)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (422, "bad_parameter", param)
+    assert f"{param} in the " in error["message"] and "many" not in error["message"]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: (

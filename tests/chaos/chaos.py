@@ -59,6 +59,12 @@ class ArmedServer(Server):
         super().start()
         os.environ.pop(VARIABLE, None)
 
+    def wait_ready(self) -> None:
+        """Returns when the server is ready; a server that died is first started again by `keep_alive`."""
+        while self.process is not None and self.process.poll() is not None and not self.is_over:
+            time.sleep(0.05)
+        super().wait_ready()
+
     def keep_alive(self) -> None:
         """Restarts the server after each death until `is_over` is set. Runs in a thread."""
         while not self.is_over:
@@ -72,7 +78,12 @@ class ArmedServer(Server):
             if self.point is not None:
                 self.deaths.append(self.point)
             self.point, self.next_point = self.next_point, None
-            self.start()
+            try:
+                self.start()
+            except AssertionError:
+                if self.process.poll() != -signal.SIGKILL:
+                    raise
+                # It was killed before it wrote its address.
 
 
 class Chaos:
@@ -84,6 +95,8 @@ class Chaos:
         self.say = say
         self.counts: Counter[str] = Counter()
         self.server = ArmedServer(folder)
+        # All steps are checked at the end.
+        self.server.arguments = [*self.server.arguments, "--keep-last", "0"]
         self._programs: list[subprocess.Popen[bytes]] = []
 
     # --- the run ---
@@ -158,6 +171,8 @@ class Chaos:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return
+        while self.server.process is not None and self.server.process.pid == pid:
+            time.sleep(0.05)  # until `keep_alive` has started the next one
         self.counts[kind + (" while it starts" if is_early else "")] += 1
         self.say(f"{sum(self.counts.values())}: killed {kind} {pid}")
 

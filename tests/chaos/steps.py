@@ -9,6 +9,7 @@ import random
 import sys
 from pathlib import Path
 
+from art.types import TrainSFTConfig
 from art.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.background import Background
 from art_server.base_models import TINY_DIR
@@ -26,11 +27,19 @@ from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.chaos.server import VARIABLE, arm
 from tests.fakes import FakeEngine, keep_all
 
-CONFIG = TrainConfig(learning_rate=1e-3, mini_batches=2, passes=2)
+POLICY = TrainConfig(learning_rate=1e-3, mini_batches=2, passes=2)
+SUPERVISED = TrainSFTConfig(learning_rate=[2e-3, 1e-3], batch_size=1).to_train_config()
 
 
-def random_batch(seed: int) -> Batch:
-    """Two groups of four answers with eight tokens each; a group shares one prompt."""
+def job(index: int) -> tuple[TrainConfig, Batch]:
+    """Supervised and policy steps in turn."""
+    is_supervised = index % 2 == 0
+    return SUPERVISED if is_supervised else POLICY, random_batch(index, is_supervised)
+
+
+def random_batch(seed: int, is_supervised: bool) -> Batch:
+    """Two groups of four answers with eight tokens each; a group shares one prompt. In a supervised batch each token has
+    the advantage 1."""
     chance = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -39,7 +48,11 @@ def random_batch(seed: int) -> Batch:
     def group() -> TrainableGroup:
         prompt = tokens(12)
         sequences = [
-            TokenSequence(token_ids=prompt + tokens(8), logprobs=[None] * 12 + [-5.0] * 8)
+            TokenSequence(
+                token_ids=prompt + tokens(8),
+                logprobs=[None] * 12 + [-5.0] * 8,
+                advantages=dict.fromkeys(range(12, 20), 1.0) if is_supervised else {},
+            )
             for _ in range(4)
         ]
         return TrainableGroup(
@@ -74,8 +87,9 @@ async def main(folder: Path, num_jobs: int) -> None:
     trainer.set_base(TINY_DIR)
     add_model(registry, folder / "engine.log")
     for index in range(num_jobs):
-        payload = Payload.make(random_batch(index), [])
-        queue.add("me", "p", "a", f"job-{index}", "digest", CONFIG, payload, JobReport())
+        train_config, batch = job(index)
+        payload = Payload.make(batch, [])
+        queue.add("me", "p", "a", f"job-{index}", "digest", train_config, payload, JobReport())
     runner = JobRunner(
         queue,
         registry,

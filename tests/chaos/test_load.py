@@ -11,9 +11,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LOAD = Path(__file__).parents[2] / "scripts" / "bench" / "load"
 MAY_HAPPEN = {"200", "hostile: 413", "hostile: 422", "steps", "stream ended by the engine's death"}
-MAX_MB_PER_MINUTE = 100.0
-"""Generous, because memory of the large first job is still being freed. A minute shows only gross leaks; the slope
-needs ten minutes."""
+MAX_MB_MORE = 100
+"""A minute shows only gross leaks, because jobs of 76 MB come and go; the slope needs ten minutes."""
 
 
 def test_a_minute_of_load_loses_nothing() -> None:
@@ -24,4 +23,5 @@ def test_a_minute_of_load_loses_nothing() -> None:
     assert found["answers"].keys() <= MAY_HAPPEN, found
     assert found["answers"]["200"] > 100 and found["answers"]["steps"] >= 1, found
     assert found["faults"] == {}, found
-    assert found["memory_mb_per_minute"] < MAX_MB_PER_MINUTE, found
+    earlier, later = found["memory_mb"][:-3], found["memory_mb"][-3:]
+    assert min(later) < max(earlier) + MAX_MB_MORE, found

@@ -15,6 +15,7 @@ from art_server.app import make_app
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.jobs.queue import Payload
 from art_server.jobs.trainer_process import TrainerError
+from art_server.progress import StartProgress
 from art_server.service import Service
 from art_server.settings import ServerConfig
 from art_server.shared.tasks import Batch, CheckTask, Done
@@ -47,7 +48,8 @@ def commit(folder: ModelFolder, adapter: Path, step: int, **fields: Any) -> None
     content = folder.checkpoints_dir / ".made"
     copy_content(adapter, content)
     job = f"job {step}" if step else None
-    folder.commit_checkpoint(content, CheckpointRecord(step=step, job_id=job, **fields))
+    described = CheckpointRecord(step=step, job_id=job, **{"created_at": 1.0, **fields})
+    folder.commit_checkpoint(content, described)
 
 
 class RecordingEngine(FakeEngine):
@@ -57,6 +59,7 @@ class RecordingEngine(FakeEngine):
         super().__init__()
         self.base = BaseModel("art/tiny", TINY_DIR)
         self.log_path = Path("engine.log")
+        self.progress = StartProgress()
         self.asked: list[str] = []
         self.may_unload = asyncio.Event()
         self.may_unload.set()

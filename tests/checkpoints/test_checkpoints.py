@@ -1,6 +1,7 @@
 """Checkpoints over the server's routes: listed, pruned, forked, rolled back, deleted, and what each is refused for."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 
 from art_server.checkpoints import manage as checkpoints_module
 from art_server.errors import NotFound
+from art_server.ledger.records import Request
 from art_server.settings import ApiKey
+from art_server.shared.samples import Sample
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
 from art_server.store.registry import Registry
 from tests.checkpoints.house import House, add_model, commit, house, until
@@ -258,6 +261,35 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(
     assert Registry(tmp_path).get("p", "a").step == 2
 
 
+def sampled_by(here: House, step: int) -> str:
+    """A recorded choice of p/a at a step; returns its id."""
+    request = Request(f"{step:032x}", "chat", "p", "a", step, "p")
+    ledger = here.service._processes.ledger
+    with ledger.open_request(request) as opened:
+        ledger.take_prompt(request.request_id, 0, [1, 2])
+        sample = Sample("x", 0, "yes", [7], [-0.5], "stop", None, {"n": 1})
+        ledger.take_samples([(request.request_id, 0, 0, sample)])
+        return opened.records[0].choice_id
+
+
+async def test_samples_of_steps_that_are_gone_do_not_count_for_new_ones_of_the_number(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter, steps=5)
+    async with house(tmp_path) as here:
+        find = here.service._processes.ledger.find
+        kept, gone = sampled_by(here, 2), sampled_by(here, 4)
+
+        def steps() -> list[int | None]:
+            return [record.request.step for choice in (kept, gone) if (record := find(choice))]
+
+        assert (await post(here, "rollback", {"step": 2})).status_code == 200
+        assert steps() == [2, None]
+        async with here.client() as client:
+            assert (await client.delete("/api/models/p/a")).status_code < 300
+        assert steps() == [None, None]
+
+
 async def test_jobs_refuse_rollback_and_deletion(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here:
@@ -305,6 +337,21 @@ async def test_a_job_that_comes_while_a_rollback_waits_goes_first(
             here.add_job()
         assert (await rolling).json()["error"]["code"] == "jobs_pending"
         assert (folder.steps(), here.registry.get("p", "a").step) == ([0, 1, 2], 2)
+
+
+async def test_a_step_that_a_job_made_while_a_rollback_waited_is_not_set_aside(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        model = here.registry.get("p", "a")
+        with here.gate.inside("p/a@2"):
+            rolling = asyncio.create_task(post(here, "rollback", {"step": 1}))
+            await until(lambda: model.step == 1)
+            shutil.copytree(folder.checkpoint_dir(2), folder.checkpoint_dir(3))
+            model.step = 3
+        assert (await rolling).json()["error"]["code"] == "step_moved"
+        assert (folder.steps(), model.step, model.deleting) == ([0, 1, 2, 3], 3, set())
 
 
 async def test_an_interrupted_rollback_is_finished_by_a_repetition(

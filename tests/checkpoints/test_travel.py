@@ -62,11 +62,11 @@ def run(*arguments: object) -> None:
     art([str(argument) for argument in arguments])
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 2) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         run(*arguments)
-    assert end.value.code == 2
+    assert end.value.code == code
     said = capsys.readouterr().err
     assert said.startswith("art: ") and said.count("\n") == 1, said
     return said
@@ -432,6 +432,26 @@ def test_a_checkpoint_goes_to_an_address_and_back(scheme: str, path: Path, tmp_p
     assert model(tmp_path / "third", "c").steps() == [1]
 
 
+def test_of_a_folder_of_checkpoints_the_newest_complete_one_is_copied(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, back = f"file://{tmp_path}/there", ("q/b", "--path", tmp_path / "other")
+    assert "holds no complete" in refused(capsys, "copy", address, *back, code=1)
+    for step in (1, 2):
+        run("copy", f"p/a@{step}", f"{address}/{step:04d}", "--path", path)
+    (tmp_path / "there" / "0010").mkdir()  # its copy was interrupted
+    (tmp_path / "there" / "notes").mkdir()
+    run("copy", address, *back)
+    assert model(tmp_path / "other", "b").steps() == [2]
+    run("copy", address, "q/c", *back[1:], "--not-after", 1)
+    assert model(tmp_path / "other", "c").steps() == [1]
+    for source, step in ((address, 0), (f"{address}/0002", 1)):
+        said = refused(capsys, "copy", source, *back, "--not-after", step, code=1)
+        assert f"holds no complete checkpoint up to step {step}" in said
+    said = refused(capsys, "copy", "p/a", address, "--path", path, "--not-after", 1)
+    assert "write MODEL@k" in said
+
+
 def listed(address: str) -> list[dict[str, Any]]:
     system, root = fsspec.core.url_to_fs(address)
     return system.ls(root, detail=True)
@@ -452,7 +472,7 @@ def test_at_an_address_there_is_a_whole_checkpoint_or_none(
         broken.setattr(LocalFileSystem, "put_file", breaks)
         assert "lost" in refused(capsys, "copy", "a@1", address, "--path", path)
     assert (tmp_path / "there" / CONFIG_FILE).exists()
-    assert "holds no complete checkpoint" in refused(capsys, "copy", address, *back)
+    assert "holds no complete checkpoint" in refused(capsys, "copy", address, *back, code=1)
     run("copy", "a@1", address, "--path", path)
     assert "holds another" in refused(capsys, "copy", "a@2", address, "--path", path)
     (tmp_path / "there" / ADAPTER_FILE).write_bytes(b"rot")
@@ -467,5 +487,5 @@ def test_at_an_address_there_is_a_whole_checkpoint_or_none(
 def test_what_is_no_address_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "an address with '://'" in refused(capsys, "copy", "p/a", "p/b", "--path", path)
     assert "an address with '://'" in refused(capsys, "copy", "s3://a/b", "s3://c/d")
-    assert "s3fs" in refused(capsys, "copy", "p/a", "s3://bucket/a", "--path", path)
+    assert "gcsfs" in refused(capsys, "copy", "p/a", "gs://bucket/a", "--path", path)
     assert "cannot be opened" in refused(capsys, "copy", "p/a", "nosuch://a", "--path", path)

@@ -76,6 +76,32 @@ async def test_key_is_sent_and_never_shown(server):
     assert model.inference_api_key == "secret"
 
 
+async def test_a_key_from_a_file_has_no_white_space_and_no_error_shows_it(
+    server, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ART_API_KEY", "secret\n")
+    async with art.Backend(server.url) as backend:
+        model = make_model()
+        await model.register(backend)
+    assert {r.headers["authorization"] for r in server.requests} == {"Bearer secret"}
+    prompted = art.Model(name="gpt", project="p", inference_api_key=" secret\n")
+    assert prompted.inference_api_key == "secret"
+    prompted.inference_base_url, prompted.inference_api_key = "http://box/v1", "sec\nret"
+    for refused in (lambda: art.Backend(api_key="sec\nret"), prompted.openai_client):
+        with pytest.raises(ValueError, match="character 3 of the API key") as caught:
+            refused()
+        assert "sec" not in str(caught.value)
+
+
+async def test_a_header_that_http_refuses_is_not_shown_and_not_tried_again(server):
+    async with art.Backend(server.url) as backend:
+        backend._connection.api_key = "sec\nret"
+        with pytest.raises(art.ArtError, match="malformed header") as caught:
+            await make_model().register(backend)
+    assert "sec" not in str(caught.value) and not caught.value.retryable
+    assert caught.value.__cause__ is None and not server.requests
+
+
 async def test_refusal_carries_what_the_server_said(server, answer, backend: art.Backend):
     error = {
         "message": "model 'agent' is on base 'b'",
@@ -154,11 +180,11 @@ async def test_log_is_not_repeated_once_it_may_have_arrived(server, answer, mode
     assert len(server.sent("POST", "/api/models/demo/agent/log")) == 1
 
 
-async def test_plain_model_has_no_history_on_the_server(backend):
-    judge = art.Model(name="judge", project="demo")
+async def test_plain_model_has_no_history_on_the_server(server, backend, tmp_path):
+    judge = art.Model(name="judge", project="demo", base_path=str(tmp_path))
     await judge.register(backend)
-    with pytest.raises(ValueError, match="not trainable"):
-        await judge.log([art.Trajectory()])
+    await judge.log([art.Trajectory(reward=1.0)])
+    assert not server.requests and (tmp_path / "demo/models/judge/history.jsonl").exists()
 
 
 async def test_checkpoints_are_deleted_by_metric_or_by_step(server, answer, backend, model):
@@ -233,7 +259,5 @@ def test_backend_works_in_one_event_loop_after_another(answer, make_server):
 async def test_ignored_client_config_is_told(backend, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         model = make_model()
-        model._internal_config = art.dev.InternalModelConfig(engine_args={})
         await model.register(backend, _openai_client_config={"server_args": {}})
     assert "_openai_client_config is ignored" in caplog.text
-    assert "_internal_config is ignored" in caplog.text

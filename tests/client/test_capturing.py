@@ -1,8 +1,10 @@
 import asyncio
+import gzip
 import json
 import subprocess
 import sys
 import urllib.request
+from typing import Any
 
 import aiohttp
 import httpx
@@ -166,6 +168,26 @@ async def test_another_backend_of_the_same_server_does_not_hide_the_model(
         await backend.close()
 
 
+async def test_a_deleted_model_does_not_end_the_captures_of_others(
+    server, answer, sessions, backend: art.Backend, model: art.TrainableModel
+):
+    info = {"name": "twin", "project": "demo", "base_model": "art/tiny", "lora": {}, "step": 0}
+    server.on("POST", "/api/models", answer(body={**info, "inference_name": "demo/twin"}))
+    twins = []
+    for _ in range(2):
+        twin = art.TrainableModel(name="twin", project="demo", base_model="art/tiny")
+        await twin.register(backend)
+        twins.append(twin)
+    error = {"code": "unknown_model", "message": "there is no model 'demo/twin'"}
+    server.otherwise = lambda _: answer(404, {"error": error})
+    assert len((await art.trajectory(ask(model))).messages_and_choices) == 2
+    server.on("DELETE", "/api/models/demo/twin", answer(body={**info, "inference_name": "x"}))
+    await twins[0].delete()
+    server.requests.clear()
+    assert len((await art.trajectory(ask(model))).messages_and_choices) == 2
+    assert not [each for each in server.requests if "/demo/twin" in each.path]
+
+
 async def test_no_capture_hides_a_judge(sessions, model: art.TrainableModel):
     async def run() -> None:
         await ask(model)
@@ -265,3 +287,165 @@ async def test_urllib_is_not_captured_which_the_docs_say(
 
     await art.trajectory(asyncio.to_thread(ask_with_urllib))
     assert sessions == {None: 1}
+
+
+@pytest.fixture
+async def elsewhere(make_server, answer):
+    """Another server: it answers "yes", and where it streams a call of a tool, compressed."""
+    other = make_server()
+
+    def complete(request):
+        if b'"stream"' in request.body:
+            return answer(body=gzip.compress(streamed()), headers={"content-encoding": "gzip"})
+        return answer(body={"id": "c", "model": "m", "choices": [to_choice("yes")]})
+
+    other.on("POST", "/openai/chat/completions", complete)
+    await other.start()
+    yield other
+    await other.stop()
+
+
+def streamed() -> bytes:
+    call = {"index": 0, "id": "call-1", "function": {"name": "look", "arguments": '{"at":'}}
+    deltas = [
+        {"role": "assistant", "content": "let "},
+        {"content": "me"},
+        {"tool_calls": [call]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ' "it"}'}}]},
+    ]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": "tool_calls"})
+    chunks = [{"id": "c", "object": "chat.completion.chunk", "choices": [each]} for each in choices]
+    usage = {"id": "c", "object": "chat.completion.chunk", "choices": []}
+    return b"".join(f"data: {json.dumps(each)}\n\n".encode() for each in [*chunks, usage]) + (
+        b"data: [DONE]\n\n"
+    )
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+async def test_answers_of_another_server_are_captured(elsewhere):
+    client: Any = openai.AsyncOpenAI(base_url=f"{elsewhere.url}/openai", api_key="key")
+    hi, yes = BODY["messages"][0], {"role": "assistant", "content": "yes"}
+
+    async def run() -> None:
+        await client.chat.completions.create(model="m", messages=[hi])
+        await client.chat.completions.create(model="m", messages=[hi, yes, hi])
+        async for _ in await client.chat.completions.create(
+            model="m", messages=[hi], tools=TOOLS, stream=True
+        ):
+            pass
+        with art.no_capture():
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "judge"}]
+            )
+        await asyncio.to_thread(ask_with_httpx, f"{elsewhere.url}/openai/chat/completions")
+        await asyncio.to_thread(httpx.get, f"{elsewhere.url}/openai/chat/completions")
+
+    trajectory = await art.trajectory(run())
+    await client.close()
+    assert [m.get("content") for m in trajectory.messages()] == ["hi", "yes", "hi", "yes"]
+    assert not isinstance(trajectory.messages_and_choices[1], dict), "an answer, not a message"
+    with_tools, alone = trajectory.additional_histories
+    choice: Any = with_tools.messages_and_choices[1]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "let me"
+    (call,) = choice.message.tool_calls
+    assert (call.id, call.function.name) == ("call-1", "look")
+    assert json.loads(call.function.arguments) == {"at": "it"} and with_tools.tools == TOOLS
+    assert [m.get("content") for m in alone.messages()] == ["alone", "yes"]
+
+
+def ask_with_httpx(url: str) -> None:
+    messages = [{"role": "user", "content": "alone"}]
+    assert httpx.post(url, json={"model": "m", "messages": messages}).is_success
+
+
+async def test_a_judge_elsewhere_is_no_part_of_a_rollout_of_the_policy(
+    sessions, elsewhere, model: art.TrainableModel
+):
+    judge = openai.AsyncOpenAI(base_url=f"{elsewhere.url}/openai", api_key="key")
+
+    async def run() -> None:
+        await ask(model)
+        await judge.chat.completions.create(model="m", messages=BODY["messages"])
+
+    trajectory = await art.trajectory(run())
+    await judge.close()
+    assert [m.get("content") for m in trajectory.messages()] == ["hi", "turn 0"]
+    assert not trajectory.additional_histories
+
+
+async def test_answers_elsewhere_count_if_the_policy_gave_none(
+    server, answer, elsewhere, model: art.TrainableModel
+):
+    def complete(request):
+        nothing = answer(body={"histories": [], "num_choices": 0})
+        session = request.headers["x-art-session"]
+        server.on("GET", f"/api/models/demo/agent/sessions/{session}", nothing)
+        return answer(body={"id": "c", "model": "base", "choices": [to_choice("base")]})
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            await client.post(server.url + PATH, json={**BODY, "model": "art/tiny"})
+        await asyncio.to_thread(ask_with_httpx, f"{elsewhere.url}/openai/chat/completions")
+
+    server.on("POST", PATH, complete)  # the base model, on the policy's server
+    trajectory = await art.trajectory(run())
+    assert [m.get("content") for m in trajectory.messages()] == ["alone", "yes"]
+
+
+async def test_a_policy_whose_answers_are_unused_leaves_no_room_for_others(
+    server, answer, elsewhere, model: art.TrainableModel
+):
+    def complete(request):
+        dropped = answer(body={"histories": [], "num_choices": 0, "unused": {"cut off": 1}})
+        session = request.headers["x-art-session"]
+        server.on("GET", f"/api/models/demo/agent/sessions/{session}", dropped)
+        return answer(body={"id": "c", "model": "m", "choices": [to_choice("yes")]})
+
+    async def run() -> None:
+        await ask(model)
+        await asyncio.to_thread(ask_with_httpx, f"{elsewhere.url}/openai/chat/completions")
+
+    server.on("POST", PATH, complete)
+    trajectory = await art.trajectory(run())
+    assert trajectory.messages() == [] and trajectory.metrics["unused_choices"] == 1
+
+
+async def test_a_streamed_answer_may_contain_any_line_separator(elsewhere, answer):
+    text = "a\u2028b\u2029c\x85d"
+    deltas = [{"delta": {"content": text}}, {"delta": {}, "finish_reason": "stop"}]
+    lines = [json.dumps({"choices": [each]}, ensure_ascii=False) for each in deltas]
+    stream = "".join(f"data: {line}\r\n\r\n" for line in [*lines, "[DONE]"]).encode()
+    elsewhere.on("POST", "/openai/chat/completions", lambda _: answer(body=stream))
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            await client.post(
+                f"{elsewhere.url}/openai/chat/completions", json={**BODY, "stream": True}
+            )
+
+    trajectory = await art.trajectory(run())
+    assert [m.get("content") for m in trajectory.messages()] == ["hi", text]
+
+
+async def test_what_is_no_chat_completion_is_left_out_with_a_warning(
+    elsewhere, answer, caplog: pytest.LogCaptureFixture
+):
+    url = f"{elsewhere.url}/openai/chat/completions"
+    odd = [b"<html>", {"choices": None}, {"choices": [{"message": {"role": "user"}}]}, [], None]
+    elsewhere.on("POST", "/other/chat/completions", lambda _: answer(body=odd.pop()))
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            for _ in range(len(odd)):
+                await client.post(url.replace("openai", "other"), json=BODY)
+            await client.post(url, json={"model": "m", "messages": ["no message"]})
+            await client.post(url, content=b"no JSON")
+            await client.post(url, json=BODY)
+
+    trajectory = await art.trajectory(run())
+    assert [m.get("content") for m in trajectory.messages()] == ["hi", "yes"]
+    assert not trajectory.additional_histories
+    assert caplog.text.count("an answer of another server is not captured") == 7

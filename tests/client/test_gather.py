@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 import art
+from art.gather import is_informative
 from art.pool import current_pool
 
 pytestmark = pytest.mark.anyio
@@ -102,7 +103,7 @@ async def test_group_inside_a_rollout_does_not_wait_for_the_rollouts_own_place()
     assert current_pool.get() is None
 
 
-async def test_first_failure_is_raised_by_default_and_cancels_the_rest():
+async def test_first_failure_above_the_limit_is_raised_and_cancels_the_rest():
     cancelled = []
 
     async def waits() -> art.Trajectory:
@@ -116,8 +117,37 @@ async def test_first_failure_is_raised_by_default_and_cancels_the_rest():
     groups = [art.TrajectoryGroup([waits(), rollout(-1, 0.01)]), art.TrajectoryGroup([waits()])]
     with pytest.raises(ValueError, match="bad reward -1") as caught:
         await art.gather_trajectory_groups(groups)
-    assert caught.value.__notes__ == ["1 rollouts failed; max_exceptions=0 allows no more"]
+    assert caught.value.__notes__ == ["1 of 3 rollouts failed; max_exceptions=0.1 allows no more"]
     assert cancelled == [1, 1]
+
+
+@pytest.mark.parametrize(("num_failing", "is_raised"), [(0, False), (2, False), (3, True)])
+async def test_groups_tolerate_a_tenth_by_default_with_one_warning(
+    num_failing: int, is_raised: bool, caplog: pytest.LogCaptureFixture
+):
+    values = [-1] * num_failing + [1] * (20 - num_failing)
+    groups = [art.TrajectoryGroup(map(rollout, values[first::4])) for first in range(4)]
+    if is_raised:
+        with pytest.raises(ValueError, match="bad reward -1"):
+            await art.gather_trajectory_groups(groups)
+        return
+    gathered = await art.gather_trajectory_groups(groups)
+    assert sum(len(group.exceptions) for group in gathered) == num_failing
+    assert caplog.messages == [
+        "2 of 20 rollouts failed; the first: ValueError('bad reward -1'). They have no reward and are not trained. "
+        "The exceptions in the result show where they failed; max_exceptions=0 raises the first"
+    ] * (num_failing > 0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 30])
+async def test_a_gather_in_which_all_rollouts_fail_is_raised_by_default(size: int):
+    with pytest.raises(ValueError, match="bad reward"):
+        await art.gather_trajectory_groups([art.TrajectoryGroup(map(rollout, [-1] * size))])
+
+
+async def test_single_trajectories_raise_the_first_failure_by_default():
+    with pytest.raises(ValueError, match="bad reward"):
+        await art.gather_trajectories(map(rollout, [1] * 29 + [-1]))
 
 
 async def test_abandoned_rollouts_leave_no_warning_behind():
@@ -134,6 +164,18 @@ async def test_abandoned_rollouts_leave_no_warning_behind():
             )
         gc.collect()
     assert [str(warning.message) for warning in seen] == []
+
+
+async def test_tasks_that_waited_for_their_turn_are_cancelled_too():
+    async def late() -> art.Trajectory:
+        await asyncio.sleep(30)
+        return art.Trajectory()
+
+    tasks = [asyncio.create_task(each) for each in (rollout(-1), late(), late())]
+    with pytest.raises(ValueError, match="bad reward"):
+        await art.gather_trajectories(tasks, max_concurrent_rollouts=1)
+    await asyncio.sleep(0)
+    assert [task.cancelled() for task in tasks] == [False, True, True]
 
 
 async def test_allowed_failures_are_recorded_on_their_group():
@@ -344,7 +386,103 @@ async def test_sampled_tokens_are_recorded_and_shown(capsys: pytest.CaptureFixtu
     assert "completion_tokens=6" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [{"max_concurrent_rollouts": 0}, {"max_exceptions": -1}])
+# --- groups that are sampled until enough of them are informative -----------------------------------------------------
+
+
+def group_of(*values: float) -> art.TrajectoryGroup:
+    return art.TrajectoryGroup(map(rollout, values))
+
+
+async def test_dead_groups_are_replaced_until_enough_are_informative(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO", "art.gather")
+    dead, mixed = (1, 1), (0, 1)
+    stream = iter([group_of(*each) for each in (dead, mixed, dead, dead, mixed, mixed, dead)])
+    groups = await art.gather_trajectory_groups(stream, min_informative=2)
+    assert rewards(groups) == [[1, 1], [0, 1], [1, 1], [1, 1], [0, 1]]
+    assert caplog.messages == ["sampled 5 groups, 2 of them informative"]
+    rest = await art.gather_trajectory_groups(stream)
+    assert rewards(rest) == [[0, 1], [1, 1]], "the iterator keeps what was not sampled"
+
+
+async def test_no_more_groups_run_at_a_time_than_are_missing():
+    running = Running()
+    groups = (art.TrajectoryGroup([running.rollout(index)]) for index in range(6))
+    await art.gather_trajectory_groups(groups, min_informative=2)
+    assert running.most == 2 and running.started == list(range(6))
+
+
+async def test_the_end_of_the_groups_is_the_limit(caplog: pytest.LogCaptureFixture):
+    groups = await art.gather_trajectory_groups(
+        (group_of(1, 1) if index else group_of(0, 1) for index in range(5)), min_informative=3
+    )
+    assert len(groups) == 5
+    (message,) = caplog.messages
+    assert message.startswith("only 1 of 5 sampled groups are informative, and no groups are left")
+
+
+async def test_groups_that_were_not_sampled_are_closed_without_a_warning():
+    async def own_group() -> art.TrajectoryGroup:
+        return art.TrajectoryGroup([await rollout(0), await rollout(1)])
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pending = [own_group(), group_of(0, 1), group_of(0, 1), own_group()]
+        groups = await art.gather_trajectory_groups(pending, min_informative=1)
+        assert rewards(groups) == [[0, 1]]
+        with pytest.raises(ValueError, match="bad reward"):
+            await art.gather_trajectory_groups(
+                [group_of(-1, -1), group_of(0, 1), own_group()], min_informative=1
+            )
+        gc.collect()
+    assert [str(warning.message) for warning in seen] == []
+
+
+async def test_what_after_each_returns_decides_what_is_informative():
+    async def judge(group: art.TrajectoryGroup) -> art.TrajectoryGroup | None:
+        first = group.trajectories[0]
+        if first.reward == 0:
+            return None
+        first.reward += first.reward == 2
+        return group
+
+    stream = (group_of(index, index) for index in range(9))
+    groups = await art.gather_trajectory_groups(stream, min_informative=1, after_each=judge)
+    assert rewards(groups) == [[1, 1], [3, 2]]
+
+
+async def test_a_failing_source_of_groups_is_raised():
+    def stream():
+        yield group_of(1, 1)
+        raise KeyError("scenario")
+
+    with pytest.raises(KeyError, match="scenario"):
+        await art.gather_trajectory_groups(stream(), min_informative=1)
+    with pytest.raises(KeyError, match="scenario"):
+        await art.gather_trajectory_groups(stream())
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_expected"),
+    [
+        ([{"reward": 1.0}, {"reward": 1.0}], False),
+        ([{"reward": 1.0}, {"reward": 0.0}], True),
+        ([{"reward": 1.0}], False),
+        ([], False),
+        ([{"turn_rewards": [0.5, None]}, {"turn_rewards": [0.5]}], False),
+        ([{"turn_rewards": [0.5, 1.0]}, {}], True),
+        ([{"additional_histories": [{"turn_advantages": [None, -1.0]}]}], True),
+    ],
+)
+def test_a_group_is_informative_where_rewards_differ(fields: list[dict], is_expected: bool):
+    group = art.TrajectoryGroup(art.Trajectory(**each) for each in fields)
+    assert is_informative(group) is is_expected
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_concurrent_rollouts": 0}, {"max_exceptions": -1}, {"min_informative": 0}]
+)
 async def test_limits_that_cannot_be_are_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         await art.gather_trajectory_groups([], **wrong)

@@ -1,3 +1,4 @@
+import inspect
 import json
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from art import types
 
 def test_exported_names_are_those_of_all():
     private = {"annotations", "importlib", "TYPE_CHECKING", "Any"}
-    modules = {name for name in vars(art) if f"art.{name}" in sys.modules} - {"dev", "types"}
+    modules = {name for name, value in vars(art).items() if inspect.ismodule(value)}
+    modules -= {"dev", "types"}
     public = {name for name in vars(art) if not name.startswith("_")} - private - modules
-    assert public | {"Backend", "LocalBackend", "SkyPilotBackend"} == set(art.__all__)
+    assert public | {"Backend", "LocalBackend", "ServerlessBackend", "SkyPilotBackend"} == set(
+        art.__all__
+    )
     assert sorted(art.__all__) == sorted(set(art.__all__))
     assert all(getattr(art, name) is not None for name in art.__all__)
 

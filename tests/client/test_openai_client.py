@@ -1,3 +1,6 @@
+import asyncio
+import subprocess
+import sys
 from typing import Any, cast
 
 import openai
@@ -96,3 +99,39 @@ async def test_request_survives_a_restart_of_the_server(server, client: openai.A
     await server.stop()
     await server.start()
     await client.chat.completions.create(model="agent", messages=MESSAGES)
+
+
+PROGRAM = """
+import asyncio, gc, sys
+import art
+
+models = [art.Model(name="agent", project="demo", inference_base_url=sys.argv[1], inference_api_key="key")]
+
+async def ask():
+    await models[0].openai_client().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+async def forget():
+    models.clear()
+    gc.collect()
+    await asyncio.sleep(0.1)
+
+asyncio.run(ask())
+asyncio.run(forget())
+"""
+
+
+async def test_a_client_of_a_loop_that_has_ended_is_collected_in_silence(
+    server: Any, answer: Any
+) -> None:
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": "yes"},
+    }
+    server.on("POST", "/v1/chat/completions", answer(body={"id": "c", "choices": [choice]}))
+    command = [sys.executable, "-c", PROGRAM, f"{server.url}/v1"]
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(server.sent("POST", "/v1/chat/completions")) == 1

@@ -1,12 +1,17 @@
 """Rewards: checks of text, code in limited processes, sums."""
 
+import ast
 import asyncio
+import json
 import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import art
 from art.rewards import (
@@ -37,6 +42,8 @@ def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
         ("1,234,567.5 dollars", 1234567.5, 1.0),
         ("-3e-2", -0.03, 1.0),
         (".5", 0.5, 1.0),
+        ("e5", 5, 1.0),
+        ("1e999", 5, 0.0),
         ("3.1415", 3.14159265, 0.0),
         ("none", 1, 0.0),
         (None, 0, 0.0),
@@ -46,6 +53,12 @@ def test_number_match_takes_the_last_number(
     answer: str | None, expected: float, reward: float
 ) -> None:
     assert number_match(answer, expected) == reward
+
+
+@given(st.text(alphabet="0123456789+-.,eE \u0663x", max_size=12))
+def test_no_answer_makes_a_check_raise(answer: str) -> None:
+    assert number_match(answer, 1.0) in (0.0, 1.0)
+    assert json_match(answer) in (0.0, 1.0)
 
 
 def test_number_match_has_tolerances() -> None:
@@ -75,6 +88,7 @@ SCHEMA = {
         ('```json\n{"city": "Ulm"}\n```', 1.0),
         ('Here it is:\n```\n{"city": "Ulm"}\n```\nDone.', 1.0),
         ('{"city": 3}', 0.0),
+        ("NaN", 0.0),
         ('{"city": "Ulm"} and more', 0.0),
         ("[" * 100_000, 0.0),
         (None, 0.0),
@@ -85,7 +99,7 @@ def test_json_match_checks_the_schema(answer: str | None, reward: float) -> None
 
 
 def test_json_match_refuses_what_is_no_schema() -> None:
-    assert json_match("[1]") == 1.0
+    assert json_match("[1]") == 1.0 and json_match("[NaN]") == 0.0
     with pytest.raises(ValueError, match="not a JSON schema"):
         json_match("1", {"type": "nothing"})
 
@@ -117,6 +131,59 @@ async def test_code_that_misbehaves_passes_nothing_and_ends_soon(code: str) -> N
     began = time.monotonic()
     assert await passed_tests(code, ["pass"], timeout_seconds=2) == 0.0
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import io, sys; sys.stdout = io.StringIO()",
+        "import sys; sys.stdout.close()",
+        "import os; os.write = print",
+        "print('unfinished', end='')",
+        "import subprocess; subprocess.Popen(['sleep', '30'])",
+        "import os, time\nif os.fork() == 0: time.sleep(30)",
+        "import os\nif os.fork(): os.wait()",
+    ],
+)
+async def test_right_code_passes_whatever_the_test_does_with_its_output(test: str) -> None:
+    assert await passed_tests(ADD, [f"assert add(1, 2) == 3\n{test}"]) == 1.0
+
+
+SESSION_OF_ITS_OWN = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {program!r}], start_new_session=True{more})
+print(child.pid, file=open({file!r}, "w"))
+"""
+
+
+async def test_no_process_of_the_code_survives_in_a_session_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    program = "import time; time.sleep(30)"
+    code = SESSION_OF_ITS_OWN.format(program=program, file=str(file), more="")
+    assert await passed_tests(code, ["pass", "raise ValueError"]) == 0.5
+    assert not is_running(int(file.read_text()))
+
+
+def is_running(process: int) -> bool:
+    """Whether it exists, and is no zombie."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes() != b""
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_files_that_appear_during_the_cleanup_fail_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import time\nend, n = time.monotonic() + 2, 0\n"
+        "while time.monotonic() < end: n += 1; open(str(n), 'w').close()"
+    )
+    # Without the code's environment no one can tell whose process it is.
+    more = ", env={}, stdout=subprocess.DEVNULL"
+    code = SESSION_OF_ITS_OWN.format(program=program, file=str(tmp_path / "pid"), more=more)
+    assert await passed_tests(code, ["import time; time.sleep(0.5)"]) == 1.0
 
 
 async def test_code_gets_no_secrets_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,14 +222,45 @@ def test_a_sum_that_cannot_be_is_refused(
         set_reward(art.Trajectory(messages_and_choices=[]), parts, weights)
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+SNIPPET, *OF_JUDGES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
 def test_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     message = {"role": "assistant", "content": "It is 42."}
     choice = art.types.Choice.model_validate(
         {"index": 0, "finish_reason": "stop", "message": message}
     )
     names: dict[str, Any] = {"art": art, "messages": [], "choice": choice}
-    exec(snippet, names)
+    exec(SNIPPET, names)
     assert names["trajectory"].metrics["reward/right"] == 1.0
     assert names["trajectory"].reward == pytest.approx(1 + 0.1 * (1 - 9 / 500))
+
+
+async def test_the_judges_of_the_page_run(
+    server, answer, model: art.TrainableModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(request: Any) -> Any:
+        ids = re.findall(r'<trajectory id=\\"(\d+)', request.body.decode())
+        text = json.dumps({"scores": {each: int(each) / 4 for each in ids}})
+        return answer(body={"choices": [{"message": {"content": text}}]})
+
+    async def rollout(question: str) -> art.Trajectory:
+        said: Any = {"role": "assistant", "content": f"{question} {len(rollouts)}"}
+        rollouts.append(art.Trajectory(messages_and_choices=[said]))
+        return rollouts[-1]
+
+    rollouts: list[art.Trajectory] = []
+    server.on("POST", "/v1/chat/completions", judge)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"art": art, "model": model, "rollout": rollout}
+    names |= {"judge_url": f"{server.url}/v1", "questions": ["Why?"]}
+    for snippet in OF_JUDGES:
+        code = compile(snippet, str(PAGE), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        await eval(code, names)
+    (group,) = names["groups"]
+    assert [each.reward for each in group] == [0.25, 0.5, 0.75, 1.0]
+    assert [each.reward for each in names["scored"]] == [0.5] * 4, "it prefers the second"
+    requests = server.sent("POST", "/v1/chat/completions")
+    assert [each.json()["model"] for each in requests] == ["qwen3-32b"] + ["art/tiny"] * 12
+    assert len(list((tmp_path / "judge-cache").iterdir())) == 1

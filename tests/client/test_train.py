@@ -193,13 +193,15 @@ async def test_what_was_not_trained_is_told(
         "num_trajectories_trained": 1,
         "dropped": [
             {"reason": "too long", "count": 1, "examples": [place]},
-            {"reason": "the rollout failed", "count": 2},
+            {"reason": "the rollout failed", "count": 2, "unit": "rollout"},
         ],
     }
     server.on("POST", TRAIN, answer(lines=[{**ACCEPTED, "report": report}, DONE]))
     await model.train(groups)
-    told = f"trained on 1 of 2 trajectories; not trained: 1 x too long ({place}); 2 x the rollout failed"
-    assert told in caplog.messages
+    assert (
+        "train: 1 of 2 trajectories trained. Left out: 1 turn, because too long; 2 rollouts, because the rollout failed. "
+        f"For example {place}."
+    ) in caplog.messages
 
 
 async def test_ignored_settings_are_told(

@@ -34,6 +34,42 @@ async def test_a_request_that_is_worked_on_waits_for_nothing(server, answer, cap
     assert capsys.readouterr().err == ""
 
 
+async def test_a_start_is_told_line_by_line_and_never_silent(
+    server, answer, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(waiting, "START_SECONDS", 0.1)
+    lines = [
+        {"number": 4, "seconds": 0.2, "text": "base model art/tiny: 0.0094 GB of weights"},
+        {"number": 5, "seconds": 31.0, "text": "engine: vLLM answers"},
+    ]
+    starting = {"engine": "starting", "waits_for": "the engine, which is starting."}
+    server.on("GET", "/health", answer(200, {**starting, "progress": lines[:1]}))
+    text = ""
+    with waiting.waiting_for(server.url, None).call("registering 'a'"):
+        async with asyncio.timeout(10):
+            while text.count("waiting for the engine") < 2:
+                await asyncio.sleep(0.02)
+                text += capsys.readouterr().err
+            server.on("GET", "/health", answer(200, {"engine": "ready", "progress": lines}))
+            while "vLLM answers" not in text:
+                await asyncio.sleep(0.02)
+                text += capsys.readouterr().err
+    told = text.splitlines()
+    assert told[0] == "art:    0 s  base model art/tiny: 0.0094 GB of weights"
+    assert told[1] == "art:    0 s  waiting for the engine, which is starting"
+    assert len(told) > 3, "it goes on to say so"
+    assert told[-1] == "art:   31 s  engine: vLLM answers"
+    assert sum("0.0094 GB" in line for line in told) == 1
+
+
+async def test_an_earlier_start_is_not_told(server, answer, capsys) -> None:
+    line = {"number": 9, "seconds": 40.0, "text": "engine: ready"}
+    server.on("GET", "/health", answer(200, {"engine": "ready", "progress": [line]}))
+    with waiting.waiting_for(server.url, None).call("a request"):
+        await asyncio.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
 async def test_a_server_that_does_not_answer_is_named(capsys) -> None:
     with waiting.waiting_for("http://127.0.0.1:9", None).call("a request"):
         await asyncio.sleep(0.3)

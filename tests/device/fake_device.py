@@ -70,7 +70,8 @@ class FakeProcess:
 
     numbers = itertools.count(1000)
 
-    def __init__(self, world: "World", socket: Path):
+    def __init__(self, world: "World", socket: Path, work_file: Path):
+        self.work_file = work_file
         self.pid = next(self.numbers)
         self.returncode: int | None = None
         self.world, self.device, self.plan = world, world.device, world.plan
@@ -211,6 +212,8 @@ class FakeProcess:
             raise ConnectionResetError
         if self.gave_up:
             self.device.wrongs.append(f"sampled without {self.gave_up}")
+        self.world.num_sampled += 1
+        self.work_file.write_bytes(self.world.num_sampled.to_bytes(8, "little"))
         return web.json_response({"model": body["model"]})
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -222,6 +225,9 @@ class FakeProcess:
             )
             self.kill(-11)
             await self.wait()
+        if body["lora_name"] in self.adapters:
+            text = f"The lora adapter '{body['lora_name']}' has already been loaded."
+            return web.json_response({"message": text}, status=400)
         if not (Path(body["lora_path"]) / "adapter").exists():
             return web.json_response({"message": "no such adapter"}, status=404)
         self.adapters.append(body["lora_name"])
@@ -292,7 +298,7 @@ class FakeEngine(Engine):
 
     async def _launch(self, base: BaseModel, run_dir: Path) -> Any:
         del base
-        process = FakeProcess(self.world, run_dir / SOCKET_NAME)
+        process = FakeProcess(self.world, run_dir / SOCKET_NAME, self._work_file)
         self.world.children.running[process.pid] = process
         self.world.process = process
         return process
@@ -378,7 +384,7 @@ class World:
         self.children = FakeChildren()
         self.process: FakeProcess | None = None
         self.seen: list[str] = []
-        self.num_trainer_deaths = 0
+        self.num_trainer_deaths = self.num_sampled = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def reach(self, phase: str) -> str:

@@ -23,13 +23,14 @@ from art_server.device.figures import read_figures
 from art_server.device.owner import DeviceOwner
 from art_server.device.plan import GIB, Card, Demand, make_plan
 from art_server.engine import engine as engine_module
-from art_server.engine.engine import AdapterRefused, Engine
+from art_server.engine.engine import AdapterRefused, Engine, EngineDied
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
 from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import JobQueue, Payload, request_digest
 from art_server.jobs.runner import JobRunner
 from art_server.ledger.intake import RecordReceiver
+from art_server.ledger.ledger import Ledger
 from art_server.settings import ServerConfig
 from art_server.shared.tasks import Batch, LoadTask
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
@@ -57,6 +58,7 @@ CASES = {
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.01)
     monkeypatch.setattr(engine_module, "PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr(engine_module, "SLEEP_SECONDS", 0.3)
     monkeypatch.setattr(engine_module, "WAKE_SECONDS", 0.3)
     monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
     monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.01)
@@ -318,6 +320,7 @@ async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None
             house.queue,
             house.gate,
             house.engine,
+            Ledger(tmp_path / "ledger.sqlite"),
             asyncio.Lock(),
             tmp_path / "incoming",
             0,
@@ -338,6 +341,59 @@ async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None
         assert await house.ask("a") == "p/a@1"
         assert world.seen.count("engine starts") == 2, "one that keeps its prompts is ended"
     assert_right(world)
+
+
+async def test_a_caller_that_leaves_during_a_load_leaves_no_trace(tmp_path: Path) -> None:
+    """vLLM goes on loading, and refuses a name that it has already."""
+    world = make_world("none", {"adapter loads": ["slow"]})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        leaving = asyncio.create_task(house.engine.load_adapter("p/a@0", folder, SECONDS))
+        while "adapter loads" not in world.seen:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        leaving.cancel()
+        await asyncio.sleep(0)
+        assert leaving.cancelled() and house.owner._lock.locked(), (
+            "the device is vLLM's until it has loaded"
+        )
+        assert await house.ask("a") == "p/a@0"
+        assert world.seen.count("adapter loads") == 1
+        # The answer of a load can be lost, too.
+        house.engine._adapters.clear()
+        assert await house.ask("a") == "p/a@0"
+        assert world.process is not None and world.process.adapters == ["p/a@0"]
+    assert_right(world)
+
+
+async def test_a_request_whose_client_does_not_read_is_no_hung_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.05)
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        with house.gate.inside("p/a@0"):
+            await asyncio.sleep(1.0)
+        assert world.num_sampled > 3, "it is asked for tokens"
+        assert world.seen.count("engine starts") == 1
+    assert_right(world)
+
+
+async def test_an_engine_that_dies_while_it_renders_is_met_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        await house.engine.wait_ready(SECONDS)
+
+        async def lose(*_: Any) -> None:
+            raise aiohttp.ServerDisconnectedError
+
+        monkeypatch.setattr(house.engine, "_post", lose)
+        with pytest.raises(EngineDied, match="repeat the request") as died:
+            await house.engine.tokenize({"prompt": "a"})
+        assert died.value.retryable
 
 
 PHASES = ("engine starts", "engine loads", "adapter loads", "pause", "sleep", "trains", "backward")

@@ -73,7 +73,7 @@ def test_what_must_fit_fits(name: str, host_gib: int) -> None:
 
 
 def test_main_memory_counts() -> None:
-    with pytest.raises(InvalidInput, match="66 GiB of main memory, of 64"):
+    with pytest.raises(InvalidInput, match="97 GiB of main memory, of 64"):
         make_plan(card("80 GB", 64), demand("32B"), FIGURES)
     read_again = make_plan(card("80 GB", 128), demand("32B"), FIGURES)
     assert not read_again.is_base_resident and not read_again.has_host_copy

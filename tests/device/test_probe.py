@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +32,16 @@ def install(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
+class NotSupported(NVMLError):
+    """As NVML's on cards without memory of their own."""
+
+
 def fake_nvml(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Two cards; the second is the larger."""
     cards = [("GPU-aaaa", "NVIDIA L4", 24), ("GPU-bbbb", "NVIDIA H200", 141)]
     made = {
         "NVMLError": NVMLError,
+        "NVMLError_NotSupported": NotSupported,
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: "580.95.05",
@@ -124,12 +130,57 @@ def test_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices(config, machine)
     kept_to = device_environment(config.serve_devices, machine)
     assert kept_to == {"CUDA_VISIBLE_DEVICES": "GPU-bbbb"}
-    assert device_environment((), machine) == {}
     with pytest.raises(InvalidInput, match="--serve-devices: there is no GPU 2 here, only 0, 1"):
         check_devices(ServerConfig(serve_devices=(2,), train_devices=(0,)), machine)
     with pytest.raises(InvalidInput, match="the trainer uses one GPU"):
         third = replace(machine, gpus=(*machine.gpus, replace(machine.gpus[0], index=2)))
         check_devices(ServerConfig(serve_devices=(0,), train_devices=(1, 2)), third)
+
+
+def test_several_gpus_are_named_in_our_order_and_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA numbers the fastest GPU first, and the plan is made for the first one of the driver's order."""
+    install(monkeypatch, "vllm")
+    fake_nvml(monkeypatch)
+    machine = probe.probe()
+    assert device_environment((), machine) == {"CUDA_VISIBLE_DEVICES": "GPU-aaaa,GPU-bbbb"}
+    assert device_environment((), replace(machine, gpus=machine.gpus[:1])) == {}
+
+
+def test_a_gpu_that_shares_the_main_memory_has_half_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise NotSupported("Not Supported")
+
+    install(monkeypatch, "vllm")
+    fake_nvml(monkeypatch, nvmlDeviceGetMemoryInfo=refuse)
+    machine = probe.probe()
+    assert [gpu.total for gpu in machine.gpus] == [machine.host // 2] * 2
+
+    def fail_otherwise(_: object) -> None:
+        raise NVMLError("GPU is lost")
+
+    fake_nvml(monkeypatch, nvmlDeviceGetName=fail_otherwise)
+    with pytest.raises(InvalidInput, match="GPU is lost"):
+        probe.probe()
+
+
+def test_a_container_s_limit_is_the_main_memory(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/kubepods/pod/box\n")
+    box = tmp_path / "fs" / "kubepods" / "pod" / "box"
+    box.mkdir(parents=True)
+    whole = probe.main_memory(tmp_path / "fs", own)
+    (box / "memory.max").write_text("max\n")
+    assert probe.main_memory(tmp_path / "fs", own) == whole
+    (box.parent / "memory.max").write_text("1073741824\n")
+    (tmp_path / "memory.max").write_text("1\n")  # above the root: no group
+    assert probe.main_memory(tmp_path / "fs", own) == 2**30
+    own.write_text("4:memory:/docker\n1:cpu:/\n")
+    (tmp_path / "fs" / "memory" / "docker").mkdir(parents=True)
+    (tmp_path / "fs" / "memory" / "docker" / "memory.limit_in_bytes").write_text("536870912\n")
+    assert probe.main_memory(tmp_path / "fs", own) == 2**29
+    assert probe.main_memory(tmp_path / "fs", tmp_path / "none") == whole
 
 
 def test_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

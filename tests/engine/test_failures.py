@@ -19,6 +19,10 @@ TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):
             "does not serve the architecture ['MambaXForCausalLM']",
         ),
         (
+            "pydantic_core._pydantic_core.ValidationError: Value error, Unknown quantization method: bitsandbytes. Must",
+            "quantised by bitsandbytes: for bitsandbytes install vllm-bnb-plugin",
+        ),
+        (
             "ValueError: BloomModel does not support LoRA yet.",
             "serves BloomModel without adapters only",
         ),

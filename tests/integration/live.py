@@ -26,13 +26,21 @@ class Server:
     url: str = ""
     inference_url: str = ""
     arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that are added to those of the tests."""
 
     def start(self) -> None:
         ports = [self.url.rpartition(":")[2] or "0", self.inference_url.rpartition(":")[2] or "0"]
         command = [*self.command(), "--path", str(self.path / "art")]
         command += ["--port", ports[0], "--inference-port", ports[1], *self.arguments]
         with open(self.path / "server.log", "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **self.environment},
+            )
         file = self.path / "art" / ".server" / "address.json"
         deadline = time.monotonic() + 60
         while not (file.exists() and json.loads(file.read_text())["pid"] == self.process.pid):
@@ -116,17 +124,19 @@ def chat(client: httpx.Client, model: str, **more: Any) -> dict[str, Any]:
 
 
 def sampled_group(client: httpx.Client, model: str, size: int = 4, **more: Any) -> dict[str, Any]:
-    """A group of fresh samples with different rewards. Not all texts are equal: their gradients would cancel out."""
-    body: dict[str, Any] = {}
-    for _ in range(20):
+    """A group of fresh samples with a reward for each text. There are at least two texts if size > 1. Equal texts have equal rewards:
+    different ones can cancel out, so that a step changes nothing."""
+    body, texts = dict[str, Any](), list[str]()
+    for _ in range(20 if size > 1 else 1):
         body = chat(client, model, n=size, **more)
-        if len({json.dumps(choice["message"]) for choice in body["choices"]}) > 1:
+        texts = [json.dumps(choice["message"]) for choice in body["choices"]]
+        if len(set(texts)) > 1:
             break
     message = {"role": "user", "content": "respond with yes, no, maybe"}
     return {
         "trajectories": [
-            {"messages_and_choices": [message, choice], "reward": float(index)}
-            for index, choice in enumerate(body["choices"])
+            {"messages_and_choices": [message, choice], "reward": float(texts.index(text))}
+            for choice, text in zip(body["choices"], texts, strict=True)
         ]
     }
 

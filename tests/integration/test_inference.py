@@ -1,5 +1,6 @@
 """The four APIs through the proxy: what clients get, and what the ledger stores."""
 
+import concurrent.futures
 import json
 import sqlite3
 from contextlib import closing
@@ -237,3 +238,34 @@ def test_vllm_routes_that_control_it_are_not_reachable(server: Server) -> None:
     with server.client() as client:
         for path in ("/v1/load_lora_adapter", "/pause", "/sleep", "/collective_rpc", "/tokenize"):
             assert client.post(path, json={}).status_code == 404
+
+
+@pytest.mark.slow
+def test_seeds_and_prompt_logprobs_beside_other_traffic_leave_the_engine_alive(
+    server: Server,
+) -> None:
+    """Prompts that together exceed a batch are computed in parts, whose samples are thrown away."""
+    register(server, "seeded")
+    model = f"{PROJECT}/seeded"
+    restarts = (server.path / "server.log").read_text().count("engine restarts")
+    long = "one two three four five six seven eight nine ten " * 30
+
+    def complete(number: int, **options: Any) -> dict[str, Any]:
+        body = {"model": model if number % 2 else "art/tiny", "prompt": f"{number} {long}"}
+        with server.client() as client:
+            reply = client.post("/v1/completions", json=body | {"max_tokens": 12} | options)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]
+
+    with concurrent.futures.ThreadPoolExecutor(24) as threads:
+        seeded = [threads.submit(complete, number, seed=number) for number in range(24)]
+        scored = [
+            # Fewer tokens than there are requests in a batch.
+            threads.submit(complete, number, prompt=f"{number} yes", prompt_logprobs=0)
+            for number in range(24, 40)
+        ]
+        texts = [each.result()["text"] for each in seeded]
+        assert all(each.result()["prompt_logprobs"] for each in scored)
+    same = sum(text == complete(number, seed=number)["text"] for number, text in enumerate(texts))
+    assert same >= 22, "a seed gives the same answer; rounding may change one"
+    assert (server.path / "server.log").read_text().count("engine restarts") == restarts

@@ -113,16 +113,23 @@ def test_a_full_queue_takes_no_more(tmp_path: Path) -> None:
 def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path / "jobs.sqlite")
 
-    def add_alone(name: str) -> Job:
-        report = JobReport()
+    checked: list[str] = []
+
+    def add_alone(name: str, key: str | None = None) -> Job:
         return queue.add(
-            "me", "p", name, None, "d", TrainConfig(), PAYLOAD, report, must_be_alone=True
+            *("me", "p", name, key, "d", TrainConfig(), PAYLOAD, JobReport()),
+            check_alone=lambda: checked.append(name),
         )
 
-    add_alone("a")
+    first = add_alone("a", key="k")
     add_alone("b")
     with pytest.raises(Conflict, match="expected_step"):
         add_alone("a")
+    assert checked == ["a", "b"]
+    assert add_alone("a", key="k") == first, "the same request came twice"
+    queue.set_done(first.job_id, {}, JobReport())
+    assert add_alone("a", key="k").job_id == first.job_id
+    assert checked == ["a", "b"]
 
 
 def test_jobs_are_moved_and_listed_in_their_order(tmp_path: Path) -> None:

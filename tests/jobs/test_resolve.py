@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from art.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
-from art_server.jobs.resolve import Limits, ResolvedTurn, Sources, join_turns, resolve
+from art_server.jobs.resolve import Limits, Sources, resolve
+from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
 from art_server.shared.kept_set import pack_set, unpack_set
@@ -55,14 +56,25 @@ def record(
 
 
 def sources(**given: Any) -> Sources:
-    """Knows nothing but what is given; renders a conversation as one token a message, a text as one a word."""
+    """Knows nothing but what is given; renders a conversation before an answer as one token, a text as one a word."""
+
+    def tokenize(text: str) -> list[int]:
+        return [20 + len(word) for word in text.split()]
+
+    def render(messages: list[dict[str, Any]], tools: Any, has_header: bool) -> list[int]:
+        if has_header:
+            return [10 + len(messages)]
+        return [9 + len(messages), *tokenize(messages[-1]["content"]), 99]
+
     known: dict[str, Any] = {
         "find_record": lambda _: None,
         "find_text": lambda said, logprobs, before: [],
-        "render": lambda messages, tools: [10 + len(messages)],
-        "tokenize": lambda text: [20 + len(word) for word in text.split()],
-        "token_text": lambda token: None,
+        "render": render,
+        "tokenize": tokenize,
+        "decode": lambda tokens: None,
         "end_id": 99,
+        "end_ids": {99},
+        "stop_ids": {99},
     }
     known |= given
     find_text = known["find_text"]
@@ -101,7 +113,8 @@ def run(
         bodies[0]["additional_histories"] = [{"messages_and_choices": h} for h in histories]
     body = TrajectoryGroupBody.model_validate({"trajectories": bodies, **group})
     known = sources(find_record=find, **(given or {}))
-    return resolve([body], config or TrainConfig(), "p/a", known, LIMITS)
+    found = resolve([body], config or TrainConfig(), "p/a", known, LIMITS)
+    return found.batch, found.report
 
 
 def test_a_choice_is_trained_on_the_tokens_that_it_carries() -> None:
@@ -298,6 +311,27 @@ def test_plain_messages_train_only_on_request() -> None:
     assert report.turns == {"recomputed": 1}
 
 
+@pytest.mark.parametrize(
+    "config", [TrainConfig(), TrainConfig(allow_training_without_logprobs=True)]
+)
+def test_a_turn_that_saw_an_image_is_not_trained(config: TrainConfig) -> None:
+    """Its tokens would be trained without the image. Those before the image are."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    entries = [
+        {"role": "user", "content": [{"type": "text", "text": "q"}]},
+        choice([1], [2], "c-0"),
+        {"role": "user", "content": [{"type": "text", "text": "and this?"}, picture]},
+        choice([1, 2, 3], [4], "c-1"),
+        said_choice("yes"),
+    ]
+    batch, report = run([entries], config=config)
+    (row,) = batch.groups[0].trajectories[0].sequences
+    assert row.token_ids == [1, 2]
+    assert [(each.reason, each.count) for each in report.dropped[:1]] == [
+        ("the conversation contains a part of type 'image_url': only text can be trained", 2)
+    ]
+
+
 def test_why_a_turn_could_not_be_joined_is_counted() -> None:
     first, second = choice([1, 2], [3, 4], "c-0"), choice([1, 2, 4, 5], [6], "c-1")
     dropped = dataclasses.replace(record("c-1", [1], [6]), link="dropped")
@@ -323,7 +357,7 @@ def test_every_sampled_token_is_trained_once_after_its_own_prompt(
             ResolvedTurn(prompt, tokens, [-float(i + 1) for i in range(len(tokens))], "ids")
         )
         so_far = prompt + tokens
-    rows = join_turns(turns)
+    rows, _ = join_turns(turns)
     trained = sum(value is not None for row in rows for value in row.logprobs)
     assert trained == sum(len(turn.token_ids) for turn in turns)
     texts = [row.token_ids for row in rows]
@@ -343,7 +377,8 @@ def test_turns_may_have_rewards_and_advantages_of_their_own() -> None:
     def rows_of(**given: Any) -> Any:
         trajectory = body | given | {"additional_histories": [history]}
         group = TrajectoryGroupBody.model_validate({"trajectories": [trajectory]})
-        return resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
+        found = resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
+        return found.batch, found.report
 
     batch, report = rows_of(**signal)
     row, other = batch.groups[0].trajectories[0].sequences
@@ -430,7 +465,7 @@ def test_text_that_splits_into_other_tokens_than_its_entries_name_is_dropped() -
     choice = said_choice("no where", [-0.5, -0.5])
     for token, entry in zip(("no", "w here"), choice["logprobs"]["content"], strict=True):
         entry["token"] = token
-    given = {"token_text": texts.get}
+    given = {"decode": lambda tokens: texts.get(tokens[0])}
     with pytest.raises(InvalidInput, match="splits into other tokens"):
         run([[QUESTION, choice]], given=given)
     choice["logprobs"]["content"][1]["token"] = "where"
@@ -503,7 +538,7 @@ def test_equal_turn_rewards_of_equal_rewards_are_no_signal() -> None:
         {"messages_and_choices": [choice([1], [3])], "reward": 1.0, "turn_rewards": [1.0]},
     ]
     group = TrajectoryGroupBody.model_validate({"trajectories": bodies})
-    _, report = resolve([group], TrainConfig(), "p/a", sources(), LIMITS)
+    report = resolve([group], TrainConfig(), "p/a", sources(), LIMITS).report
     assert report.num_groups_trained == 0
 
 

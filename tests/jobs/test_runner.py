@@ -114,7 +114,7 @@ async def test_a_job_becomes_a_step(tmp_path: Path) -> None:
         (row,) = model.folder.history()
         assert row["train/reward"] == 0.25 and row["loss/train"] == 0.5
         assert (model.folder.path / "trajectories" / "train" / "0001.jsonl").read_text()
-        assert house.trainer.batches == [{"groups": [], "distributions": []}]
+        assert house.trainer.batches == [{"groups": [], "distributions": [], "num_groups": None}]
 
 
 ENVIRONMENT: dict[str, Exception] = {

@@ -133,6 +133,25 @@ async def test_death_under_a_task_is_reported_and_the_next_task_starts_another(
     await trainer.stop()
 
 
+async def test_a_program_that_got_the_id_of_a_process_that_ended_is_not_killed(
+    tmp_path: Path,
+) -> None:
+    trainer = make_trainer(tmp_path)
+    await trainer.start()
+    ended = trainer._process
+    assert ended is not None
+    ended.kill()
+    await ended.wait()
+    other = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    other_pid = other.pid
+    trainer._process = type("Ended", (), {"pid": other_pid, "returncode": -9, "wait": ended.wait})()  # type: ignore[assignment]
+    await trainer.stop()
+    await asyncio.sleep(0.1)
+    assert other.returncode is None
+    other.kill()
+    await other.wait()
+
+
 async def test_answer_that_is_none_ends_the_process(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     with pytest.raises(TrainerDied, match="hello"):

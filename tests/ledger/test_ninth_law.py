@@ -25,9 +25,10 @@ from tokenizers import Tokenizer
 
 from art_server.base_models import TINY_DIR
 from art_server.in_vllm.child import with_prompt
+from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.ledger.splice import prefix_hashes
+from art_server.ledger.splice import MAX_SAME, prefix_hashes
 from art_server.shared.samples import Sample
 
 Message = dict[str, Any]
@@ -223,8 +224,7 @@ class Talk:
     ) -> list[Record]:
         """One request with as many answers as are given; each ends with the family's token, unless `end` says otherwise."""
         request_id = f"{next(NUMBERS):032x}"
-        is_before_user = bool(messages) and messages[-1]["role"] == "user"
-        named = self.ledger.callers(names)
+        digests = conversation.prefix_digests(messages)
         request = Request(
             request_id,
             api,
@@ -233,8 +233,9 @@ class Talk:
             0,
             "me",
             session,
-            named=named,
-            is_before_user=is_before_user,
+            before=digests[-1],
+            named=self.ledger.callers(names),
+            before_tool=conversation.before_tool(messages, digests),
         )
         rendered = self.family.encode(self.family.render(messages))
         end = (self.family.sampled_end or self.family.end) if end is None else end
@@ -484,6 +485,161 @@ def test_thinking_that_is_not_returned_is_put_back_only_where_it_is_certain() ->
     dropped = [*path[:2], user("and now?")]
     (record,) = talk.ask(dropped, [[5]], names=["call-of-1"])
     assert record.link == "dropped" and talk.text(record) == talk.rendering(dropped)
+
+
+TOOL_RESULT: Message = {"role": "tool", "content": "result"}
+
+
+@pytest.mark.parametrize("by", ["name", "session"])
+def test_each_of_many_siblings_goes_on_behind_its_own_thinking(by: str) -> None:
+    """Their renderings are equal from the second turn on, because none returns its thinking."""
+    talk = Talk(QWEN)
+    num = MAX_SAME + 8
+    message = said("", None, [("look", {"a": 1})])
+    paths: list[list[Message]] = [[user("q")] for _ in range(num)]
+    pasts: list[list[int]] = [[] for _ in range(num)]
+    names: list[list[str]] = [[] for _ in range(num)]
+    for turn in range(4):
+        for i in range(num):
+            answer = talk.family.encode(f"<think>\nplan {i} of {turn}\n</think>\n\n{CALLING}")
+            (record,) = talk.ask(
+                paths[i],
+                [answer],
+                session=f"s{i}" if by == "session" else None,
+                names=names[i] if by == "name" else (),
+            )
+            assert record.prompt_token_ids[: len(pasts[i])] == pasts[i]
+            pasts[i] = record.prompt_token_ids + record.token_ids
+            names[i].append(record.choice_id)
+            paths[i] += [message, TOOL_RESULT]
+
+
+def test_without_a_name_nobody_goes_on_behind_one_of_several_thoughts() -> None:
+    talk = Talk(QWEN)
+    siblings = ask_siblings(talk, [f"<think>\nplan {i}\n</think>\n\n{CALLING}" for i in range(2)])
+    path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
+    for sibling in siblings:
+        talk.ask(path, [talk.family.encode(CALLING)], names=[sibling.choice_id])
+    path += [said("", None, [("look", {"a": 1})]), TOOL_RESULT]
+    (record,) = talk.ask(path, [[5]])
+    assert record.link == "ambiguous" and talk.text(record) == talk.rendering(path)
+    (named,) = talk.ask(path, [[5]], names=[siblings[0].choice_id])
+    assert "plan 1" not in talk.text(named)
+
+
+def test_an_edited_answer_does_not_get_the_thinking_of_a_sibling_that_equals_it() -> None:
+    talk = Talk(QWEN)
+    other = CALLING.replace("1", "2")
+    mine, theirs = ask_siblings(
+        talk, [f"<think>\nmine\n</think>\n\n{CALLING}", f"<think>\ntheirs\n</think>\n\n{other}"]
+    )
+    talk.ledger.name_calls(mine.choice_id, ["call-of-mine"])
+    edited = [user("q"), said("", None, [("look", {"a": 2})]), TOOL_RESULT]
+    for name in (mine.choice_id, "call-of-mine"):
+        (record,) = talk.ask(edited, [[5]], names=[name])
+        assert record.link == "ambiguous" and talk.text(record) == talk.rendering(edited)
+    (record,) = talk.ask(edited, [[5]], names=["an id of another program"])
+    assert record.continues == theirs.choice_id and "theirs" in talk.text(record)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "<think>\nmore of B\n</think>\n\n" + CALLING,
+        '<tool_call>\n{"name":"look","arguments":{"a":1}}\n</tool_call>',
+    ],
+)
+def test_an_answer_that_matches_less_closely_is_not_continued_behind_other_thoughts(
+    second: str,
+) -> None:
+    talk = Talk(QWEN)
+    call = said("", None, [("look", {"a": 1})])
+    later = [user("q"), call, TOOL_RESULT]
+    talk.ask([user("q")], [talk.family.encode(f"<think>\nplan of A\n</think>\n\n{CALLING}")])
+    (of_a,) = talk.ask(later, [talk.family.encode(CALLING)])
+    assert of_a.link == "spliced"
+    talk.ask([user("q")], [talk.family.encode(f"<think>\nplan of B\n</think>\n\n{CALLING}")])
+    talk.ask(later, [talk.family.encode(second)])
+    (of_b,) = talk.ask([*later, call, TOOL_RESULT], [[5]])
+    assert of_b.link == "ambiguous" and "plan of A" not in talk.text(of_b)
+
+
+def test_names_count_after_a_restart_and_among_thousands(tmp_path: Path) -> None:
+    talk = Talk(QWEN)
+    file = tmp_path / "ledger.sqlite"
+    talk.ledger = Ledger(file)
+    talk.ledger.use_tokenizer(talk.family.folder)
+    spelled = [talk.family.encode(f"<think>\nplan {i}\n</think>\n\n{CALLING}") for i in range(300)]
+    siblings = talk.ask([user("q")], spelled)
+    talk.ledger.name_calls(siblings[0].choice_id, ["call-0"])
+    talk.ledger.name_calls(siblings[1].choice_id, ["functions.look:0"])
+    talk.ledger.close()
+    talk.ledger = Ledger(file)
+    talk.ledger.use_tokenizer(talk.family.folder)
+    talk.ledger.name_calls(siblings[2].choice_id, ["functions.look:0"])
+    path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
+    (named,) = talk.ask(path, [[5]], names=["call-0"])
+    assert named.continues == siblings[0].choice_id and "plan 0" in talk.text(named)
+    (unnamed,) = talk.ask(path, [[5]], names=["functions.look:0"])
+    assert unnamed.link == "ambiguous"
+
+
+def test_a_system_line_that_is_not_rendered_changes_no_conversation() -> None:
+    def digests(number: int) -> list[bytes]:
+        header = {
+            "type": "text",
+            "text": f"x-anthropic-billing-header: cc_version=2; cch={number};",
+        }
+        body = {"system": [header, {"type": "text", "text": "help"}], "messages": [user("q")]}
+        return conversation.prefix_digests(conversation.messages_of("messages", body))
+
+    assert digests(1) == digests(2)
+    of_chat = [{"role": "system", "content": "x-anthropic-billing-header: 7\nhelp"}, user("q")]
+    assert conversation.prefix_digests(of_chat) == digests(1)
+
+
+def test_an_id_of_two_choices_names_neither() -> None:
+    """Kimi numbers its calls from 0 in each conversation."""
+    talk = Talk(QWEN)
+    siblings = ask_siblings(talk, [f"<think>\nplan {i}\n</think>\n\n{CALLING}" for i in range(3)])
+    number = f"functions.look:{next(NUMBERS)}"
+    for sibling in siblings[:2]:
+        talk.ledger.name_calls(sibling.choice_id, [number, number])
+    path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
+    (record,) = talk.ask(path, [[5]], names=[number])
+    assert record.link == "ambiguous"
+
+
+def test_thinking_that_was_put_back_is_dropped_by_a_later_user_turn() -> None:
+    talk = Talk(QWEN)
+    (first,) = ask_siblings(talk, [f"<think>\nplan\n</think>\n\n{CALLING}"])
+    path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
+    (second,) = talk.ask(path, [talk.family.encode("fine")])
+    assert second.link == "spliced" and "plan" in talk.text(second)
+    path += [said("fine"), user("and now?")]
+    (third,) = talk.ask(path, [talk.family.encode(f"<think>\nagain\n</think>\n\n{CALLING}")])
+    assert (third.link, third.continues) == ("dropped", second.choice_id)
+    assert talk.text(third) == talk.rendering(path)
+    # The thinking behind the user's turn is kept.
+    path += [said("", None, [("look", {"a": 1})]), TOOL_RESULT]
+    (fourth,) = talk.ask(path, [[5]])
+    assert (fourth.link, fourth.continues) == ("spliced", third.choice_id)
+    assert "again" in talk.text(fourth) and "plan" not in talk.text(fourth)
+    assert first.choice_id != fourth.continues
+
+
+def test_an_answer_before_a_user_turn_does_not_get_its_thinking_because_a_later_one_calls() -> None:
+    talk = Talk(QWEN)
+    ask_siblings(talk, ["<think>\nplan\n</think>\n\nfine"])
+    path = [
+        user("q"),
+        said("fine"),
+        user("and now?"),
+        said("never sampled", None, [("look", {"a": 1})]),
+        TOOL_RESULT,
+    ]
+    (record,) = talk.ask(path, [[5]])
+    assert record.link == "dropped" and talk.text(record) == talk.rendering(path)
 
 
 def test_white_space_inside_an_answer_is_meaning() -> None:

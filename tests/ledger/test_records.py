@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from art_server.in_vllm.child import LedgerClient, record_generate
 from art_server.ledger.intake import RecordReceiver
 from art_server.shared.samples import Sample
 
@@ -67,8 +69,8 @@ async def test_what_cannot_be_taken_is_lost_alone_and_the_line_stays(tmp_path: P
     writer.write(b"\n".join(content) + b"\n")
     answers = [json.loads(await asyncio.wait_for(reader.readline(), 5)) for _ in range(2)]
     assert answers == [
-        {"request_id": "broken", "token_ids": None},
-        {"request_id": "asks", "token_ids": [1, 2, 7]},
+        {"request_id": "broken", "token_ids": None, "is_stored": False},
+        {"request_id": "asks", "token_ids": [1, 2, 7], "is_stored": True},
     ]
     writer.write(json.dumps(sample("after")).encode() + b"\n")
     async with asyncio.timeout(5):
@@ -77,4 +79,51 @@ async def test_what_cannot_be_taken_is_lost_alone_and_the_line_stays(tmp_path: P
     assert server.taken == ["first", "last", "after"]
     assert server.lost == [("no number", 1, 2), ("refused", 0, 2)]
     writer.close()
+    await receiver.close()
+
+
+async def test_a_prompt_that_could_not_be_stored_comes_with_its_samples(tmp_path: Path) -> None:
+    server = Server()
+    taken: list[Sample] = []
+    receiver = RecordReceiver(server.on_prompt, taken.extend, server.on_lost)
+    await receiver.listen(tmp_path / "records.sock")
+    client = LedgerClient(str(tmp_path / "records.sock"))
+    await client.connect()
+    params = SimpleNamespace(
+        logprobs=1,
+        max_tokens=4,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        **dict.fromkeys(["presence_penalty", "frequency_penalty", "min_tokens"], 0),
+        repetition_penalty=1.0,
+        n=1,
+        structured_outputs=None,
+        logit_bias=None,
+        **dict.fromkeys(["bad_words", "allowed_token_ids", "thinking_token_budget"]),
+    )
+    chosen = SimpleNamespace(
+        index=0,
+        text="x",
+        token_ids=[5],
+        logprobs=[{5: SimpleNamespace(logprob=-0.5)}],
+        sampling_mask=None,
+        finish_reason="stop",
+        stop_reason=None,
+    )
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(outputs=[chosen])
+
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    recorded = record_generate(generate, client, max_model_len=100)
+    assert [each async for each in recorded(prompt, params, "broken")]
+    async with asyncio.timeout(5):
+        while not taken:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert taken[0].rendered == [1, 2]
+    assert client._reading is not None and client._writer is not None
+    client._reading.cancel()  # it ends its process with the server
+    client._writer.close()
     await receiver.close()

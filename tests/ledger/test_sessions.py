@@ -30,6 +30,7 @@ class Agent:
         said: str,
         delivered: bool = True,
         received: dict[str, Any] | None = None,
+        unseen: str | None = None,
     ) -> None:
         request_id = f"{next(self._numbers):032x}"
         before = conversation.prefix_digests(messages)[-1]
@@ -38,6 +39,9 @@ class Agent:
             self.ledger.take_prompt(request_id, 0, [1, 2])
             sample = Sample("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
             self.ledger.take_samples([(request_id, 0, 0, sample)])
+            if unseen is not None:
+                sample = Sample("x", 1, unseen, [4], [-1.0], "stop", None, {"n": 2})
+                self.ledger.take_samples([(request_id, 1, 0, sample)])
         choice = {
             "index": 0,
             "finish_reason": "stop",
@@ -106,6 +110,14 @@ def test_an_answer_that_was_lost_ends_the_conversation_before_it(tmp_path: Path)
     agent.ask([USER, said("one"), USER], "lost", delivered=False)
     reply = agent.reply()
     assert shape(reply) == ["uC"] and reply.num_choices == 1 and sum(reply.unused.values()) == 1
+
+
+def test_a_choice_that_the_agent_did_not_see_end_is_left_out(tmp_path: Path) -> None:
+    """Of a stream of two choices, whose client left between their ends."""
+    agent = Agent(tmp_path)
+    agent.ask([USER], "seen", unseen="unseen")
+    assert len(agent.ledger.find_session("p", "a", "s")) == 1
+    assert agent.reply().num_choices == 1
 
 
 def test_projects_do_not_see_each_other_s_sessions(tmp_path: Path) -> None:

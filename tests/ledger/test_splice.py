@@ -1,8 +1,10 @@
 """Over random conversations and three templates: the prompt of a later turn begins with the exact earlier tokens."""
 
 import functools
+import inspect
 import itertools
 import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +242,27 @@ def test_a_restarted_ledger_goes_on_splicing() -> None:
     talk.ledger.use_tokenizer(FAMILIES["chatml"].folder)
     second = talk.ask("and now?", ambiguous_answer())
     assert second.link == "spliced" and second.continues == first.choice_id
+
+
+def test_a_conversation_of_many_spliced_turns_is_loaded_after_a_restart() -> None:
+    talk = Conversation(FAMILIES["chatml"])
+    num_turns = 60
+    last = talk.ask("q", ambiguous_answer())
+    for _ in range(num_turns):
+        last = talk.ask("q", ambiguous_answer())
+    (_, _, file) = talk.ledger._storage.db.execute("PRAGMA database_list").fetchone()
+    talk.ledger.close()
+    ledger = Ledger(Path(file))
+    (number,) = ledger._storage.db.execute("SELECT MAX(prompt) FROM records").fetchone()
+    depth = len(inspect.stack())
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(depth + num_turns - 20)  # as with a thousand turns
+    try:
+        rendering = ledger._storage.load_rendering(number)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert rendering.tolist() == FAMILIES["chatml"].render(talk.messages[:-1])
+    assert last.prompt_token_ids != rendering.tolist()
 
 
 def test_of_equal_answers_the_one_of_the_same_session_is_continued() -> None:

@@ -9,11 +9,14 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from art.trackers import TrackerName
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,6 +32,7 @@ PACKAGES = {
     "unsloth_zoo": "unsloth-zoo",
     "huggingface_hub": "huggingface-hub",
     "pydantic_core": "pydantic",  # of which it is a part
+    "prometheus_client": "prometheus-client",
     "pynvml": "nvidia-ml-py",
 }
 """Modules whose package has another name."""
@@ -95,11 +99,22 @@ def test_smollm2_installs_beside_either_server(server: str, python: str) -> None
         assert beside.get(name, version) == version, name
 
 
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("tracker", get_args(TrackerName))
+def test_a_tracker_installs_beside_a_server_and_the_other_trackers(
+    tracker: str, python: str
+) -> None:
+    own = pins(tracker, python)
+    for other in ("server", *get_args(TrackerName)):
+        beside = pins(other, python)
+        assert {name: beside.get(name, own[name]) for name in own} == own, other
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("extra", LOCKED)
 def test_an_extra_installs_under_its_constraints(extra: str, python: str, tmp_path: Path) -> None:
-    """From wheels alone, which no machine has to build."""
+    """From wheels alone, which no machine has to build; but for one package of pure Python."""
     interpreter = find_python(python)
     if interpreter is None:
         pytest.skip(f"there is no Python {python} on this machine")
@@ -124,7 +139,9 @@ def test_an_extra_installs_under_its_constraints(extra: str, python: str, tmp_pa
     venv = str(tmp_path / "venv")
     made = uv("venv", "--python", interpreter, venv)
     assert made.returncode == 0, made.stderr
-    install = ["pip", "install", "--dry-run", "--only-binary", ":all:", "--python", venv, *options]
+    if extra != "environments":  # reasoning-gym needs cellpylib, which has no wheels
+        options += ["--only-binary", ":all:"]
+    install = ["pip", "install", "--dry-run", "--python", venv, *options]
     asked = ["-r", "pyproject.toml", "--extra", extra, "-c", f"constraints/{extra}.txt"]
     answer = uv(*install, *asked)
     said = " ".join(answer.stderr.split())  # uv breaks its lines where a terminal is narrow
@@ -168,10 +185,11 @@ def declared(*extras: str) -> set[str]:
 
 
 def test_what_the_client_imports_is_declared() -> None:
-    of_extras = {
-        "jsonschema"
-    }  # imported inside a function of art.rewards, with a sentence that names the extra
-    assert set(imported("art_client/art")) - {"art"} - of_extras <= declared()
+    # inside a function of art.rewards, and in modules of art.utils and art.environments that say so
+    of_extras = {"jsonschema", "polars", "matplotlib", "verifiers"}
+    of_type_checkers = {"typing_extensions"}  # which contain it
+    needed = set(imported("art_client/art")) - {"art"}
+    assert needed - of_extras - of_type_checkers <= declared()
 
 
 def test_what_the_server_imports_is_declared() -> None:

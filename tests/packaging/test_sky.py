@@ -122,6 +122,21 @@ def test_launch_script_makes_a_key_once_and_shows_the_way(checkout: Path):
     assert "art" in launch(checkout).stdout and environment.read_text() == content
 
 
+def test_launch_script_adds_a_key_to_a_file_that_an_editor_left_open(checkout: Path):
+    environment = checkout / ".env"
+    environment.write_text("WANDB_API_KEY=secret")
+    launch(checkout)
+    first, second = environment.read_text().splitlines()
+    assert first == "WANDB_API_KEY=secret" and second.startswith("ART_API_KEY=")
+
+
+@pytest.mark.parametrize("line", ["export ART_API_KEY=mine", "  ART_API_KEY=mine"])
+def test_launch_script_keeps_a_key_as_shells_write_it(checkout: Path, line: str):
+    (checkout / ".env").write_text(f"{line}\n")
+    launch(checkout)
+    assert (checkout / ".env").read_text() == f"{line}\n"
+
+
 @pytest.mark.parametrize("flag", ["-cbox", "--cluster=box"])
 def test_launch_script_finds_the_name_of_the_cluster(checkout: Path, flag: str):
     assert "sky down box " in launch(checkout, flag).stdout

@@ -1,10 +1,14 @@
 import asyncio
+import hashlib
+import os
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from art_server import background as background_module
-from art_server.background import Background, LoopWatch
+from art_server.background import SCHEDSTAT, Background, LoopWatch, seconds_without_core
 
 pytestmark = pytest.mark.anyio
 
@@ -64,5 +68,25 @@ async def test_what_holds_the_event_loop_is_named(
     await asyncio.sleep(0.1)
     await background.stop()
     assert watch.longest_stall_seconds > 0.4
-    (told,) = [record.message for record in caplog.records if "event loop" in record.message]
-    assert "hold_the_loop" in told
+    now, afterwards = [
+        record.message for record in caplog.records if "event loop" in record.message
+    ]
+    assert "is blocked" in now and "hold_the_loop" in now
+    seconds = re.search(r"was blocked for ([\d.]+) s, of which ([\d.]+) s", afterwards)
+    assert seconds and float(seconds[1]) > 0.4 and float(seconds[2]) < 0.3, "it slept"
+
+
+@pytest.mark.skipif(not SCHEDSTAT.exists(), reason="this kernel does not count it")
+def test_time_without_a_core_is_counted() -> None:
+    """Two threads that compute on one core, without the GIL, wait for each other."""
+    cores = os.sched_getaffinity(0)
+
+    def compute() -> float:
+        os.sched_setaffinity(0, {min(cores)})
+        started = seconds_without_core()
+        hashlib.scrypt(b"", salt=b"", n=2**14, r=8, p=8, maxmem=2**26)
+        return seconds_without_core() - started
+
+    with ThreadPoolExecutor(2) as pool:
+        waited = [each.result() for each in [pool.submit(compute) for _ in range(2)]]
+    assert max(waited) > 0.05

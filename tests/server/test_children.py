@@ -80,3 +80,19 @@ def test_a_full_disk_does_not_keep_a_child_from_being_ended(tmp_path: Path) -> N
     listed.add(child.pid)
     listed.remove(child.pid)
     assert child.wait(10) == -signal.SIGKILL
+
+
+def test_a_child_whose_id_another_program_got_is_not_killed(tmp_path: Path) -> None:
+    """Neither when it is removed from the list, nor if its id is that of the session of this very server."""
+    mine = children(tmp_path)
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    mine.add(other.pid)
+    mine.remove(other.pid)
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+    code = "import os, sys; from pathlib import Path; from art_server.children import Children; "
+    code += "path = Path(sys.argv[1]); Children(path, path / 'logs').add(os.getsid(0)); "
+    code += "assert Children(path, path / 'logs').reap() == []"
+    server = start(tmp_path / "logs", [sys.executable, "-c", code, str(tmp_path)])
+    assert server.wait(timeout=30) == 0, (tmp_path / "logs" / "engine.log").read_text()

@@ -1,6 +1,7 @@
 """A real art-server process, without an engine: TLS, keys that are replaced, and what it leaves readable."""
 
 import json
+import os
 import shutil
 import signal
 import ssl
@@ -83,6 +84,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+def run_server(path: Path, *flags: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """A server that ends by itself."""
+    command = [sys.executable, "-m", "art_server.cli", "--port", "0", "--inference-port", "0"]
+    return subprocess.run(
+        [*command, "--path", str(path), *flags],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_base_model_that_is_no_folder_ends_the_server_with_one_sentence(tmp_path: Path) -> None:
+    ended = run_server(tmp_path, "--base-model", "./nothing")
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("art-server: base_model './nothing' cannot be loaded; tried: the folder")
+
+
+def test_a_server_whose_program_ended_before_it_looked_ends_too(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ended = run_server(tmp_path, "--exit-with-parent", ART_PARENT_PID=str(gone.pid))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_both_ports_speak_https_and_the_address_says_so(server: Running) -> None:

@@ -93,3 +93,9 @@ def test_turn_rewards_are_compared_over_the_group() -> None:
     config = TrainConfig(scaling="none")
     assert turn_advantages([[1.0, 0.0], [2.0]], config) == [[0.0, -1.0], [1.0]]
     assert turn_advantages([[], []], config) == [[], []]
+
+
+def test_without_baseline_equal_turn_rewards_are_not_divided_by_their_deviation_of_zero() -> None:
+    for scaling in ("group_std", "batch_std"):
+        config = TrainConfig(baseline="none", scaling=scaling)
+        assert turn_advantages([[1.0], [1.0, 1.0]], config) == [[1.0], [1.0, 1.0]]

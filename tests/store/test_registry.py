@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def test_a_name_resolves_to_the_step_that_serves(tmp_path: Path) -> None:
         policy = registry.resolve(text, "base", None)
         assert policy.model is not None and policy.model.id == "p/a" and policy.step == 2
     assert registry.resolve("p/a@1", "base", None).step == 1
+    assert registry.resolve("p/a:step1", "base", None).step == 1, "as ART's programs write it"
     assert registry.resolve("base", "base", None).model is None
     assert registry.resolve("a", "base", None, only="p/a").model is not None
     for text in ("base", "b"):
@@ -112,6 +114,65 @@ def test_the_best_step_is_the_highest_mean_among_kept_ones(tmp_path: Path) -> No
     folder.remove_steps([0, 2])
     assert folder.best_step("val/reward") == 1
     assert folder.best_step("val/other") is None
+
+
+def best(registry: Registry) -> int | None:
+    return registry.resolve("p/a@best", "base", None).step
+
+
+def test_best_names_the_best_step_after_each_log(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a", steps=4)
+    registry = Registry(tmp_path)
+    folder.add_history(1, {"train/reward": 0.9, "sampled_step": 0.0})
+    assert best(registry) == 0
+    folder.add_history(1, {"val/reward": 0.5})
+    assert best(registry) == 1, "val/reward counts, if the history has it"
+    folder.add_history(2, {"val/reward": 0.7})
+    assert best(registry) == registry.resolve("a@best", "base", None).step == 2
+    size = (folder.path / "history.jsonl").stat().st_size
+    folder.add_history(2, {"val/reward": 0.3})
+    assert (folder.path / "history.jsonl").stat().st_size == size, "a file of the same size"
+    assert best(registry) == 1
+
+
+def test_best_is_a_kept_step_that_is_not_being_deleted(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a", steps=4)
+    registry = Registry(tmp_path)
+    for step, reward in ((0, 0.1), (1, 0.4), (2, 0.4), (3, 0.2), (9, 1.0)):
+        folder.add_history(step, {"val/reward": reward})
+    assert best(registry) == folder.best_step("val/reward") == 2, "of equal ones the later"
+    registry.get("p", "a").deleting.add(2)
+    assert best(registry) == 1
+    folder.remove_steps([1])
+    assert best(registry) == 3
+
+
+def test_best_without_a_metric_to_judge_by_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a", steps=2)
+    registry = Registry(tmp_path)
+    for metrics in ({}, {"val/accuracy": 1.0}):
+        if metrics:
+            folder.add_history(1, metrics)
+        with pytest.raises(
+            NotFound, match=r"val/reward or train/reward.*for example p/a@1"
+        ) as error:
+            best(registry)
+        assert error.value.code == "unknown_step"
+
+
+def test_requests_for_the_best_step_do_not_read_the_history_again(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "p", "a", steps=2)
+    registry = Registry(tmp_path)
+    folder.add_history(1, {"val/reward": 0.5})
+    assert best(registry) == 1
+    history = folder.path / "history.jsonl"
+    before = history.stat()
+    history.write_bytes(b"x" * before.st_size)
+    os.utime(history, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert best(registry) == 1
+    os.utime(history, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(NotFound, match="no best step"):
+        best(registry)
 
 
 def test_a_job_s_row_is_written_once(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_chunks_change_neither_values_nor_gradients(
     targets = torch.randint(0, 50, (11,), generator=generator)
     slopes, entropy_slopes = torch.randn(2, 11, generator=generator)
 
-    logprobs, entropies = score_targets(
+    logprobs, entropies, is_likeliest = score_targets(
         hidden,
         whole_pieces(targets, lambda states: torch.tanh(states @ weight.T / 3) * 3, 50),
         with_entropy_gradient=with_entropy,
@@ -33,6 +33,8 @@ def test_chunks_change_neither_values_nor_gradients(
     torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropies, expected_entropies, atol=1e-5, rtol=1e-5)
     assert entropies.requires_grad == with_entropy
+    logits = torch.tanh(hidden @ weight.T / 3) * 3
+    assert torch.equal(is_likeliest, logits.argmax(-1) == targets)
 
     objective = (slopes * logprobs).sum()
     expected = (slopes * expected_logprobs).sum()
@@ -49,13 +51,14 @@ def test_chunks_change_neither_values_nor_gradients(
 def test_hopeless_and_certain_tokens_stay_finite() -> None:
     hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
     weight = torch.tensor([[300.0], [0.0], [-300.0]])
-    logprobs, entropies = score_targets(
+    logprobs, entropies, is_likeliest = score_targets(
         hidden,
         whole_pieces(torch.tensor([2, 0]), lambda states: states @ weight.T, 3),
         with_entropy_gradient=True,
     )
     assert logprobs.tolist() == [-600.0, 0.0]
     assert entropies.tolist() == [0.0, 0.0]
+    assert is_likeliest.tolist() == [False, True]
     (logprobs.sum() + entropies.sum()).backward()
     assert hidden.grad is not None
     assert hidden.grad.isfinite().all()

@@ -11,7 +11,9 @@ from art_server.trainer.memory import MAX_TOKENS, MIN_TOKENS, default_tokens, is
 def tree(first: int, num_leaves: int) -> list[TrainSequence]:
     """Leaves of ten tokens on a trunk of twenty."""
     return [
-        TrainSequence([first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], leaf)
+        TrainSequence(
+            [first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], leaf, leaf
+        )
         for leaf in range(num_leaves)
     ]
 

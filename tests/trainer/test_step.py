@@ -30,7 +30,7 @@ from art_server.shared.tasks import (
     TrainTask,
 )
 from art_server.trainer.batches import MicroBatch, TrainSequence, make_train_batch
-from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.checkpoint import OPTIMIZER_FILE, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.memory import Budgets, budget_key
 from art_server.trainer.policy import ADAPTER_FILE, Policy
@@ -67,9 +67,8 @@ def start(policy: Policy, folder: Path, lora: LoRAConfig | None = None, seed: in
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"
-    }
+    """Weights and optimizer state."""
+    return {name: (folder / name).read_bytes() for name in (ADAPTER_FILE, OPTIMIZER_FILE)}
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
@@ -525,11 +524,11 @@ class TightPolicy(Policy):
     limit = 0
     num_failures = 0
 
-    def logprobs(self, batch: MicroBatch, *, with_entropy_gradient: bool = False):
+    def scores(self, batch: MicroBatch, *, with_entropy_gradient: bool = False):
         if batch.num_tokens > self.limit:
             self.num_failures += 1
             raise torch.OutOfMemoryError("out of memory")
-        return super().logprobs(batch, with_entropy_gradient=with_entropy_gradient)
+        return super().scores(batch, with_entropy_gradient=with_entropy_gradient)
 
 
 def test_step_out_of_memory_is_tried_again_with_half_the_tokens_and_is_the_same_step(
@@ -711,6 +710,40 @@ def test_trees_that_differ_from_rows_are_noticed_before_they_train(
     assert expected.metrics["data/step_shared_token_saving"] > 0
 
 
+class LeakingPolicy(Policy):
+    """Its trees are right as long as they have one path, like those of a model with a recurrent state."""
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        hidden_ND = super()._hidden(batch)
+        is_path = batch.num_tokens == max(len(path) for path in batch.forest.paths)
+        return hidden_ND if is_path or not batch.is_shared else hidden_ND * 1.5
+
+
+def test_trees_are_checked_where_they_branch(
+    base_dir: Path, adapter_dir: Path, tmp_path: Path
+) -> None:
+    """The longest rollout came twice, once with a prefix of it: these are one path, which proves nothing."""
+    long, other = [*range(3, 60)], [*range(3, 20), *range(70, 80)]
+
+    def make(*rollouts: list[int]) -> Batch:
+        sequences = [
+            TokenSequence(token_ids=each, logprobs=[None] * 10 + [-1.0] * (len(each) - 10))
+            for each in rollouts
+        ]
+        trajectories = [
+            TrainableTrajectory(reward=float(index), sequences=[sequence])
+            for index, sequence in enumerate(sequences)
+        ]
+        return Batch(groups=[TrainableGroup(trajectories=trajectories)])
+
+    leaking = LeakingPolicy(str(base_dir), torch.float32)
+    config = TrainConfig()
+    path = step(leaking, adapter_dir, tmp_path / "path", make(long, long, long[:30]), config)
+    assert not path.notes and "data/step_tree_gap" not in path.metrics
+    branch = step(leaking, adapter_dir, tmp_path / "branch", make(long, long, other), config)
+    assert "log-probabilities differ by" in branch.notes[0]
+
+
 class DistortedRowsPolicy(Policy):
     """Neither its trees nor its sequences are what the plain model computes."""
 
@@ -737,7 +770,7 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_o
     config = TrainConfig(passes=2, mini_batches=2, learning_rate=1e-2, max_grad_norm=1e9)
     task = train_task(adapter_dir, tmp_path / "out", batch, config, seed=7)
     done = train(policy, task, 60, lambda _: None)
-    parts = divide(task, make_train_batch(batch, config), [])
+    parts = [each.sequences for each in divide(task, make_train_batch(batch, config), [])]
 
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True).eval()
@@ -783,7 +816,7 @@ def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
     trained = make_train_batch(batch, config)
     group_of = [index // 3 for index in range(18)]
     task = train_task(adapter_dir, tmp_path / "1", batch, config, seed=1)
-    parts = divide(task, trained, [])
+    parts = [each.sequences for each in divide(task, trained, [])]
     assert len(parts) == 6
     for first in (0, 3):
         groups = [
@@ -794,7 +827,7 @@ def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
         assert [len(part) for part in groups] == [2, 2, 2]
     assert parts[:3] != parts[3:]
     other = train_task(adapter_dir, tmp_path / "2", batch, config, seed=2)
-    assert divide(other, trained, []) != parts
+    assert [each.sequences for each in divide(other, trained, [])] != parts
 
     train(policy, task, BUDGET, lambda _: None)
     again = train_task(adapter_dir, tmp_path / "again", batch, config, seed=1)

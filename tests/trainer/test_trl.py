@@ -264,6 +264,16 @@ def run_ours_in_jobs(
     assert_same_weights(folder, weights)
 
 
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"t{index}": index for index in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t1")),
+        unk_token="t1",
+        pad_token="t0",
+        eos_token="t2",
+    )
+
+
 def assert_same_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     for key, tensor in load_file(folder / ADAPTER_FILE).items():
         assert float((tensor - weights[key]).norm()) <= 1e-4 * float(weights[key].norm()), key
@@ -298,13 +308,6 @@ def run_trl(
     norms: list[float] = []
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True)
-    words = {f"t{index}": index for index in range(VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t1")),
-        unk_token="t1",
-        pad_token="t0",
-        eos_token="t2",
-    )
     arguments = {
         "output_dir": str(folder / "trl"),
         "per_device_train_batch_size": 12,
@@ -329,7 +332,7 @@ def run_trl(
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=GRPOConfig(**arguments | settings),
         train_dataset=Dataset.from_list([{"prompt": "t5"}] * 12),
-        processing_class=tokenizer,
+        processing_class=make_tokenizer(),
         callbacks=[Norms()],
     )
     if "vllm_importance_sampling_mode" in settings:

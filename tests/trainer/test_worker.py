@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,9 +23,12 @@ from art_server.shared.tasks import (
     Batch,
     BetweenSteps,
     CheckTask,
+    Done,
+    Failed,
     InitTask,
     LoadTask,
     Progress,
+    Ready,
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
@@ -97,7 +101,13 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
     assert loaded["metrics"] == {"num_parameters": policy.num_parameters}
 
     (done,) = ask(InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
-    assert done == {"event": "done", "metrics": {}, "unchanged": False, "notes": []}
+    assert done == {
+        "event": "done",
+        "metrics": {},
+        "unchanged": False,
+        "notes": [],
+        "environment": {},
+    }
 
     *progress, done = ask(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
     assert done["event"] == "done"
@@ -307,6 +317,34 @@ def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
     _, failed = serve(SeenWorker, base_dir, bad, between_steps="leave")
     assert failed["code"] == "non_finite"
     assert workers[0]._policy is None
+
+
+@pytest.mark.parametrize("between_steps", ["leave", "reload"])
+def test_the_memory_of_a_step_that_fails_is_free_before_the_answer(
+    base_dir: Path, tmp_path: Path, make_batch, between_steps: BetweenSteps
+) -> None:
+    """Adapted layers are reference cycles with their weights, and the exception's traceback holds the policy."""
+    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    weights: list[weakref.ref[torch.Tensor]] = []
+
+    class SeenWorker(Worker):
+        def _make_policy(self) -> Policy:
+            policy = super()._make_policy()
+            weights.extend(weakref.ref(each) for each in policy._base.parameters())
+            gc.disable()
+            return policy
+
+        def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
+            if isinstance(answer, Failed):
+                assert not any(each() is not None for each in weights)
+            super()._answer(answer)
+
+    bad = train_task(tmp_path / "0", tmp_path / "1", with_nan(make_batch(1)))
+    try:
+        _, failed = serve(SeenWorker, base_dir, bad, between_steps=between_steps)
+    finally:
+        gc.enable()
+    assert failed["code"] == "non_finite" and weights
 
 
 def test_a_full_disk_is_no_fault_of_the_task(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 NAMED = re.compile(r"`((?:art_server|art_client|scripts|tests|examples|docs|docker)/[\w./-]+)`")
 SHORT = re.compile(r"`([a-z_]+/[a-z_]+\.py)`")
 """Of the server or the client."""

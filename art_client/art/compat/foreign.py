@@ -10,7 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from art.errors import ArtJobError
 from art.trajectories import TrajectoryGroup
-from art.types import TrainConfig, TrainResult
+from art.types import TrainResult
+from art.wire import TrainConfig
 
 
 @runtime_checkable

@@ -70,5 +70,5 @@ def apply_options(config: TrainConfig, options: Mapping[str, Any]) -> tuple[Trai
         given.pop("beta", None)  # ART's records contain both names, one of them with 0
     if meant or given:
         fields = config.model_dump(exclude_unset=True) | meant | given
-        config = TrainConfig.model_validate(fields)
+        config = type(config).model_validate(fields)
     return config, ignored

@@ -1,4 +1,5 @@
-"""The client's only patch of other libraries: it adds the session header to requests to an art-server.
+"""The client's only patch of other libraries: it adds the session header to requests to an art-server, and notes answers of
+other servers (`elsewhere`).
 
 The first capture scope calls `install` (`capturing`); `import art` and `art.rollout` never do. httpx, httpx2, aiohttp
 and requests each have a method through which all requests pass. `install` wraps it on the class, so existing clients
@@ -13,9 +14,11 @@ whose base URL and API key contain the session's name.
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+from art.compat import elsewhere
 from art.scopes import current_scope, headers_for
 
 _PATCHED_METHODS = [
@@ -44,9 +47,19 @@ def _with_header_of_request(send: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(send)
     def send_with_header(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         _add_header(request)
-        return send(self, request, *args, **kwargs)
+        response = send(self, request, *args, **kwargs)
+        if hasattr(response, "iter_raw"):  # httpx; requests has no such method
+            elsewhere.watch(request, response)
+        return response
 
-    return send_with_header
+    @functools.wraps(send)
+    async def send_async(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _add_header(request)
+        response = await send(self, request, *args, **kwargs)
+        elsewhere.watch(request, response)
+        return response
+
+    return send_async if inspect.iscoroutinefunction(send) else send_with_header
 
 
 def _with_header_of_self(send: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,14 +1,21 @@
-"""Rewards that programs use often: text, numbers, JSON, code, and sums whose parts are logged."""
+"""Rewards that programs use often: text, numbers, JSON, code, sums whose parts are logged, and LLM judges."""
 
 from art.rewards.checks import exact_match, json_match, number_match, regex_match
 from art.rewards.code import passed_tests
+from art.rewards.judge import Judge, JudgeError
+from art.rewards.ruler import TrajectoryScore, ruler, ruler_score_group
 from art.rewards.sums import set_reward
 
 __all__ = [
+    "Judge",
+    "JudgeError",
+    "TrajectoryScore",
     "exact_match",
     "json_match",
     "number_match",
     "passed_tests",
     "regex_match",
+    "ruler",
+    "ruler_score_group",
     "set_reward",
 ]

@@ -7,8 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
-"""A decimal number, also with commas between thousands. It can match the empty text."""
+NUMBER = re.compile(
+    r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII
+)
+"""A decimal number, also with commas between thousands."""
 FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -27,7 +29,7 @@ def number_match(
 
     The tolerance is the larger of `absolute` and `relative` times the larger of the two numbers.
     """
-    numbers = [each for each in NUMBER.findall(answer or "") if any(c.isdigit() for c in each)]
+    numbers = NUMBER.findall(answer or "")
     if not numbers:
         return 0.0
     found = float(numbers[-1].replace(",", ""))
@@ -53,10 +55,14 @@ def json_match(answer: str | None, schema: Mapping[str, Any] | None = None) -> f
     text = answer or ""
     fences = FENCE.findall(text)
     try:
-        value = json.loads(fences[0] if len(fences) == 1 else text)
+        value = json.loads(fences[0] if len(fences) == 1 else text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return 0.0
     return float(schema is None or fits_schema(value, schema))
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:  # Any: JSON

@@ -1,7 +1,7 @@
 """Runs a model's Python code against tests, in limited processes.
 
 The limits keep faulty code from harming the program: time, memory, files, environment. They are no sandbox: the code can
-use the network and read what the user can read. Run a model that you do not trust in a container. Linux and macOS only.
+use the network and read what the user can read. Run a model that you do not trust in a container. Linux only.
 """
 
 import asyncio
@@ -11,20 +11,31 @@ import secrets
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 MAX_OUTPUT_BYTES = 1 << 20
 """Of files that the code writes."""
 HARNESS = """
-import sys
-token = sys.argv.pop()
+import os, resource, sys
+_, token, verdict, *limits = sys.argv
+write = os.write
+os.set_inheritable(int(verdict), False)
+for kind, value in zip(("CPU", "AS", "FSIZE", "CORE"), map(int, limits), strict=True):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + kind), (value, value))
+del sys.argv[1:]
 source = sys.stdin.read()
 scope = {"__name__": "__main__"}
 exec(compile(source, "answer.py", "exec"), scope)
-sys.stdout.write("\\n" + token)
+write(int(verdict), token.encode())
 """
-"""Writes the token only if the code and the test end without an error: exit() alone does not pass."""
+"""Sets the limits itself: a function between fork and exec could hang in a program with threads. Writes the token only if the code and the test end without an error: exit() alone does not pass. The token has a file of its own: the code may replace its output, or leave a process that holds it open."""
+MARK = "ART_CODE_RUN"
+"""A variable in the environment of the code's processes, by which those that left its session are found."""
+MAX_SCANS = 50
+"""A killed process takes a moment to end, and may have started another one before."""
 
 _running: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 """Limits the processes of each event loop."""
@@ -39,7 +50,10 @@ async def passed_tests(
 
     Raises:
         ValueError: there is no test.
+        RuntimeError: this is not Linux, whose limits it needs.
     """
+    if sys.platform != "linux":
+        raise RuntimeError(f"passed_tests needs Linux, and this is {sys.platform}: use a container")
     if not tests:
         raise ValueError("passed_tests needs at least one test")
     sources = [f"{code}\n\n{test}\n" for test in tests]
@@ -48,67 +62,62 @@ async def passed_tests(
 
 
 async def _run(source: str, timeout_seconds: float, memory_mb: int) -> bool:
-    token = secrets.token_hex(16)
-
-    def limit() -> None:
-        import resource  # Windows has no such module
-
-        seconds = int(timeout_seconds) + 1
-        for kind, value in (
-            (resource.RLIMIT_CPU, seconds),
-            (resource.RLIMIT_AS, memory_mb << 20),
-            (resource.RLIMIT_FSIZE, MAX_OUTPUT_BYTES),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(kind, (value, value))
-
+    token, mark = secrets.token_hex(16), secrets.token_hex(16)
+    limits = (int(timeout_seconds) + 1, memory_mb << 20, MAX_OUTPUT_BYTES, 0)
     slots = _running.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
     async with slots:
-        with tempfile.TemporaryDirectory() as folder:
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            tempfile.TemporaryFile() as verdict,
+        ):
+            number = verdict.fileno()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-c", HARNESS, token),
+                *(sys.executable, "-I", "-c", HARNESS, token, str(number), *map(str, limits)),
                 cwd=folder,
-                env={},
+                env={MARK: mark},
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
+                pass_fds=(number,),
                 start_new_session=True,
-                preexec_fn=limit,
             )
             try:
                 async with asyncio.timeout(timeout_seconds):
-                    return await _passes(process, source, token)
+                    if not await _ends_well(process, source):
+                        return False
+                verdict.seek(0)
+                return token.encode() in verdict.read()
             except TimeoutError:
                 return False
             finally:
-                _kill_session(process.pid)
-                await _close(process)
+                await asyncio.to_thread(_kill_all, process.pid, f"{MARK}={mark}".encode())
+                await process.wait()
 
 
-async def _passes(process: asyncio.subprocess.Process, source: str, token: str) -> bool:
-    assert process.stdin is not None and process.stdout is not None, "pipes"
+async def _ends_well(process: asyncio.subprocess.Process, source: str) -> bool:
+    assert process.stdin is not None, "a pipe"
     try:
         process.stdin.write(source.encode(errors="replace"))
         await process.stdin.drain()
     except ConnectionError:  # it ended before it read all
         return False
     process.stdin.close()
-    last = b""
-    while chunk := await process.stdout.read(1 << 16):
-        last = (last + chunk)[-len(token) :]
-    return await process.wait() == 0 and last == token.encode()
+    return await process.wait() == 0
 
 
-async def _close(process: asyncio.subprocess.Process) -> None:
-    """Reads the rest of a killed process's output: only its end closes the pipe. A child in another session may hold it."""
-    assert process.stdout is not None, "a pipe"
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(1):
-            while await process.stdout.read(1 << 16):
-                pass
-    await process.wait()
-
-
-def _kill_session(leader: int) -> None:
+def _kill_all(leader: int, mark: bytes) -> None:
+    """Kills a session, and the processes with this variable in any session, until no scan finds one (blocking)."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
+    for _ in range(MAX_SCANS):
+        if not sum(_kill_if_marked(each, mark) for each in os.listdir("/proc") if each.isdecimal()):
+            return
+        time.sleep(0.02)
+
+
+def _kill_if_marked(process: str, mark: bytes) -> bool:
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        if mark in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            os.kill(int(process), signal.SIGKILL)
+            return True
+    return False

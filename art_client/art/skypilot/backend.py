@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from subprocess import DEVNULL, PIPE
 from typing import Any, Self
 
@@ -21,6 +21,8 @@ from art.backend import Backend
 from art.errors import ArtConnectionError, ArtError
 from art.skypilot.task import TASK_NAME, import_sky, make_task, read_environment
 from art.skypilot.tunnel import Tunnel, run_command, run_ssh
+from art.trackers import TrackerName
+from art.trackers.reporting import OnStep
 from art.wire import Health
 
 logger = logging.getLogger(__name__)
@@ -42,8 +44,14 @@ class SkyPilotBackend(Backend):
 
     _poll_seconds = 5.0
 
-    def __init__(self, cluster_name: str = "art") -> None:
-        super().__init__("http://127.0.0.1:0")
+    def __init__(
+        self,
+        cluster_name: str = "art",
+        *,
+        trackers: Sequence[TrackerName] = (),
+        on_step: OnStep | None = None,
+    ) -> None:
+        super().__init__("http://127.0.0.1:0", trackers=trackers, on_step=on_step)
         self._cluster_name = cluster_name
         self._sky = import_sky()
         self._launching: str | None = None
@@ -62,6 +70,8 @@ class SkyPilotBackend(Backend):
         force_restart: bool = False,
         tail_logs: bool = True,
         start_timeout_seconds: float = 3600,
+        trackers: Sequence[TrackerName] = (),
+        on_step: OnStep | None = None,
     ) -> Self:
         """Launches the cluster, or connects to the existing one of this name, and returns when its server answers.
 
@@ -69,7 +79,7 @@ class SkyPilotBackend(Backend):
         server is installed from the checkout in the folder `art_version`, else from the checkout of this client, else
         as the release of this client's version. The variables of the file `env_path` are set on the machine, as
         secrets. `force_restart` ends a running server and starts a new one. `start_timeout_seconds` limits installing
-        and starting, not the search for a machine.
+        and starting, not the search for a machine. `trackers` and `on_step` work as in `Backend`.
 
         If the call fails, a machine that it rented is given back, and one that it restarted is stopped again.
 
@@ -77,7 +87,7 @@ class SkyPilotBackend(Backend):
             ImportError: SkyPilot is not installed. Its own exceptions are raised unchanged.
             ArtError: the server does not start.
         """
-        backend = cls(cluster_name)
+        backend = cls(cluster_name, trackers=trackers, on_step=on_step)
         environment = read_environment(env_path)
         key = environment.get("ART_API_KEY") or backend._connection.api_key
         environment["ART_API_KEY"] = key = key or secrets.token_urlsafe(32)
@@ -85,10 +95,7 @@ class SkyPilotBackend(Backend):
         before = await backend._fetch_cluster_status()
         async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_exit(functools.partial(backend._after_failure, before))
-            job = await backend._find_server_job() if before == "UP" else None
-            if job is not None and force_restart:
-                await backend._run_sky(backend._sky.cancel, cluster_name, job_ids=[job])
-                job = None
+            job = await backend._find_usable_job(before, force_restart)
             is_new = job is None
             if job is None:
                 logger.info("cluster '%s': launching", cluster_name)
@@ -199,6 +206,14 @@ class SkyPilotBackend(Backend):
         refresh = self._sky.StatusRefreshMode.AUTO  # queries the cloud: autostop may have acted
         records = await self._run_sky(self._sky.status, [self._cluster_name], refresh=refresh)
         return records[0]["status"].value if records else None
+
+    async def _find_usable_job(self, before: str | None, force_restart: bool) -> int | None:
+        """The job of the server to connect to; None if a server must be started. Ends a server that is not wanted."""
+        job = await self._find_server_job() if before == "UP" else None
+        if job is not None and force_restart:
+            await self._run_sky(self._sky.cancel, self._cluster_name, job_ids=[job])
+            return None
+        return job
 
     async def _find_server_job(self) -> int | None:
         """The id of the job whose server runs or is being installed; None if there is none."""

@@ -1,7 +1,7 @@
 import pytest
 
+from art.history import trajectory_metrics
 from art.wire import TrajectoryGroupBody
-from art_server.jobs.metrics import trajectory_metrics
 
 
 def group(rewards: list[float], **more: object) -> TrajectoryGroupBody:

@@ -1,0 +1,40 @@
+"""ART's way to hand over a trajectory from inside an agent that returns something else."""
+
+from collections.abc import Awaitable
+from contextvars import ContextVar
+
+from art.trajectories import Trajectory
+
+_yielded: ContextVar[list[Trajectory] | None] = ContextVar("_yielded", default=None)
+
+
+def yield_trajectory(trajectory: Trajectory) -> None:
+    """Hands a trajectory to the `capture_yielded_trajectory` that runs this coroutine. The last one counts.
+
+    Raises:
+        RuntimeError: nothing captures.
+    """
+    slot = _yielded.get()
+    if slot is None:
+        raise RuntimeError(
+            "yield_trajectory: nothing captures here: run this coroutine with "
+            "`await art.capture_yielded_trajectory(...)`"
+        )
+    slot[:] = [trajectory]
+
+
+async def capture_yielded_trajectory(coroutine: Awaitable[object]) -> Trajectory:
+    """Runs the coroutine, drops its result, and returns the trajectory that it yielded.
+
+    Raises:
+        RuntimeError: it yielded none.
+    """
+    slot: list[Trajectory] = []
+    token = _yielded.set(slot)
+    try:
+        await coroutine
+    finally:
+        _yielded.reset(token)
+    if not slot:
+        raise RuntimeError("the coroutine did not call art.yield_trajectory")
+    return slot[0]

@@ -1,0 +1,302 @@
+"""`evaluate`: the mean reward of a model's rollouts on scenarios, with its uncertainty.
+
+    result = await art.evaluate(model, rollout, scenarios, step=30, baseline=0)
+    print(result.reward.mean, result.difference.interval)
+
+It evaluates one step, or two steps on the same scenarios (paired). The rollout function is that of training. It gets a
+copy of the model whose `get_inference_name()`, `inference_model_name` and `name` are those of the evaluated step.
+
+With a seed, each request of the copy's `openai_client()` has a seed. It depends on the given one, the scenario, the
+repetition and the number of the request, and is the same for partners. The same call then gives the same rewards, as
+far as the rollout's own code and the engine's arithmetic repeat.
+
+A rollout that raises, or whose reward or metric is not a finite number, has failed. It has no reward.
+`estimates.py` has the formulas.
+"""
+
+# pyright: reportPrivateUsage=false
+
+import logging
+import math
+import random
+import re
+import statistics
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar, cast
+
+from art.errors import ArtError
+from art.estimates import Estimate, estimate
+from art.gather import gather_trajectories
+from art.model import TrainableModel
+from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS
+from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
+from art.wire import NAME_PATTERN, NAME_RULE
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=TrainableModel)
+S = TypeVar("S")
+T = TypeVar("T")
+Step: TypeAlias = int | Literal["base"]
+Result: TypeAlias = Trajectory | Exception
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluation:
+    """The result of `art.evaluate` at one step, and its comparison with the baseline."""
+
+    name: str
+    """The name under which the rollouts sampled, for example "demo/agent@30"."""
+    step: int | None
+    """None: the base model."""
+    reward: Estimate
+    """Over scenarios. A scenario's value is the mean over its repetitions, which are not independent."""
+    scenario_rewards: tuple[float | None, ...]
+    """The mean reward of each scenario, in order; None if all its rollouts failed."""
+    num_rollouts: int
+    num_failed: int
+    """Failed rollouts have no reward and are in no mean."""
+    metrics: dict[str, float]
+    """The mean of each metric of the trajectories, over scenarios like the reward."""
+    groups: list[TrajectoryGroup] = field(compare=False)
+    """The trajectories, one group for each scenario, with failed rollouts in `exceptions`."""
+    baseline: "Evaluation | None" = None
+    difference: Estimate | None = None
+    """The reward minus that of the baseline, over scenarios: the mean of the pairs of rollouts with the same scenario
+    and repetition."""
+    num_unpaired: int = 0
+    """Pairs that are not in `difference`, because one of their rollouts failed."""
+
+    def __repr__(self) -> str:
+        parts = [_line(self)]
+        if self.baseline is not None:
+            left_out = f", {self.num_unpaired} left out" if self.num_unpaired else ""
+            parts += [_line(self.baseline), f"difference {self.difference}{left_out}"]
+        return f"Evaluation({'; '.join(parts)})"
+
+
+def _line(evaluation: Evaluation) -> str:
+    text = f"{evaluation.name}: reward {evaluation.reward}"
+    if not evaluation.num_failed:
+        return text
+    return f"{text}, {evaluation.num_failed} of {evaluation.num_rollouts} rollouts failed"
+
+
+async def evaluate(
+    model: M,
+    rollout: Callable[[M, S], Awaitable[Trajectory]],
+    scenarios: Iterable[S],
+    *,
+    step: Step | None = None,
+    baseline: Step | None = None,
+    reps: int = 1,
+    seed: int | None = None,
+    split: str = "val",
+    log: bool = True,
+    max_exceptions: float = DEFAULT_MAX_EXCEPTIONS,
+    max_concurrent_rollouts: int = DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+    pbar_desc: str | None = "evaluate",
+) -> Evaluation:
+    """The mean reward of `reps` rollouts of each scenario at a step, with its standard error and 95% interval.
+
+    `step` is a step's number, "base" for the base model, or None for the step that is the newest when the call begins.
+    With a `baseline`, a number or "base", each rollout has a partner there, and `difference` compares the pairs.
+
+    The means go to the history of each evaluated step, as `split`/reward, `split`/reward_standard_error and
+    `split`/METRIC, with the trajectories, unless `log` is False. The base model has no history. If they cannot be written,
+    the result is returned with a warning.
+
+    `max_exceptions` limits failed rollouts as in `gather_trajectories`.
+
+    Raises:
+        ValueError: an argument is out of range, or the model is not registered.
+        Exception: the first failure of a rollout, if there are too many, or if no rollout succeeded.
+    """
+    cases = list(scenarios)
+    _check(cases, reps, (step, baseline), split)
+    model.openai_client()  # made here, so that all copies share its connections
+    newest = await model.get_step() if step is None else step
+    steps = [None if each == "base" else each for each in (newest, baseline) if each is not None]
+    results = await gather_trajectories(
+        _make_rollouts(model, rollout, cases, steps, reps, seed),
+        pbar_desc=pbar_desc,
+        max_exceptions=max_exceptions,
+        max_concurrent_rollouts=max_concurrent_rollouts,
+    )
+    evaluation = _summarise(model, steps, results, reps)
+    for each in (evaluation.baseline, evaluation) if log else ():
+        if each is not None and each.step is not None:
+            await _log(model, each, each.step, split)
+    return evaluation
+
+
+async def _log(model: TrainableModel, evaluation: Evaluation, step: int, split: str) -> None:
+    """Writes an evaluation to the history. A failure is a warning, so that the rollouts are not lost with it."""
+    try:
+        row = _history_row(evaluation, split)
+        await model.log(evaluation.groups, split, step=step, metrics=row)
+    except (ArtError, ValueError) as error:
+        logger.warning(
+            "evaluate: %s is not in the history (%s). The result has all its rollouts; to write them later, call "
+            "model.log(result.groups, %r, step=%d)",
+            evaluation.name,
+            error,
+            split,
+            step,
+        )
+
+
+def _make_rollouts(
+    model: M,
+    rollout: Callable[[M, S], Awaitable[Trajectory]],
+    cases: Sequence[S],
+    steps: Sequence[int | None],
+    reps: int,
+    seed: int | None,
+) -> Iterator[Awaitable[Trajectory]]:
+    """Rollouts of all scenarios. Partners follow each other, so that they sample under the same load."""
+    for index, case in enumerate(cases):
+        for repetition in range(reps):
+            for step in steps:
+                pinned = model._pinned(step, _make_seeds(seed, index, repetition))
+                yield _play(rollout, pinned, case)
+
+
+def _check(cases: Sequence[object], reps: int, steps: Iterable[object], split: str) -> None:
+    if not cases:
+        raise ValueError("there is nothing to evaluate: `scenarios` is empty")
+    if reps < 1:
+        raise ValueError(f"reps must be at least 1, not {reps}")
+    for step in steps:
+        is_step = isinstance(step, int) and not isinstance(step, bool) and step >= 0
+        if not (is_step or step in (None, "base")):
+            raise ValueError(f"{step!r} is not a step: pass its number, or 'base'")
+    if not re.fullmatch(NAME_PATTERN, split):
+        raise ValueError(f"split {split!r} becomes a folder: {NAME_RULE}")
+
+
+def _make_seeds(seed: int | None, scenario: int, repetition: int) -> Iterator[int] | None:
+    """The seeds of a rollout's requests. They are random numbers, because vLLM gives the i-th of a request's n choices
+    the seed + i."""
+    if seed is None:
+        return None
+    rng = random.Random(f"{seed} {scenario} {repetition}")
+    return iter(lambda: rng.getrandbits(32), -1)  # unlike a generator, it can be copied
+
+
+async def _play(
+    rollout: Callable[[M, S], Awaitable[Trajectory]], model: M, scenario: S
+) -> Trajectory:
+    """The rollout's trajectory.
+
+    Raises:
+        ValueError: its reward or a metric is not a finite number, or another step of the model sampled.
+    """
+    trajectory = to_trajectory(await rollout(model, scenario))
+    numbers: dict[str, Any] = {**trajectory.metrics, "reward": trajectory.reward}
+    for name, value in numbers.items():  # Any: a program may have set anything
+        if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+            raise ValueError(f"a rollout returned {name}={value!r}: use a finite number")
+    _check_sampler(trajectory, model)
+    return trajectory
+
+
+def _check_sampler(trajectory: Trajectory, model: TrainableModel) -> None:
+    """Raises ValueError for a choice of the same model under another name, which a rollout can reach by a variable."""
+    model_id, name = f"{model.project}/{model._storage_name}", model.get_inference_name()
+    for history in (trajectory, *trajectory.additional_histories):
+        for entry in history.messages_and_choices:
+            fields = entry if isinstance(entry, dict) else entry.model_extra or {}
+            mark = cast(dict[str, Any], fields.get("art") or {})  # Any: JSON of the server
+            sampler = f"{mark.get('model')}@{mark.get('step')}"
+            if mark.get("model") == model_id and sampler != name:
+                raise ValueError(
+                    f"a rollout sampled from {sampler}, not from {name}: use the model that the rollout gets, and no "
+                    "other variable"
+                )
+
+
+def _summarise(
+    model: TrainableModel, steps: Sequence[int | None], results: Sequence[Result], reps: int
+) -> Evaluation:
+    """The evaluation of the first of one or two steps; the second is its baseline."""
+    found = _evaluation(model, steps[0], results[:: len(steps)], reps)
+    if len(steps) == 1:
+        return found
+    baseline = _evaluation(model, steps[1], results[1::2], reps)
+    differences = [
+        float(one.reward) - float(other.reward)
+        if isinstance(one, Trajectory) and isinstance(other, Trajectory)
+        else None
+        for one, other in zip(results[::2], results[1::2], strict=True)
+    ]
+    means = _scenario_means(differences, reps)
+    if not any(mean is not None for mean in means):
+        raise _first_failure(results, "in each pair a rollout failed, so no pair can be compared")
+    return replace(
+        found,
+        baseline=baseline,
+        difference=_estimate_known(means),
+        num_unpaired=differences.count(None),
+    )
+
+
+def _evaluation(
+    model: TrainableModel, step: int | None, results: Sequence[Result], reps: int
+) -> Evaluation:
+    rewards = [float(each.reward) if isinstance(each, Trajectory) else None for each in results]
+    means = _scenario_means(rewards, reps)
+    if not any(mean is not None for mean in means):
+        raise _first_failure(results, "no rollout succeeded, so there is no mean reward")
+    groups = [TrajectoryGroup(of_scenario) for of_scenario in _by_scenario(results, reps)]
+    return Evaluation(
+        name=model._pinned(step).get_inference_name(),
+        step=step,
+        reward=_estimate_known(means),
+        scenario_rewards=tuple(means),
+        num_rollouts=len(results),
+        num_failed=rewards.count(None),
+        metrics=_metric_means(groups),
+        groups=groups,
+    )
+
+
+def _metric_means(groups: Iterable[TrajectoryGroup]) -> dict[str, float]:
+    """For each metric the mean over scenarios, where a scenario's value is the mean over its trajectories."""
+    of_scenarios: dict[str, list[float]] = {}
+    for group in groups:
+        for name in {name: None for trajectory in group for name in trajectory.metrics}:
+            values = [float(each.metrics[name]) for each in group if name in each.metrics]
+            of_scenarios.setdefault(name, []).append(statistics.fmean(values))
+    return {name: statistics.fmean(values) for name, values in of_scenarios.items()}
+
+
+def _history_row(evaluation: Evaluation, split: str) -> dict[str, float]:
+    means = {**evaluation.metrics, "reward": evaluation.reward.mean}
+    if math.isfinite(evaluation.reward.standard_error):
+        means["reward_standard_error"] = evaluation.reward.standard_error
+    return {f"{split}/{name}": mean for name, mean in means.items()}
+
+
+def _by_scenario(values: Sequence[T], reps: int) -> list[Sequence[T]]:
+    return [values[first : first + reps] for first in range(0, len(values), reps)]
+
+
+def _scenario_means(values: Sequence[float | None], reps: int) -> list[float | None]:
+    """Each scenario's mean over its known values; None without any."""
+    known = [
+        [each for each in of_scenario if each is not None]
+        for of_scenario in _by_scenario(values, reps)
+    ]
+    return [statistics.fmean(of_scenario) if of_scenario else None for of_scenario in known]
+
+
+def _estimate_known(means: Iterable[float | None]) -> Estimate:
+    return estimate([mean for mean in means if mean is not None])
+
+
+def _first_failure(results: Iterable[Result], note: str) -> Exception:
+    failure = next(result for result in results if isinstance(result, Exception))
+    failure.add_note(note)
+    return failure

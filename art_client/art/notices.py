@@ -1,0 +1,87 @@
+"""What a program hears about its jobs and its end: whole sentences with number, reason and remedy, each said once."""
+
+import logging
+import re
+import sys
+from types import TracebackType
+from typing import NoReturn
+
+from tqdm.auto import tqdm
+
+from art.pool import format_numbers, set_total
+from art.wire import Dropped, JobEvent, JobReport
+
+logger = logging.getLogger(__name__)
+
+MAX_EXAMPLES = 3
+EQUAL_REMEDY = "A group trains nothing unless its rewards differ: sample more rollouts for each group, or other prompts"
+
+
+class Notices:
+    """The notices about one backend's jobs. A notice that differs from an earlier one only in its numbers is logged as
+    information, not as a warning."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def job(self, report: JobReport) -> None:
+        """Logs what the job left out, and the server's notes."""
+        left_out = left_out_sentence(report)
+        if left_out is not None:
+            self._log("; ".join(dropped.reason for dropped in report.dropped), left_out)
+        for note in report.notes:
+            self._log(note, note)
+
+    def _log(self, kind: str, text: str) -> None:
+        kind = re.sub(r"\d+", "#", kind)
+        logger.log(logging.INFO if kind in self._said else logging.WARNING, "train: %s", text)
+        self._said.add(kind)
+
+
+def left_out_sentence(report: JobReport) -> str | None:
+    """How many trajectories were trained, and why the others were not; None if nothing was left out."""
+    if not report.dropped:
+        return None
+    trained, total = report.num_trajectories_trained, report.num_trajectories
+    parts = "; ".join(_part(dropped) for dropped in report.dropped)
+    text = f"{trained} of {total} trajectories trained. Left out: {parts}."
+    if any(dropped.unit == "group" for dropped in report.dropped):
+        text += f" {EQUAL_REMEDY}."
+    examples = [path for dropped in report.dropped for path in dropped.examples][:MAX_EXAMPLES]
+    return text + (f" For example {', '.join(examples)}." if examples else "")
+
+
+def _part(dropped: Dropped) -> str:
+    plural = "trajectories" if dropped.unit == "trajectory" else f"{dropped.unit}s"
+    things = f"{dropped.count} {dropped.unit if dropped.count == 1 else plural}"
+    return f"{things}, because {dropped.reason}"
+
+
+def interrupted(where: str, steps: dict[str, int]) -> None:
+    """Prepares for Ctrl-C: a KeyboardInterrupt that ends the program then prints what is saved, not a traceback."""
+    saved = ", ".join(f"{name} at step {step}" for name, step in sorted(steps.items()))
+    line = f"art: stopped. {where} has {saved}. The next run continues from there."
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print(f"\n{line}", file=sys.stderr)
+        else:
+            previous(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
+def show_event(bar: "tqdm[NoReturn]", event: JobEvent) -> None:
+    """Shows a job's progress in its bar."""
+    if event.phase is not None:
+        bar.set_description_str(f"train ({event.phase})", refresh=False)
+    if event.total is not None:
+        set_total(bar, event.total)
+    if event.completed is not None:
+        bar.n = event.completed
+    if event.event == "progress":
+        bar.set_postfix_str(format_numbers(event.metrics), refresh=False)
+    bar.refresh()

@@ -1,0 +1,297 @@
+"""Traces over OTLP (extra `otlp`): one trace from a rollout to the adapter that was trained on it.
+
+    step PROJECT/NAME              the program, from the first rollout to the end of the train call
+      rollout                      the program, `art.rollout`
+        chat PROJECT/NAME          the server, one for each inference request
+      train PROJECT/NAME           the program, `model.train`
+        job                        the server
+          queued, pause, train...  the server, the phases of the job
+
+The OpenTelemetry SDK reads the endpoint and its headers from OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS.
+A link ("TRACE-SPAN", in hexadecimal) crosses the wire as the name of a rollout's session and as the idempotency key of a
+train call, so that every way to name a session carries it. Spans hold names, numbers and the types of errors; with
+OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=true the server's also hold the text of messages.
+"""
+
+import atexit
+import logging
+import os
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from art.trackers.delivery import Delivery
+from art.trackers.library import import_library
+
+LINK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
+TRACEPARENT = re.compile(r"00-([0-9a-f]{32}-[0-9a-f]{16})-[0-9a-f]{2}")
+"""The header of the W3C's trace context, version 00."""
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+CONTENTS_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+"""OpenTelemetry's own variable for the text of messages."""
+MAX_QUEUED_SPANS, MAX_BATCH_SPANS, PAUSE_SECONDS = 2048, 512, 1.0
+CLOSE_SECONDS = 5.0
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+def link_of(text: str | None) -> str | None:
+    """The link that a session's name, an idempotency key or a `traceparent` header is; None if it is none."""
+    if text is None:
+        return None
+    header = TRACEPARENT.fullmatch(text)
+    return header[1] if header else text if LINK.fullmatch(text) else None
+
+
+class Tracing:
+    """Makes the spans of one service and delivers them to the OTLP endpoint. OpenTelemetry's global provider, which may
+    be the program's, stays as it is; a span inside a span of the program is its child.
+
+    Raises:
+        ImportError: the extra `otlp` is not installed.
+    """
+
+    def __init__(self, service: str) -> None:
+        self.api: Any = import_library("opentelemetry.trace", "otlp")
+        sdk = import_library("opentelemetry.sdk.trace", "otlp")
+        export = import_library("opentelemetry.sdk.trace.export", "otlp")
+        resources = import_library("opentelemetry.sdk.resources", "otlp")
+        self.delivery: Delivery[Any] = Delivery(
+            "otlp",
+            SpanSink,
+            max_queued=MAX_QUEUED_SPANS,
+            max_batch=MAX_BATCH_SPANS,
+            pause_seconds=PAUSE_SECONDS,
+        )
+        resource = resources.Resource.create({"service.name": service})
+        named = resource.merge(resources.OTELResourceDetector().detect())
+        provider = sdk.TracerProvider(resource=named, shutdown_on_exit=False)
+        provider.add_span_processor(export.SimpleSpanProcessor(_Queue(self.delivery, export)))
+        self._tracer = provider.get_tracer("art")
+        self.holds_contents = os.environ.get(CONTENTS_VARIABLE, "").lower() == "true"
+
+    @classmethod
+    def start_service(cls, service: str) -> Self | None:
+        """The spans of a service. None, and one warning, if OpenTelemetry is not installed or refuses its settings."""
+        try:
+            return cls(service)
+        except Exception as error:  # whatever OpenTelemetry raises
+            Delivery[Any]("otlp", SpanSink).warn(str(error))
+            return None
+
+    def start(
+        self,
+        name: str,
+        parent: "Span | str | None" = None,
+        attributes: Attributes | None = None,
+        *,
+        kind: str = "INTERNAL",
+        links: Sequence[str] = (),
+    ) -> "Span":
+        """A span that begins now. `parent` is a span or a link; None: the current span, if there is one."""
+        try:
+            span = self._start(name, parent, attributes or {}, kind, links)
+        except Exception as error:  # whatever a configured sampler raises
+            self.delivery.warn(f"makes no span ({type(error).__name__}: {error})")
+            span = self.api.INVALID_SPAN
+        return Span(self, span)
+
+    def _start(
+        self,
+        name: str,
+        parent: "Span | str | None",
+        attributes: Attributes,
+        kind: str,
+        links: Sequence[str],
+    ) -> Any:
+        context = None
+        if isinstance(parent, Span):
+            context = self.api.set_span_in_context(parent.span)
+        elif parent is not None:
+            remote = self.api.NonRecordingSpan(self._context(parent))
+            context = self.api.set_span_in_context(remote)
+        return self._tracer.start_span(
+            name,
+            context=context,
+            kind=self.api.SpanKind[kind],
+            attributes=dict(attributes),
+            links=[self.api.Link(self._context(link)) for link in links],
+        )
+
+    @property
+    def has_current(self) -> bool:
+        """Whether a span is current, ours or the program's."""
+        return bool(self.api.get_current_span().get_span_context().is_valid)
+
+    def close(self, limit_seconds: float = CLOSE_SECONDS) -> None:
+        """Delivers the ended spans. Returns after the limit at the latest (blocking)."""
+        self.delivery.finish()
+        self.delivery.join(limit_seconds)
+
+    def _context(self, link: str) -> Any:
+        trace, span = (int(part, 16) for part in link.split("-"))
+        return self.api.SpanContext(trace, span, is_remote=True, trace_flags=self.api.TraceFlags(1))
+
+
+class Span:
+    """One span. In a `with` block it is the current one, and it ends with the block."""
+
+    def __init__(self, tracing: Tracing, span: Any) -> None:  # Any: OpenTelemetry's
+        self.span: Any = span
+        self._tracing = tracing
+        self._current: Any = None
+
+    @property
+    def holds_contents(self) -> bool:
+        """Whether the text of messages was asked for."""
+        return self._tracing.holds_contents
+
+    @property
+    def link(self) -> str | None:
+        """By which the spans of another process become its children; None if the sampler dropped it."""
+        context = self.span.get_span_context()
+        if not context.trace_flags.sampled:
+            return None
+        return f"{context.trace_id:032x}-{context.span_id:016x}"
+
+    def set(self, attributes: Attributes) -> None:
+        self.span.set_attributes(dict(attributes))
+
+    def end(self, error: str | None = None) -> None:
+        """Ends the span; `error` is the type or the code of an error, because messages can contain text."""
+        if error is not None:
+            self.span.set_status(
+                self._tracing.api.Status(self._tracing.api.StatusCode.ERROR, error)
+            )
+        self.span.end()
+
+    def __enter__(self) -> Self:
+        current = self._current = self._tracing.api.use_span(self.span, record_exception=False)
+        current.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._current is not None, "a span is left after it was entered"
+        self._current.__exit__(None, None, None)
+        self.end(None if kind is None else kind.__name__)
+
+
+class SpanSink:
+    """The OTLP endpoint, as the delivery's thread uses it."""
+
+    def __init__(self) -> None:
+        self._success = import_library(
+            "opentelemetry.sdk.trace.export", "otlp"
+        ).SpanExportResult.SUCCESS
+        self._exporter: Any = import_library(EXPORTER, "otlp").OTLPSpanExporter()
+        self._said = "no reason given"
+        logging.getLogger(EXPORTER).addFilter(self._keep)
+
+    def send(self, spans: Sequence[Any], /) -> None:
+        if self._exporter.export(spans) is not self._success:
+            raise ConnectionError(self._said)
+
+    def close(self) -> None:
+        self._exporter.shutdown()
+        logging.getLogger(EXPORTER).removeFilter(self._keep)
+
+    def _keep(self, record: logging.LogRecord) -> bool:
+        """Takes the exporter's log lines from our thread, because the delivery warns once."""
+        if record.threadName != "tracker otlp":
+            return True
+        self._said = record.getMessage()
+        return False
+
+
+class _Queue:
+    """The exporter that OpenTelemetry's processor calls: hands ended spans to the delivery."""
+
+    def __init__(self, delivery: Delivery[Any], export: Any) -> None:
+        self._delivery = delivery
+        self._success = export.SpanExportResult.SUCCESS
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        for span in spans:
+            self._delivery.put(span)
+        return self._success
+
+    def shutdown(self) -> None: ...
+
+    def force_flush(self, timeout_millis: int = 0) -> bool:
+        return True
+
+
+class ProgramSpans:
+    """The spans of a program. The rollouts of a model and the train call after them are in one trace: that of the
+    program's current span, or else of a span "step"."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self.tracing = tracing
+        self._steps: dict[str, Span] = {}
+        """By model."""
+
+    def rollout(self, model_id: str) -> Span:
+        """The span of a rollout that begins."""
+        parent = None
+        if not self.tracing.has_current:
+            if model_id not in self._steps:
+                self._steps[model_id] = self.tracing.start(f"step {model_id}")
+            parent = self._steps[model_id]
+        return self.tracing.start("rollout", parent, {"art.model": model_id})
+
+    @contextmanager
+    def training(self, model_id: str) -> Generator[Span]:
+        """The span of a train call, which ends the model's step."""
+        step = self._steps.pop(model_id, None)
+        parent = None if self.tracing.has_current else step
+        try:
+            with self.tracing.start(f"train {model_id}", parent) as span:
+                yield span
+        finally:
+            if step is not None:
+                step.end()
+
+    def close(self) -> None:
+        """Ends the open steps and delivers all spans (blocking, at most some seconds)."""
+        while self._steps:
+            self._steps.popitem()[1].end()
+        self.tracing.close()
+
+
+_program: ProgramSpans | None = None
+
+
+def start_program() -> None:
+    """Switches the program's spans on. They stay on until the program ends."""
+    global _program
+    if _program is None and (tracing := Tracing.start_service("art")) is not None:
+        _program = ProgramSpans(tracing)
+        atexit.register(close_program)
+
+
+def close_program() -> None:
+    """Delivers the program's spans; takes some seconds at most (blocking). Further spans can follow."""
+    if _program is not None:
+        _program.close()
+
+
+def start_rollout(model_id: str) -> Span | None:
+    """The span of a rollout that begins; None if the program's spans are off."""
+    return None if _program is None else _program.rollout(model_id)
+
+
+@contextmanager
+def training(model_id: str) -> Generator[str | None]:
+    """The span of a train call. Yields its link; None if the program's spans are off."""
+    if _program is None:
+        yield None
+        return
+    with _program.training(model_id) as span:
+        yield span.link

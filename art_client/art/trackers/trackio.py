@@ -1,0 +1,39 @@
+"""Trackio (extra `trackio`): local by default; `trackio show` displays it.
+
+TRACKIO_DIR names its folder. With TRACKIO_SPACE_ID or TRACKIO_SERVER_URL it reports to a Space or to its own server.
+"""
+
+import contextvars
+from pathlib import Path
+from typing import Any
+
+from art.trackers.library import import_library
+from art.trackers.records import StepRecord
+
+
+class TrackioRun:
+    """One model's run."""
+
+    def __init__(self, record: StepRecord, folder: Path) -> None:
+        del folder  # `trackio show` looks into Trackio's own
+        trackio = import_library("trackio", "trackio")
+        # In a context of its own, because Trackio ends the context's previous run.
+        self._run: Any = contextvars.copy_context().run(
+            trackio.init,
+            project=record.project,
+            name=record.name,
+            config=dict(record.config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, record: StepRecord) -> None:
+        self._run.log(dict(record.metrics), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+open_run = TrackioRun

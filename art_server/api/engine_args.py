@@ -1,0 +1,39 @@
+"""The settings of the engine that a client may request, in ART's `_internal_config`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from art_server.errors import InvalidInput
+from art_server.settings import ENGINE_ARGS, Device
+
+MAX_NOTES = 50
+VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
+"""A value must not begin with a dash, because it becomes an argument of vLLM's command line."""
+VALUES = {"max_seq_length": re.compile(r"[1-9][0-9]{2,7}")}
+
+
+def read_engine_args(given: Mapping[str, Any], device: Device) -> tuple[dict[str, str], list[str]]:
+    """The arguments that the engine can have, as text, and the names of all others. None counts as not given.
+
+    Raises:
+        InvalidInput: a value cannot be an engine argument.
+    """
+    requested: dict[str, str] = {}
+    unknown: list[str] = []
+    for key, value in given.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        is_known = key in ENGINE_ARGS or key == "max_seq_length"
+        if not is_known or (device == "cpu" and key == "gpu_memory_utilization"):
+            unknown.append(f"engine_args.{key}")
+        elif value is not None and not VALUES.get(key, VALUE).fullmatch(text):
+            raise InvalidInput(
+                f"_internal_config: {key} cannot be {text[:80]!r}", code="invalid_body", param=key
+            )
+        elif value is not None:
+            requested[key] = text
+    return requested, unknown
+
+
+def no_effect(names: Sequence[str]) -> list[str]:
+    return [f"{name[:200]} has no effect here" for name in names[:MAX_NOTES]]

@@ -1,0 +1,123 @@
+"""`GET /metrics`: the server's numbers and then vLLM's own, in Prometheus' text format.
+
+A key that covers some projects gets the steps of their models, and not vLLM's part, which names all adapters.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import get_args
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from art.wire import Health
+from art_server import clock
+from art_server.api.parameters import TheCaller, TheService
+from art_server.engine.engine import State
+from art_server.jobs.metrics import ENDS
+from art_server.processes import Figures
+from art_server.store.registry import Model
+
+Pending = Mapping[str, tuple[int, float]]
+"""`JobQueue.pending`."""
+
+router = APIRouter()
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(service: TheService, caller: TheCaller) -> Response:
+    """Numbers for Prometheus."""
+    pending = await asyncio.to_thread(service.pending_jobs)
+    models = service.models(caller.projects)
+    own = exposition(service.figures(), service.health(), pending, models)
+    of_engine = await service.engine_metrics() if caller.projects is None else b""
+    return Response(own + of_engine, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def exposition(
+    figures: Figures, health: Health, pending: Pending, models: Iterable[Model]
+) -> bytes:
+    """The server's part."""
+    registry = CollectorRegistry(auto_describe=False)
+    families = [
+        *request_families(figures, health),
+        *job_families(figures, pending),
+        *model_families(models),
+    ]
+    registry.register(Families(families))
+    return generate_latest(registry)
+
+
+class Families(Collector):
+    """What `prometheus_client` collects from."""
+
+    def __init__(self, families: Sequence[Metric]):
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def request_families(figures: Figures, health: Health) -> Iterator[Metric]:
+    """Requests, the engine, and the server's own health."""
+    yield gauge(
+        "art_requests_waiting", "Requests that wait at the pause gate.", figures.num_waiting
+    )
+    yield gauge("art_requests_running", "Requests that the engine has.", figures.num_running)
+    states = {state: float(state == health.engine) for state in get_args(State)}
+    yield gauges("art_engine_state", "1 for the engine's state.", "state", states)
+    yield counter("art_engine_starts", "Starts of vLLM's process.", figures.num_engine_starts)
+    stall = health.longest_stall_seconds
+    yield gauge(
+        "art_event_loop_longest_stall_seconds", "Longest time the event loop was blocked.", stall
+    )
+    failing = dict.fromkeys(health.faults, 1.0)
+    yield gauges("art_part_failing", "1 for a part that fails at present.", "part", failing)
+    faults = CounterMetricFamily("art_faults", "Errors of background work.", labels=["part"])
+    for part, number in figures.num_faults.items():
+        faults.add_metric([part], number)
+    yield faults
+
+
+def job_families(figures: Figures, pending: Pending) -> Iterator[Metric]:
+    """The queue, ended jobs, and the last step."""
+    for_state = {state: float(pending.get(state, (0, 0))[0]) for state in ("queued", "running")}
+    yield gauges("art_queue_jobs", "Jobs that have not ended.", "state", for_state)
+    age = max((clock.now() - oldest for _, oldest in pending.values()), default=0.0)
+    yield gauge("art_queue_oldest_seconds", "Age of the oldest job that has not ended.", age)
+    totals = figures.totals
+    ended = CounterMetricFamily("art_jobs", "Ended jobs.", labels=["outcome"])
+    for outcome in ENDS:
+        ended.add_metric([outcome], totals.jobs[outcome])
+    yield ended
+    yield counter("art_trained_tokens", "Tokens that steps were trained on.", totals.trained_tokens)
+    yield gauges("art_step_seconds", "Seconds of the last step.", "phase", totals.seconds)
+
+
+def model_families(models: Iterable[Model]) -> Iterator[Metric]:
+    """The step of each model."""
+    steps = GaugeMetricFamily(
+        "art_model_step", "The step that serves.", labels=["project", "model"]
+    )
+    for model in models:
+        steps.add_metric([model.record.project, model.record.name], model.step)
+    yield steps
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

@@ -1,0 +1,164 @@
+"""`art replay`: makes a step again from its record, and compares it with the step, bit for bit."""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Literal, cast
+
+from pydantic import ValidationError
+from tqdm import tqdm
+
+from art_server.base_models import CACHE_DIR, find_base_model
+from art_server.checkpoints.travel import find_folder
+from art_server.errors import InvalidInput, NotFound, Unavailable
+from art_server.jobs.step_record import (
+    BATCH_FILE,
+    FOLDER,
+    RECORD_FILE,
+    START,
+    StepRecord,
+    base_digests,
+)
+from art_server.jobs.trainer_process import (
+    TrainerError,
+    TrainerProcess,
+    worker_command,
+    worker_environment,
+)
+from art_server.shared.tasks import Done, Progress, TrainTask
+from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
+
+COMPARED = {ADAPTER_FILE: "adapter", OPTIMIZER_FILE: "optimizer state"}
+
+
+def replay_step(flags: argparse.Namespace) -> None:
+    """Makes the step again and prints the outcome.
+
+    Raises:
+        SystemExit: adapter or optimizer state are not bit-equal, status 1.
+        NotFound: there is no such record.
+        InvalidInput: the record cannot be read, or its base model is not here.
+        Unavailable: the trainer failed.
+    """
+    folder = find_record(flags.record, flags.path)
+    try:
+        record = StepRecord.model_validate_json((folder / RECORD_FILE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise InvalidInput(
+            f"{folder / RECORD_FILE} cannot be read: {error}", code="bad_record"
+        ) from error
+    base = find_base_model(record.base_model, CACHE_DIR).path
+    what = f"{record.model}, step {record.step}"
+    if changed := changed_inputs(folder, record, base):
+        print(f"{what} cannot be made again: these inputs differ from the record")
+        print("\n".join(f"  {each}" for each in changed))
+        raise SystemExit(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        done = asyncio.run(train(folder, record, base, Path(temporary)))
+        made = content_digests(Path(temporary) / "step")
+    different = [
+        name for file, name in COMPARED.items() if made.get(file) != record.result_files.get(file)
+    ]
+    if not different:
+        print(f"{what}: bit-equal ({' and '.join(COMPARED.values())})")
+        return
+    print(f"{what}: {' and '.join(different)} not equal")
+    for name, recorded in record.environment.items():
+        if done.environment.get(name) != recorded:
+            print(f"  {name} is {done.environment.get(name)}; the record has {recorded}")
+    if done.environment == record.environment:
+        print(
+            "  no recorded input differs: the step depends on something else, such as a GPU's order of sums"
+        )
+    raise SystemExit(1)
+
+
+def find_record(text: str, path: Path) -> Path:
+    """The folder of a record, from MODEL[@k] or its path.
+
+    Raises:
+        NotFound: there is none.
+    """
+    if (Path(text) / RECORD_FILE).is_file():
+        return Path(text)
+    name, _, step = text.partition("@")
+    project, _, name = name.rpartition("/")
+    if step and not (step.isascii() and step.isdecimal()):
+        raise InvalidInput(f"'{step}' is not a step: write NAME@NUMBER", code="unknown_step")
+    folder = find_folder(path, project, name)
+    number = int(step) if step else folder.newest_step() or 0
+    found = folder.checkpoint_dir(number) / FOLDER
+    if not (found / RECORD_FILE).is_file():
+        kept = [each for each in folder.steps() if (folder.checkpoint_dir(each) / FOLDER).exists()]
+        raise NotFound(
+            f"step {number} of {folder.project}/{folder.name} has no record; steps with a record: "
+            f"{', '.join(map(str, kept)) or 'none'}. The newest ten steps have one",
+            code="unknown_step",
+        )
+    return found
+
+
+def changed_inputs(folder: Path, record: StepRecord, base: Path) -> list[str]:
+    """The files that differ from their digests in the record."""
+    expected = {f"{START}/{name}": digest for name, digest in record.start_files.items()}
+    found = {f"{START}/{name}": each for name, each in content_digests(folder / START).items()}
+    expected |= {f"base model {record.base_model}: {n}": d for n, d in record.base_files.items()}
+    found |= {f"base model {record.base_model}: {n}": d for n, d in base_digests(base).items()}
+    expected[BATCH_FILE] = record.batch
+    if (folder / BATCH_FILE).is_file():
+        found[BATCH_FILE] = "damaged"
+        with contextlib.suppress(zlib.error):
+            batch = zlib.decompress((folder / BATCH_FILE).read_bytes())
+            found[BATCH_FILE] = hashlib.sha256(batch).hexdigest()
+    return [
+        f"{name}: {'changed' if name in found else 'missing'}"
+        for name, digest in expected.items()
+        if found.get(name) != digest
+    ]
+
+
+async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -> Done:
+    """Runs the step in a trainer process with the record's settings; the result is in `temporary`/step.
+
+    Raises:
+        Unavailable: the trainer failed.
+    """
+    settings = record.environment
+    trainer = TrainerProcess(
+        worker_command(
+            str(base),
+            trainer=cast(Literal["peft", "unsloth"], settings["trainer"]),
+            dtype=settings["dtype"],
+            device=settings["device"],
+            threads=int(settings["threads"]),
+            max_tokens_per_micro_batch=int(settings["max_tokens"]),
+        ),
+        temporary / "trainer.log",
+        worker_environment(temporary / "unsloth", os.environ),
+    )
+    task = TrainTask(
+        lora=record.lora,
+        in_dir=str((folder / START).absolute()),
+        out_dir=str(temporary / "step"),
+        config=record.config,
+        start_step=record.start_step,
+        seed=record.seed,
+    )
+    batch = zlib.decompress((folder / BATCH_FILE).read_bytes())
+    with tqdm(desc=f"{record.model}, step {record.step}", unit="micro-batch") as bar:
+
+        def on_progress(progress: Progress) -> None:
+            bar.total, bar.n = progress.total, progress.completed
+            bar.set_postfix_str(progress.phase)
+
+        try:
+            return await trainer.run(task, on_progress, batch)
+        except TrainerError as error:
+            raise Unavailable(f"the trainer failed: {error.message}", code=error.code) from error
+        finally:
+            await trainer.stop()

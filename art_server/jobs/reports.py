@@ -1,0 +1,156 @@
+"""What becomes of jobs, for the people who run them: steps for trackers, spans for traces, totals for Prometheus.
+
+The job runner calls one function with each change of a job. Nothing here waits: trackers have their own threads.
+"""
+
+import contextlib
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from art.trackers import RolloutRow, StepRecord, TrackerName, Trackers
+from art.trackers.records import make_rows
+from art.trackers.tracing import Span, Tracing, link_of
+from art.wire import JobReport, LogReply
+from art_server.jobs.metrics import ENDS, JobNews
+from art_server.store.registry import Model
+
+
+@dataclass(slots=True)
+class Totals:
+    """Numbers since the server's start."""
+
+    jobs: Counter[str] = field(default_factory=Counter)
+    """Ended jobs by outcome."""
+    trained_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the last step, by phase."""
+
+    def count(self, news: JobNews) -> None:
+        if news.event in ENDS:
+            self.jobs[news.event] += 1
+        if news.done is not None:
+            self.trained_tokens += news.done.report.num_trained_tokens
+            self.seconds = {
+                name.removeprefix("time/").removesuffix("_s"): value
+                for name, value in news.done.metrics.items()
+                if name.startswith("time/")
+            }
+
+
+class Reports:
+    """The receivers of a server's news. `tracing` is None without the tracker "otlp"."""
+
+    def __init__(self, names: Sequence[TrackerName], folder: Path):
+        self.totals = Totals()
+        self._trackers = Trackers(names, folder)
+        self.tracing = Tracing.start_service("art-server") if self._trackers.has_traces else None
+        self._spans = JobSpans(self.tracing) if self.tracing is not None else None
+
+    def take(self, news: JobNews) -> None:
+        """Passes on one change of a job."""
+        self.totals.count(news)
+        if self._spans is not None:
+            self._spans.take(news)
+        if news.done is not None:
+            done = news.done
+            record = step_record(done.model, done.step, "train", done.metrics, done.report)
+            self._trackers.report(record)
+
+    def logged(self, model: Model, split: str, reply: LogReply, *, has_groups: bool) -> None:
+        """Passes on a log call."""
+        record = step_record(model, reply.step, split, reply.metrics, has_groups=has_groups)
+        self._trackers.report(record)
+
+    def close(self) -> None:
+        """Delivers what is queued; takes some seconds at most (blocking)."""
+        self._trackers.close()
+        if self.tracing is not None:
+            self.tracing.close()
+
+
+def step_record(
+    model: Model,
+    step: int,
+    split: str,
+    metrics: Mapping[str, float],
+    report: JobReport | None = None,
+    *,
+    has_groups: bool = True,
+) -> StepRecord:
+    """A train or log call as trackers receive it. Its rollouts are read from disk when a tracker wants them."""
+    record = model.record
+    config = {"base_model": record.base_model, "lora": record.lora.model_dump()}
+    made = StepRecord(
+        record.project,
+        record.name,
+        step,
+        split,
+        metrics,
+        config | (report.config if report is not None else {}),
+        report=report,
+    )
+    if not has_groups:
+        return made
+    file = model.folder.trajectories_file(split, step)
+    return replace(made, rollouts=functools.partial(stored_rows, file))
+
+
+def stored_rows(file: Path) -> Iterator[RolloutRow]:
+    """The rollouts in a trajectories file, read one group at a time. None if the file was deleted."""
+    with contextlib.suppress(FileNotFoundError), open(file, "rb") as lines:
+        for number, line in enumerate(lines):
+            group = json.loads(line)
+            trained = [
+                (each["reward"], [entry.get("message", entry) for entry in each["messages"]])
+                for each in group["trajectories"]
+            ]
+            failed = [(each["type"], each["message"]) for each in group["exceptions"]]
+            yield from make_rows(number, trained, failed)
+
+
+@dataclass(slots=True)
+class _OpenJob:
+    span: Span
+    phase: str = ""
+    phase_span: Span | None = None
+
+    def end_phase(self, error: str | None = None) -> None:
+        if self.phase_span is not None:
+            self.phase_span.end(error)
+        self.phase, self.phase_span = "", None
+
+
+class JobSpans:
+    """A span for each job, from its acceptance to its end, with a child for each phase."""
+
+    def __init__(self, tracing: Tracing):
+        self._tracing = tracing
+        self._open: dict[str, _OpenJob] = {}
+
+    def take(self, news: JobNews) -> None:
+        job = news.job
+        model_id = f"{job.project}/{job.name}"
+        if job.job_id not in self._open:  # a job that an earlier server accepted has no link
+            about = {"art.job": job.job_id, "art.model": model_id}
+            span = self._tracing.start("job", link_of(news.key), about, kind="SERVER")
+            self._open[job.job_id] = _OpenJob(span)
+        open_job = self._open[job.job_id]
+        phase = "queued" if news.event == "accepted" else news.phase.partition(" ")[0]
+        if phase != open_job.phase:
+            open_job.end_phase(news.error)
+        if phase and open_job.phase_span is None:
+            adapter = (
+                {} if job.target_step is None else {"art.adapter": f"{model_id}@{job.target_step}"}
+            )
+            open_job.phase = phase
+            open_job.phase_span = self._tracing.start(phase, open_job.span, adapter)
+        if news.event in ENDS:
+            if news.done is not None:
+                adapter = news.done.model.adapter_name(news.done.step)
+                open_job.span.set({"art.step": news.done.step, "art.adapter": adapter})
+            open_job.span.end(None if news.done is not None else news.error or news.event)
+            del self._open[job.job_id]

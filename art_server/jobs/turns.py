@@ -1,0 +1,132 @@
+"""A trajectory's turns with their exact tokens, and the token sequences that they form."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from art_server.shared.tasks import Distribution, Span, TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTurn:
+    """One turn with its exact tokens."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """As long as token_ids; None if the trainer has to compute them."""
+    origin: str
+    """How the tokens were found: a key of `JobReport.turns`."""
+    choice_id: str | None = None
+    drawn: list[Distribution | None] | None = None
+    """The distribution under which each token is scored. None, for a token or for all: the model's own."""
+    step: int | None = None
+    """The model's step that sampled the turn, from its record."""
+    unscored: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters that the log-probabilities leave out: they are unknown, or sampling="raw" ignores them."""
+    reward: float | None = None
+    advantages: list[float] | None = None
+    """One for each token, from the client."""
+
+
+class UnusableTurn(Exception):
+    """A turn cannot be trained; the message is the reason in the report."""
+
+
+def with_signal(
+    turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None
+) -> ResolvedTurn:
+    """The turn with the reward and advantages that the client gives for it."""
+    if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
+        raise UnusableTurn(
+            f"{len(advantages)} advantages were given for {len(turn.token_ids)} sampled tokens"
+        )
+    if isinstance(advantages, float):
+        advantages = [advantages] * len(turn.token_ids)
+    return replace(turn, reward=reward, advantages=advantages)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a turn's sampled tokens are: [start, stop) of a sequence."""
+
+    sequence: int
+    start: int
+    stop: int
+    is_joined: bool
+    """The turn's prompt begins with the sequence before it, which it extends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTrace:
+    """What became of a turn, for people who look at its rollout. `trajectory_row` stores it."""
+
+    history: int
+    """0: the trajectory's own messages; k: those of `additional_histories[k - 1]`."""
+    entry: int
+    """Index into messages_and_choices."""
+    origin: str | None = None
+    """How the tokens were found (`JobReport.turns`); None for a dropped turn."""
+    dropped: str | None = None
+    """Why the turn is not trained."""
+    continues: str | None = None
+    """"joined", or why the turn begins a new sequence (`JobReport.continuations`). None for a history's first turn."""
+    step: int | None = None
+    """The model's step that sampled the turn."""
+    sequence: int | None = None
+    """Index among the trajectory's sequences, whose tokens [start, stop) the turn sampled."""
+    start: int | None = None
+    stop: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def join_turns(
+    turns: Sequence[ResolvedTurn],
+    index: Callable[[Distribution | None], int] = lambda _: -1,
+) -> tuple[list[TokenSequence], list[Place]]:
+    """The token sequences of one conversation, and each turn's place. A turn whose prompt begins with the whole sequence
+    so far extends it. `index` gives the number of a distribution in the batch."""
+    sequences: list[TokenSequence] = []
+    places: list[Place] = []
+    for turn in turns:
+        is_joined = bool(sequences) and starts_with(turn.prompt_token_ids, sequences[-1].token_ids)
+        if not is_joined:
+            sequences.append(_empty_sequence())
+        sequence = sequences[-1]
+        tokens = sequence.token_ids
+        new_context = turn.prompt_token_ids[len(tokens) :]
+        tokens.extend(new_context)
+        sequence.logprobs.extend([None] * len(new_context))
+        drawn = turn.drawn or [None] * len(turn.token_ids)
+        sequence.distributions.extend([-1] * len(new_context) + [index(each) for each in drawn])
+        sampled = range(len(tokens), len(tokens) + len(turn.token_ids))
+        if turn.logprobs is None:
+            sequence.recompute.extend(sampled)
+        if turn.step is not None:
+            sequence.spans.append(Span(start=sampled.start, stop=sampled.stop, step=turn.step))
+        if turn.advantages is not None:
+            sequence.advantages.update(zip(sampled, turn.advantages, strict=True))
+        if turn.reward is not None:
+            sequence.rewards[sampled[-1]] = turn.reward
+        tokens.extend(turn.token_ids)
+        sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
+        places.append(Place(len(sequences) - 1, sampled.start, sampled.stop, is_joined))
+    return sequences, places
+
+
+def _empty_sequence() -> TokenSequence:
+    return TokenSequence(
+        token_ids=[],
+        logprobs=[],
+        distributions=[],
+        spans=[],
+        recompute=[],
+        advantages={},
+        rewards={},
+    )
+
+
+def starts_with(token_ids: list[int], beginning: list[int]) -> bool:
+    return token_ids[: len(beginning)] == beginning

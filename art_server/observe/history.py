@@ -1,0 +1,151 @@
+"""Reads history.jsonl: the metrics of a model's steps, as columns."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from art_server.store.model_folder import BEST_METRICS, rank_steps, step_name
+
+NO_METRICS = ("step", "training_step")
+NUMBER_TYPES = (float, int, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The rows of history.jsonl, one for each step, in the order of the steps, as columns."""
+
+    steps: list[int | None]
+    recorded_at: list[str | None]
+    metrics: "dict[str, array[float]]"
+    """NaN where a row lacks the metric. A column ends with the last row that has the metric."""
+
+    @staticmethod
+    def read(file: Path, only: Sequence[str] | None = None) -> "History":
+        """The history in a file; empty if there is none. `only` names the metrics that are kept; None: all."""
+        found = History([], [], {})
+        for row in read_rows(file):
+            if isinstance(row, dict):
+                found._add(row, row if only is None else {name: row.get(name) for name in only})
+        return found._by_step()
+
+    def _add(self, row: dict[str, Any], kept: dict[str, Any]) -> None:
+        num, metrics = len(self.steps), self.metrics
+        for name, value in kept.items():
+            if type(value) in NUMBER_TYPES and name not in NO_METRICS:
+                column = metrics.get(name)
+                if column is None:
+                    column = metrics[name] = array("d")
+                if len(column) < num:
+                    column.extend(itertools.repeat(math.nan, num - len(column)))
+                try:
+                    column.append(value)
+                except OverflowError:  # too large an integer
+                    column.append(math.nan)
+        step, time = row.get("step"), row.get("recorded_at")
+        self.steps.append(step if isinstance(step, int) else None)
+        self.recorded_at.append(time if isinstance(time, str) else None)
+
+    def _by_step(self) -> "History":
+        """The rows in the order of their steps: a late evaluation of an early step is written last. A row without a step
+        stays behind the row before it."""
+        keys = list(
+            itertools.accumulate(
+                self.steps, lambda last, step: last if step is None else step, initial=-1
+            )
+        )[1:]
+        order = sorted(range(len(keys)), key=lambda place: keys[place] or 0)
+        if order == list(range(len(keys))):
+            return self
+        found = History([self.steps[i] for i in order], [self.recorded_at[i] for i in order], {})
+        for name, column in self.metrics.items():
+            found.metrics[name] = moved = array("d")
+            moved.extend(column[i] if i < len(column) else math.nan for i in order)
+            while moved and math.isnan(moved[-1]):
+                moved.pop()
+        return found
+
+    def names(self) -> list[str]:
+        """The names of all metrics: columns that contain a number."""
+        return sorted(self.metrics)
+
+    def column(self, name: str) -> list[float | None]:
+        """A metric's values; None where a row lacks it."""
+        values = [number(value) for value in self.metrics.get(name, ())]
+        return values + [None] * (len(self.steps) - len(values))
+
+    def columns(self, names: Sequence[str]) -> dict[str, Any]:
+        """Steps, times, and for each metric its values."""
+        return {
+            "steps": self.steps,
+            "recorded_at": self.recorded_at,
+            "metrics": {name: self.column(name) for name in names},
+        }
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        values = map(number, reversed(self.metrics.get(name, ())))
+        return next((value for value in values if value is not None), None)
+
+    def ranking(self) -> tuple[str | None, list[int]]:
+        """The metric that the best step is judged by, and the steps that have it, the best first."""
+        metric = next((name for name in BEST_METRICS if name in self.metrics), None)
+        if metric is None:
+            return None, []
+        named = self.column(step_name(metric))  # none for "step", which is no metric
+        steps = [a if a is not None else b for a, b in zip(named, self.steps, strict=True)]
+        values = zip(steps, self.column(metric), strict=True)
+        return metric, rank_steps((a, b) for a, b in values if a is not None and b is not None)
+
+
+def number(value: object) -> float | None:
+    """A finite number as float; None for anything else."""
+    try:
+        found = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def file_mark(file: Path) -> tuple[int, int]:
+    """Size and time of the last change; zeros without the file."""
+    try:
+        stat = os.stat(file)
+    except OSError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
+
+
+def read_rows(file: Path) -> Iterator[Any]:
+    """The JSON lines of a file, one at a time: a long call of the JSON library would block the event loop. Lines that a
+    crash cut short are left out."""
+    try:
+        lines = file.open("rb")
+    except FileNotFoundError:
+        return
+    with lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                yield read_json(line)
+
+
+def read_json(line: bytes) -> Any:
+    """The value of a JSON line. Halves of characters, which no answer can contain, become question marks.
+
+    Raises:
+        ValueError: the line is not JSON, or nested too deeply.
+    """
+    try:
+        value = json.loads(line)
+        if b"\\ud" in line.lower():
+            text = json.dumps(value, ensure_ascii=False)
+            value = json.loads(text.encode("utf-8", "replace"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value

@@ -1,0 +1,38 @@
+"""Memory of the server's processes, free disk space, and the ends of log files."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from art.log_file import LogFile
+
+MAX_LINES = 2000
+
+
+def memory(root: Path, leaders: Mapping[str, int | None]) -> dict[str, Any]:
+    """Resident memory in bytes of this process and of the named children with their sessions (Linux), and the bytes that
+    are free on the folder's disk. Blocking."""
+    resident = {name: 0 for name, pid in leaders.items() if pid is not None}
+    names = {pid: name for name, pid in leaders.items()}
+    proc = Path("/proc")
+    for entry in proc.iterdir() if proc.is_dir() else ():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                name = names.get(os.getsid(int(entry.name)))
+                if name is not None and int(entry.name) != os.getpid():
+                    resident[name] += resident_bytes(entry)
+    with contextlib.suppress(OSError):
+        resident["server"] = resident_bytes(proc / "self")
+    return {"resident_bytes": resident, "disk_free_bytes": shutil.disk_usage(root).free}
+
+
+def resident_bytes(process: Path) -> int:
+    return int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def log_tail(log_dir: Path, name: str, num_lines: int) -> str:
+    """The last lines of a log file; empty if there is none."""
+    return LogFile(log_dir / f"{name}.log").tail(min(num_lines, MAX_LINES))

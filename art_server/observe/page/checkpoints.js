@@ -1,0 +1,41 @@
+// The kept steps of a run, with the names and commands that use them.
+
+import { look, ofModel } from "./api.js";
+import { ago, button, bytes, el, empty, number, refill, row, table } from "./dom.js";
+import { runHead, runPage } from "./run.js";
+
+const COLUMNS = [["Step", true], ["Made"], ["Size", true], ["Reward", true], ["Validation", true], ["Name for inference"], ["Export"]];
+
+// Text to copy. Browsers copy only on https and on this machine; elsewhere the text is selected.
+function copyable(text) {
+  const code = el("code", {}, text);
+  const copy = async (event) => {
+    try {
+      await navigator.clipboard.writeText(text);
+      event.target.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(code);
+      event.target.textContent = "Selected";
+    }
+    setTimeout(() => { event.target.textContent = "Copy"; }, 2000);
+  };
+  return el("span", { class: "copy" }, code, button("Copy", copy, { class: "small", "aria-label": `Copy ${text}` }));
+}
+
+export async function checkpoints(route) {
+  const list = el("div");
+  const refresh = async () => {
+    const found = (await look(ofModel(route, "checkpoints"))).checkpoints.reverse();
+    refill(list, found.length ? table("Checkpoints", COLUMNS, found.map(rowOf)) : empty("No checkpoints are kept."));
+  };
+  const rowOf = (each) => {
+    const name = `${route.project}/${route.name}@${each.step}`;
+    const marks = [each.is_best && el("b", { class: "badge good" }, "best"), each.unchanged && el("span", { class: "badge" }, "unchanged")];
+    return row(COLUMNS, [
+      el("span", {}, number(each.step), marks), ago(each.created_at), bytes(each.size_bytes), number(each.reward),
+      number(each.val_reward), copyable(name), copyable(`art export ${name} DIR`),
+    ]);
+  };
+  await refresh();
+  return runPage(route, "Checkpoints", el("div", {}, runHead(route, "checkpoints"), list), { refresh });
+}

@@ -1,0 +1,67 @@
+// Several runs in the same charts, by step, by trained tokens or by time.
+
+import { look } from "./api.js";
+import { Board, Chart } from "./charts.js";
+import { el, empty, keepSettings, link, select } from "./dom.js";
+
+const TOKENS = "data/step_trainable_assistant_tokens";
+const HEIGHT = 300;
+const REWARDS = { "train/reward": "Reward", "val/reward": "Validation reward" };
+const AXES = { step: "step", tokens: "trained tokens", hours: "hours since the first step" };
+
+// The values of the axis for each row of a history.
+function axisOf(found, axis) {
+  if (axis === "tokens") {
+    let sum = 0;
+    return found.metrics[TOKENS].map((value) => (sum += value ?? 0));
+  }
+  if (axis === "hours") {
+    const times = found.recorded_at.map((time) => (time ? Date.parse(time) / 3.6e6 : null));
+    const first = times.find((time) => time !== null);
+    return times.map((time) => (time === null ? null : time - first));
+  }
+  return found.steps;
+}
+
+export async function compare(route) {
+  const { settings } = route;
+  const ids = [...new Set((settings.runs ?? "").split(",").filter((id) => id.includes("/")))];
+  const board = new Board(), grid = el("div", { class: "charts wide" }), tools = el("div", { class: "tools" });
+  let found = [];
+  const read = async () => {
+    const metrics = [TOKENS, ...Object.keys(REWARDS), settings.metric ?? ""].filter(Boolean).map((name) => ["metric", name]);
+    found = await Promise.all(ids.map((id) => look(["models", ...id.split("/"), "history"], metrics)));
+  };
+  const show = () => {
+    for (const chart of board.charts) {
+      chart.set(ids.map((id, place) => ({
+        label: link(["run", ...id.split("/")], id),
+        x: axisOf(found[place], settings.by ?? "step"),
+        y: found[place].metrics[chart.options.metric] ?? [], // chosen while the numbers were on their way
+      })));
+      chart.read(null);
+    }
+  };
+  const build = () => {
+    [...board.charts].forEach((chart) => board.remove(chart));
+    const shown = settings.metric ? { ...REWARDS, [settings.metric]: settings.metric } : REWARDS;
+    for (const [metric, title] of Object.entries(shown)) grid.append(board.add(new Chart({ title, metric, height: HEIGHT, note: `by ${AXES[settings.by] ?? AXES.step}` })).node);
+    show();
+  };
+  const set = async (changes) => {
+    keepSettings(route, changes);
+    await read();
+    build();
+  };
+  if (ids.length) await read();
+  const names = [...new Set(found.flatMap((each) => each.names))].sort();
+  tools.append(
+    select("By", Object.entries(AXES), settings.by ?? "step", (by) => set({ by }), { id: "by" }),
+    select("Also", [["", "choose a metric"], ...names], settings.metric ?? "", (metric) => set({ metric }), { id: "metric" }));
+  const node = el("div", {}, el("nav", { "aria-label": "Breadcrumb", class: "crumbs" }, link([], "Runs"), " / compare"),
+    el("h1", { tabindex: -1 }, "Comparison"),
+    ids.length ? [tools, grid] : empty("No runs are chosen.", "Mark some in the table of runs."));
+  if (ids.length) build();
+  const refresh = async () => { await read(); show(); };
+  return { title: "Comparison", node, up: "#/", watch: (marks) => ids.map((id) => marks.models[id]), refresh, close: () => board.close() };
+}

@@ -1,0 +1,114 @@
+// One rollout: its turns with their tokens and where these come from, tools, and what the program recorded.
+
+import { look, ofModel } from "./api.js";
+import { button, el, empty, hashOf, keepSettings, link, number, plural, refill, select } from "./dom.js";
+import { details, stepTools } from "./groups.js";
+import { runHead, runPage } from "./run.js";
+import { COLOURS, hasNumbers, legend, scaleOf, tokenBlock } from "./tokens.js";
+
+const ORIGINS = {
+  ids: "token ids in the choice", ledger: "the ledger's record", logprob_entries: "ids in the log-probability entries",
+  rendered: "the text, rendered", recomputed: "the text, with the trainer's log-probabilities",
+};
+const CONTINUES = {
+  joined: "continues the sequence", dropped: "new sequence: the template removed thinking", ambiguous: "new sequence: several records fit the conversation",
+  retokenized: "new sequence: rendering changed tokens", changed: "new sequence: the context changed",
+};
+
+export async function rollout(route) {
+  const { project, name, settings } = route;
+  const [split, step, group, index] = route.parts.slice(4);
+  const [found, { splits }] = await Promise.all([look([...ofModel(route, "rollouts"), split, step, group, index]), look(ofModel(route, "rollouts"))]);
+  const near = (at, place) => hashOf(["run", project, name, "rollout", split, at, group, place], settings);
+  const go = (at, place) => { location.hash = near(at, place); };
+  const list = el("div", { class: "turns" }), tools = el("div", { class: "tools" }), bar = el("div", { class: "tools sticky" });
+  const all = found.sequences.length ? found.sequences : found.histories.flatMap((history) => history.entries.map(ownTokens).filter(Boolean));
+  const choices = Object.entries(COLOURS).filter(([key]) => hasNumbers(key, all)).map(([key, { label }]) => [key, label]);
+  const show = () => {
+    const colour = choices.some(([key]) => key === settings.colour) ? settings.colour : choices[0]?.[0];
+    const context = { found, colour, scale: colour && scaleOf(colour, all), hasFigures: settings.figures === "1" };
+    refill(bar, ...(colour ? [
+      select("Colour by", choices, colour, (value) => { keepSettings(route, { colour: value }); show(); }, { id: "colour" }),
+      legend(colour, context.scale),
+      el("label", { class: "field" }, el("input", {
+        type: "checkbox", id: "figures", checked: context.hasFigures,
+        onchange: (event) => { keepSettings(route, { figures: event.target.checked ? "1" : "" }); show(); },
+      }), "numbers"),
+    ] : [el("p", { class: "muted" }, "No token of this rollout has recorded numbers.")]));
+    refill(list, ...found.histories.flatMap((history, place) => [
+      found.histories.length > 1 && el("h2", {}, place ? `Additional history ${place}` : "Conversation"),
+      ...history.entries.map((entry, position) => turn(entry, position, context)),
+      details("Tools", history.tools),
+    ]).filter(Boolean), ...found.sequences.map((sequence, place) => wholeSequence(sequence, place, context)));
+  };
+  const last = found.num_rollouts - 1, at = Number(index);
+  tools.append(
+    el("div", { class: "group" },
+      button("‹ Rollout", () => go(step, at - 1), { id: "before", disabled: at === 0, "aria-keyshortcuts": "ArrowLeft", "aria-label": "Earlier rollout" }),
+      button("Rollout ›", () => go(step, at + 1), { id: "after", disabled: at >= last, "aria-keyshortcuts": "ArrowRight", "aria-label": "Next rollout" }),
+      el("b", {}, `rollout ${index}`), el("span", { class: "muted" }, `of ${last} in group ${group}`)),
+    stepTools(splits[split] ?? [], Number(step), (next) => go(next, at), ["Shift+ArrowLeft", "Shift+ArrowRight"]));
+  if (split === "train" && found.has_token_record) tools.append(link(["run", project, name, "tree", step, group], "token tree"));
+  show();
+  const tail = [link(["run", project, name, "rollouts", split, step], `${split} step ${step}`), `group ${group}`, `rollout ${index}`];
+  const node = el("div", {}, runHead(route, "rollouts", tail), tools,
+    el("dl", { class: "panel facts" }, [["reward", found.reward], ...Object.entries(found.metrics)].map(([key, value]) =>
+      el("div", {}, el("dt", {}, key), el("dd", {}, typeof value === "number" ? number(value) : String(value ?? "–"))))),
+    split === "train" && !found.has_token_record && el("p", { class: "muted" }, "There is no record of this step's tokens."),
+    bar, list, details("Logs", found.logs?.join("\n")), details("Metadata", found.metadata));
+  if (!found.histories.some((history) => history.entries.length)) list.append(empty("The rollout has no messages."));
+  return runPage(route, `Rollout ${split} ${step}/${group}/${index}`, node, { up: hashOf(["run", project, name, "rollouts", split, step]) });
+}
+
+// A choice's own tokens, as it carries them in its log-probabilities; null without their texts.
+function ownTokens(entry) {
+  if (!entry.logprobs?.length || entry.logprobs.every(([text]) => text.startsWith("token_id:"))) return null;
+  return { texts: entry.logprobs.map(([text]) => text), sampled_logprobs: entry.logprobs.map(([, value]) => value) };
+}
+
+function turn(entry, position, { found, colour, scale, hasFigures }) {
+  const trace = entry.turn, isChoice = entry.logprobs !== undefined;
+  const sequence = trace?.sequence !== undefined ? found.sequences[trace.sequence] : null;
+  const own = sequence ? null : ownTokens(entry);
+  const label = `Tokens of message ${position}`;
+  let body = (entry.reasoning || entry.text) && [entry.reasoning && el("div", { class: "text muted" }, entry.reasoning), el("div", { class: "text" }, entry.text)];
+  if (sequence) body = tokenBlock(sequence, trace.start, Math.min(trace.stop, sequence.texts.length), colour, scale, hasFigures, label);
+  else if (own && colour) body = tokenBlock(own, 0, own.texts.length, colour, scale, hasFigures, label);
+  return el("section", { class: `panel turn role-${/^\w+$/.test(entry.role) ? entry.role : "other"}` },
+    el("div", { class: "line" }, el("h3", {}, entry.role, entry.name && ` ${entry.name}`), el("span", { class: "muted" }, `message ${position}`),
+      isChoice && origin(entry, trace)),
+    body,
+    entry.tool_calls.map((call) => el("div", { class: "call" }, el("b", {}, `calls ${call.name}`), el("pre", { tabindex: 0 }, pretty(call.arguments)))));
+}
+
+function origin(entry, trace) {
+  const facts = [];
+  if (!trace) facts.push("no trace of its tokens");
+  else if (trace.dropped) facts.push(el("b", { class: "badge bad" }, "dropped"), trace.dropped);
+  else {
+    facts.push(el("b", { class: "badge", title: `from ${ORIGINS[trace.origin] ?? trace.origin}` }, trace.origin), `from ${ORIGINS[trace.origin] ?? trace.origin}`);
+    if (trace.continues) facts.push(el("b", { class: `badge ${trace.continues === "joined" ? "good" : "bad"}` }, trace.continues), CONTINUES[trace.continues] ?? "");
+    if (trace.step !== undefined) facts.push(`sampled by step ${trace.step}`);
+    if (trace.stop !== undefined) facts.push(`${plural(trace.stop - trace.start, "token")} at ${trace.start} of sequence ${trace.sequence}`);
+  }
+  if (!trace && entry.sampled_by?.step !== undefined) facts.push(`sampled by step ${entry.sampled_by.step}`);
+  if (entry.finish_reason) facts.push(`ended by ${entry.finish_reason}`);
+  return el("span", { class: "origin" }, facts.map((each) => el("span", {}, each)));
+}
+
+function wholeSequence(sequence, place, { colour, scale, hasFigures }) {
+  const node = el("details", { class: "panel" }, el("summary", {}, `Sequence ${place} as the model read it, ${plural(sequence.ids.length, "token")}`));
+  node.addEventListener("toggle", () => {
+    if (node.open && node.childElementCount === 1) node.append(tokenBlock(sequence, 0, sequence.ids.length, colour, scale, hasFigures, `Sequence ${place}`));
+  });
+  return node;
+}
+
+// Arguments that are JSON, over several lines.
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return String(text ?? "");
+  }
+}

@@ -1,0 +1,133 @@
+// A run: the head that its pages share, and its charts.
+
+import { look, ofModel } from "./api.js";
+import { Board, Chart } from "./charts.js";
+import { ago, button, el, empty, hashOf, keepSettings, link, refill, select, short } from "./dom.js";
+
+const GAP = "Engine against trainer, on the same tokens. Only rounding is normal: a mean below 1e-4 in float32, "
+  + "0.03 with float16, 0.25 with bfloat16. Above four times that the server trains nothing."; // docs/precision.md
+const PHASES = ["engine", "pause", "train", "save", "load", "finish"];
+const CHARTS = [
+  { title: "Reward", lines: { "train/reward": "train", "val/reward": "validation" }, note: "Mean of the step's rollouts." },
+  { title: "Gap of log-probabilities", lines: { "loss/logprob_gap_mean": "mean", "loss/logprob_gap_max": "largest token" }, isLog: true, note: GAP },
+  { title: "Ratio tails", lines: {
+    "loss/importance_ratio_p95": "trainer/engine p95", "loss/importance_ratio_p99": "trainer/engine p99",
+    "loss/policy_ratio_p99": "policy/start p99",
+  }, note: "1 is no difference. By default trainer/engine counts as at most 2, and the clip begins at 1.2." },
+  { title: "Entropy", lines: { "loss/entropy": "nats" }, note: "Mean over trained tokens. At 0 the policy no longer explores." },
+  { title: "Dead groups", lines: { "data/step_num_groups_dead": "dead", "data/step_num_groups_submitted": "submitted" }, note: "A group whose rewards are all equal trains nothing." },
+  { title: "Shared-token saving", lines: { "data/step_shared_token_saving": "share" }, note: "Tokens that rollouts share and that were computed once." },
+  { title: "Clipped tokens", lines: { "loss/clipped_token_fraction": "share" }, note: "Tokens whose ratio is outside the clip, without gradient." },
+  { title: "Seconds of a step", lines: /^time\/job_(.*)_s$/, isStacked: true, note: "Phases of the job, on top of each other." },
+  { title: "Trainer's tokens per second", lines: { "throughput/avg_trainer_tok_per_s": "tokens / s" } },
+];
+
+export function runHead(route, section, tail = []) {
+  const { project, name } = route;
+  const tabs = [["charts", "Charts", []], ["rollouts", "Rollouts", ["rollouts"]], ["checkpoints", "Checkpoints", ["checkpoints"]]];
+  return el("div", { class: "head" },
+    el("nav", { "aria-label": "Breadcrumb", class: "crumbs" }, link([], "Runs"), " / ",
+      tail.length ? link(["run", project, name], `${project}/${name}`) : `${project}/${name}`,
+      tail.map((each) => [" / ", each])),
+    el("h1", { tabindex: -1 }, el("span", { class: "muted" }, `${project}/`), name),
+    el("nav", { "aria-label": "Run", class: "tabs" }, tabs.map(([key, text, parts]) =>
+      link(["run", project, name, ...parts], text, { "aria-current": key === section && "page" }))));
+}
+
+const watchRun = (route) => (marks) => marks.models[`${route.project}/${route.name}`];
+
+export function runPage(route, title, node, more = {}) {
+  return { title: `${title} – ${route.project}/${route.name}`, node, up: "#/", watch: watchRun(route), ...more };
+}
+
+// The lines of a chart for the metrics that the run has: [metric, label].
+function linesOf({ lines }, names) {
+  if (lines instanceof RegExp) {
+    const found = names.filter((name) => lines.test(name)).map((name) => [name, lines.exec(name)[1]]);
+    return found.sort(([, a], [, b]) => PHASES.indexOf(a) - PHASES.indexOf(b));
+  }
+  return Object.entries(lines).filter(([name]) => names.includes(name));
+}
+
+export async function charts(route) {
+  const { settings } = route;
+  const added = settings.also ? JSON.parse(settings.also).map(String) : [];
+  const read = async () => {
+    const { names } = await look(ofModel(route, "history"));
+    const wanted = [...CHARTS.flatMap((each) => linesOf(each, names).map(([name]) => name)), ...added];
+    return look(ofModel(route, "history"), [...new Set(wanted)].map((name) => ["metric", name]));
+  };
+  let found = await read(), step = null;
+  const grid = el("div", { class: "charts" }), chooser = el("div", { class: "tools" }), stepper = el("div", { class: "tools" });
+  const at = el("output", { id: "at", for: "step" });
+  const slider = el("input", { type: "range", id: "step", min: 0, oninput: () => choose(found.steps[slider.value]) });
+  const board = new Board((x) => show(x ?? step));
+
+  const fill = (chart, lines) => chart.set(lines.map(([name, label]) => ({ label, x: found.steps, y: found.metrics[name] ?? [] })));
+  const addChart = (options, lines) => {
+    const chart = board.add(new Chart(options));
+    chart.refill = () => fill(chart, options.lines ? linesOf(options, found.names) : lines);
+    chart.refill();
+    grid.append(chart.node);
+    return chart;
+  };
+  const show = (x) => {
+    board.point(x);
+    const place = x === null ? found.steps.length - 1 : found.steps.indexOf(x);
+    at.replaceChildren(`step ${short(found.steps[place])}`, x === null ? " (newest), " : ", ", ago(found.recorded_at[place]), " ",
+      link(["run", route.project, route.name, "rollouts", "train", found.steps[place]], "rollouts"));
+    if (document.activeElement !== slider) slider.value = place;
+  };
+  const choose = (x) => { step = x === found.steps.at(-1) ? null : x; show(step); };
+  const addMetric = (name) => {
+    const chart = addChart({ title: name, extra: button("Remove", () => {
+      added.splice(added.indexOf(name), 1);
+      shown.delete(name);
+      board.remove(chart);
+      keep();
+    }, { class: "small", "aria-label": `Remove ${name}` }) }, [[name, "value"]]);
+  };
+  const keep = () => {
+    keepSettings(route, { also: added.length ? JSON.stringify(added) : "" });
+    offer();
+  };
+  const offer = () => {
+    const rest = found.names.filter((name) => !added.includes(name));
+    refill(chooser, select("Add a chart", [["", "choose a metric"], ...rest], "", async (name) => {
+      added.push(name);
+      found = await read();
+      start();
+      keep();
+      show(step);
+    }, { id: "add-metric" }));
+  };
+  const shown = new Set();
+  // Adds what the run has by now: a metric's chart appears with its first value.
+  const addNew = (all, isThere, add) => all.filter((each) => !shown.has(each) && isThere(each)).forEach((each) => {
+    shown.add(each);
+    add(each);
+  });
+  const start = () => {
+    slider.max = found.steps.length - 1;
+    chooser.hidden = !found.steps.length;
+    if (!found.steps.length) return;
+    addNew(CHARTS, (each) => linesOf(each, found.names).length, addChart);
+    addNew(added, (name) => found.names.includes(name), addMetric);
+    if (stepper.childElementCount) return;
+    stepper.replaceChildren(el("label", { class: "field", for: "step" }, "Numbers of"), slider, at);
+    none.replaceChildren();
+  };
+  const none = el("div", {}, empty("No steps yet.", "The first row of the history appears here by itself."));
+  start();
+  offer();
+  if (found.steps.length) show(null);
+  const refresh = async () => {
+    found = await read();
+    start();
+    board.charts.forEach((chart) => chart.refill());
+    offer();
+    if (found.steps.length) show(step);
+  };
+  const node = el("div", {}, runHead(route, "charts"), none, stepper, grid, chooser);
+  return runPage(route, "Charts", node, { refresh, close: () => board.close(), up: hashOf([]) });
+}

@@ -1,0 +1,49 @@
+// The health of a running server, its memory, and the ends of its logs.
+
+import { look } from "./api.js";
+import { bytes, el, keepSettings, number, refill, select } from "./dom.js";
+import { activityBar } from "./overview.js";
+
+const REFRESH_SECONDS = 5;
+const LOGS = ["server", "engine", "trainer"];
+
+export async function server(route) {
+  const { settings } = route;
+  const state = el("div"), log = el("pre", { class: "log", tabindex: 0, role: "region", "aria-label": "Log" });
+  const readLog = async () => {
+    const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
+    try {
+      const { text } = await look(["logs", settings.log ?? "engine"], [["lines", settings.lines ?? 200]]);
+      if (text !== log.textContent) log.textContent = text || "The log is empty.";
+    } catch (error) {
+      if (error.status !== 403) throw error;
+      log.textContent = error.message; // a key for some projects
+    }
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
+  };
+  const refresh = async () => {
+    const [{ live }] = await Promise.all([look(["overview"]), readLog()]);
+    refill(state, ...(live ? [activityBar(live), health(live)] : [el("p", { class: "muted" }, "No server runs here: these are finished runs. Its logs may be on disk.")]));
+  };
+  const set = async (changes) => { keepSettings(route, changes); await readLog(); };
+  await refresh();
+  const node = el("div", {}, el("h1", { tabindex: -1 }, "Server"), state, el("section", { "aria-labelledby": "logs" }, el("h2", { id: "logs" }, "Logs"),
+    el("div", { class: "tools" }, select("Log", LOGS, settings.log ?? "engine", (value) => set({ log: value }), { id: "log" }),
+      select("Lines", [50, 200, 1000, 2000], settings.lines ?? 200, (value) => set({ lines: value }), { id: "lines" })), log));
+  requestAnimationFrame(() => { log.scrollTop = log.scrollHeight; });
+  return { title: "Server", node, up: "#/", watch: (marks) => marks.engine, refresh, every: REFRESH_SECONDS };
+}
+
+function health({ health: found, machine }) {
+  const faults = Object.entries(found.faults);
+  const facts = [
+    ["Engine", el("b", { class: `badge ${found.engine === "ready" ? "good" : found.engine === "failed" ? "bad" : ""}` }, found.engine)],
+    ["Base model", found.base_model ?? "none"], ["Version", found.version], ["Detail", found.detail], ["Requests wait for", found.waits_for],
+    ["Longest stall of the server", el("span", {}, number(found.longest_stall_seconds), " s")],
+    ...Object.entries(machine?.resident_bytes ?? {}).map(([name, size]) => [`Memory, ${name}`, bytes(size)]),
+    ["Free disk space", machine && bytes(machine.disk_free_bytes)],
+  ].filter(([, value]) => value !== null && value !== undefined);
+  return el("section", { class: "panel", "aria-labelledby": "health" }, el("h2", { id: "health" }, "Health"),
+    el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    faults.length ? el("ul", { class: "faults" }, faults.map(([part, error]) => el("li", { class: "bad" }, el("b", {}, part), ` ${error}`))) : el("p", {}, "No faults."));
+}

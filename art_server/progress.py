@@ -1,0 +1,38 @@
+"""What the server's start has done so far, one line each: for the log, and for clients that wait for it."""
+
+import logging
+import time
+from collections import deque
+
+from art.wire import ProgressLine
+
+logger = logging.getLogger(__name__)
+
+MAX_LINES = 50
+
+
+class StartProgress:
+    """The lines of the newest start of the engine. An earlier start's lines are dropped."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._lines: deque[ProgressLine] = deque(maxlen=MAX_LINES)
+        self._number = 0
+
+    def begin(self, text: str) -> None:
+        """Begins a new start with its first line."""
+        self._started = time.monotonic()
+        self._lines.clear()
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Adds and logs a line."""
+        self._number += 1
+        seconds = time.monotonic() - self._started
+        self._lines.append(ProgressLine(number=self._number, seconds=seconds, text=text))
+        logger.info("start, %.1f s: %s", seconds, text)
+
+    @property
+    def lines(self) -> list[ProgressLine]:
+        """The lines, oldest first."""
+        return list(self._lines)

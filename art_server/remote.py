@@ -1,0 +1,27 @@
+"""The commands' connection to a running server."""
+
+import os
+
+import httpx
+
+from art_server.errors import UsageError
+from art_server.settings import KEY_VARIABLE
+
+
+def open_client(url: str, timeout: httpx.Timeout | float) -> httpx.Client:
+    """A client for the server at an address. It sends the key of ART_API_KEY.
+
+    Raises:
+        UsageError: the address is none, or the key cannot be sent.
+    """
+    address = url.rstrip("/").removesuffix("/v1")
+    if not address.startswith(("http://", "https://")):
+        raise UsageError(f"--url '{url}' must begin with http:// or https://")
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"{KEY_VARIABLE} has characters that no key has: set it again")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        return httpx.Client(base_url=address, headers=headers, timeout=timeout)
+    except httpx.InvalidURL as error:
+        raise UsageError(f"--url '{url}' is no address: {error}") from error

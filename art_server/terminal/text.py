@@ -1,0 +1,60 @@
+"""Values as people read them: numbers, ages, a line of small bars, and text whose control characters are visible."""
+
+import math
+import re
+from collections.abc import Sequence
+
+MAX_DECIMAL = 10_000
+BARS = "▁▂▃▄▅▆▇█"
+NOTHING = "-"
+
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Characters that change what a terminal does or shows beside them: control characters (ESC begins a terminal's
+commands), marks that reverse the direction of text, and characters without a width. Tab and line feed are not
+among them."""
+
+
+def visible(value: object) -> str:
+    """A value as text that a terminal shows as it is: control characters as pictures (ESC as ␛) or as escapes."""
+    return _INVISIBLE.sub(_picture, str(value))
+
+
+def _picture(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "␡" if code == 0x7F else f"\\u{code:04x}"
+
+
+def number(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return NOTHING if value is None else "nan"
+    return f"{value:.3f}" if abs(value) < MAX_DECIMAL else f"{value:.3g}"
+
+
+def age(seconds: float | None) -> str:
+    """A duration in its largest unit."""
+    if seconds is None:
+        return NOTHING
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def small_bars(values: Sequence[float | None]) -> str:
+    """One bar for each value, between the lowest and the highest of them; a space for a missing one."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    low = min(known, default=0.0)
+    scale = (len(BARS) - 1) / ((max(known, default=0.0) - low) or 1.0)
+    return "".join(
+        BARS[round((value - low) * scale)] if value is not None and math.isfinite(value) else " "
+        for value in values
+    )

@@ -1,0 +1,98 @@
+"""The record of a step's tokens, `tokens.safetensors`: what the trainer computed for each of them, for people who look.
+
+T tokens are those of all the job's sequences, one after another. Tensors: token_ids_T (int32), sampled_logprobs_T,
+trainer_logprobs_T, advantages_T, ratios_T, entropies_T (float32, NaN where a token has none: only trained tokens have all
+of them) and is_clipped_T (uint8). The metadata has `groups`, JSON of each group's number, trajectories and sequences
+[start, stop), and `texts`, JSON from token ids to their text.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from art_server.shared.tasks import Batch
+from art_server.store.model_folder import TOKENS_FILE
+from art_server.trainer.batches import TrainSequence
+
+NUMBERS = ("trainer_logprobs", "advantages", "ratios", "entropies")
+
+
+class TokenRecord:
+    """Collects a job's numbers by token. A later optimizer step's ratios and entropies replace earlier ones."""
+
+    def __init__(self, batch: Batch, base_model: str):
+        self._batch = batch
+        self._base_model = base_model
+        sequences = [
+            sequence
+            for group in batch.groups
+            for t in group.trajectories
+            for sequence in t.sequences
+        ]
+        self._firsts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)])
+        num = int(self._firsts[-1])
+        self._token_ids = [token for sequence in sequences for token in sequence.token_ids]
+        sampled = [value for sequence in sequences for value in sequence.logprobs]
+        self._tensors = {name: torch.full((num,), float("nan")) for name in NUMBERS}
+        self._tensors["sampled_logprobs"] = torch.tensor(
+            [float("nan") if value is None else value for value in sampled]
+        )
+        self._tensors["is_clipped"] = torch.zeros(num, dtype=torch.uint8)
+
+    def add(
+        self,
+        sequences: Sequence[TrainSequence],
+        start_logprobs_S: torch.Tensor,
+        **of_step: torch.Tensor,
+    ) -> None:
+        """Adds an optimizer step over these sequences' S tokens: the trainer's log-probabilities at the start of the
+        job, and by name `ratios`, `entropies` and `is_clipped`."""
+        indices_S = torch.tensor(
+            [
+                self._firsts[each.number] + place + 1
+                for each in sequences
+                for place in each.positions
+            ]
+        )
+        advantages = [value for each in sequences for value in each.advantages]
+        numbers = {"trainer_logprobs": start_logprobs_S, "advantages": torch.tensor(advantages)}
+        for name, values_S in {**numbers, **of_step}.items():
+            self._tensors[name][indices_S] = values_S.to(self._tensors[name].dtype).cpu()
+
+    def write(self, folder: Path) -> None:
+        """Writes the file into a folder, which the caller syncs to disk."""
+        tensors = {f"{name}_T": values for name, values in self._tensors.items()}
+        tensors["token_ids_T"] = torch.tensor(self._token_ids, dtype=torch.int32)
+        metadata = {"groups": json.dumps(self._groups()), "texts": json.dumps(self._texts())}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / TOKENS_FILE, metadata)
+
+    def _groups(self) -> list[dict[str, object]]:
+        spans = iter(zip(self._firsts[:-1].tolist(), self._firsts[1:].tolist(), strict=True))
+        return [
+            {
+                "number": index if group.number is None else group.number,
+                "trajectories": [
+                    [next(spans) for _ in trajectory.sequences] for trajectory in group.trajectories
+                ],
+            }
+            for index, group in enumerate(self._batch.groups)
+        ]
+
+    def _texts(self) -> dict[int, str]:
+        """The text of each token that occurs; part of a character, as the vocabulary spells it. Empty without a
+        tokenizer."""
+        file = Path(self._base_model) / "tokenizer.json"
+        if not file.exists():
+            return {}
+        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+        texts: dict[int, str] = {}
+        for token in sorted(set(self._token_ids)):
+            text = tokenizer.decode([token], skip_special_tokens=False)
+            texts[token] = tokenizer.id_to_token(token) or "" if "\ufffd" in text else text
+        return texts

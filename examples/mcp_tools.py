@@ -1,0 +1,111 @@
+"""An agent whose tools come from an MCP server, which this file also serves over stdio.
+
+The program starts the server as a child process, lists its tools, offers them to the model, and sends the model's calls
+to the server. The reward is 1 for an answer with the number that the server returned for the right arguments. It needs
+the package `mcp`, which vLLM brings along with the server's extra. For a real model change `--model`; for another MCP
+server change SERVER, the scenarios and their answers.
+
+    python examples/mcp_tools.py [--model art/tiny] [--steps 12] [--server http://127.0.0.1:7623]
+"""
+
+import asyncio
+import random
+import sys
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mcp
+from learning import learn, learner_parser
+from mcp.server.mcpserver import MCPServer
+from tool_agent import use_tools
+
+import art
+
+CITIES = ("Paris", "London", "Berlin", "Rome", "Madrid", "Vienna", "Oslo", "Cairo", "Tokyo", "Lima")
+QUESTIONS = {
+    "get_population": ("How many people live in {city}?", "How many are there in {city}?"),
+    "get_time": ("What time is it in {city}?", "Is it late in {city}?"),
+    "get_weather": ("What is the weather in {city}?", "Is it warm in {city}?"),
+}
+"""The first question of a tool is one that art/tiny knows, the second is not."""
+SERVER = mcp.StdioServerParameters(command=sys.executable, args=[__file__, "--serve"])
+
+world = MCPServer("world", log_level="WARNING")
+
+
+@world.tool()
+def get_population(city: str) -> str:
+    """Get the population of a city."""
+    return str(zlib.crc32(city.encode()) % 100_000)
+
+
+@world.tool()
+def get_time(city: str) -> str:
+    """Get the time in a city."""
+    return f"{zlib.crc32(city.encode()) % 24:02}:{zlib.crc32(city.encode()) % 60:02}"
+
+
+@world.tool()
+def get_weather(city: str) -> str:
+    """Get the weather in a city."""
+    return f"{zlib.crc32(city.encode()) % 40} degrees"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    answer: str
+
+
+def draw_question(seed: str) -> Question:
+    rng = random.Random(seed)
+    name, city = rng.choice(list(QUESTIONS)), rng.choice(CITIES)
+    answer = {"get_population": get_population, "get_time": get_time, "get_weather": get_weather}
+    return Question(rng.choice(QUESTIONS[name]).format(city=city), answer[name](city))
+
+
+def to_tools(listed: mcp.types.ListToolsResult) -> art.types.Tools:
+    """MCP's tools as entries of a chat request."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": each.name,
+                "description": each.description or "",
+                "parameters": each.input_schema,
+            },
+        }
+        for each in listed.tools
+    ]
+
+
+async def rollout(
+    client: mcp.Client, model: art.TrainableModel, question: Question
+) -> art.Trajectory:
+    async def call(name: str, arguments: dict[str, Any]) -> str:
+        result = await client.call_tool(name, arguments)
+        return "\n".join(block.text for block in result.content if block.type == "text")
+
+    dialogue = art.Trajectory(
+        messages_and_choices=[{"role": "user", "content": question.text}],
+        tools=to_tools(await client.list_tools()),
+    )
+    answer = await use_tools(model, dialogue, call)
+    dialogue.reward = float(question.answer in answer)
+    return dialogue
+
+
+async def main() -> None:
+    parser = learner_parser("An agent with MCP's tools.", 8, {"art/tiny": 3e-4}, steps=12)
+    flags = parser.parse_args()
+    async with mcp.Client(mcp.stdio_client(SERVER)) as client:
+        await learn(flags, "mcp-tools", partial(rollout, client), draw_question)
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        world.run()
+    else:
+        asyncio.run(main())

@@ -1,0 +1,121 @@
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import art
+
+
+def batches(*arguments, **options) -> list[tuple]:
+    made = art.iterate_dataset(*arguments, use_tqdm=False, **options)
+    return [(each.step, each.epoch, each.epoch_step, each.items) for each in made]
+
+
+def test_batches_are_those_of_art() -> None:
+    """Worked out with `random.Random(epoch).shuffle`, which older programs rely on."""
+    assert batches("abcde", 2, 2) == [
+        (0, 0, 0, ["c", "b"]),
+        (1, 0, 1, ["a", "e"]),
+        (2, 0, 2, ["d"]),
+        (3, 1, 0, ["c", "d"]),
+        (4, 1, 1, ["e", "a"]),
+        (5, 1, 2, ["b"]),
+    ]
+
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 50), st.integers(1, 4))
+
+
+@given(sizes)
+def test_every_epoch_has_every_item_once_in_the_order_of_its_seed(size: tuple[int, int, int]):
+    num_items, groups_per_step, num_epochs = size
+    made = batches(range(num_items), groups_per_step, num_epochs)
+    for epoch in range(num_epochs):
+        expected = list(range(num_items))
+        random.Random(epoch).shuffle(expected)
+        items = [item for _, of_epoch, _, items in made if of_epoch == epoch for item in items]
+        assert items == expected
+        assert [each[2] for each in made if each[1] == epoch] == list(
+            range(len(made) // num_epochs)
+        )
+    assert [each[0] for each in made] == list(range(len(made)))
+
+
+@given(sizes, st.integers(0, 200))
+def test_a_program_that_resumes_anywhere_gets_the_same_batches(
+    size: tuple[int, int, int], initial_step: int
+):
+    num_items, groups_per_step, num_epochs = size
+    options = {"groups_per_step": groups_per_step, "num_epochs": num_epochs}
+    resumed = batches(range(num_items), **options, initial_step=initial_step)
+    assert resumed == batches(range(num_items), **options)[initial_step:]
+
+
+def test_the_global_random_state_is_left_alone() -> None:
+    state = random.getstate()
+    batches(range(9), 2, 2)
+    assert random.getstate() == state
+
+
+def test_a_batch_unpacks_as_in_older_releases() -> None:
+    unpacked = [
+        (items, epoch, step, epoch_step)
+        for items, epoch, step, epoch_step in art.iterate_dataset(range(3), 2, 2, use_tqdm=False)
+    ]
+    assert [each[1:] for each in unpacked] == [(0, 0, 0), (0, 1, 1), (1, 2, 0), (1, 3, 1)]
+
+
+def test_a_dataset_smaller_than_a_batch_makes_one_batch_per_epoch() -> None:
+    assert [len(items) for *_, items in batches(range(3), 10, 2)] == [3, 3]
+
+
+def test_nothing_is_left_after_the_last_step(caplog: pytest.LogCaptureFixture) -> None:
+    assert batches(range(4), 2, initial_step=2) == [] == caplog.messages
+    assert batches(range(4), 2, initial_step=7) == []
+    assert caplog.messages == ["initial_step 7 is after the last step, 2: no batches are left"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        ([], {}, "the dataset is empty"),
+        (range(3), {"groups_per_step": 0}, "groups_per_step must be at least 1, not 0"),
+        (range(3), {"num_epochs": 0}, "num_epochs must be at least 1, not 0"),
+        (range(3), {"initial_step": -1}, "initial_step must be at least 0, not -1"),
+    ],
+)
+def test_what_cannot_be_iterated_is_refused_at_the_call(dataset, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        art.iterate_dataset(dataset, **options)
+
+
+def test_a_dataset_without_a_length_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"a generator has no length: pass list\(dataset\)"):
+        art.iterate_dataset(each for each in range(3))  # type: ignore[arg-type]
+
+
+def test_the_bar_starts_where_the_program_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = art.iterate_dataset(range(10), 2, initial_step=3)
+    next(bar)
+    assert "3/5" in capsys.readouterr().err
+    assert len(list(bar)) == 1
+    assert "5/5" in capsys.readouterr().err.split("\r")[-1]
+
+
+IMPORTS = [
+    "from art.utils import iterate_dataset as found",
+    "from art.utils.iterate_dataset import iterate_dataset as found",
+    "found = art.utils.iterate_dataset",
+]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_names_of_art_work_in_every_order(order: tuple[int, ...]) -> None:
+    lines = ["import art"]
+    for each in order:
+        lines += [IMPORTS[each], "assert found is art.iterate_dataset"]
+    lines.append("assert art.utils.retry is art.retry")
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

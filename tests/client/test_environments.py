@@ -1,0 +1,137 @@
+"""Episodes in text environments, with a scripted policy."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import art
+from art.environments import ReasoningTask, play, reasoning_gym
+from tests.client.conftest import Answer, FakeServer, Request
+
+pytestmark = pytest.mark.anyio
+
+
+class Guess:
+    """A number is guessed. Each guess costs 0.1, the right one earns 1."""
+
+    def __init__(self, wanted: int, patience: int = 9):
+        self.wanted, self.left, self.seed = wanted, patience, None
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.seed = seed
+        return "Guess.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        guess = int(action)
+        hint = "higher" if guess < self.wanted else "lower"
+        is_right = guess == self.wanted
+        told = {"distance": abs(guess - self.wanted), "hint": hint}
+        return hint, is_right - 0.1, is_right, self.left == 0, told
+
+
+class SlowGuess(Guess):
+    """The same with coroutines."""
+
+    async def reset(self, **options: Any) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().reset(**options)
+
+    async def step(self, action: str) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().step(action)
+
+
+@pytest.fixture
+async def policy(server: FakeServer) -> AsyncIterator[art.Model]:
+    """Counts its own answers: "1", "2"..."""
+
+    def reply(request: Request) -> Answer:
+        messages = request.json()["messages"]
+        said = str(1 + sum(each["role"] == "assistant" for each in messages))
+        message = {"role": "assistant", "content": said}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        kind = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
+        return Answer(body=kind | {"choices": [choice]})
+
+    server.on("POST", "/v1/chat/completions", reply)
+    model = art.Model(
+        name="m",
+        project="p",
+        inference_model_name="m",
+        inference_base_url=f"{server.url}/v1",
+        inference_api_key="k",
+    )
+    yield model
+    await model.close()
+
+
+@pytest.mark.parametrize("kind", [Guess, SlowGuess])
+async def test_an_episode_becomes_a_trajectory(
+    policy: art.Model, server: FakeServer, kind: type[Guess]
+) -> None:
+    environment = kind(3)
+    played = await play(policy, environment, seed=5, system_prompt="Be brief.", max_tokens=7)
+    assert environment.seed == 5
+    texts = [(each["role"], each.get("content")) for each in played.messages()]
+    assert texts == [
+        ("system", "Be brief."),
+        ("user", "Guess."),
+        *(("assistant", "1"), ("user", "higher")),
+        *(("assistant", "2"), ("user", "higher")),
+        ("assistant", "3"),
+    ]
+    assert played.reward == pytest.approx(0.7)
+    assert played.metrics == {"distance": 0, "num_turns": 3, "truncated": False}
+    assert all(request.json()["max_tokens"] == 7 for request in server.requests)
+
+
+async def test_an_episode_ends_at_the_environment_s_limit_and_at_ours(policy: art.Model) -> None:
+    by_it = await play(policy, Guess(9, patience=2))
+    by_us = await play(policy, Guess(9), max_turns=2)
+    for played in (by_it, by_us):
+        assert played.metrics["num_turns"] == 2 and played.metrics["truncated"]
+        assert played.messages()[-1]["role"] == "assistant" and played.reward < 0
+
+
+async def test_an_environment_that_fails_fails_its_rollout(policy: art.Model) -> None:
+    class Broken(Guess):
+        def step(self, action: str) -> Any:
+            raise OSError("the game has crashed")
+
+    group = await art.gather_trajectory_groups(
+        [art.TrajectoryGroup(play(policy, each) for each in (Guess(1), Broken(1)))],
+        max_exceptions=1,
+    )
+    assert len(group[0].trajectories) == 1 and "crashed" in group[0].exceptions[0].message
+
+
+class Dataset:
+    """Scores like a generator of reasoning-gym."""
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        return float(answer == entry["answer"])
+
+
+def test_a_task_scores_the_tagged_answer() -> None:
+    task = ReasoningTask("1 + 1?", Dataset(), {"answer": "2"})
+    assert task.score(" 2\n") == 1.0
+    assert task.score("<answer>3</answer> no: <answer> 2 </answer>") == 1.0
+    assert task.score("2, I think") == 0.0
+    assert task.reset(seed=3) == ("1 + 1?", {})
+    assert task.step("2") == ("", 1.0, True, False, {"solved": True})
+
+
+def test_generators_give_the_same_tasks_for_the_same_seed() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    form = "{question}\nAnswer {with} braces."
+    one, same = (reasoning_gym("chain_sum", size=3, seed=1, prompt=form) for _ in range(2))
+    other = reasoning_gym("chain_sum", size=3, seed=2)
+    assert [each.question for each in one] == [each.question for each in same]
+    assert not {each.question for each in one} & {each.question for each in other}
+    assert one[0].question.endswith("\nAnswer {with} braces.")
+    assert all(each.score(each.entry["answer"]) == 1.0 for each in one)
+    with pytest.raises(ValueError, match="cannot make 'no_such_generator'"):
+        reasoning_gym("no_such_generator")

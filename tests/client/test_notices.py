@@ -1,0 +1,74 @@
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from art.notices import Notices, left_out_sentence
+from art.wire import Dropped, JobReport
+
+EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=1, unit="group")
+
+
+def report(*dropped: Dropped, notes: tuple[str, ...] = ()) -> JobReport:
+    return JobReport(
+        num_trajectories=48, num_trajectories_trained=40, dropped=list(dropped), notes=list(notes)
+    )
+
+
+def test_what_was_left_out_is_a_sentence_with_number_reason_and_remedy() -> None:
+    failed = Dropped(reason="the rollout failed", count=2, unit="rollout")
+    turn = Dropped(reason="the sampled text is empty", count=1, examples=["groups[0].x"])
+    assert left_out_sentence(report(EQUAL, failed, turn)) == (
+        "40 of 48 trajectories trained. Left out: 1 group, because all rewards in the group are equal: no signal; "
+        "2 rollouts, because the rollout failed; 1 turn, because the sampled text is empty. A group trains nothing "
+        "unless its rewards differ: sample more rollouts for each group, or other prompts. For example groups[0].x."
+    )
+    assert left_out_sentence(report()) is None
+
+
+def test_a_notice_is_a_warning_once_even_with_other_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "art.notices")
+    notices = Notices()
+    for count in (1, 2, 3):
+        note = f"{count} tokens were sampled with temperature 0"
+        notices.job(report(EQUAL.model_copy(update={"count": count}), notes=(note,)))
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.WARNING] * 2 + [logging.INFO] * 4
+
+
+PROGRAM = """
+import asyncio
+from art import notices
+
+async def main():
+    try:
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        notices.interrupted("/home/me/.art", {"demo/b": 3, "demo/a": 12})
+        raise
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_ctrl_c_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None and program.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    os.kill(program.pid, signal.SIGINT)
+    _, said = program.communicate(timeout=20)
+    assert said.strip() == (
+        "art: stopped. /home/me/.art has demo/a at step 12, demo/b at step 3. The next run continues from there."
+    )
+    assert program.returncode == -signal.SIGINT

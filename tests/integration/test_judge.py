@@ -1,0 +1,68 @@
+"""A real local judge: the base model of a policy scores a group through vLLM, with a JSON schema."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import pytest
+
+import art
+from art.rewards import Judge, JudgeError, ruler_score_group
+from art.rewards.answers import schema_of
+from tests.integration.live import PROJECT, Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+
+SHORT = json.loads(
+    json.dumps(schema_of(["1", "2"]))
+    .replace('"type": "string"', '"type": "string", "maxLength": 20')
+    .replace('"type": "number", "minimum": 0, "maximum": 1', '"enum": [0, 0.25, 0.5, 0.75, 1]')
+)
+"""A schema whose answers are short: under it, even art/tiny comes to an end."""
+FORM = {"type": "json_schema", "json_schema": {"name": "scores", "strict": True, "schema": SHORT}}
+
+
+@pytest.fixture
+async def model(server: Server) -> AsyncIterator[art.TrainableModel]:
+    async with art.Backend(server.url) as backend:
+        model = art.TrainableModel(name="judged", project=PROJECT, base_model="art/tiny")
+        await model.register(backend)
+        yield model
+
+
+def base_of(model: art.TrainableModel) -> art.Model:
+    return art.Model(
+        name="base",
+        project=PROJECT,
+        inference_base_url=model.inference_base_url,
+        inference_api_key=model.inference_api_key,
+        inference_model_name=model.base_model,
+    )
+
+
+@pytest.mark.parametrize("form", [{}, {"response_format": FORM}], ids=["ours", "short"])
+@pytest.mark.parametrize("mode", ["listwise", "pairwise"])
+async def test_a_small_model_judges_or_its_answers_are_refused(
+    model: art.TrainableModel, mode: Literal["listwise", "pairwise"], form: dict[str, Any]
+) -> None:
+    """art/tiny has 1,024 tokens and little sense. Its answers fit the schema, unless max_tokens cuts them."""
+    group = art.TrajectoryGroup(
+        art.Trajectory(
+            messages_and_choices=[
+                {"role": "user", "content": "respond with yes, no, maybe"},
+                {"role": "assistant", "content": word},
+            ]
+        )
+        for word in ("yes", "no", "yes")
+    )
+    judge = Judge(base_of(model), options={"max_tokens": 160, "seed": 1, **form})
+    try:
+        scored = await ruler_score_group(group, judge, mode=mode)
+    except JudgeError as error:
+        assert "two unusable answers" in str(error), error
+        return
+    assert scored is not None and len(scored) == 3
+    assert all(0 <= each.metrics["ruler_score"] <= 1 for each in scored)
+    assert scored.trajectories[0].reward == scored.trajectories[2].reward
+    assert scored.metrics["ruler_prompt_tokens"] > 0
+    assert scored.metrics["ruler_completion_tokens"] > 0

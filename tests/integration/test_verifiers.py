@@ -1,0 +1,55 @@
+"""verifiers' tasksets train through the real package, in its own environment, against the real server."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live import Server
+from tests.integration.test_frameworks import ROOT, run
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The Python interpreter of .venv-verifiers."""
+    subprocess.run([ROOT / "scripts" / "setup-verifiers"], check=True)
+    return ROOT / ".venv-verifiers" / "bin" / "python"
+
+
+def test_a_taskset_with_tools_trains(server: Server, python: Path) -> None:
+    program = ROOT / "examples" / "tasksets" / "train.py"
+    folder = str(program.parent)
+    lines = run(server, python, program, "--steps", "1", "--held-out", "8", PYTHONPATH=folder)
+    before, step, after = lines
+    assert 0.0 <= before["held_out"] <= 1.0 and 0.0 <= after["held_out"] <= 1.0
+    report = step["report"]
+    assert report["turns"].keys() <= {"ids", "ledger"}, "exact tokens"
+    assert report["num_trajectories"] == 48
+    # The tool's server answers: a call and an answer in most rollouts.
+    assert sum(report["turns"].values()) >= 1.5 * report["num_trajectories"], report
+    assert report["num_trained_tokens"] > 0
+
+
+def test_several_agents_and_episodes_that_fail(server: Server, python: Path) -> None:
+    program = Path(__file__).with_name("verifiers_program.py")
+    (found,) = run(server, python, program, PYTHONPATH=str(program.parent))
+    by_task: dict[str, list[str]] = {}
+    for group in found["groups"]:
+        assert len(group["rewards"]) in (0, 4)
+        if group["rewards"]:
+            (task,) = group["tasks"]
+            by_task.setdefault(task, []).append(group["agent"])
+            assert set(group["rewards"]) <= {0.0, 0.5}, "the weight of the reward"
+            assert group["turns"] == [{"first": 1, "second": 2}[group["agent"]]] * 4
+            assert {"length", "reward/says_it", "num_turns"} <= set(group["metrics"])
+    assert by_task == {"no": ["first", "second"], "maybe": ["first", "second"]}
+    assert len(found["failures"]) == 4 and all("no score today" in f for f in found["failures"])
+    report = found["report"]
+    assert report["turns"].keys() <= {"ids", "ledger"} and report["num_trained_tokens"] > 0
+    assert sum(report["turns"].values()) == 2 * 4 * (1 + 2)
+    errors = found["errors"]
+    assert "give tasks() a count" in errors["infinite"]
+    assert "2 were trained (first, second): call gather()" in errors["several"]
+    assert "no score today" in errors["failed"]

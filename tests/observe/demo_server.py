@@ -1,0 +1,108 @@
+"""A running server for the page: its state is made up, and its jobs can be cancelled. Has the interface of `Service`, as
+far as the page's routes use it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from art.wire import ErrorDetail, Health, JobEvent, JobInfo, JobReport, JobState
+from art_server import clock
+from art_server.api import control
+from art_server.observe.activity import Activity, Doing
+from art_server.observe.machine import memory
+from art_server.view import make_view
+
+
+class DemoServer:
+    def __init__(self, root: Path):
+        self._root = root
+        self._activity = Activity(lambda: frozenset())
+        samples: list[tuple[int, frozenset[Doing]]] = [
+            (1230, frozenset({"rollouts"})),
+            (610, frozenset({"training", "waiting"})),
+            (120, frozenset({"swap", "waiting"})),
+            (440, frozenset()),
+        ]
+        for num, doing in samples:
+            self._activity._samples.extend([doing] * num)
+        states: list[tuple[JobState, str]] = [
+            ("running", "webnav-8b"),
+            ("queued", "sql-repair"),
+            ("done", "webnav-8b"),
+            ("failed", "tau-airline"),
+            ("cancelled", "math-hints"),
+        ]
+        self.infos = {
+            f"job-{number}": make_job(f"job-{number}", name, state, 60.0 + 400 * number)
+            for number, (state, name) in enumerate(states)
+        }
+
+    def health(self) -> Health:
+        return Health(
+            engine="ready",
+            base_model="Qwen/Qwen3-8B",
+            version="1.0.0",
+            longest_stall_seconds=0.214,
+            faults={"records": "the disk is nearly full: 1.2 GB are free"},
+        )
+
+    def activity(self) -> dict[str, Any]:
+        return self._activity.report()
+
+    def memory(self) -> dict[str, Any]:
+        found = memory(self._root, {})
+        found["resident_bytes"] = {"server": 212e6, "engine": 18.4e9, "trainer": 21.7e9}
+        return found
+
+    async def jobs(
+        self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int
+    ) -> list[JobInfo]:
+        del projects
+        return [each for each in self.infos.values() if each.state in states][:limit]
+
+    async def job(self, job_id: str) -> JobInfo:
+        return self.infos[job_id]
+
+    job_info = job
+
+    async def cancel_job(self, job_id: str) -> None:
+        self.infos[job_id] = self.infos[job_id].model_copy(update={"state": "cancelled"})
+
+    async def follow(self, job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
+        del after
+        completed = 31
+        while self.infos[job_id].state == "running":
+            yield JobEvent(
+                event="progress", job_id=job_id, phase="train", completed=completed, total=48
+            )
+            completed = min(48, completed + 1)
+            await asyncio.sleep(2.0)
+
+
+def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> JobInfo:
+    report = JobReport(
+        num_groups=6, num_groups_trained=5, num_trajectories=48, num_trained_tokens=3521
+    )
+    refused = ErrorDetail(message="the gap is 1.3 on average; rounding explains at most 1")
+    return JobInfo(
+        job_id=job_id,
+        project="demo",
+        name=name,
+        state=state,
+        step=30 if state == "done" else None,
+        report=report,
+        error=refused if state == "failed" else None,
+        created_at=clock.now() - seconds_ago,
+        waits_for="1 earlier job, of demo/webnav-8b" if state == "queued" else None,
+    )
+
+
+def make_live(root: Path) -> FastAPI:
+    """The page over a folder, with a running server."""
+    app = make_view(root)
+    app.state.service = DemoServer(root)
+    app.include_router(control.router)
+    return app

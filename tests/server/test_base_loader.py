@@ -1,0 +1,88 @@
+"""Which base model engine and trainer load, and what a start that fails leaves."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_server.base_models import TINY_DIR
+from tests.checkpoints.house import House, house, until
+
+pytestmark = pytest.mark.anyio
+
+
+class Loading:
+    """Engine and trainer as the loader sees them."""
+
+    def __init__(self, here: House):
+        self.loader = here.service._base
+        self.engine = here.engine
+        self.engine.base, self.engine.state = None, "none"
+        self.engine.start = self._start  # type: ignore[attr-defined]
+        self.engine.stop = self._stop_engine
+        self.loader._trainer = self  # type: ignore[assignment]
+        self.trained: Path | None = None
+        """The base model of the trainer's process; None while there is none."""
+
+    def _start(self, base: Any, *_: Any) -> None:
+        self.engine.base, self.engine.state = base, "ready"
+
+    async def _stop_engine(self) -> None:
+        self.engine.base, self.engine.state = None, "none"
+
+    def set_base(self, path: Path, plan: object) -> None:
+        del plan
+        self._next = path
+
+    async def run(self, _: object) -> Any:
+        """A process that runs keeps its base model."""
+        self.trained = self.trained or self._next
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        self.trained = None
+
+
+async def test_the_trainer_of_a_base_model_whose_engine_failed_does_not_train_the_next(
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in TINY_DIR.iterdir():
+        if file.is_file():
+            (other / file.name).write_bytes(file.read_bytes())
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"note": "other weights"}))
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+        await made.loader.load("art/tiny")
+        await until(lambda: made.trained == TINY_DIR)
+        here.engine.state = "failed"
+        await made.loader.load(str(other))
+        await until(lambda: made.trained == other)
+        here.engine.state = "failed"
+        await made.loader.load(str(other))  # the same again: a step that runs goes on
+        assert made.trained == other
+        await made.loader.stop()
+
+
+@pytest.mark.parametrize("content", ["{", '{"base_model": "no/such"}', '{"base_model": "./none"}'])
+async def test_a_base_model_that_cannot_be_restored_stops_no_server(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    async with house(tmp_path) as here:
+        made = Loading(here)
+        made.loader._file.parent.mkdir(parents=True, exist_ok=True)
+        made.loader._file.write_text(content)
+        await made.loader.start()
+        await until(lambda: made.loader._fetching is not None and made.loader._fetching.done())
+        assert made.loader.fatal is None and here.engine.base is None
+        await made.loader.load("art/tiny")
+        assert here.engine.base is not None
+        await made.loader.stop()

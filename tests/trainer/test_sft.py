@@ -1,0 +1,309 @@
+"""Supervised training: three optimizer steps of one job are those of TRL 1.16's SFTTrainer on the same tokens, and the
+gradient of one is that of the cross-entropy."""
+
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import PeftModel
+from test_trl import assert_same_weights, make_tokenizer
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from art.wire import LoRAConfig, TrainConfig
+from art_server.shared.tasks import (
+    Batch,
+    Done,
+    GapBars,
+    Span,
+    TokenSequence,
+    TrainableGroup,
+    TrainableTrajectory,
+    TrainTask,
+)
+from art_server.trainer.policy import Policy
+from art_server.trainer.step import train
+
+VOCABULARY = 128
+BATCH_SIZE, NUM_STEPS = 4, 3
+RATES = [1e-3, 5e-4, 2e-4]
+MAX_GRAD_NORM = 0.5
+
+
+def draw(rng: random.Random, low: int, high: int) -> list[int]:
+    return [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(low, high))]
+
+
+def make_examples(shared: bool = False) -> list[tuple[list[int], list[int]]]:
+    """Pairs of prompt and answer. Of the shared ones, every two begin with the same prompt."""
+    rng = random.Random(0)
+    prompts = [draw(rng, 10, 30) for _ in range(BATCH_SIZE * NUM_STEPS)]
+    if shared:
+        prompts = [prompts[index // 2] for index in range(len(prompts))]
+    return [(prompt, draw(rng, 3, 20)) for prompt in prompts]
+
+
+def make_batch(examples: list[tuple[list[int], list[int]]]) -> Batch:
+    groups = []
+    for prompt, answer in examples:
+        trained = list(range(len(prompt), len(prompt) + len(answer)))
+        sequence = TokenSequence(
+            token_ids=prompt + answer,
+            logprobs=[None] * (len(prompt) + len(answer)),
+            recompute=trained,
+            advantages=dict.fromkeys(trained, 1.0),
+        )
+        trajectory = TrainableTrajectory(reward=0.0, sequences=[sequence])
+        groups.append(TrainableGroup(trajectories=[trajectory]))
+    return Batch(groups=groups)
+
+
+def run(policy: Policy, adapter_dir: Path, out: Path, batch: Batch, **more: Any) -> Done:
+    fields = {"objective": "likelihood", "max_grad_norm": MAX_GRAD_NORM, "sampling": "raw"} | more
+    config = TrainConfig.model_validate(fields)
+    task = TrainTask(
+        lora=LoRAConfig(), in_dir=str(adapter_dir), out_dir=str(out), config=config, batch=batch
+    )
+    return train(policy, task, 150, lambda _: None)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
+def test_a_step_is_that_of_the_cross_entropy(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, shared: bool
+) -> None:
+    examples = make_examples(shared)
+    done = run(policy, adapter_dir, tmp_path / "out", make_batch(examples), learning_rate=1e-3)
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True)
+    sums, num_right, num = torch.zeros(()), 0, 0
+    for prompt, answer in examples:
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        targets = torch.tensor(answer)
+        sums = sums + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        num_right += int((logits.argmax(-1) == targets).sum())
+        num += len(answer)
+    loss = sums / num
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert done.metrics["loss/train"] == pytest.approx(loss.item(), rel=1e-5)
+    assert done.metrics["loss/token_accuracy"] == pytest.approx(num_right / num)
+    assert done.metrics["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert done.metrics["loss/corrected_token_fraction"] == 0.0
+    assert (done.metrics["data/step_computed_tokens"] < done.metrics["data/step_row_tokens"]) == (
+        shared
+    )
+
+
+def test_steps_take_the_groups_in_their_order_with_their_rates(
+    policy: Policy, adapter_dir: Path, tmp_path: Path
+) -> None:
+    """One job of three steps is three jobs of one step."""
+    examples = make_examples()
+    together = run(
+        policy,
+        adapter_dir,
+        tmp_path / "together",
+        make_batch(examples),
+        learning_rate=RATES,
+        batch_size=BATCH_SIZE,
+    )
+    assert together.metrics["data/step_num_gradient_steps"] == NUM_STEPS
+    folder, losses = adapter_dir, []
+    for index, rate in enumerate(RATES):
+        part = make_batch(examples[BATCH_SIZE * index : BATCH_SIZE * (index + 1)])
+        out = tmp_path / str(index)
+        losses.append(run(policy, folder, out, part, learning_rate=rate).metrics["loss/train"])
+        folder = out
+    assert together.metrics["loss/train"] == pytest.approx(sum(losses) / NUM_STEPS, rel=1e-6)
+    weights = (tmp_path / "together" / "adapter_model.safetensors").read_bytes()
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_groups_that_are_not_trained_leave_their_places_and_rates_empty(
+    policy: Policy, adapter_dir: Path, tmp_path: Path
+) -> None:
+    """The first batch keeps one group, the second none: the third has its own groups and its own rate."""
+    batch = make_batch(make_examples()[: 3 * BATCH_SIZE])
+    groups = [each.model_copy(update={"number": n}) for n, each in enumerate(batch.groups)]
+    kept = [groups[0], *groups[2 * BATCH_SIZE :]]
+    settings: dict[str, Any] = {"batch_size": BATCH_SIZE}
+    left = batch.model_copy(update={"groups": kept})
+    done = run(policy, adapter_dir, tmp_path / "left", left, learning_rate=RATES, **settings)
+    assert done.metrics["data/step_num_gradient_steps"] == 2
+    first = batch.model_copy(update={"groups": kept[:1]})
+    run(policy, adapter_dir, tmp_path / "1", first, learning_rate=RATES[0])
+    last = batch.model_copy(update={"groups": kept[1:]})
+    run(policy, tmp_path / "1", tmp_path / "2", last, learning_rate=RATES[2])
+    weights = (tmp_path / "left" / "adapter_model.safetensors").read_bytes()
+    assert (tmp_path / "2" / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_each_pass_has_its_own_rates_if_the_last_groups_are_not_trained(
+    policy: Policy, adapter_dir: Path, tmp_path: Path
+) -> None:
+    """Of two batches the second is left out: the second pass has the third rate."""
+    batch = make_batch(make_examples()[:BATCH_SIZE])
+    groups = [each.model_copy(update={"number": n}) for n, each in enumerate(batch.groups)]
+    left = Batch(groups=groups, num_groups=2 * BATCH_SIZE)
+    rates = [*RATES, 1e-4]
+    settings: dict[str, Any] = {"batch_size": BATCH_SIZE, "passes": 2}
+    run(policy, adapter_dir, tmp_path / "left", left, learning_rate=rates, **settings)
+    run(policy, adapter_dir, tmp_path / "1", batch, learning_rate=rates[0])
+    run(policy, tmp_path / "1", tmp_path / "2", batch, learning_rate=rates[2])
+    weights = (tmp_path / "left" / "adapter_model.safetensors").read_bytes()
+    assert (tmp_path / "2" / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_tokens_of_weight_zero_are_context(
+    policy: Policy, adapter_dir: Path, tmp_path: Path
+) -> None:
+    """Neither the loss nor its mean knows them: training on the last message is independent of earlier ones' length."""
+    examples = make_examples()[:BATCH_SIZE]
+    earlier = 5
+    batch = make_batch(
+        [(prompt[earlier:], prompt[:earlier] + answer) for prompt, answer in examples]
+    )
+    for group, (prompt, _) in zip(batch.groups, examples, strict=True):
+        (sequence,) = group.trajectories[0].sequences
+        first = len(prompt) - earlier
+        sequence.advantages.update(dict.fromkeys(range(first, first + earlier), 0.0))
+    expected = make_batch(
+        [(prompt[earlier:] + prompt[:earlier], answer) for prompt, answer in examples]
+    )
+    done = [
+        run(policy, adapter_dir, tmp_path / str(index), each, learning_rate=1e-3)
+        for index, each in enumerate((batch, expected))
+    ]
+    for name in ("loss/train", "loss/token_accuracy", "loss/grad_norm", "loss/entropy"):
+        assert done[0].metrics[name] == pytest.approx(done[1].metrics[name], rel=1e-6)
+
+
+def test_the_gap_is_judged_before_the_weights_change(
+    policy: Policy, adapter_dir: Path, tmp_path: Path
+) -> None:
+    """SFT on answers that the policy itself sampled, in three optimizer steps at a high rate."""
+    examples = make_examples()
+    batch = make_batch(examples)
+    for group in batch.groups:
+        (sequence,) = group.trajectories[0].sequences
+        first = sequence.recompute[0]
+        policy.load_adapter(LoRAConfig(), adapter_dir)
+        of_policy = policy.sequence_logprobs(
+            sequence.token_ids, [*range(first - 1, len(sequence.token_ids) - 1)]
+        )
+        sequence.logprobs[first:] = of_policy.tolist()
+        sequence.recompute.clear()
+        sequence.spans.append(Span(start=first, stop=len(sequence.token_ids), step=0))
+    bars = GapBars(high=1e-4, wrong=1e-3, largest=None)
+    task = TrainTask(
+        lora=LoRAConfig(),
+        in_dir=str(adapter_dir),
+        out_dir=str(tmp_path / "out"),
+        config=TrainConfig(
+            objective="likelihood", learning_rate=1e-2, batch_size=BATCH_SIZE, sampling="raw"
+        ),
+        batch=batch,
+        gap_bars=bars,
+    )
+    done = train(policy, task, 150, lambda _: None)
+    assert done.metrics["data/step_num_gradient_steps"] == NUM_STEPS and not done.notes
+    assert done.metrics["loss/logprob_gap_max"] < 1e-4
+    assert done.metrics["loss/importance_ratio_p99"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
+def test_three_steps_are_those_of_trl(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, shared: bool
+) -> None:
+    examples = make_examples(shared)
+    losses, norms, weights = run_trl(base_dir, adapter_dir, tmp_path, examples)
+    folder = adapter_dir
+    for index, rate in enumerate(RATES):
+        part = make_batch(examples[BATCH_SIZE * index : BATCH_SIZE * (index + 1)])
+        out = tmp_path / str(index)
+        metrics = run(policy, folder, out, part, learning_rate=rate).metrics
+        assert metrics["loss/train"] == pytest.approx(losses[index], abs=1e-5)
+        assert metrics["loss/grad_norm"] == pytest.approx(norms[index], rel=1e-4)
+        folder = out
+    assert_same_weights(folder, weights)
+
+
+def run_trl(
+    base_dir: Path, adapter_dir: Path, folder: Path, examples: list[tuple[list[int], list[int]]]
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and gradient norms of three steps, and the adapter after them."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Here, because it takes seconds and belongs to slow tests only.
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+    losses: list[float] = []
+    norms: list[float] = []
+
+    class InOrder(SFTTrainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return SequentialSampler(cast(Any, train_dataset or self.train_dataset))
+
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            result = super().compute_loss(*arguments, **named)
+            losses.append(float(result[0] if isinstance(result, tuple) else result))
+            return result
+
+    class Steps(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            for group in named["optimizer"].param_groups:
+                group["lr"] = RATES[state.global_step]
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "grad_norm" in logs:
+                norms.append(float(logs["grad_norm"]))
+
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True)
+    rows = [
+        {
+            "input_ids": prompt + answer,
+            "completion_mask": [0] * len(prompt) + [1] * len(answer),
+        }
+        for prompt, answer in examples
+    ]
+    trainer = InOrder(
+        model=model,
+        args=SFTConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=BATCH_SIZE,
+            max_steps=NUM_STEPS,
+            learning_rate=RATES[0],
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=MAX_GRAD_NORM,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            completion_only_loss=True,
+            max_length=None,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=make_tokenizer(),
+        callbacks=[Steps()],
+    )
+    trainer.train()
+    weights = {
+        key.replace(".default", ""): each.detach()
+        for key, each in model.named_parameters()
+        if each.requires_grad
+    }
+    return losses, norms, weights
