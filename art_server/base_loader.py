@@ -72,7 +72,7 @@ class BaseLoader:
             await self._load(last["base_model"], last.get("engine_args"))
         except InvalidInput as error:
             logger.warning("cannot load the base model that served last: %s", error.message)
-        except Exception:  # such as a damaged file: clients can still register
+        except Exception:  # whatever it is, such as a damaged file: clients can still register
             logger.exception("cannot load the base model that served last")
 
     @property

@@ -113,16 +113,15 @@ def _fetch_from_hub(hub_id: str, requested: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except HFValidationError as error:
         raise _unknown(requested, [f"'{hub_id}' as a Hugging Face id ({error})"]) from error
-    except Exception as error:  # also those of the hub's HTTP library
-        with contextlib.suppress(Exception):
+    except Exception as error:  # its HTTP library's and its downloader's have no common base
+        try:
             local = snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True)
-            logger.warning(
-                "%s comes from the local cache, because the hub failed: %r", hub_id, error
-            )
-            return Path(local)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        tried = [f"the Hugging Face hub and its local cache for '{hub_id}' ({reason})"]
-        raise _unknown(requested, tried) from error
+        except OSError:  # not in the cache, or not whole
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            tried = [f"the Hugging Face hub and its local cache for '{hub_id}' ({reason})"]
+            raise _unknown(requested, tried) from error
+        logger.warning("%s comes from the local cache, because the hub failed: %r", hub_id, error)
+        return Path(local)
 
 
 def _find_smollm2(cache_dir: Path) -> Path:

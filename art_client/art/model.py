@@ -7,11 +7,12 @@ backend protocol consists of them.
 # pyright: reportPrivateUsage=false
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextvars import Token
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, cast
 
@@ -56,21 +57,43 @@ else:
     ConfigT = TypeVar("ConfigT")
 
 AnyBackend: TypeAlias = ServerBackend | foreign.ForeignBackend
+ClientKey: TypeAlias = tuple[asyncio.AbstractEventLoop | None, str, str]
+"""The event loop that a client was made in, its address and its API key."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """A model's backend and OpenAI client. Copies of the model, also deep copies, share them."""
+    """A model's backend and OpenAI clients. Copies of the model, also deep copies, share them."""
 
     backend: AnyBackend | None = None
-    client: "AsyncOpenAI | None" = None
-    client_key: tuple[object, ...] = ()
-    """The event loop, address and API key that the client was made for. Its connections belong to that loop."""
+    clients: "dict[ClientKey, AsyncOpenAI]" = field(default_factory=dict[ClientKey, "AsyncOpenAI"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+    def client(self, base_url: str, api_key: str, *, is_trainable: bool) -> "AsyncOpenAI":
+        """The client of this event loop for an address. Its connections belong to the loop."""
+        key = (running_loop(), base_url, api_key)
+        client = self.clients.get(key)
+        if client is None or client.is_closed():
+            # Imported here, because it imports openai, which takes most of a second.
+            from art.openai_client import make_client
+
+            for other in [each for each in self.clients if each[0] and each[0].is_closed()]:
+                del self.clients[other]
+            client = make_client(base_url, api_key, is_trainable=is_trainable)
+            self.clients[key] = client
+        return client
+
+    async def close(self) -> None:
+        """Closes the clients that this event loop can close, and forgets the others."""
+        clients = dict(self.clients)
+        self.clients.clear()
+        for (loop, *_), client in clients.items():
+            if loop in (None, running_loop()):
+                await client.close()
 
 
 def clean_key(key: str | None) -> str | None:
@@ -112,7 +135,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
     base_path: str = ".art"
     report_metrics: list[str] | None = None
 
-    _links: _Links = PrivateAttr(default=_Links())
+    _links: _Links = PrivateAttr(default_factory=_Links)
     _metrics: MetricsBuilder | None = PrivateAttr(default=None)
 
     @field_validator("name", "project")
@@ -135,7 +158,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
     async def register(self, backend: AnyBackend) -> None:
         """Binds the model to a backend."""
         await backend.register(self)
-        self._links = replace(self._links, backend=backend)
+        self._links = _Links(backend, self._links.clients)
 
     def backend(self) -> ServerBackend:
         """The backend that the model is registered with.
@@ -158,15 +181,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         if self.inference_base_url is None:
             raise ValueError(self._no_address())
         api_key = clean_key(self.inference_api_key) or "default"
-        key = (running_loop(), self.inference_base_url, api_key)
-        client = self._links.client
-        if client is None or client.is_closed() or self._links.client_key != key:
-            # Imported here, because it imports openai, which takes most of a second.
-            from art.openai_client import make_client
-
-            client = make_client(self.inference_base_url, api_key, is_trainable=self.trainable)
-            self._links = replace(self._links, client=client, client_key=key)
-        return client
+        return self._links.client(self.inference_base_url, api_key, is_trainable=self.trainable)
 
     def get_inference_name(self, step: int | None = None) -> str:
         """The value for `model` in inference requests; with `step`, for that checkpoint."""
@@ -213,11 +228,11 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         if self._metrics is not None or summed:
             builder = self.metrics_builder({"val": "eval", "test": "eval"}.get(split, split))
             collected, undo = builder.take(summed)
-            try:
-                return await self._write_row(trajectories, split, metrics | collected, step)
-            except BaseException:
-                undo()
-                raise
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(undo)
+                row = await self._write_row(trajectories, split, metrics | collected, step)
+                on_failure.pop_all()
+            return row
         return await self._write_row(trajectories, split, metrics, step)
 
     async def _write_row(
@@ -250,11 +265,9 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         return Path(self.base_path) / self.project / "models" / self._storage_name
 
     async def close(self) -> None:
-        """Closes the OpenAI client's connections. A backend's `close` does this for all its models."""
-        links = self._links
-        if links.client is not None and links.client_key[0] in (None, running_loop()):
-            await links.client.close()
-        self._links = replace(links, client=None)
+        """Closes the connections of the model's OpenAI clients, which its copies share. A backend's `close` does this for
+        all its models."""
+        await self._links.close()
 
     def _no_address(self) -> str:
         return (
@@ -408,8 +421,9 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
         It is a train call like `train`: durable, resumable, cancellable. The server renders the conversations with the
         chat template. Messages that this server sampled, which are OpenAI choices, keep their tokens. Rewards have no
-        effect, except that `best_of_group` chooses by them. `turn_advantages` of a trajectory weigh its messages. `metrics["loss/train"]` is the mean cross-entropy, `metrics["loss/token_accuracy"]` the share of
-        trained tokens that were the likeliest, both before each optimizer step and averaged over the steps.
+        effect, except that `best_of_group` chooses by them. `turn_advantages` of a trajectory weigh its messages.
+        `metrics["loss/train"]` is the mean cross-entropy, `metrics["loss/token_accuracy"]` the share of trained tokens that
+        were the likeliest, both before each optimizer step and averaged over the steps.
 
         `_config` and `log_metrics` are arguments of ART without effect.
 

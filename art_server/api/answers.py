@@ -104,11 +104,11 @@ async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenR
     for choice in body["choices"]:
         record = await opened.wait(choice["index"])
         choice["art"] = inference.art_field(opened, choice["index"])
-        calls = choice.get("message", {}).get("tool_calls") or ()
-        opened.ledger.name_calls(
-            choice_id(opened.request.request_id, choice["index"]),
-            [call["id"] for call in calls],
-        )
+        if calls := choice.get("message", {}).get("tool_calls"):
+            opened.ledger.name_calls(
+                choice_id(opened.request.request_id, choice["index"]),
+                [call["id"] for call in calls],
+            )
         if record is not None:
             choice["token_ids"] = record.token_ids
             if inference.api == "chat":

@@ -159,6 +159,17 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """What a turn answers: the messages before it, their digest, and the tools."""
+
+    messages: list[Message]
+    digest: bytes
+    tools: list[dict[str, Any]] | None
+    other_part: str | None
+    """The type of a part that is no text, in these messages or in the turn itself; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resolved:
     """The batch that a job trains, the report, and what became of each turn, by group and trajectory of the request."""
 
@@ -255,6 +266,7 @@ class _Resolver:
         given = self._given(history, where)
         messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
         prefixes = conversation.prefix_digests(messages)
+        first_other, kind = first_other_part(messages)
         turns: list[tuple[int, ResolvedTurn]] = []
         dropped: list[tuple[int, str]] = []
         is_truncated = False
@@ -262,7 +274,8 @@ class _Resolver:
             if not (is_choice(entry) or self._is_trained_message(entry)):
                 continue
             reward, advantages = next(given)
-            before = (messages[:position], prefixes[position], tools)
+            other_part = kind if position >= first_other else None
+            before = Before(messages[:position], prefixes[position], tools, other_part)
             is_truncated = entry.get("finish_reason") == "length"
             try:
                 turn = with_signal(self._turn(entry, before, seen), reward, advantages)
@@ -345,7 +358,7 @@ class _Resolver:
     def _turn(
         self,
         entry: dict[str, Any],
-        before: tuple[list[Message], bytes, list[dict[str, Any]] | None],
+        before: Before,
         seen: set[Hashable],
     ) -> ResolvedTurn:
         choice = entry if is_choice(entry) else {"message": entry}
@@ -355,20 +368,19 @@ class _Resolver:
         if mark.get("model", self._model_id) != self._model_id:
             by = "the base model" if mark["model"] is None else f"'{mark['model']}'"
             raise UnusableTurn(f"the choice was sampled by {by}, another model")
-        for message in (*before[0], choice["message"]):
-            if (kind := other_than_text(message.get("content"))) is not None:
-                raise UnusableTurn(
-                    f"the conversation contains a part of type '{kind}': only text can be trained"
-                )
+        if before.other_part is not None:
+            raise UnusableTurn(
+                f"the conversation contains a part of type '{before.other_part}': only text can be trained"
+            )
         turn = carried_tokens(choice, identity)
         recorded = self._recorded(identity) if identity is not None else None
         if turn is not None and recorded is not None and recorded.token_ids == turn.token_ids:
             turn = replace(recorded, prompt_token_ids=turn.prompt_token_ids, origin="ids")
         turn = turn or recorded
         if turn is None and entry is choice:
-            turn = self._found_by_words(choice, before[1], seen)
+            turn = self._found_by_words(choice, before.digest, seen)
         if turn is None:
-            turn = self._rendered(choice, before[0], before[2])
+            turn = self._rendered(choice, before.messages, before.tools)
         if entry is choice:
             logprobs = tuple(logprob_values(choice) or ())
             content = (tuple(turn.prompt_token_ids), tuple(turn.token_ids), logprobs)
@@ -631,11 +643,15 @@ TEXT_PARTS = frozenset(
 )
 
 
-def other_than_text(content: Any) -> str | None:
-    """The type of the first part of a message's content that is no text, such as "image_url"; None if there is none."""
-    parts = [part for part in conversation.as_list(content) if isinstance(part, dict)]
-    kinds = (str(part.get("type", "text"))[:40] for part in parts)
-    return next((kind for kind in kinds if kind not in TEXT_PARTS), None)
+def first_other_part(messages: Sequence[Message]) -> tuple[float, str | None]:
+    """The number of the first message with a part that is no text, and the part's type, such as "image_url"; infinity
+    and None if there is none."""
+    for number, message in enumerate(messages):
+        for part in conversation.as_list(message.get("content")):
+            kind = str(part.get("type", "text"))[:40] if isinstance(part, dict) else "text"
+            if kind not in TEXT_PARTS:
+                return number, kind
+    return math.inf, None
 
 
 def spoken_text(message: Message) -> str:

@@ -82,9 +82,8 @@ class RecordReceiver:
         answer = {"request_id": message.request_id, "token_ids": None, "is_stored": True}
         try:
             return answer | {"token_ids": self._on_prompt(message.request_id, message.prompt)}
-        except (
-            Exception
-        ) as error:  # the engine samples from its rendering, and sends it with the samples
+        except Exception as error:
+            # The engine samples from its own rendering, and sends it with the samples.
             logger.error("no exact tokens for request %s: %r", message.request_id, error)
             return answer | {"is_stored": False}
 

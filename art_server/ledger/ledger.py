@@ -239,9 +239,7 @@ class Ledger:
             for found in self._without_thinking.beginnings(request.scope, made.hashes)
         )
         longest_first = heapq.merge(plain, opened, key=lambda found: -found[0])
-        reading = Reading(
-            decoder.end_ids, decoder.decode_behind, self._rules, request.session, self._is_splicing
-        )
+        reading = Reading(decoder.end_ids, decoder.decode_behind, self._rules, self._is_splicing)
         own = self._own_prompts(request)
         whole = array.array("i", made.rendered)
         for length, known, is_thinking_left_out in itertools.islice(longest_first, MAX_BEGINNINGS):
@@ -299,7 +297,7 @@ class Ledger:
         """The answers with this digest that were sampled from these prompts, newest first; in a session only its own."""
         marks = ",".join("?" * len(openings))
         rows = self._storage.db.execute(
-            "SELECT choice_id, session, prompt, tokens, before, put_back FROM records INDEXED BY records_by_prompt"
+            "SELECT choice_id, prompt, tokens, before, put_back FROM records INDEXED BY records_by_prompt"
             f" JOIN prompts ON prompts.number = prompt WHERE prompt IN ({marks}) AND said = ?"
             " AND owner = ? AND project IS ? AND name IS ? AND (? IS NULL OR session = ?)"
             f" ORDER BY choice_id {IN_LIST} DESC, records.number DESC LIMIT ?",
@@ -318,7 +316,6 @@ class Ledger:
         return [
             Answer(
                 choice_id=choice,
-                session=session,
                 prompt=prompt,
                 prompt_token_ids=self._storage.load_prompt(prompt),
                 token_ids=unpack(tokens, "i"),
@@ -326,7 +323,7 @@ class Ledger:
                 keeps_thinking=keeps(before),
                 put_back="no" if put_back is None else "kept" if keeps(put_back) else "dropped",
             )
-            for choice, session, prompt, tokens, before, put_back in rows
+            for choice, prompt, tokens, before, put_back in rows
         ]
 
     def name_calls(self, choice: str, call_ids: Iterable[str]) -> None:
@@ -428,9 +425,10 @@ class Ledger:
     def forget_steps(self, project: str, name: str, after: int = -1) -> None:
         """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again.
         A few at a time, because requests wait meanwhile."""
-        (last,) = self._storage.db.execute(
-            "SELECT COALESCE(MAX(number), 0) FROM records"
-        ).fetchone()
+        with self._lock:
+            (last,) = self._storage.db.execute(
+                "SELECT COALESCE(MAX(number), 0) FROM records"
+            ).fetchone()
         for start in range(0, last + 1, FORGOTTEN_AT_A_TIME):
             with self._lock:
                 self._storage.db.execute(
@@ -458,7 +456,12 @@ class Ledger:
 
     def prune(self) -> int:
         """Deletes records that are too old, and the oldest ones while the file is too large. Returns their number.
-        Deletes a few at a time, because requests wait meanwhile."""
+        Deletes a few at a time, because requests wait meanwhile. Also forgets the oldest tool calls."""
+        with self._lock:
+            self._storage.db.execute(
+                "DELETE FROM calls WHERE number <= (SELECT MAX(number) FROM calls) - ?",
+                (NAMED_CALLS,),
+            )
         dropped = 0
         while part := self._prune_some():
             dropped += part
@@ -469,10 +472,6 @@ class Ledger:
     def _prune_some(self) -> int:
         now = clock.now()
         with self._lock:
-            self._storage.db.execute(
-                "DELETE FROM calls WHERE number <= (SELECT MAX(number) FROM calls) - ?",
-                (NAMED_CALLS,),
-            )
             oldest = self._storage.db.execute(
                 "SELECT number, created_at FROM records ORDER BY number LIMIT ?",
                 (PRUNED_AT_A_TIME,),

@@ -53,7 +53,6 @@ class Answer:
     """A recorded choice that a prompt may continue."""
 
     choice_id: str
-    session: str | None
     prompt: int
     """The number of its prompt."""
     prompt_token_ids: Sequence[int]
@@ -121,15 +120,13 @@ class PromptIndex:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers in one request's prompt are compared: its tokenizer, template rules and conversation."""
+    """How the answers in a prompt are compared: with which tokenizer and template rules."""
 
     end_ids: frozenset[int]
     """The tokens that end a turn."""
     decode: Callable[[Sequence[int], int | None], str]
     """From token ids, and the token before them, to text."""
     rules: TemplateRules
-    session: str | None
-    """If set, only answers of this session are continued."""
     is_splicing: bool
 
 
@@ -153,11 +150,7 @@ def continue_answer(
     before = rendered[length - 1]
     shown_ids = list(rendered[length:end])
     shown = reading.decode(shown_ids, before)
-    answers = [
-        answer
-        for answer in find(conversation.text_digest(shown))
-        if reading.session in (None, answer.session)
-    ]
+    answers = find(conversation.text_digest(shown))
     mine = [answer for answer in answers if answer.choice_id in named]
     is_edited = bool(named) and not mine
     answers = mine or [each for each in answers if each.put_back != "dropped"] or answers
@@ -187,8 +180,7 @@ def is_ambiguous(
     nearest: Match, matches: Mapping[Match, Sequence[tuple[str, Answer]]], is_edited: bool
 ) -> bool:
     """Whether it is uncertain which of several thoughts belongs to the conversation, this answer's or an earlier one's."""
-    is_sent = nearest != "not sent"
-    if not is_sent and (is_edited or len({sampled for sampled, _ in matches[nearest]}) > 1):
+    if nearest == "not sent" and (is_edited or len({text for text, _ in matches[nearest]}) > 1):
         return True
     # The conversation's own answer may match less closely than one behind other thoughts.
     of_all = [answer for each in matches.values() for _, answer in each]

@@ -55,13 +55,12 @@ class History:
     def _by_step(self) -> "History":
         """The rows in the order of their steps: a late evaluation of an early step is written last. A row without a step
         stays behind the row before it."""
-        keys = list(
-            itertools.accumulate(
-                self.steps, lambda last, step: last if step is None else step, initial=-1
-            )
-        )[1:]
-        order = sorted(range(len(keys)), key=lambda place: keys[place] or 0)
-        if order == list(range(len(keys))):
+        last, steps = 0, list[int]()
+        for step in self.steps:
+            last = last if step is None else step
+            steps.append(last)
+        order = sorted(range(len(steps)), key=steps.__getitem__)
+        if order == list(range(len(steps))):
             return self
         found = History([self.steps[i] for i in order], [self.recorded_at[i] for i in order], {})
         for name, column in self.metrics.items():

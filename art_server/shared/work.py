@@ -1,7 +1,7 @@
 """Counters of the work that vLLM has done. Its processes write them to a file, so the server can read them at any time.
 
-If no counter rises while requests and a token of the server's own wait, the engine is hung. An engine that computes a long prompt or large batches
-raises them all the time, even if it answers minutes later.
+A hung engine raises no counter while requests wait, and does not answer the server's own request for one token. An
+engine that computes long prompts or large batches raises them all the time, even if it answers minutes later.
 """
 
 import mmap

@@ -101,6 +101,19 @@ async def test_every_name_of_the_model_is_that_of_the_step(
     assert seen and set(seen) <= names
 
 
+async def test_all_rollouts_use_the_same_connections(server, model: art.TrainableModel):
+    """Also if the model had no client before."""
+    used: list[object] = []
+
+    async def asks(pinned: art.TrainableModel, scenario: float) -> art.Trajectory:
+        used.append(pinned.openai_client()._client)
+        return await rollout(pinned, scenario)
+
+    await evaluate(model, asks, [0.0, 1.0], reps=4, seed=1, log=False)
+    await evaluate(model, asks, [0.0], log=False)
+    assert len(used) == 9 and set(used) == {model.openai_client()._client}
+
+
 async def test_nothing_leaks_into_the_model(server, model: art.TrainableModel):
     before, client = model.model_dump(), model.openai_client()
 

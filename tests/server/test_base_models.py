@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from art_server.base_models import TINY_DIR, find_base_model, find_folder
 from art_server.checkpoints.export import public_name
@@ -33,6 +34,8 @@ def test_a_hub_that_fails_leaves_the_local_cache(
     def download(name: str, *, local_files_only: bool = False, **_: object) -> str:
         if local_files_only and is_cached:
             return str(TINY_DIR)
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing in the cache")
         raise HubError("the proxy closed the connection")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
