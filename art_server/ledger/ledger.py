@@ -375,24 +375,20 @@ class Ledger:
         self, project: str, name: str, session: str
     ) -> list[tuple[Record, dict[str, Any]]]:
         """The choices that one model sampled in a session, in order, each with its turn as the agent has it. Choices
-        whose end did not reach the agent are left out."""
-        where = "session = ? AND project = ? AND name = ?"
+        whose end did not reach the agent are left out. Reads one at a time, because requests wait meanwhile."""
         with self._lock:
-            records = self._storage.select(where, session, project, name)
-            turns = {
-                key: json.loads(zlib.decompress(blob))
-                for (key, blob) in self._storage.db.execute(
-                    "SELECT request_id, body FROM turns WHERE request_id IN"
-                    " (SELECT request_id FROM records WHERE session = ?)",
-                    (session,),
-                )
-            }
-        found = [(each, turns.get(each.request.request_id)) for each in records]
-        return [
-            (record, turn)
-            for record, turn in found
-            if turn is not None and record.choice_id.rpartition("-")[2] in turn["choices"]
-        ]
+            rows = self._storage.db.execute(
+                "SELECT choice_id, body FROM records JOIN turns USING (request_id)"
+                " WHERE session = ? AND project = ? AND name = ? ORDER BY records.number",
+                (session, project, name),
+            ).fetchall()
+        found: list[tuple[Record, dict[str, Any]]] = []
+        for choice, body in rows:
+            turn = json.loads(zlib.decompress(body))
+            record = self.find(choice) if choice.rpartition("-")[2] in turn["choices"] else None
+            if record is not None:
+                found.append((record, turn))
+        return found
 
     def find_text(
         self,
@@ -404,6 +400,8 @@ class Ledger:
     ) -> list[Match]:
         """A model's records with this digest, these log-probabilities and this conversation's digest (each None: any),
         newest first. They are not loaded, because a frequent answer has thousands."""
+        # SQLite cannot know that many answers are equal, but few have equal log-probabilities.
+        index = "records_by_answer" if logprobs is None else "records_by_fingerprint"
         where = "project = ? AND name = ?"
         values: tuple[Any, ...] = (project, name)
         if text_digest is not None:
@@ -417,7 +415,8 @@ class Ledger:
             values = (*values, conversation.fingerprint(logprobs))
         with self._lock:
             rows = self._storage.db.execute(
-                f"SELECT choice_id, step, prompt, tokens FROM records WHERE {where} ORDER BY number DESC LIMIT 4096",
+                f"SELECT choice_id, step, prompt, tokens FROM records INDEXED BY {index} WHERE {where}"
+                " ORDER BY number DESC LIMIT 4096",
                 values,
             ).fetchall()
         return [Match(*row, load=functools.partial(self.find, row[0])) for row in rows]

@@ -61,7 +61,8 @@ CREATE INDEX IF NOT EXISTS prompts_by_parent ON prompts (parent) WHERE parent IS
 CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
 DROP INDEX IF EXISTS records_by_request;
 CREATE INDEX IF NOT EXISTS records_by_session ON records (session) WHERE session IS NOT NULL;
-CREATE INDEX IF NOT EXISTS records_by_said ON records (said);
+DROP INDEX IF EXISTS records_by_said;
+CREATE INDEX IF NOT EXISTS records_by_answer ON records (said, before);
 CREATE INDEX IF NOT EXISTS records_by_fingerprint ON records (fingerprint);
 CREATE TABLE IF NOT EXISTS kept_sets (
     number INTEGER PRIMARY KEY,

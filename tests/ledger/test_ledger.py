@@ -2,6 +2,7 @@ import asyncio
 import dataclasses
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,28 @@ def test_words_are_found_within_their_model_and_by_their_log_probabilities(tmp_p
     assert len(ledger.find_text("p", "a", None, [-0.1, -0.2, -0.3])) == 3
     assert len(ledger.find_text("p", "a", said, None, conversation.EMPTY)) == 2
     assert ledger.find_text("p", "a", said, None, conversation.EMPTY_ANSWER) == []
+
+
+def num_steps(ledger: Ledger, call: Callable[[], object]) -> int:
+    """How many tens of SQLite's instructions a call takes."""
+    taken: list[None] = []
+    ledger._storage.db.set_progress_handler(lambda: taken.append(None), 10)
+    call()
+    ledger._storage.db.set_progress_handler(None, 0)
+    return len(taken)
+
+
+def test_a_frequent_answer_is_found_without_reading_all_of_them(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    for number in range(600):
+        add(ledger, number, [1, 2], before=number.to_bytes(16))
+    said, before = conversation.text_digest("yes"), (7).to_bytes(16)
+    found = ledger.find_text("p", "a", said, None, before)
+    assert [each.choice_id for each in found] == [f"{7:032x}-0"]
+    assert num_steps(ledger, lambda: ledger.find_text("p", "a", said, None, before)) < 30
+    rare = [-0.1, -0.2, -0.4]
+    assert num_steps(ledger, lambda: ledger.find_text("p", "a", said, rare, before)) < 30
+    assert num_steps(ledger, lambda: ledger.find_text("p", "a", said, None)) > 300, "it does count"
 
 
 def test_what_is_too_old_goes(tmp_path: Path) -> None:

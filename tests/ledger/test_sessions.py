@@ -1,5 +1,6 @@
 """From records to conversations, on a ledger without an engine."""
 
+import array
 import itertools
 import json
 from pathlib import Path
@@ -155,3 +156,29 @@ def test_a_malformed_stream_is_kept_and_continued_as_the_agent_received_it(tmp_p
     agent.ask([USER, message, {"role": "tool", "content": "r"}], "done")
     (history,) = agent.reply().histories
     assert history.messages_and_choices[1]["message"] == message
+
+
+def test_requests_are_served_while_a_long_session_is_read(tmp_path: Path) -> None:
+    """The ledger's lock is taken for one turn at a time, because prompts wait for it."""
+    agent = Agent(tmp_path)
+    for number in range(9):
+        agent.ask([{"role": "user", "content": f"q{number}"}], "yes")
+    held: list[int] = []
+    lock, load = agent.ledger._lock, agent.ledger._storage.load_prompt
+
+    class Counted:
+        def __enter__(self) -> None:
+            lock.__enter__()
+            held.append(0)
+
+        def __exit__(self, *error: object) -> None:
+            lock.__exit__(*error)
+
+    def load_counted(number: int) -> "array.array[int]":
+        held[-1] += 1
+        return load(number)
+
+    agent.ledger._lock = Counted()  # type: ignore[assignment]
+    agent.ledger._storage.load_prompt = load_counted  # type: ignore[method-assign]
+    assert len(agent.ledger.find_session("p", "a", "s")) == 9
+    assert sum(held) == 9 and max(held) == 1
