@@ -210,7 +210,9 @@ def _make(
 
     asleep = (engine_weights + slots) * LOCKED_SHARE if handover == "sleep" else 0.0
     host = figures.process_gib * GIB + asleep
-    has_copy = not is_resident and host + base <= HOST_SHARE * card.host
+    # bitsandbytes keeps parts of quantised weights where a copy does not reach them.
+    is_movable = not is_resident and not size.quantized_bytes
+    has_copy = is_movable and host + base <= HOST_SHARE * card.host
     # Whether the engine is on the trainer's card, and keeps its cache and its weights there during a step.
     is_shared, has_cache, has_weights = own is None, handover == "none", handover != "sleep"
     batch, cache = fixed - engine_weights - slots, max(kv, 0.0)

@@ -97,7 +97,7 @@ class Step:
             if all(choice is None for choice in choices_B):
                 return
             if not hasattr(output, "get_output"):
-                attach(output, choices_B, functools.partial(measure, logits_BV))
+                attach(output, choices_B, measured_at_once(logits_BV, output.sampled_token_ids))
                 return
             figures = DeviceFigures(logits_BV, output._sampled_token_ids)
             get_output = output.get_output
@@ -134,6 +134,14 @@ class Step:
 
 Measure = Callable[[list[int], list[int]], Figures]
 """From rows of the batch and their sampled tokens to figures."""
+
+
+def measured_at_once(logits_BV: torch.Tensor, sampled: list[list[int]]) -> Measure:
+    """For a CPU, or a GPU without asynchronous scheduling (pipeline parallelism)."""
+    if logits_BV.is_cpu:
+        return functools.partial(measure, logits_BV)
+    tokens_B = torch.tensor([ids[0] if ids else 0 for ids in sampled], device=logits_BV.device)
+    return DeviceFigures(logits_BV, tokens_B).of_rows
 
 
 def attach(output: Any, choices_B: list[Choice | None], measure_rows: Measure) -> None:

@@ -28,6 +28,28 @@ MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 changes about 1e-5, and the mean in 16 bits, where rounding alone changes single tokens by tenths."""
 
 
+def try_trees(policy: Policy, batch: MicroBatch) -> str | None:
+    """Computes a gradient over trees: None if this works, else a note for the report, and unshared sequences from here on.
+
+    FlexAttention is compiled for the GPU. Where a multiprocessor has 100 KB of shared memory, its backward pass does not
+    fit for heads of more than 128 numbers.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # imported here, because it takes seconds
+
+    policy.has_tried_trees = True
+    try:
+        logprobs_N, _ = policy.logprobs(batch)
+        logprobs_N.sum().backward()
+    except NotImplementedError as error:
+        return _give_up(policy, str(error))
+    except TorchDynamoException as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return _give_up(policy, f"their attention cannot be compiled for this GPU: {reason}")
+    finally:
+        policy.drop_gradients()
+    return None
+
+
 def check_trees(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> str | None:
     """Compares the trees of some sequences with the separate sequences: None if they agree, else a note for the report.
 

@@ -60,6 +60,8 @@ class Policy:
         self._lora: LoRAConfig | None = None
         self.attention: AttentionKind | None = None
         """How attention over trees is computed; None is the device's default."""
+        self.has_tried_trees = False
+        """Whether `try_trees` has computed a gradient over trees."""
         self.tree_gap: float | None = None
         """The difference that `check_trees` measured; None before it ran."""
         self.sequence_gap: float | None = None
@@ -141,6 +143,10 @@ class Policy:
         if not keep_copy:
             for each in frozen:
                 each.data = torch.empty(0)
+            for module in self.model.modules():
+                quantised: Any = getattr(module, "state", None)  # of bitsandbytes' 8-bit layers
+                if hasattr(quantised, "CB"):
+                    quantised.CB = None
         else:
             if self._away is None or not self._away.holds(frozen):
                 self._away = HostCopy(frozen, self.device)
@@ -287,8 +293,12 @@ class Policy:
         rows_BT = _pad_rows(batch.forest).to(self.device)
         return {"token_ids_BT": rows_BT}, _padded_places(batch.forest, batch.forest_indices_N)
 
+    @property
+    def attention_kind(self) -> AttentionKind:
+        return default_kind(self.device) if self.attention is None else self.attention
+
     def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
-        kind = default_kind(self.device) if self.attention is None else self.attention
+        kind = self.attention_kind
         padding = flex_padding(forest.num_tokens) if kind == "flex" else 0
         if padding:
             forest = pad_forest(forest, padding)

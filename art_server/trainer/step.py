@@ -30,7 +30,12 @@ from art_server.trainer.batches import (
     make_sampled_tokens,
     make_train_batch,
 )
-from art_server.trainer.checking import check_sequences, check_trees, sequences_to_check
+from art_server.trainer.checking import (
+    check_sequences,
+    check_trees,
+    sequences_to_check,
+    try_trees,
+)
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
 from art_server.trainer.gap import judge_gap
 from art_server.trainer.loss import (
@@ -484,6 +489,10 @@ def _plan(
             if len(found) > 1:
                 yield found
 
+    if policy.shares_prefixes and policy.attention_kind == "flex" and not policy.has_tried_trees:
+        trial = make(sequences_to_check(trained.sequences))[0]
+        failed = try_trees(policy, trial)
+        notes += [failed] if failed is not None else []
     if policy.shares_prefixes and policy.tree_gap is None:
         # Without a branch in the whole job nothing could differ; a later job is checked then.
         for sequences in itertools.islice(checked(), 1):

@@ -80,6 +80,14 @@ def test_main_memory_counts() -> None:
     assert make_plan(card("80 GB", 256), demand("32B"), FIGURES).has_host_copy
 
 
+def test_quantised_weights_are_read_again() -> None:
+    """bitsandbytes keeps references to them that a copy does not reach."""
+    packed = replace(SIZES["32B"], num_parameters=10**9, quantized_bytes=31 * 10**9)
+    wanted = replace(demand("32B"), size=packed, handover="sleep")
+    plan = make_plan(card("48 GB", 512), wanted, FIGURES)
+    assert not plan.is_base_resident and not plan.has_host_copy
+
+
 def test_as_little_leaves_the_card_as_fits() -> None:
     assert make_plan(card("80 GB"), demand("8B"), FIGURES).handover == "none"
     assert make_plan(card("80 GB"), demand("14B"), FIGURES).handover == "kv_cache"

@@ -306,6 +306,31 @@ def test_an_output_that_is_still_being_copied_gets_its_entries_when_it_is_there(
     assert masks.slice_request(1, 1).to_nested_list() == [[]]
 
 
+class OnGPU(torch.Tensor):
+    """As if it were on a GPU."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+def test_a_gpu_that_does_not_run_ahead_gets_its_entries_at_once(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with pipeline parallelism, where the output has no `get_output`. The second prompt is not yet at its end."""
+    batch = Batch(vllm, [{"top_k": 5}, {"top_k": 5}], {})
+    output = SimpleNamespace(sampled_token_ids=[[3], []], sampling_masks=None)
+    step = kept_sets.Step()
+    logits = torch.full((2, V), -torch.inf)
+    logits[:, :5] = 1.0
+    step.logits_BV = logits.as_subclass(OnGPU)
+    monkeypatch.setattr(kept_sets, "measure", None)  # reads the memory of a CPU
+    step.fill(batch, output)
+    masks = cast(Any, output.sampling_masks)
+    told = masks.slice_request(0, 1).to_nested_list()
+    read = entries.read_choice("cut", [-2.0], told)
+    assert read == ([pytest.approx(-np.log(5))], [0], [pack_set(np.arange(5), V)])
+    assert masks.slice_request(1, 1).to_nested_list() == [[]]
+
+
 def test_a_fault_of_ours_leaves_the_step_without_entries(
     vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

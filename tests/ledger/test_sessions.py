@@ -171,7 +171,7 @@ def test_requests_are_served_while_a_long_session_is_read(tmp_path: Path) -> Non
             lock.__enter__()
             held.append(0)
 
-        def __exit__(self, *error: object) -> None:
+        def __exit__(self, *error: Any) -> None:
             lock.__exit__(*error)
 
     def load_counted(number: int) -> "array.array[int]":

@@ -3,6 +3,8 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch._inductor.exc import InductorError
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from art.wire import LoRAConfig, TrainConfig
@@ -29,12 +32,14 @@ from art_server.shared.tasks import (
     TrainableTrajectory,
     TrainTask,
 )
+from art_server.trainer.attention import ForestAttention
 from art_server.trainer.batches import MicroBatch, TrainSequence, make_train_batch
 from art_server.trainer.checkpoint import OPTIMIZER_FILE, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.memory import Budgets, budget_key
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.step import compute_gradient, divide, train
+from art_server.trainer.tree import Forest
 
 BUDGET = 4096
 
@@ -291,7 +296,10 @@ def test_the_copy_of_a_base_is_as_large_as_its_weights(base_dir: Path, tmp_path:
     own.return_to_device()
     for name, each in own.model.named_parameters():
         assert torch.equal(each, weights[name]), name
+    layer = next(each for each in own.model.modules() if isinstance(each, torch.nn.Linear))
+    layer.state = SimpleNamespace(CB=torch.ones(8))  # type: ignore[assignment]
     own.leave_device(optimizer, keep_copy=False)
+    assert layer.state.CB is None, "bitsandbytes' second reference to the weights"
     assert sum(each.numel() for each in own.model.parameters() if not each.requires_grad) == 0
 
 
@@ -684,6 +692,39 @@ def test_model_that_trees_do_not_fit_is_trained_by_rows_and_says_so(
     assert "prefixes are not shared" in caplog.text
     again = step(policy, tmp_path / "1", tmp_path / "2", make_batch(27), TrainConfig())
     assert again.notes == []
+
+
+class UncompiledPolicy(Policy):
+    """The backward pass of its compiled attention does not fit the GPU."""
+
+    attention_kind = "flex"  # type: ignore[assignment]
+
+    def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
+        arguments = super()._tree_arguments(forest)
+        return arguments | {"forest": ForestAttention.of(forest, "segments", self.device)}
+
+    def logprobs(self, batch: MicroBatch, **options: Any) -> Any:
+        logprobs_N, more = super().logprobs(batch, **options)
+        if batch.is_shared and logprobs_N.requires_grad:
+            logprobs_N.register_hook(self._fail)
+        return logprobs_N, more
+
+    def _fail(self, _: torch.Tensor) -> None:
+        raise InductorError(RuntimeError("out of resource: shared memory"), None)
+
+
+def test_trees_that_cannot_be_compiled_are_not_used(
+    base_dir: Path, policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    uncompiled = UncompiledPolicy(str(base_dir), torch.float32)
+    batch, config = make_batch(28, num_openings=2), TrainConfig()
+    done = step(uncompiled, adapter_dir, tmp_path / "rows", batch, config)
+    assert "cannot be compiled for this GPU" in done.notes[0]
+    assert "out of resource: shared memory" in done.notes[0]
+    expected = step(policy, adapter_dir, tmp_path / "trees", batch, config)
+    assert done.metrics["loss/grad_norm"] == pytest.approx(
+        expected.metrics["loss/grad_norm"], rel=1e-4
+    )
 
 
 class DistortedPolicy(Policy):
