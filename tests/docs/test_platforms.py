@@ -17,7 +17,8 @@ from tests.docs.pages import ROOT
 
 LOOKS_LIKE = """
 import builtins, importlib, os, pkgutil, signal, sys
-import asyncio, socket, subprocess, tempfile, httpx, openai, pydantic, tqdm.auto  # they know other systems themselves
+import asyncio, socket, subprocess, tempfile, httpx, matplotlib.font_manager, openai, pydantic, tqdm.auto
+# These know other systems themselves.
 
 system, modules, functions, signals = MISSING
 real_import = builtins.__import__
