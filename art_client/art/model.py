@@ -264,6 +264,12 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         """Where the history of a model without a server is."""
         return Path(self.base_path) / self.project / "models" / self._storage_name
 
+    def _detached(self) -> Self:
+        """A copy with connections of its own."""
+        copied = self.model_copy()
+        copied._links = _Links(self._links.backend)
+        return copied
+
     async def close(self) -> None:
         """Closes the connections of the model's OpenAI clients, which its copies share. A backend's `close` does this for
         all its models."""

@@ -31,6 +31,8 @@ class Answer:
     lines: Iterable[dict[str, Any]] | None = None
     hang_up: bool = False
     headers: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Until it is sent."""
 
 
 class FakeServer:
@@ -88,6 +90,7 @@ class FakeServer:
         self.requests.append(request)
         route = self.routes.get((method, path), self.otherwise)
         answer = route(request)
+        await asyncio.sleep(answer.seconds)
         if answer.lines is None and answer.hang_up:
             writer.transport.abort()
             return False

@@ -548,6 +548,27 @@ async def test_models_judge_outside_of_the_rollout_that_they_judge(
     assert not any("x-art-session" in request.headers for request in judgings)
 
 
+async def test_judging_closes_no_connection_of_others(
+    server, answer, model: art.TrainableModel
+) -> None:
+    """Rollouts of the policy that judges, and other calls of the same judge, continue."""
+    has_come = asyncio.Event()
+
+    def respond(_: Any) -> Any:
+        has_come.set()
+        return answer(body=completion(scores_text(1)), seconds=0.2)
+
+    server.on("POST", PATH, respond)
+    client, judge = model.openai_client(), Judge(model)
+    slow = asyncio.create_task(ruler(conversations("slow"), judge))
+    await has_come.wait()
+    server.on("POST", PATH, answer(body=completion(scores_text(0.5))))
+    assert (await ruler(conversations("quick"), judge))[0].score == 0.5
+    assert (await slow)[0].score == 1.0
+    assert len(server.sent("POST", PATH)) == 2, "no request was repeated"
+    assert model.openai_client() is client and not client.is_closed()
+
+
 async def test_a_judging_is_not_captured(server, answer, model: art.TrainableModel) -> None:
     server.on("POST", PATH, answer(body=completion(scores_text(1))))
 

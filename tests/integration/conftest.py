@@ -1,11 +1,19 @@
 """One real art-server with real vLLM for all tests of this folder; chaos tests restart it in place."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from tests.collector import Collector
 from tests.integration.live import Server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage() -> Iterator[None]:
+    """Collected at the end of each file, so that a connection which nobody closed fails a test of this file."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -253,6 +253,7 @@ async def test_the_same_program_gives_the_same_rewards_again(
     await names["main"]()
     assert capsys.readouterr().out == first
 
+    await model.register(backend)
     names["model"] = model
     await run("resume.md", 1, names)
     made: art.TrainResult = names["result"]

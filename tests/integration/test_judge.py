@@ -23,27 +23,25 @@ FORM = {"type": "json_schema", "json_schema": {"name": "scores", "strict": True,
 
 
 @pytest.fixture
-async def model(server: Server) -> AsyncIterator[art.TrainableModel]:
+async def base(server: Server) -> AsyncIterator[art.Model]:
     async with art.Backend(server.url) as backend:
         model = art.TrainableModel(name="judged", project=PROJECT, base_model="art/tiny")
         await model.register(backend)
-        yield model
-
-
-def base_of(model: art.TrainableModel) -> art.Model:
-    return art.Model(
-        name="base",
-        project=PROJECT,
-        inference_base_url=model.inference_base_url,
-        inference_api_key=model.inference_api_key,
-        inference_model_name=model.base_model,
-    )
+        base = art.Model(
+            name="base",
+            project=PROJECT,
+            inference_base_url=model.inference_base_url,
+            inference_api_key=model.inference_api_key,
+            inference_model_name=model.base_model,
+        )
+        yield base
+        await base.close()
 
 
 @pytest.mark.parametrize("form", [{}, {"response_format": FORM}], ids=["ours", "short"])
 @pytest.mark.parametrize("mode", ["listwise", "pairwise"])
 async def test_a_small_model_judges_or_its_answers_are_refused(
-    model: art.TrainableModel, mode: Literal["listwise", "pairwise"], form: dict[str, Any]
+    base: art.Model, mode: Literal["listwise", "pairwise"], form: dict[str, Any]
 ) -> None:
     """art/tiny has 1,024 tokens and little sense. Its answers fit the schema, unless max_tokens cuts them."""
     group = art.TrajectoryGroup(
@@ -55,7 +53,7 @@ async def test_a_small_model_judges_or_its_answers_are_refused(
         )
         for word in ("yes", "no", "yes")
     )
-    judge = Judge(base_of(model), options={"max_tokens": 160, "seed": 1, **form})
+    judge = Judge(base, options={"max_tokens": 160, "seed": 1, **form})
     try:
         scored = await ruler_score_group(group, judge, mode=mode)
     except JudgeError as error:

@@ -125,7 +125,7 @@ class Judge:
         Raises:
             JudgeError: the judge does not answer, or gives two unusable answers to a prompt.
         """
-        call = _Call(self.endpoint and self.endpoint.model_copy(), ids, is_shown)
+        call = _Call(self.endpoint and self.endpoint._detached(), ids, is_shown)
         try:
             with no_capture():  # a policy that judges does not continue its rollout
                 return await run_all(self._ask_one(call, each) for each in prompts), call.tokens
