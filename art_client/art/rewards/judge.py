@@ -3,6 +3,8 @@
 Answers are requested as JSON of a schema, or as plain text where the endpoint refuses schemas.
 """
 
+# pyright: reportPrivateUsage=false
+
 import asyncio
 import hashlib
 import json
