@@ -3,8 +3,6 @@
 Answers are requested as JSON of a schema, or as plain text where the endpoint refuses schemas.
 """
 
-# pyright: reportPrivateUsage=false
-
 import asyncio
 import hashlib
 import json
@@ -127,7 +125,7 @@ class Judge:
         Raises:
             JudgeError: the judge does not answer, or gives two unusable answers to a prompt.
         """
-        call = _Call(self.endpoint and self.endpoint._detached(), ids, is_shown)
+        call = _Call(self.endpoint and self.endpoint._detached(), ids, is_shown)  # pyright: ignore[reportPrivateUsage]
         try:
             with no_capture():  # a policy that judges does not continue its rollout
                 return await run_all(self._ask_one(call, each) for each in prompts), call.tokens
