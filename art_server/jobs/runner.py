@@ -242,6 +242,7 @@ class JobRunner:
         if job is None or job.state != "failed" or job.error is None or not job.error.retryable:
             return job
         if await asyncio.to_thread(self._queue.revive, job.job_id):
+            self._deaths.pop(job.job_id, None)
             logger.info("job %s is queued again: its request was repeated", job.job_id)
             self._report(JobNews(job, "accepted", key=key))
             self._wake.set()
@@ -424,7 +425,10 @@ class JobRunner:
                 return  # cancelled meanwhile
             job = await self.get(job.job_id)
             await self._wait_engine(job)
-            await self._train(model, job, step, config)
+            try:
+                await self._train(model, job, step, config)
+            finally:  # a failed attempt's files could fill the disk for the next one
+                await asyncio.to_thread(model.folder.clear_temporary)
         if self._is_on_base(model):
             notes = await self._serve(model, job, step)
         else:
@@ -494,7 +498,6 @@ class JobRunner:
                     ENGINE_WAIT_SECONDS,
                     holds_device=True,
                 )
-        await asyncio.to_thread(model.folder.clear_temporary)
 
     @contextlib.asynccontextmanager
     async def _turn(self, model: Model, job: Job) -> AsyncIterator[None]:
@@ -518,6 +521,8 @@ class JobRunner:
         def on_progress(progress: Progress) -> None:
             nonlocal waking
             self._move(job, progress.phase, progress.completed, progress.total)
+            if job.job_id in self._cancelled:
+                self._trainer.cancel()
             if progress.phase == "save" and waking is None:
                 # The trainer has left the device: the engine loads its weights while the step is written to disk.
                 waking = asyncio.create_task(self._engine.wake_weights())

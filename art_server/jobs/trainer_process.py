@@ -140,7 +140,7 @@ class TrainerProcess:
         self._environment = environment
         self._process: Process | None = None
         self._is_ready = False
-        self._has_finished_one = False
+        self._is_training = self._has_trained = False
         self._longest_pause = 0.0
         self._lock = asyncio.Lock()
 
@@ -177,6 +177,8 @@ class TrainerProcess:
             assert process is not None
             async with contextlib.AsyncExitStack() as on_failure:
                 on_failure.push_async_callback(self.stop)
+                self._is_training = task.kind == "train"
+                on_failure.callback(setattr, self, "_is_training", False)
                 await _send(process, _task_line(task, batch))
                 while True:
                     answer = await self._receive_in_time(process)
@@ -185,14 +187,16 @@ class TrainerProcess:
                     if isinstance(answer, Progress) and on_progress is not None:
                         on_progress(answer)
                 on_failure.pop_all()
-                self._has_finished_one = True
+                self._has_trained |= self._is_training
+                self._is_training = False
         if isinstance(answer, Failed):
             raise TrainerError(answer.code, answer.message, answer.retryable)
         return answer
 
     def cancel(self) -> None:
-        """Requests that the running train task stops before its next micro-batch; it then fails as "cancelled"."""
-        if self._process is not None:
+        """Requests that the running train task stops before its next micro-batch; it then fails as "cancelled". Does
+        nothing while none runs, or if its process has not begun with it: call this again at its next progress."""
+        if self._process is not None and self._is_training:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGUSR1)
 
@@ -203,7 +207,7 @@ class TrainerProcess:
             TrainerDied: the process ended, or sent nothing for much longer than its longest pause.
         """
         limit = FIRST_PROGRESS_SECONDS
-        if self._has_finished_one:
+        if self._has_trained:
             limit = max(SHORTEST_LIMIT_SECONDS, TIMES_ITS_PACE * self._longest_pause)
         started = time.monotonic()
         try:
@@ -237,7 +241,7 @@ class TrainerProcess:
         process = await start_child(self._command, self._log, self._environment, MAX_ANSWER_BYTES)
         if self._children is not None:
             self._children.add(process.pid)
-        self._process, self._has_finished_one, self._longest_pause = process, False, 0.0
+        self._process, self._has_trained, self._longest_pause = process, False, 0.0
         async with contextlib.AsyncExitStack() as on_failure:
             on_failure.push_async_callback(self.stop)
             answer = await self._receive_in_time(process)

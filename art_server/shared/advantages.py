@@ -146,7 +146,7 @@ def group_advantages(
         advantages_G = [deviation * size / (size - 1) for deviation in deviations_G]
     else:
         advantages_G = deviations_G
-    if config.scaling != "group_std" or std == 0:
+    if config.scaling != "group_std" or max(rewards_G) == min(rewards_G):
         return advantages_G
     return [advantage / (std + STD_FLOOR) for advantage in advantages_G]
 
@@ -164,7 +164,8 @@ def scale_over_batch(
     if config.scaling != "batch_std" or not values:
         return list(advantages)
     mean = sum(values) / len(values)
-    std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)) + STD_FLOOR
+    deviations = [value - mean for value in values]
+    std = math.sqrt(sum(each * each for each in deviations) / len(values)) + STD_FLOOR
     return [
         None if group is None else [(value - mean) / std for value in group] for group in advantages
     ]
@@ -191,7 +192,7 @@ def turn_advantages(
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.3 (process supervision).
 
     Raises:
-        FloatingPointError: a turn reward is not finite.
+        FloatingPointError: a turn reward is not finite, or too large for a standard deviation.
     """
     values = [value for rewards in rewards_of_turns for value in rewards]
     if not all(math.isfinite(value) for value in values):
@@ -202,5 +203,11 @@ def turn_advantages(
     std = 1.0
     if config.scaling != "none" and len(set(values)) > 1:
         centre = sum(values) / len(values)
-        std = math.sqrt(sum((value - centre) ** 2 for value in values) / len(values)) + STD_FLOOR
+        deviations = [value - centre for value in values]
+        std = math.sqrt(sum(each * each for each in deviations) / len(values)) + STD_FLOOR
+    if not math.isfinite(std):
+        raise FloatingPointError(
+            f"the turn rewards of a group range from {min(values):g} to {max(values):g}: their standard deviation is not"
+            " a finite number; scale the rewards down"
+        )
     return [[(value - mean) / std for value in rewards] for rewards in rewards_of_turns]

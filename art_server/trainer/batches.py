@@ -330,13 +330,11 @@ def _advantages(
     first = 0
     for group in batch.groups:
         rewards_G = penalised_rewards(group, config)
-        advantages_G = group_advantages(rewards_G, config)
-        if penalties is not None and advantages_G is not None:
+        if penalties is not None:
             lowered = penalties[first : first + len(rewards_G)]
-            advantages_G = group_advantages(
-                [reward - each for reward, each in zip(rewards_G, lowered, strict=True)], config
-            )
-        advantages.append(advantages_G)
+            rewards_G = [reward - each for reward, each in zip(rewards_G, lowered, strict=True)]
+        is_trained = has_signal(group, config)
+        advantages.append(group_advantages(rewards_G, config) if is_trained else None)
         first += len(rewards_G)
     return scale_over_batch(advantages, config)
 

@@ -36,10 +36,11 @@ def try_trees(policy: Policy, batch: MicroBatch) -> str | None:
     """
     from torch._dynamo.exc import TorchDynamoException  # imported here, because it takes seconds
 
-    policy.has_tried_trees = True
     try:
-        logprobs_N, _ = policy.logprobs(batch)
-        logprobs_N.sum().backward()
+        with torch.enable_grad():
+            logprobs_N, _ = policy.logprobs(batch)
+            logprobs_N.sum().backward()
+        policy.has_tried_trees = True
     except NotImplementedError as error:
         return _give_up(policy, str(error))
     except TorchDynamoException as error:

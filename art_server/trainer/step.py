@@ -205,7 +205,7 @@ def train(
     if trained.sequences:
         parts = divide(task, trained, notes)
         known = memory.run(
-            lambda budget: look_ahead(policy, task, trained, len(parts), budget, notes)
+            lambda budget: look_ahead(policy, task, trained, len(parts), budget, report, notes)
         )
         trained = shape(task, trained, known)
         of_job: dict[str, float] = {}
@@ -228,6 +228,8 @@ def train(
             these = replace(trained, sequences=chosen, num_tokens=num_tokens)
             phase = "train" if len(parts) == 1 else f"train {index + 1} of {len(parts)}"
             of_part = known.of_sequences(trained.sequences, part)
+            if not index:  # the policy at the start: another order of computation would round its ratios away from 1
+                of_part = replace(of_part, old_logprobs_S=None)
             steps.append(memory.run(functools.partial(compute, these, of_part, phase)))
             if known.old_logprobs_S is None and index == 0:
                 notes += judge_gap(steps[0], task)
@@ -318,6 +320,7 @@ def look_ahead(
     trained: TrainBatch,
     num_steps: int,
     max_tokens: int,
+    report: Callable[[Progress], None],
     notes: list[str],
 ) -> Known:
     """The log-probabilities from before the first optimizer step, by a forward pass without gradient: the policy's
@@ -330,8 +333,10 @@ def look_ahead(
     tokens = make_sampled_tokens(trained.sequences)
     old_S = torch.zeros_like(tokens.advantages_S) if needs_old else None
     reference_S = torch.zeros_like(tokens.advantages_S) if has_reference else None
+    micro_batches = _plan(policy, trained, max_tokens, notes)
     with torch.no_grad():
-        for batch in _plan(policy, trained, max_tokens, notes):
+        for index, batch in enumerate(micro_batches):
+            report(Progress(phase="forward", completed=index, total=len(micro_batches)))
             if old_S is not None:
                 old_S[batch.indices_S] = policy.logprobs(batch)[0].cpu()[batch.predictions_S]
             if reference_S is not None:
@@ -394,7 +399,7 @@ def compute_gradient(
 
         plot_micro_batches(step.micro_batches, trained.sequences, Path(task.out_dir))
     step.timed("plan", started)
-    whole = _whole_loss(policy, step, config)
+    whole = _whole_loss(policy, step, config, report)
 
     num = len(step.micro_batches)
     for index, batch in enumerate(step.micro_batches):
@@ -515,14 +520,17 @@ def _sampled_tokens(
 
 
 @torch.no_grad()
-def _whole_loss(policy: Policy, step: _Step, config: TrainConfig) -> TokenLoss | None:
+def _whole_loss(
+    policy: Policy, step: _Step, config: TrainConfig, report: Callable[[Progress], None]
+) -> TokenLoss | None:
     """The loss over the whole step, by an extra forward pass without gradient: needed for sequence-level ratios and
     masks if a trajectory spans several micro-batches. None if not."""
     if not needs_whole_trajectories(config) or not _spans(step):
         return None
     started = time.perf_counter()
     logprobs_S = torch.zeros_like(step.tokens.advantages_S)
-    for batch in step.micro_batches:
+    for index, batch in enumerate(step.micro_batches):
+        report(Progress(phase="forward", completed=index, total=len(step.micro_batches)))
         logprobs_S[batch.indices_S] = policy.logprobs(batch)[0].cpu()[batch.predictions_S]
     tokens = step.tokens.to(policy.device)
     loss = policy_loss(logprobs_S.to(policy.device), tokens, config)

@@ -130,6 +130,7 @@ class Worker:
             )
         # A step that did not end is still on the device, which the engine needs.
         is_dropped = task.kind == "train" and self._between_steps != "stay"
+        uses_policy = task.kind in ("load", "train")
         try:
             return self._run(task)
         except FloatingPointError as error:
@@ -143,9 +144,9 @@ class Worker:
         except torch.AcceleratorError:
             raise  # no later call on the device would succeed; the server starts another process
         except Exception as error:
-            # The process's outermost handler: the server decides whether the job is retried. The model's state is
-            # unknown, so the next task loads the base again.
-            is_dropped = True
+            # The process's outermost handler: the server decides whether the job is retried. The state of a model that
+            # was in use is unknown, so the next task loads the base again.
+            is_dropped = uses_policy
             traceback.print_exc()
             if is_disk_full(error):
                 failed = Failed(code="no_disk_space", message=str(error), retryable=True)
@@ -172,6 +173,7 @@ class Worker:
             return Done(metrics={"num_parameters": float(policy.num_parameters)})
         max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
         max_tokens = max(max_tokens // task.budget_divisor, MIN_TOKENS_PER_MICRO_BATCH)
+        self._is_cancelled = False  # a signal may have come after the task that it meant
         try:
             done = train(
                 policy,
@@ -182,7 +184,6 @@ class Worker:
                 budgets=self._budgets,
             )
         finally:
-            self._is_cancelled = False
             policy.drop_gradients()
         done = done.model_copy(update={"environment": self._environment(policy, max_tokens)})
         if self._between_steps == "reload":

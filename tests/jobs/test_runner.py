@@ -20,7 +20,7 @@ from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.shared.tasks import Batch
+from art_server.shared.tasks import Batch, TrainTask
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
@@ -323,6 +323,21 @@ async def test_a_signal_that_comes_too_late_cancels_no_other_job(tmp_path: Path)
     async with running(tmp_path, "a") as house:
         house.trainer.events = [TrainerError("cancelled", "late", retryable=True)]
         assert await house.wait(house.add_job("a")) == ["done"]
+
+
+async def test_a_failed_attempt_leaves_no_files(tmp_path: Path) -> None:
+    """They could fill the disk for the next attempt."""
+
+    async def fill(task: TrainTask) -> None:
+        (Path(task.out_dir) / "part").write_bytes(b"x" * 1000)
+        raise TrainerError("no_disk_space", "os error 28", retryable=True)
+
+    async with running(tmp_path, "a") as house:
+        house.trainer.events = [fill]
+        job = house.add_job("a")
+        await house.until(lambda: house.runner._holds)
+        assert house.state(job) != "done"
+        assert not await asyncio.to_thread(lambda: list(tmp_path.rglob(".*.tmp")))
 
 
 async def test_events_are_numbered_and_taken_up_behind_a_number(tmp_path: Path) -> None:

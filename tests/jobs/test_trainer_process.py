@@ -69,6 +69,10 @@ def order(out_dir: str) -> InitTask:
     return InitTask(lora=LoRAConfig(), out_dir=out_dir)
 
 
+def training(out_dir: str) -> TrainTask:
+    return TrainTask(lora=LoRAConfig(), in_dir="0", out_dir=out_dir, config=TrainConfig())
+
+
 async def test_first_task_starts_the_process_and_later_ones_share_it(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     progress: list[Progress] = []
@@ -254,11 +258,13 @@ async def test_a_process_that_shows_nothing_for_much_longer_than_its_pace_is_end
 ) -> None:
     monkeypatch.setattr(process_module, "SHORTEST_LIMIT_SECONDS", 0.2)
     trainer = make_trainer(tmp_path)
-    await trainer.run(order("a"))  # its longest pause is its own start
+    await trainer.run(order("a"))
+    assert not trainer._has_trained, "the first step also compiles kernels"
+    await trainer.run(training("a"))  # the longest pause is that of the process's start
     first = trainer.pid
     with pytest.raises(TrainerDied, match="showed no progress for"):
         async with asyncio.timeout(60):
-            await trainer.run(order("hang"))
+            await trainer.run(training("hang"))
     await trainer.run(order("b"))
     assert trainer.pid not in (None, first)
     await trainer.stop()
@@ -282,13 +288,14 @@ async def test_a_full_disk_may_pass_and_a_cancelled_task_ends(tmp_path: Path) ->
         await trainer.run(order("full"))
     assert failed.value.retryable and failed.value.code == "no_disk_space"
     pid = trainer.pid
+    await trainer.run(order("a"), lambda _: trainer.cancel())  # not a train task: nothing happens
 
     def cancel(progress: Progress) -> None:
         if progress.phase == "waits":
             trainer.cancel()
 
     with pytest.raises(TrainerError) as cancelled:
-        await trainer.run(order("cancel"), cancel)
+        await trainer.run(training("cancel"), cancel)
     assert cancelled.value.code == "cancelled" and trainer.pid == pid
     await trainer.stop()
 

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,18 @@ def test_advantages_are_deviations_in_population_standard_deviations() -> None:
 @pytest.mark.parametrize("rewards", [[], [3.0], [0.1, 0.1, 0.1], [0.0, -0.0]])
 def test_group_without_signal_has_no_advantages(rewards: list[float]) -> None:
     assert group_advantages(rewards) is None
+
+
+def test_equal_rewards_without_a_baseline_are_their_own_advantages() -> None:
+    """The mean of equal numbers can differ from them by rounding."""
+    config = TrainConfig(baseline="none")
+    assert group_advantages([0.1, 0.1, 0.1], config) == [0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("scaling", ["group_std", "batch_std"])
+def test_turn_rewards_beyond_arithmetic_are_refused(scaling: Any) -> None:
+    with pytest.raises(FloatingPointError, match="turn rewards of a group range from 0 to 1e"):
+        turn_advantages([[1e200], [0.0]], TrainConfig(scaling=scaling))
 
 
 def test_rewards_that_differ_by_rounding_get_small_advantages() -> None:

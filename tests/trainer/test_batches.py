@@ -257,3 +257,25 @@ def test_soft_penalty_alone_is_a_signal() -> None:
     equal = group((1.0, [SEQUENCE]), (1.0, [short]))
     assert has_signal(equal, config) and not has_signal(equal)
     assert make_train_batch(Batch(groups=[equal]), config).num_groups_trainable == 1
+
+
+def test_groups_that_are_left_out_do_not_count_in_the_scale_of_a_batch() -> None:
+    cut = SEQUENCE.model_copy(update={"truncated": True})
+    config = TrainConfig(preset="ppo", overlong="mask")
+    one = group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))
+    alone = make_train_batch(Batch(groups=[one]), config)
+    both = make_train_batch(Batch(groups=[one, group((100.0, [cut]), (0.0, [cut]))]), config)
+    assert [each.advantages for each in both.sequences] == [
+        each.advantages for each in alone.sequences
+    ]
+    assert alone.sequences[0].advantages == pytest.approx([1.0, 1.0], abs=1e-5)
+
+
+def test_a_penalty_lowers_rewards_also_where_only_turns_give_a_signal() -> None:
+    """By hand: outcomes -0 and -5 are +1 and -1 in standard deviations, turns are +1 and -1."""
+    turns = [SEQUENCE.model_copy(update={"rewards": {3: reward}}) for reward in (1.0, 0.0)]
+    batch = Batch(groups=[group((0.0, [turns[0]]), (0.0, [turns[1]]))])
+    for penalties, expected in (([0.0, 5.0], (2.0, -2.0)), ([5.0, 0.0], (0.0, 0.0))):
+        made = make_train_batch(batch, TrainConfig(), penalties)
+        found = [each.advantages for each in made.sequences]
+        assert found == [pytest.approx([each, each], abs=1e-4) for each in expected]

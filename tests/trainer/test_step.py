@@ -38,7 +38,7 @@ from art_server.trainer.checkpoint import OPTIMIZER_FILE, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.memory import Budgets, budget_key
 from art_server.trainer.policy import ADAPTER_FILE, Policy
-from art_server.trainer.step import compute_gradient, divide, train
+from art_server.trainer.step import compute_gradient, divide, merge_steps, train
 from art_server.trainer.tree import Forest
 
 BUDGET = 4096
@@ -694,14 +694,29 @@ def test_model_that_trees_do_not_fit_is_trained_by_rows_and_says_so(
     assert again.notes == []
 
 
-class UncompiledPolicy(Policy):
-    """The backward pass of its compiled attention does not fit the GPU."""
+class CompiledPolicy(Policy):
+    """Compiles its attention, as on a GPU."""
 
     attention_kind = "flex"  # type: ignore[assignment]
 
     def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
         arguments = super()._tree_arguments(forest)
         return arguments | {"forest": ForestAttention.of(forest, "segments", self.device)}
+
+
+@pytest.mark.parametrize("config", [TrainConfig(beta=0.01), TrainConfig(mini_batches=2)])
+def test_a_first_job_that_looks_ahead_tries_trees(
+    base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch, config: TrainConfig
+) -> None:
+    """This needs a gradient; looking ahead computes none."""
+    compiled = CompiledPolicy(str(base_dir), torch.float32)
+    batch = make_batch(28, num_openings=2)
+    done = step(compiled, adapter_dir, tmp_path / "1", batch, config)
+    assert compiled.has_tried_trees and done.metrics["data/step_is_shared"] == 1.0
+
+
+class UncompiledPolicy(CompiledPolicy):
+    """The backward pass of its attention does not fit the GPU."""
 
     def logprobs(self, batch: MicroBatch, **options: Any) -> Any:
         logprobs_N, more = super().logprobs(batch, **options)
@@ -848,6 +863,25 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_o
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
     assert done.metrics["data/step_num_gradient_steps"] == 4 == len(parts)
     assert done.metrics["loss/clipped_token_fraction"] > 0
+
+
+def test_the_first_of_several_steps_clips_no_rounding(
+    base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """In bfloat16 other micro-batches round otherwise, by more than GSPO's clip."""
+    own = Policy(str(base_dir), torch.bfloat16)
+    parts: list[dict[str, float]] = []
+
+    def merge(steps: list[dict[str, float]]) -> dict[str, float]:
+        parts.extend(steps)
+        return merge_steps(steps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("art_server.trainer.step.merge_steps", merge)
+        config = TrainConfig(preset="gspo", mini_batches=6)
+        step(own, adapter_dir, tmp_path / "1", make_batch(36, num_groups=6), config)
+    assert len(parts) > 2 and parts[0]["loss/clipped_token_fraction"] == 0.0
+    assert parts[0]["loss/policy_ratio_mean"] == 1.0
 
 
 def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(

@@ -302,6 +302,25 @@ def test_a_cancelled_task_writes_nothing_and_gives_the_device_up(
     assert second == first and not (tmp_path / "1").exists()
 
 
+def test_a_signal_for_an_earlier_task_and_a_bad_first_checkpoint_leave_the_next_task_alone(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    loaded: list[Policy] = []
+
+    class SignalledWorker(Worker):
+        def _make_policy(self) -> Policy:
+            loaded.append(super()._make_policy())
+            self._cancel()
+            return loaded[-1]
+
+    first = InitTask(lora=LORA, out_dir=str(tmp_path / "0"))
+    bad = InitTask(lora=LoRAConfig(target_modules=["none_such"]), out_dir=str(tmp_path / "bad"))
+    task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
+    answers = serve(SignalledWorker, base_dir, first, LoadTask(), bad, task)
+    ends = [each["event"] for each in answers if each["event"] in ("done", "failed")]
+    assert ends == ["done", "done", "failed", "done"] and len(loaded) == 1
+
+
 def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
     base_dir: Path, tmp_path: Path, make_batch
 ) -> None:
