@@ -879,7 +879,7 @@ def test_the_first_of_several_steps_clips_no_rounding(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("art_server.trainer.step.merge_steps", merge)
         config = TrainConfig(preset="gspo", mini_batches=6)
-        step(own, adapter_dir, tmp_path / "1", make_batch(36, num_groups=6), config)
+        step(own, adapter_dir, tmp_path / "1", make_batch(36, num_groups=6, num_openings=1), config)
     assert len(parts) > 2 and parts[0]["loss/clipped_token_fraction"] == 0.0
     assert parts[0]["loss/policy_ratio_mean"] == 1.0
 
