@@ -37,7 +37,7 @@ from art_server.jobs.turns import (
 )
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record
-from art_server.shared.advantages import has_signal
+from art_server.shared.advantages import has_signal, is_masked
 from art_server.shared.tasks import (
     Batch,
     Distribution,
@@ -696,7 +696,37 @@ def _summary(
         trained = [group for group in batch.groups if has_signal(group, config)]
     except FloatingPointError as error:
         raise InvalidInput(str(error), code="bad_reward", param="groups") from error
-    equal = len(batch.groups) - len(trained)
+    kept = [
+        [sequence for sequence in trajectory.sequences if not is_masked(sequence, config)]
+        for group in trained
+        for trajectory in group.trajectories
+    ]
+    sequences = [sequence for of_trajectory in kept for sequence in of_trajectory]
+    return JobReport(
+        num_groups=len(groups),
+        num_groups_trained=len(trained),
+        num_trajectories=sum(len(group.trajectories) for group in groups),
+        num_trajectories_trained=sum(map(bool, kept)),
+        num_failed_rollouts=num_failed,
+        num_rows=len(sequences),
+        num_trained_tokens=sum(
+            sum(value is not None for value in sequence.logprobs) + len(sequence.recompute)
+            for sequence in sequences
+        ),
+        turns=report.turns,
+        continuations=report.continuations,
+        dropped=_left_out(batch, report, num_failed, config),
+        config=config.model_dump(),
+        num_tokens_without_logprob=sum(len(sequence.recompute) for sequence in sequences),
+        sampled_steps=dict(sorted(report.steps.items())),
+        notes=report.notes(config),
+    )
+
+
+def _left_out(batch: Batch, report: Report, num_failed: int, config: TrainConfig) -> list[Dropped]:
+    """What the job does not train, with the reasons."""
+    whole = config.model_copy(update={"overlong": "keep"})
+    equal = sum(not has_signal(group, whole) for group in batch.groups)
     dropped = [
         Dropped(
             reason=reason,
@@ -709,29 +739,18 @@ def _summary(
     if equal:
         reason = "all rewards in the group are equal: no signal"
         dropped.append(Dropped(reason=reason, count=equal, unit="group"))
+    if num_masked := _num_masked(batch.groups, config):
+        reason = "cut at a length limit, and overlong='mask' leaves it out"
+        dropped.append(Dropped(reason=reason, count=num_masked, unit="trajectory"))
     if num_failed:
         dropped.append(Dropped(reason="the rollout failed", count=num_failed, unit="rollout"))
-    sequences = [
-        sequence for group in trained for t in group.trajectories for sequence in t.sequences
-    ]
-    return JobReport(
-        num_groups=len(groups),
-        num_groups_trained=len(trained),
-        num_trajectories=sum(len(group.trajectories) for group in groups),
-        num_trajectories_trained=sum(
-            bool(trajectory.sequences) for group in trained for trajectory in group.trajectories
-        ),
-        num_failed_rollouts=num_failed,
-        num_rows=len(sequences),
-        num_trained_tokens=sum(
-            sum(value is not None for value in sequence.logprobs) + len(sequence.recompute)
-            for sequence in sequences
-        ),
-        turns=report.turns,
-        continuations=report.continuations,
-        dropped=dropped,
-        config=config.model_dump(),
-        num_tokens_without_logprob=sum(len(sequence.recompute) for sequence in sequences),
-        sampled_steps=dict(sorted(report.steps.items())),
-        notes=report.notes(config),
+    return dropped
+
+
+def _num_masked(groups: Sequence[TrainableGroup], config: TrainConfig) -> int:
+    """The number of trajectories of which a sequence is left out because it was cut."""
+    return sum(
+        any(is_masked(sequence, config) for sequence in trajectory.sequences)
+        for group in groups
+        for trajectory in group.trajectories
     )

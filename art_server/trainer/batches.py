@@ -189,6 +189,25 @@ def make_train_batch(
     )
 
 
+def with_penalties(batch: Batch, config: LossConfig) -> Batch:
+    """The batch with the soft penalty for long trajectories in its rewards. It counts every sampled token, also those
+    that `drop_stale` turns into context."""
+    groups = [
+        group.model_copy(
+            update={
+                "trajectories": [
+                    each.model_copy(update={"reward": reward})
+                    for each, reward in zip(
+                        group.trajectories, penalised_rewards(group, config), strict=True
+                    )
+                ]
+            }
+        )
+        for group in batch.groups
+    ]
+    return batch.model_copy(update={"groups": groups})
+
+
 def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
     """The batch, in which tokens sampled before step `oldest` become context, and the number of these tokens."""
     num_dropped = 0

@@ -29,6 +29,7 @@ from art_server.trainer.batches import (
     make_micro_batches,
     make_sampled_tokens,
     make_train_batch,
+    with_penalties,
 )
 from art_server.trainer.checking import (
     check_sequences,
@@ -181,8 +182,12 @@ def train(
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
     num_too_stale = 0
     if config.max_staleness is not None:
-        batch, num_too_stale = drop_stale(task.batch, task.start_step - config.max_staleness)
-        task = task.model_copy(update={"batch": batch})
+        whole, oldest = task.batch, task.start_step - config.max_staleness
+        if config.overlong == "soft_penalty":
+            whole = with_penalties(whole, config)
+            config = config.model_copy(update={"overlong": "keep"})
+        batch, num_too_stale = drop_stale(whole, oldest)
+        task = task.model_copy(update={"batch": batch, "config": config})
     trained = make_train_batch(task.batch, config)
     record = TokenRecord(task.batch, policy.base_model)
     metrics, notes = data_metrics(trained), [rule] if rule else []

@@ -604,3 +604,20 @@ def test_plain_sampling_keeps_its_raw_log_probabilities() -> None:
     batch, report = run([[bare("c-0")]], find=lambda _: found)
     assert batch.groups[0].trajectories[0].sequences[0].logprobs == [None, -0.5, -0.5]
     assert report.notes == []
+
+
+def test_trajectories_that_are_masked_are_not_reported_as_trained() -> None:
+    cut = choice([1, 2], [3, 4]) | {"finish_reason": "length"}
+    turns = [[choice([1, 2], [3, 5])], [cut], [choice([1, 2], [3, 6])]]
+    _, report = run(turns, config=TrainConfig(overlong="mask"))
+    assert (report.num_trajectories_trained, report.num_trained_tokens, report.num_rows) == (
+        2,
+        4,
+        2,
+    )
+    left_out = [(each.reason, each.count, each.unit) for each in report.dropped]
+    reason = "cut at a length limit, and overlong='mask' leaves it out"
+    assert left_out == [(reason, 1, "trajectory")]
+    _, report = run([[cut], [cut | {"token_ids": [3, 9]}]], config=TrainConfig(overlong="mask"))
+    left_out = [(each.reason, each.count, each.unit) for each in report.dropped]
+    assert left_out == [(reason, 2, "trajectory")], "their rewards differ"

@@ -10,6 +10,7 @@ from art_server.trainer.batches import (
     make_micro_batches,
     make_sampled_tokens,
     make_train_batch,
+    with_penalties,
 )
 
 
@@ -279,3 +280,13 @@ def test_a_penalty_lowers_rewards_also_where_only_turns_give_a_signal() -> None:
         made = make_train_batch(batch, TrainConfig(), penalties)
         found = [each.advantages for each in made.sequences]
         assert found == [pytest.approx([each, each], abs=1e-4) for each in expected]
+
+
+def test_the_soft_penalty_counts_tokens_that_are_too_stale() -> None:
+    """As the job's report did: both trajectories are as long, so that there is no signal."""
+    stale = SEQUENCE.model_copy(update={"spans": [Span(start=2, stop=3, step=1)]})
+    batch = Batch(groups=[group((1.0, [stale]), (1.0, [SEQUENCE]))])
+    config = TrainConfig(overlong="soft_penalty", overlong_length=2, overlong_buffer=2)
+    kept, num_dropped = drop_stale(with_penalties(batch, config), 2)
+    assert num_dropped == 1 and not make_train_batch(kept, TrainConfig()).sequences
+    assert [each.reward for each in kept.groups[0].trajectories] == [0.0, 0.0]
