@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 import art
 from art.trackers import StepRecord, Trackers, delivery, records, tracing
@@ -575,3 +576,10 @@ async def test_the_pages_snippet_reports(
 
 def test_every_snippet_of_the_page_is_run() -> None:
     assert len(SNIPPETS) == len(CHECKS)
+
+
+def test_tool_calls_of_the_openai_package_are_text_too() -> None:
+    function: Any = {"name": "look", "arguments": "{}"}
+    call = ChatCompletionMessageFunctionToolCall(id="c", type="function", function=function)
+    text = records.text_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert "look" in text

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,15 @@ async def test_a_traceparent_is_the_parent_and_the_session_a_link(collector: Col
 )
 def test_other_names_are_no_links(text: str | None) -> None:
     assert link_of(text) is None
+
+
+def test_a_program_s_seed_has_no_effect_on_links() -> None:
+    """They become idempotency keys and names of sessions."""
+    spans = Tracing("seeded")
+    links: list[str | None] = []
+    drawn: list[float] = []
+    for _ in range(2):
+        random.seed(0)
+        links.append(spans.start("step").link)
+        drawn.append(random.random())
+    assert links[0] != links[1] and drawn[0] == drawn[1] == random.Random(0).random()

@@ -120,4 +120,4 @@ def _content(message: Mapping[str, Any]) -> str:
         parts = cast("list[dict[str, Any]]", content)
         content = "".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
     calls = message.get("tool_calls")
-    return f"{content}{json.dumps(calls)}" if calls else content
+    return f"{content}{json.dumps(calls, default=str)}" if calls else content

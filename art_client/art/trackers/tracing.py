@@ -17,6 +17,7 @@ import atexit
 import logging
 import os
 import re
+import secrets
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -45,6 +46,20 @@ def link_of(text: str | None) -> str | None:
     return header[1] if header else text if LINK.fullmatch(text) else None
 
 
+class _RandomIds:
+    """Ids from the operating system. OpenTelemetry draws them from `random`, which programs seed: two steps or workers
+    with the same seed would then have equal idempotency keys and session names."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
 class Tracing:
     """Makes the spans of one service and delivers them to the OTLP endpoint. OpenTelemetry's global provider, which may
     be the program's, stays as it is; a span inside a span of the program is its child.
@@ -67,7 +82,9 @@ class Tracing:
         )
         resource = resources.Resource.create({"service.name": service})
         named = resource.merge(resources.OTELResourceDetector().detect())
-        provider = sdk.TracerProvider(resource=named, shutdown_on_exit=False)
+        provider = sdk.TracerProvider(
+            resource=named, shutdown_on_exit=False, id_generator=_RandomIds()
+        )
         provider.add_span_processor(export.SimpleSpanProcessor(_Queue(self.delivery, export)))
         self._tracer = provider.get_tracer("art")
         self.holds_contents = os.environ.get(CONTENTS_VARIABLE, "").lower() == "true"
