@@ -42,6 +42,11 @@ def history_row(step: int, metrics: Mapping[str, float], recorded_at: str) -> di
     return {**metrics, "step": step, "training_step": step, "recorded_at": recorded_at}
 
 
+def merged_row(row: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's row with values that came later. Its time remains that of the step."""
+    return {**row, **later, "recorded_at": row.get("recorded_at", later["recorded_at"])}
+
+
 def trajectory_row(
     group: TrajectoryGroupBody, turns: Sequence[Sequence[dict[str, Any]]] | None = None
 ) -> dict[str, Any]:

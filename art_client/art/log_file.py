@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_TAIL_BYTES = 2**16
+LINE_BYTES = 2**10
+"""The mean length of lines up to which `tail` gives all that were asked for."""
 
 
 class LogFile:
@@ -26,6 +27,9 @@ class LogFile:
         if not self.path.exists():
             return ""
         with self.path.open("rb") as log:
-            log.seek(max(self._start, log.seek(0, os.SEEK_END) - MAX_TAIL_BYTES))
+            place = max(self._start, log.seek(0, os.SEEK_END) - num_lines * LINE_BYTES)
+            log.seek(place)
             lines = log.read().decode(errors="replace").splitlines()
+        if place > self._start and len(lines) > 1:
+            lines = lines[1:]  # its beginning is missing
         return "\n".join(lines[-num_lines:])

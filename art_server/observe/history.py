@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from art_server.store.model_folder import BEST_METRICS, rank_steps, step_name
+from art_server.store.model_folder import BEST_METRICS, rank_steps, step_means, step_name
 
 NO_METRICS = ("step", "training_step")
 NUMBER_TYPES = (float, int, bool)
@@ -95,12 +95,18 @@ class History:
     def ranking(self) -> tuple[str | None, list[int]]:
         """The metric that the best step is judged by, and the steps that have it, the best first."""
         metric = next((name for name in BEST_METRICS if name in self.metrics), None)
-        if metric is None:
-            return None, []
+        return metric, rank_steps(self._earned(metric)) if metric is not None else []
+
+    def means(self, metric: str) -> dict[int, float]:
+        """A metric's mean for each step that earned it."""
+        return step_means(self._earned(metric))
+
+    def _earned(self, metric: str) -> list[tuple[float, float]]:
+        """Pairs of step and value. The rewards of training are those of the step that sampled."""
         named = self.column(step_name(metric))  # none for "step", which is no metric
         steps = [a if a is not None else b for a, b in zip(named, self.steps, strict=True)]
         values = zip(steps, self.column(metric), strict=True)
-        return metric, rank_steps((a, b) for a, b in values if a is not None and b is not None)
+        return [(a, b) for a, b in values if a is not None and b is not None]
 
 
 def number(value: object) -> float | None:

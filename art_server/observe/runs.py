@@ -26,7 +26,7 @@ NUM_SPARK = 40
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
-    mark: tuple[int, int]
+    mark: tuple[int, ...]
     fields: dict[str, Any]
     metric: str | None
     ranked_steps: list[int]
@@ -79,11 +79,10 @@ class Runs:
 
     def summary(self, folder: ModelFolder) -> dict[str, Any]:
         """A model in one line: names, newest step, rewards, best step, times."""
-        file = folder.path / "history.jsonl"
-        mark = file_mark(file)
-        known = self._summaries.get(file)
+        mark = folder_mark(folder, "history.jsonl", "model.json")
+        known = self._summaries.get(folder.path)
         if known is None or known.mark != mark:
-            known = self._summaries[file] = self._summarise(folder, mark)
+            known = self._summaries[folder.path] = self._summarise(folder, mark)
         kept = folder.steps()
         best = best_of(known.ranked_steps, kept)
         return known.fields | {
@@ -91,7 +90,7 @@ class Runs:
             "best": None if best is None else {"step": best, "metric": known.metric},
         }
 
-    def _summarise(self, folder: ModelFolder, mark: tuple[int, int]) -> _Summary:
+    def _summarise(self, folder: ModelFolder, mark: tuple[int, ...]) -> _Summary:
         history = History.read(folder.path / "history.jsonl", (*REWARDS, "sampled_step"))
         record = read_record(folder)
         times = [each for each in history.recorded_at if each is not None]
@@ -115,9 +114,7 @@ class Runs:
         history = self.history(folder)
         kept = folder.steps()
         best = best_of(history.ranking()[1], kept)
-        rewards = {
-            name: dict(zip(history.steps, history.column(name), strict=True)) for name in REWARDS
-        }
+        rewards, validations = (history.means(name) for name in REWARDS)
         found: list[dict[str, Any]] = []
         for step in kept:
             try:
@@ -133,8 +130,8 @@ class Runs:
                     "unchanged": record.unchanged,
                     "size_bytes": size,
                     "is_best": step == best,
-                    "reward": rewards[REWARDS[0]].get(step),
-                    "val_reward": rewards[REWARDS[1]].get(step),
+                    "reward": rewards.get(step),
+                    "val_reward": validations.get(step),
                     "path": str(folder.checkpoint_dir(step)),
                 }
             )
@@ -151,15 +148,17 @@ class Runs:
         return found
 
     def marks(self, projects: frozenset[str] | None = None) -> dict[str, str]:
-        """For each model a text that changes when its history, its steps or its rollouts do."""
+        """For each model a text that changes when its history, its steps, its rollouts or its description do."""
+        names = ("history.jsonl", "checkpoints", "trajectories", "model.json")
         return {
-            f"{each.project}/{each.name}": "-".join(
-                str(value)
-                for file in ("history.jsonl", "checkpoints", "trajectories")
-                for value in file_mark(each.path / file)
-            )
+            f"{each.project}/{each.name}": "-".join(map(str, folder_mark(each, *names)))
             for each in self.folders(projects)
         }
+
+
+def folder_mark(folder: ModelFolder, *names: str) -> tuple[int, ...]:
+    """Numbers that change when one of the folder's files does."""
+    return tuple(number for name in names for number in file_mark(folder.path / name))
 
 
 def read_record(folder: ModelFolder) -> ModelRecord | None:

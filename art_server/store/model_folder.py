@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from art.history import history_row, trajectory_row
+from art.history import history_row, merged_row, trajectory_row
 from art.wire import LoRAConfig, TrajectoryGroupBody
 from art_server import clock
 from art_server.errors import Conflict, NotFound
@@ -277,8 +277,8 @@ class ModelFolder:
         return files.read_lines(self.path / "history.jsonl")
 
     def add_history(self, step: int, metrics: dict[str, float], job_id: str | None = None) -> None:
-        """Writes metrics into the step's row, which the first call appends. A later value of a metric replaces an
-        earlier one. Does nothing if the job `job_id` has a row already, which a killed attempt wrote."""
+        """Writes metrics into the step's row, which the first call appends and dates. A later value of a metric replaces
+        an earlier one. Does nothing if the job `job_id` has a row already, which a killed attempt wrote."""
         row = history_row(step, metrics, datetime.now(UTC).isoformat())
         if job_id is not None:
             row["job_id"] = job_id
@@ -293,7 +293,8 @@ class ModelFolder:
                 known.size = file.stat().st_size
                 return
             rows = self.history()
-            rows[max(place for place, each in enumerate(rows) if each.get("step") == step)] |= row
+            place = max(place for place, each in enumerate(rows) if each.get("step") == step)
+            rows[place] = merged_row(rows[place], row)
             self._write_history(rows)
 
     def _known_rows(self, file: Path) -> "_Rows":
@@ -341,12 +342,17 @@ def step_name(metric: str) -> str:
     return "sampled_step" if metric.startswith("train/") else "step"
 
 
-def rank_steps(values: Iterable[tuple[float, float]]) -> list[int]:
-    """The steps of pairs of step and value, that with the highest mean first, of equal ones the later first."""
+def step_means(values: Iterable[tuple[float, float]]) -> dict[int, float]:
+    """The mean of each step's values, from pairs of step and value."""
     of_steps: dict[int, list[float]] = {}
     for step, value in values:
         of_steps.setdefault(int(step), []).append(float(value))
-    means = {step: sum(each) / len(each) for step, each in of_steps.items()}
+    return {step: sum(each) / len(each) for step, each in of_steps.items()}
+
+
+def rank_steps(values: Iterable[tuple[float, float]]) -> list[int]:
+    """The steps of pairs of step and value, that with the highest mean first, of equal ones the later first."""
+    means = step_means(values)
     return sorted(means, key=lambda step: (means[step], step), reverse=True)
 
 

@@ -250,12 +250,24 @@ async def test_logs_and_memory_are_refused_to_keys_for_some_projects(
 
 
 async def marks_of(app: FastAPI, change: Any, key: str | None = None) -> list[dict[str, Any]]:
-    """The marks that a stream sends until half a second after the change."""
+    """The marks that a stream sends until the second look after the change."""
+    looks, real = asyncio.Semaphore(0), look.marks
+
+    async def counted(*arguments: Any) -> dict[str, Any]:
+        try:
+            return await real(*arguments)
+        finally:
+            looks.release()
+
     async with client(app, key) as http:
-        stream = asyncio.create_task(http.get("/api/look/events"))
-        await asyncio.sleep(0.3)
-        change()
-        await asyncio.sleep(0.5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(look, "marks", counted)
+            stream = asyncio.create_task(http.get("/api/look/events"))
+            async with asyncio.timeout(20):
+                await looks.acquire()
+                change()
+                for _ in range(3):
+                    await looks.acquire()
         app.state.is_stopping = True
         answer = await stream
     assert answer.headers["content-type"].startswith("text/event-stream")

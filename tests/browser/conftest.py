@@ -30,7 +30,9 @@ class Served:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
+        deadline = time.monotonic() + 60
         while not self._server.started:
+            assert self._thread.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)
         self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"

@@ -18,7 +18,7 @@ RUNS, STEPS, ROLLOUTS = 200, 25, 20
 LONG_HISTORY = 5000
 """Rows of one run."""
 FIRST_PAGE_SECONDS, VIEWER_SECONDS, SERVER_BYTES = 1.0, 0.5, 300e6
-PATIENCE = 3.0
+PATIENCE = 10.0
 """Other work may run on the machine."""
 SERVER = """
 import sys, uvicorn

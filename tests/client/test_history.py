@@ -1,6 +1,6 @@
 import pytest
 
-from art.history import trajectory_metrics
+from art.history import history_row, merged_row, trajectory_metrics
 from art.wire import TrajectoryGroupBody
 
 
@@ -28,3 +28,10 @@ def test_means_by_hand() -> None:
 
 def test_nothing_gives_no_row() -> None:
     assert trajectory_metrics([], "val") == {}
+
+
+def test_a_row_keeps_the_time_of_its_step() -> None:
+    row, later = history_row(1, {"a": 1.0, "b": 1.0}, "then"), history_row(1, {"b": 2.0}, "now")
+    assert merged_row(row, later) == history_row(1, {"a": 1.0, "b": 2.0}, "then")
+    row.pop("recorded_at")
+    assert merged_row(row, later)["recorded_at"] == "now"

@@ -170,7 +170,9 @@ def test_wandb_has_a_run_for_each_model_with_metrics_config_and_a_table(tmp_path
 
 def test_wandb_stores_neither_the_command_line_nor_a_key(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; from art.trackers import StepRecord, Trackers\n"
+        "import asyncio, sys; from pathlib import Path; from art.trackers import StepRecord, Trackers, wandb\n"
+        "Trackers.close.__defaults__ = (60.0,)\n"  # cores that other tests use
+        "wandb.INIT_SECONDS = wandb.FINISH_SECONDS = 60.0\n"
         "trackers = Trackers(['wandb'], Path(sys.argv[1]))\n"
         "record = StepRecord('demo', 'agent', 1, 'train', {'a': 1.0}, {})\n"
         "asyncio.run(asyncio.to_thread(trackers.report, record))\n"
@@ -217,6 +219,19 @@ def test_trackio_has_a_run_for_each_model_which_continues(tmp_path: Path) -> Non
     assert [(row["step"], row["train/reward"]) for row in rows] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     config = SQLiteStorage.get_run_config("demo", "agent")
     assert config is not None and config["base_model"] == "art/tiny"
+
+
+def test_trackio_has_the_settings_of_training_also_if_the_first_report_is_of_log(
+    tmp_path: Path,
+) -> None:
+    first = make_record(1, "validated", split="val", config={"base_model": "art/tiny"})
+    report(tmp_path, "trackio", [first, make_record(2, "validated")])
+
+    from trackio.sqlite_storage import SQLiteStorage
+
+    config = SQLiteStorage.get_run_config("demo", "validated")
+    assert config is not None and config["learning_rate"] == 1e-5
+    assert len(SQLiteStorage.get_logs("demo", "validated")) == 2
 
 
 def test_tensorboard_has_the_metrics_in_event_files_and_needs_no_torch(tmp_path: Path) -> None:
@@ -329,6 +344,18 @@ def test_a_tracker_that_raises_costs_one_warning_and_gets_the_next_step(
     (told,) = warnings_of(caplog)
     assert "tensorboard" in told and "the tracker is down" in told
     assert got == [3, 4] and run[0].is_closed
+
+
+def test_a_warning_does_not_contain_the_password_of_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def act(record: StepRecord) -> None:
+        raise ConnectionError("no route to https://me:hunter2@tracker.example:5000/api")
+
+    fake_tracker(monkeypatch, act)
+    report(tmp_path, "tensorboard", [make_record()])
+    (told,) = warnings_of(caplog)
+    assert "https://***@tracker.example:5000/api" in told and "hunter2" not in told
 
 
 def test_a_tracker_that_hangs_costs_one_warning_and_close_returns_in_time(

@@ -15,13 +15,24 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_known", {})
 
 
+async def said_with(text: str, capsys) -> str:
+    """What was printed until the text was there."""
+    said = ""
+    async with asyncio.timeout(10):
+        while text not in said:
+            await asyncio.sleep(0.02)
+            said += capsys.readouterr().err
+    return said
+
+
 async def test_what_a_request_waits_for_is_said_once_a_minute(server, answer, capsys) -> None:
     health = {"engine": "ready", "waits_for": "a step of 'p/b', which trains"}
     server.on("GET", "/health", answer(200, health))
     calls = waiting.waiting_for(server.url, "secret")
     with calls.call("a request"), calls.call("a request"):
-        await asyncio.sleep(0.4)
-    told = capsys.readouterr().err
+        told = await said_with("which trains", capsys)
+        await asyncio.sleep(0.3)
+    told += capsys.readouterr().err
     assert told.count("art: a request has waited 0 s for a step of 'p/b', which trains") == 1
     assert server.sent("GET", "/health")[0].headers["authorization"] == "Bearer secret"
     assert "secret" not in told
@@ -72,8 +83,7 @@ async def test_an_earlier_start_is_not_told(server, answer, capsys) -> None:
 
 async def test_a_server_that_does_not_answer_is_named(capsys) -> None:
     with waiting.waiting_for("http://127.0.0.1:9", None).call("a request"):
-        await asyncio.sleep(0.3)
-    assert "for the server at http://127.0.0.1:9, which does not answer" in capsys.readouterr().err
+        await said_with("for the server at http://127.0.0.1:9, which does not answer", capsys)
 
 
 async def test_what_a_job_waits_for_is_said_and_events_go_on_behind_the_last(

@@ -5,6 +5,7 @@ device (`fake_device.py`)."""
 import asyncio
 import contextlib
 import errno
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,14 @@ CASES = {
 """A model, and a card's GiB, for each way to share the card; in the last case the trainer has a second card."""
 
 
+CONTROLS = ("PAUSE_SECONDS", "SLEEP_SECONDS", "WAKE_SECONDS")
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.01)
-    monkeypatch.setattr(engine_module, "PAUSE_SECONDS", 0.3)
-    monkeypatch.setattr(engine_module, "SLEEP_SECONDS", 0.3)
-    monkeypatch.setattr(engine_module, "WAKE_SECONDS", 0.3)
+    for name in CONTROLS:
+        monkeypatch.setattr(engine_module, name, SECONDS)
     monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
     monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
@@ -68,6 +71,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_world(case: str, happens: dict[str, list[str]]) -> World:
+    seconds = 0.3 if "hang" in itertools.chain(*happens.values()) else SECONDS
+    for name in CONTROLS:  # the fixture resets them
+        setattr(engine_module, name, seconds)
     model, gib = CASES[case]
     card = Card("a card", int(gib * GIB), 256 * GIB)
     own = card if case == "own" else None
@@ -368,13 +374,13 @@ async def test_a_caller_that_leaves_during_a_load_leaves_no_trace(tmp_path: Path
 async def test_a_request_whose_client_does_not_read_is_no_hung_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(engine_module, "HANG_SECONDS", 2.0)
     monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.05)
     world = make_world("none", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         assert await house.ask("a") == "p/a@0"
         with house.gate.inside("p/a@0"):
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(4.0)
         assert world.num_sampled > 3, "it is asked for tokens"
         assert world.seen.count("engine starts") == 1
     assert_right(world)
@@ -522,8 +528,11 @@ async def test_mutation_restart_during_a_step(
     monkeypatch.setattr(Engine, "start", unlocked)
     monkeypatch.setattr(Engine, "load_adapter", load_nothing)
     monkeypatch.setattr(f"{__name__}.SECONDS", 5.0)
-    world = make_world("sleep", {"trains": ["kill engine"], "backward": ["slow"]})
-    assert "vLLM is started with" in await ruined(world, tmp_path)
+    said = ""
+    for index in range(5):  # the engine must be started while a step trains
+        world = make_world("sleep", {"trains": ["kill engine"] * 3, "backward": ["slow"] * 3})
+        said += await ruined(world, tmp_path / str(index))
+    assert "vLLM is started with" in said
 
 
 async def test_mutation_failed_wake_ignored(

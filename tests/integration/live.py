@@ -1,5 +1,6 @@
 """A real art-server as a child process, and the requests that most tests make."""
 
+import contextlib
 import json
 import os
 import signal
@@ -98,8 +99,9 @@ def find_process(server: Server, module: str) -> int:
     """The id of the server's process that runs a module."""
     assert server.process is not None
     for pid in descendants(server.process.pid):
-        if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
     raise AssertionError(f"no process runs {module}")
 
 

@@ -159,7 +159,7 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
             body = {"model": model, "messages": messages, "tools": tools, "max_tokens": 64}
             body["temperature"] = 0.3
             message: dict[str, Any] = {}
-            for _ in range(8):  # the tiny model does not always call
+            for _ in range(32):  # the tiny model does not always call
                 response = client.post("/v1/chat/completions", json=body | {"stream": stream})
                 message = (
                     streamed_message(response)
@@ -224,7 +224,7 @@ def test_thinking_is_kept_apart_and_its_loss_is_counted(server: Server, model: s
             body = {"model": model, "messages": messages, "max_tokens": 120}
             body["chat_template_kwargs"] = {"enable_thinking": True}
             choice: dict[str, Any] = {}
-            for _ in range(6):
+            for _ in range(32):
                 choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
                 if choice["finish_reason"] == "stop" and choice["message"]["content"]:
                     break

@@ -325,8 +325,11 @@ async def test_a_signal_that_comes_too_late_cancels_no_other_job(tmp_path: Path)
         assert await house.wait(house.add_job("a")) == ["done"]
 
 
-async def test_a_failed_attempt_leaves_no_files(tmp_path: Path) -> None:
+async def test_a_failed_attempt_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They could fill the disk for the next attempt."""
+    monkeypatch.setattr(runner_module, "RETRY_SECONDS", 60.0)
 
     async def fill(task: TrainTask) -> None:
         (Path(task.out_dir) / "part").write_bytes(b"x" * 1000)

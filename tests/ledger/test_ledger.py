@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import dataclasses
 import sqlite3
 import time
@@ -131,9 +132,10 @@ def test_a_frequent_answer_is_found_without_reading_all_of_them(tmp_path: Path) 
 
 
 def test_what_is_too_old_goes(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=0.2))
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=86_400))
     old = add(ledger, 1, [1])
-    time.sleep(0.25)
+    with contextlib.closing(sqlite3.connect(tmp_path / "l.sqlite")) as db, db:
+        db.execute("UPDATE records SET created_at = 0")
     new = add(ledger, 2, [1])
     assert ledger.prune() == 1
     assert ledger.find(old) is None and ledger.find(new) is not None
@@ -149,7 +151,7 @@ def test_the_oldest_go_when_the_file_is_too_large(tmp_path: Path) -> None:
 
 def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
     """A later turn is stored as what it continues plus what is new; the past may go before it does."""
-    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=1.0))
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_age_seconds=86_400))
     parent = add(ledger, 1, [1, 2])
     with sqlite3.connect(tmp_path / "l.sqlite") as db:
         db.execute("UPDATE records SET created_at = 0")

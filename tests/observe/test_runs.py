@@ -102,7 +102,7 @@ def test_the_ranking_is_that_of_the_model_folder(
 def test_a_row_that_is_appended_or_merged_is_read(tmp_path: Path) -> None:
     (folder,) = make_demo(tmp_path, runs=1, steps=3, rollouts=8)
     runs = Runs(tmp_path)
-    before = runs.marks()
+    before, made = runs.marks(), rows_of(folder)[2]["recorded_at"]
     assert runs.history(folder).steps == [1, 2, 3]
     assert runs.history(folder) is runs.history(folder), "kept until the file changes"
     folder.add_history(4, {"train/reward": 0.25})
@@ -112,7 +112,33 @@ def test_a_row_that_is_appended_or_merged_is_read(tmp_path: Path) -> None:
     assert history.steps == [1, 2, 3, 4]
     assert history.last("train/reward") == 0.25
     assert history.column("val/reward")[2] == 0.125
+    assert history.recorded_at[2] == made, "the step's time, not that of its late evaluation"
     assert runs.summary(folder)["val_reward"] == 0.125
+
+
+def test_a_changed_description_is_read(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=1, rollouts=8)
+    runs = Runs(tmp_path)
+    before = runs.marks()
+    assert runs.summary(folder)["base_model"] == "Qwen/Qwen3-8B"
+    record = json.loads((folder.path / "model.json").read_text())
+    (folder.path / "model.json").write_text(json.dumps(record | {"base_model": "art/tiny"}))
+    assert runs.summary(folder)["base_model"] == "art/tiny"
+    assert runs.marks() != before
+
+
+def test_a_checkpoint_has_the_reward_that_it_earned(tmp_path: Path) -> None:
+    """That of the rollouts it sampled, by which the best is chosen, not that of the step that made it."""
+    (folder,) = make_demo(tmp_path, runs=1, steps=3, rollouts=8)
+    rows = [
+        {"step": 2, "train/reward": 0.9, "sampled_step": 1.0},
+        {"step": 3, "train/reward": 0.2, "sampled_step": 2.0},
+        {"step": 3, "train/reward": 0.4, "sampled_step": 2.0},
+    ]
+    (folder.path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {each["step"]: each for each in Runs(tmp_path).checkpoints(folder)}
+    assert [found[step]["reward"] for step in (1, 2, 3)] == [0.9, pytest.approx(0.3), None]
+    assert [step for step, each in found.items() if each["is_best"]] == [1]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +198,7 @@ def test_a_model_without_files_is_empty_and_an_unreadable_one_is_listed(tmp_path
         None,
     )
     assert runs.checkpoints(folder) == [] and runs.splits(folder) == {}
-    assert runs.marks() == {"p/bare": "0-0-0-0-0-0"}
+    assert runs.marks()["p/bare"].startswith("0-0-0-0-0-0-8-")
 
 
 def test_only_the_models_of_the_given_projects_are_read(tmp_path: Path) -> None:
@@ -192,7 +218,8 @@ def test_checkpoints_have_sizes_rewards_and_one_best(tmp_path: Path) -> None:
     for each in found:
         files = folder.checkpoint_dir(each["step"]).iterdir()
         assert each["size_bytes"] == sum(file.stat().st_size for file in files)
-        assert each["reward"] == rows[each["step"]]["train/reward"]
+        earned = [r["train/reward"] for r in rows.values() if r["sampled_step"] == each["step"]]
+        assert each["reward"] == (earned[0] if earned else None) and len(earned) < 2
         assert each["val_reward"] == rows[each["step"]].get("val/reward")
         assert each["is_best"] == (each["step"] == folder.best_step("val/reward"))
 

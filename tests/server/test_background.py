@@ -59,21 +59,19 @@ async def test_what_holds_the_event_loop_is_named(
     watch, background = LoopWatch(), Background()
     background.start("loop watch", watch.run)
     await asyncio.sleep(0.2)
-    assert watch.longest_stall_seconds < 0.25
 
     def hold_the_loop() -> None:
-        time.sleep(0.6)
+        time.sleep(2.0)
 
     hold_the_loop()
     await asyncio.sleep(0.1)
     await background.stop()
-    assert watch.longest_stall_seconds > 0.4
-    now, afterwards = [
-        record.message for record in caplog.records if "event loop" in record.message
-    ]
-    assert "is blocked" in now and "hold_the_loop" in now
-    seconds = re.search(r"was blocked for ([\d.]+) s, of which ([\d.]+) s", afterwards)
-    assert seconds and float(seconds[1]) > 0.4 and float(seconds[2]) < 0.3, "it slept"
+    assert watch.longest_stall_seconds > 1.5
+    told = [record.message for record in caplog.records if "event loop" in record.message]
+    assert any("is blocked" in each and "hold_the_loop" in each for each in told)
+    found = re.findall(r"was blocked for ([\d.]+) s, of which ([\d.]+) s", "\n".join(told))
+    longest, computed = max((float(a), float(b)) for a, b in found)
+    assert longest > 1.5 and computed < 1.0, "it slept"
 
 
 @pytest.mark.skipif(not SCHEDSTAT.exists(), reason="this kernel does not count it")

@@ -14,7 +14,7 @@ from typing import Any
 
 from art.bodies import build_log_request
 from art.files import write_whole
-from art.history import history_row, log_metrics, trajectory_row
+from art.history import history_row, log_metrics, merged_row, trajectory_row
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.wire import LogRequest
 
@@ -54,11 +54,11 @@ def _write(folder: Path, request: LogRequest) -> dict[str, float]:
     with _writing:
         rows = _rows(folder)
         row = history_row(step, metrics, datetime.now(UTC).isoformat())
-        of_step = next((each for each in rows if each.get("step") == step), None)
-        if of_step is None:
+        place = next((place for place, each in enumerate(rows) if each.get("step") == step), None)
+        if place is None:
             rows.append(row)
         else:
-            of_step |= row
+            rows[place] = merged_row(rows[place], row)
         text = "".join(json.dumps(each) + "\n" for each in rows)
         write_whole(folder / "history.jsonl", text.encode())
     return metrics

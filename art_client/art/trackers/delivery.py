@@ -6,12 +6,16 @@ dropped and counted.
 
 import atexit
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
+
+_PASSWORD = re.compile(r"://[^/@\s]+@")
+"""User and password in the address of a tracker, which its library's errors quote."""
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -104,7 +108,7 @@ class Delivery(Generic[T]):
             logger.warning(
                 "tracker %s: %.500s. Nothing else depends on it; this is its only warning",
                 self.name,
-                reason,
+                _PASSWORD.sub("://***@", reason),
             )
 
 

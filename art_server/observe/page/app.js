@@ -5,10 +5,10 @@
 // leads to; `watch(marks)`, the part of the server's marks that it depends on; `refresh()`, which shows new data in
 // place; `every`, the seconds between two refreshes; `close()`.
 
-import { Changes, setKey } from "./api.js";
+import { ApiError, Changes, setKey } from "./api.js";
 import { checkpoints } from "./checkpoints.js";
 import { compare } from "./compare.js";
-import { el, empty, hashOf } from "./dom.js";
+import { el, empty, hashOf, renewTimes } from "./dom.js";
 import { groups } from "./groups.js";
 import { jobs } from "./jobs.js";
 import { overview } from "./overview.js";
@@ -21,6 +21,7 @@ const PAGES = { "": overview, compare, jobs, server };
 const RUN_PAGES = { charts, rollouts: groups, rollout, tree, checkpoints };
 const REST_MS = 200; // between two refreshes
 const FIRST_MARKS_MS = 1000; // a page that is read before the first marks is read again with them
+const TIMES_MS = 5000; // between two looks at the clock
 
 const main = document.getElementById("main");
 const status = document.getElementById("status");
@@ -30,6 +31,7 @@ const scrolls = new Map();
 let page = null, marks = null, address = "", opening = 0, timer = null;
 let connected = Promise.withResolvers();
 let isRefreshing = false, isStale = false;
+let connection = ["", false]; // what the status says unless a request has failed
 
 function readRoute() {
   const hash = location.hash.replace(/^#\/?/, "");
@@ -95,6 +97,8 @@ async function open() {
     target?.focus({ preventScroll: true });
   }
   if (page.every) timer = setInterval(() => !document.hidden && refresh(), page.every * 1000);
+  if (!page.isFailed) say(...connection);
+  if (marks && marks !== known) onmarks(marks); // they came while the page was read
 }
 
 const markOf = (found) => JSON.stringify(page.watch?.(found) ?? null);
@@ -107,6 +111,7 @@ async function refresh() {
   const shown = page;
   try {
     await shown.refresh();
+    say(...connection);
   } catch (error) {
     askForKey(error);
     if (page === shown) say(error.message, true);
@@ -130,13 +135,13 @@ function onmarks(found) {
 
 function onstate(error, seconds) {
   if (error) connected.resolve();
-  if (!error) say("Connected", false);
-  else if (seconds) say(`${error.message} Next try in ${seconds} s.`, true);
-  else askForKey(error);
+  if (error && !seconds) return askForKey(error);
+  connection = error ? [`${error.message} Next try in ${seconds} s.`, true] : ["Connected", false];
+  say(...connection);
 }
 
 function say(text, isBad) {
-  status.textContent = text;
+  if (status.textContent !== text) status.textContent = text;
   status.classList.toggle("bad", isBad);
 }
 
@@ -188,7 +193,16 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
+// A request that one of a page's controls made. Faults of the page's own go to the console.
+addEventListener("unhandledrejection", (event) => {
+  if (!(event.reason instanceof ApiError)) return;
+  event.preventDefault();
+  say(event.reason.message, true);
+  askForKey(event.reason);
+});
+
 addEventListener("hashchange", open);
+setInterval(() => renewTimes(main), TIMES_MS);
 changes.start();
 if (!location.hash) history.replaceState(null, "", hashOf([]));
 open();

@@ -146,8 +146,8 @@ export class Chart {
   }
 
   layout() {
-    const xs = this.lines.flatMap(({ x }) => [x[0], x.at(-1)]).filter((x) => typeof x === "number");
-    const [first, last] = xs.length ? [Math.min(...xs), Math.max(...xs)] : [0, 1];
+    const xs = this.lines.flatMap(({ x }) => x).filter((x) => typeof x === "number");
+    const [first, last] = xs.length ? xs.reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [xs[0], xs[0]]) : [0, 1];
     const axis = {
       gridcolor: colour("--border"), linecolor: colour("--border"), zeroline: false, tickfont: { size: 11 },
       showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: colour("--muted"), spikesnap: "hovered data",

@@ -17,7 +17,7 @@ function axisOf(found, axis) {
   }
   if (axis === "hours") {
     const times = found.recorded_at.map((time) => (time ? Date.parse(time) / 3.6e6 : null));
-    const first = times.find((time) => time !== null);
+    const first = Math.min(...times.filter((time) => time !== null));
     return times.map((time) => (time === null ? null : time - first));
   }
   return found.steps;
@@ -50,8 +50,11 @@ export async function compare(route) {
   };
   const set = async (changes) => {
     keepSettings(route, changes);
-    await read();
-    build();
+    try {
+      await read();
+    } finally {
+      build();
+    }
   };
   if (ids.length) await read();
   const names = [...new Set(found.flatMap((each) => each.names))].sort();

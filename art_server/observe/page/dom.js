@@ -72,9 +72,21 @@ export function bytes(value) {
 export function ago(time) {
   if (!time) return el("span", { class: "muted" }, "–");
   const at = new Date(typeof time === "number" ? time * 1000 : time);
+  return el("time", { datetime: at.toISOString(), title: at.toLocaleString() }, distance(at));
+}
+
+function distance(at) {
   const seconds = Math.max(0, (Date.now() - at) / 1000);
   const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([each]) => seconds >= each) ?? [1, "s"];
-  return el("time", { datetime: at.toISOString(), title: at.toLocaleString() }, `${Math.floor(seconds / size)} ${unit} ago`);
+  return `${Math.floor(seconds / size)} ${unit} ago`;
+}
+
+// Writes the distances of all times inside a node again.
+export function renewTimes(node) {
+  for (const each of node.querySelectorAll("time")) {
+    const text = distance(new Date(each.dateTime));
+    if (each.textContent !== text) each.textContent = text;
+  }
 }
 
 export function plural(count, noun) {

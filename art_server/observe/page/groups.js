@@ -25,7 +25,8 @@ export function stepTools(steps, step, open, keys = ["ArrowLeft", "ArrowRight"])
 
 export async function groups(route) {
   const { settings } = route;
-  const { splits } = await look(ofModel(route, "rollouts"));
+  const readSplits = async () => (await look(ofModel(route, "rollouts"))).splits;
+  const splits = await readSplits();
   const split = route.parts[4] ?? (splits.train ? "train" : Object.keys(splits)[0]);
   const steps = splits[split] ?? [];
   const step = route.parts[5] === undefined ? steps.at(-1) : Number(route.parts[5]);
@@ -33,12 +34,15 @@ export async function groups(route) {
   const page = runPage(route, "Rollouts", node, { up: hashOf(["run", route.project, route.name]) });
   if (step === undefined) {
     node.append(empty(split ? `There are no rollouts of split ${split}.` : "This run has no rollouts on disk.", "They are in the folder trajectories."));
-    return page;
+    const refresh = async () => {
+      if (JSON.stringify(await readSplits()) !== JSON.stringify(splits)) dispatchEvent(new Event("hashchange"));
+    };
+    return { ...page, refresh };
   }
   route.parts = ["run", route.project, route.name, "rollouts", split, String(step)];
   const read = () => look([...ofModel(route, "rollouts", split), step], settings.text ? [["text", settings.text]] : []);
   let found = (await read()).groups;
-  const list = el("div"), tools = el("div");
+  const list = el("div"), places = el("div", { class: "tools" });
   const open = (next, of = split) => { location.hash = hashOf(["run", route.project, route.name, "rollouts", of, next], settings); };
   const show = () => {
     const shown = found.map((group) => ({ ...group, rollouts: group.rollouts.filter((each) => isWanted(each, group, settings)) }))
@@ -57,19 +61,17 @@ export async function groups(route) {
   } });
   const text = el("input", { type: "search", id: "text", value: settings.text ?? "" });
   search.append(el("label", { class: "field" }, "Text", text), el("button", {}, "Search"));
-  const offer = () => refill(tools,
-    el("div", { class: "tools" }, stepTools(splits[split] ?? [], step, open),
-      select("Split", Object.keys(splits), split, (of) => open(splits[of].at(-1), of), { id: "split" })),
-    el("div", { class: "tools" }, bound("min", "Reward from"), bound("max", "to"),
-      select("Show", SHOW, settings.show ?? "", (value) => filter({ show: value }), { id: "show" }), search));
+  const offer = () => refill(places, stepTools(splits[split] ?? [], step, open),
+    select("Split", Object.keys(splits), split, (of) => open(splits[of].at(-1), of), { id: "split" }));
   offer();
   show();
-  node.append(tools, list);
+  node.append(places, el("div", { class: "tools" }, bound("min", "Reward from"), bound("max", "to"),
+    select("Show", SHOW, settings.show ?? "", (value) => filter({ show: value }), { id: "show" }), search), list);
   const refresh = async () => {
-    const all = (await look(ofModel(route, "rollouts"))).splits;
+    const all = await readSplits();
     if (JSON.stringify(all) === JSON.stringify(splits)) return;
     Object.assign(splits, all);
-    if (!tools.contains(document.activeElement) || document.activeElement.tagName === "BUTTON") offer();
+    offer();
   };
   return { ...page, refresh };
 }

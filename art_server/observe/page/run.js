@@ -123,6 +123,7 @@ export async function charts(route) {
   if (found.steps.length) show(null);
   const refresh = async () => {
     found = await read();
+    if (!found.steps.includes(step)) step = null; // rolled back
     start();
     board.charts.forEach((chart) => chart.refill());
     offer();
