@@ -11,6 +11,7 @@ Imports no torch: vLLM must be imported before it.
 import array
 import hashlib
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -91,14 +92,17 @@ class Kept:
         self.is_whole_R = self.counts_R == num_vocabulary
         self.is_listed_R = (self.counts_R * 32 <= num_vocabulary) & (self.counts_R > 0)
         self.masks_R = bits_RW.view(np.int32)[:, : -(-num_vocabulary // 32)]
+        self.ends = np.cumsum(self.counts_R * self.is_listed_R)
+        """For each row, where its ids end in `ids`."""
+        self.ids = np.empty(0, dtype=np.int32)
+        """Ids of the rows with `is_listed_R`, one row after the other, ascending in each."""
+        if not self.is_listed_R.any():
+            return
         listed = bits_RW[self.is_listed_R].ravel()
         words = np.flatnonzero(listed)
         flags = np.unpackbits(listed[words].view(np.uint8), bitorder="little")
         found = np.flatnonzero(flags.view(np.bool_))
         self.ids = (words[found >> 6] % bits_RW.shape[1] * 64 + (found & 63)).astype(np.int32)
-        """Ids of the rows with `is_listed_R`, one row after the other, ascending in each."""
-        self.ends = np.cumsum(self.counts_R * self.is_listed_R)
-        """For each row, where its ids end in `ids`."""
 
 
 class Figures(NamedTuple):
@@ -106,7 +110,8 @@ class Figures(NamedTuple):
 
     logprobs_R: np.ndarray
     """float32: of each row's sampled token."""
-    kept: Kept
+    kept: Kept | None
+    """None if no row's set is cut."""
 
 
 class Choice(NamedTuple):
@@ -118,21 +123,24 @@ class Choice(NamedTuple):
     """The number of each set in the choice's entries so far, by the set's bytes or their hash."""
 
 
+HEAD, FORM = struct.Struct("=ii"), struct.Struct("=i")
 SHORT_BYTES = 256
 """A set up to this size is its own key in `Choice.numbers`; a larger one is hashed."""
 
 
-def make_entries(figures: Figures, choices_R: Sequence[Choice]) -> list[np.ndarray]:
-    """The entries of R rows, empty for an empty set. A new set gets the next number in its row's choice."""
-    kept = figures.kept
-    heads = np.zeros((len(choices_R), 3), dtype=np.int32)
-    heads[:, 1] = figures.logprobs_R.view(np.int32)
-    heads[:, 2] = np.where(kept.is_listed_R, LIST[0], MASK[0])
-    numbers: list[int] = []
-    entries: list[np.ndarray] = []
-    for row, (choice, count, end, is_whole, is_listed) in enumerate(
+def make_entries(figures: Figures, choices_R: Sequence[Choice]) -> tuple[np.ndarray, list[int]]:
+    """The words of R rows' entries, one after the other, and the number of words of each, 0 for an empty set. A new set
+    gets the next number in its row's choice."""
+    kept, logprobs_R = figures.kept, figures.logprobs_R.view(np.int32)
+    if kept is None:
+        heads = np.full((len(choices_R), 2), -1, dtype=np.int32)
+        heads[:, 1] = logprobs_R
+        return heads.ravel(), [2] * len(choices_R)
+    ids, words, lengths = kept.ids.tobytes(), list[bytes](), list[int]()
+    for row, (choice, bits, count, end, is_whole, is_listed) in enumerate(
         zip(
             choices_R,
+            logprobs_R.tolist(),
             kept.counts_R.tolist(),
             kept.ends.tolist(),
             kept.is_whole_R.tolist(),
@@ -140,18 +148,15 @@ def make_entries(figures: Figures, choices_R: Sequence[Choice]) -> list[np.ndarr
             strict=True,
         )
     ):
-        number, entry = -1, heads[row, : 2 if count else 0]
+        number, content, form = -1, b"", LIST if is_listed else MASK
         if not is_whole and count and choice.is_cut:
-            ids = kept.ids[end - count : end] if is_listed else kept.masks_R[row]
-            content = ids.tobytes()
+            content = ids[4 * (end - count) : 4 * end] if is_listed else kept.masks_R[row].tobytes()
+            key = content
             if len(content) > SHORT_BYTES:
-                content = hashlib.blake2b(content, digest_size=16).digest()
+                key = hashlib.blake2b(content, digest_size=16).digest()
             new = len(choice.numbers)
-            number = choice.numbers.setdefault(content, new)
-            if number == new:
-                heads[row, 0] = number
-                entry = np.concatenate((heads[row], ids))
-        numbers.append(number)
-        entries.append(entry)
-    heads[:, 0] = numbers
-    return entries
+            number = choice.numbers.setdefault(key, new)
+            content = FORM.pack(form[0]) + content if number == new else b""
+        words.append(HEAD.pack(number, bits) + content if count else b"")
+        lengths.append(len(words[-1]) // 4)
+    return np.frombuffer(b"".join(words), dtype=np.int32), lengths

@@ -25,29 +25,40 @@ from art_server.in_vllm.entries import Choice, Figures, Kept, logprob_source, ma
 logger = logging.getLogger(__name__)
 
 
-def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int]) -> Figures:
+def measure(
+    logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int], with_sets: bool
+) -> Figures:
     """The figures of some rows of processed logits (float32, -inf for tokens outside the kept set) on a CPU."""
     logits, num_vocabulary = logits_BV.numpy(), logits_BV.shape[1]
-    packed = np.packbits(logits > -np.inf, axis=1, bitorder="little")[rows]
+    if not with_sets:
+        return Figures(_logprobs(logits_BV, rows, sampled_R), None)
+    packed = np.packbits(logits > -np.inf, axis=1, bitorder="little")
+    if len(rows) < len(logits):
+        packed = packed[rows]
     if packed.shape[1] % 8:
         packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
     kept = Kept(packed.view(np.uint64), num_vocabulary)
-    logprobs_R = logits[rows, sampled_R]
-    # Where few logits are kept, only these are read; torch's kernel reads all logits of a row.
     listed = np.flatnonzero(kept.is_listed_R)
-    if len(listed):
-        counts = kept.counts_R[listed]
-        values = logits[np.repeat(np.array(rows)[listed], counts), kept.ids]
-        starts = np.cumsum(counts) - counts
-        highest = np.maximum.reduceat(values, starts)
-        sums = np.add.reduceat(np.exp(values - np.repeat(highest, counts)), starts)
-        logprobs_R[listed] -= highest + np.log(sums)
-    others = np.flatnonzero(~kept.is_listed_R)
-    if len(others):
-        part = logits_BV if len(others) == len(logits) else logits_BV[np.array(rows)[others]]
-        columns = torch.tensor(sampled_R)[others].unsqueeze(1)
-        logprobs_R[others] = part.log_softmax(dim=-1).gather(1, columns).squeeze(1).numpy()
+    if not len(listed):
+        return Figures(_logprobs(logits_BV, rows, sampled_R), kept)
+    # Where few logits are kept, only these are read; torch's kernel reads all logits of a row.
+    rows_R, columns_R = np.array(rows), np.array(sampled_R)
+    logprobs_R = logits[rows_R, columns_R]
+    counts = kept.counts_R[listed]
+    ratios = np.exp(
+        logits[np.repeat(rows_R[listed], counts), kept.ids] - np.repeat(logprobs_R[listed], counts)
+    )
+    logprobs_R[listed] = -np.log(np.add.reduceat(ratios, kept.ends[listed] - counts))
+    if len(listed) < len(rows):
+        others = np.flatnonzero(~kept.is_listed_R)
+        logprobs_R[others] = _logprobs(logits_BV, rows_R[others], columns_R[others])
     return Figures(logprobs_R, kept)
+
+
+def _logprobs(logits_BV: torch.Tensor, rows: Any, sampled: Any) -> np.ndarray:
+    part = logits_BV if len(rows) == len(logits_BV) else logits_BV[rows]
+    columns = torch.as_tensor(sampled).unsqueeze(1)
+    return part.log_softmax(dim=-1).gather(1, columns).squeeze(1).numpy()
 
 
 class DeviceFigures:
@@ -68,11 +79,12 @@ class DeviceFigures:
         if self._copied is not None:
             self._copied.record()
 
-    def of_rows(self, rows: list[int], _: list[int]) -> Figures:
+    def of_rows(self, rows: list[int], _: list[int], with_sets: bool) -> Figures:
         if self._copied is not None:
             self._copied.synchronize()
         bits = self._packed.numpy()[rows].view(np.uint64)
-        return Figures(self._logprobs.numpy()[rows], Kept(bits, self._num_vocabulary))
+        kept = Kept(bits, self._num_vocabulary) if with_sets else None
+        return Figures(self._logprobs.numpy()[rows], kept)
 
 
 class Step:
@@ -132,8 +144,8 @@ class Step:
             self._has_failed = True
 
 
-Measure = Callable[[list[int], list[int]], Figures]
-"""From rows of the batch and their sampled tokens to figures."""
+Measure = Callable[[list[int], list[int], bool], Figures]
+"""From rows of the batch and their sampled tokens to figures, with or without the kept sets."""
 
 
 def measured_at_once(logits_BV: torch.Tensor, sampled: list[list[int]]) -> Measure:
@@ -155,12 +167,13 @@ def attach(output: Any, choices_B: list[Choice | None], measure_rows: Measure) -
         if ids and choice is not None
     ]
     lengths_B = np.zeros(len(choices_B) + 1, dtype=np.int64)
-    entries: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+    words = np.empty(0, dtype=np.int32)
     if wanted:
-        rows, sampled, choices = zip(*wanted, strict=True)
-        entries += make_entries(measure_rows(list(rows), list(sampled)), choices)
-        lengths_B[np.array(rows) + 1] = [len(entry) for entry in entries[1:]]
-    output.sampling_masks = SamplingMaskLists(np.concatenate(entries), np.cumsum(lengths_B))
+        rows, sampled, choices = (list(column) for column in zip(*wanted, strict=True))
+        figures = measure_rows(rows, sampled, any(choice.is_cut for choice in choices))
+        words, lengths_R = make_entries(figures, choices)
+        lengths_B[np.array(rows) + 1] = lengths_R
+    output.sampling_masks = SamplingMaskLists(words, np.cumsum(lengths_B))
 
 
 # --- changes of vLLM ---

@@ -276,16 +276,20 @@ def test_a_device_measures_as_a_cpu_does() -> None:
     there = kept_sets.DeviceFigures(logits, torch.tensor([[t] for t in sampled]))
     rows = [0, 1, 2]
     for one, other in (
-        (kept_sets.measure(logits, rows, sampled[:3]), there.of_rows(rows, [])),
-        (kept_sets.measure(logits, rows[:0], []), there.of_rows([], [])),
+        (kept_sets.measure(logits, rows, sampled[:3], True), there.of_rows(rows, [], True)),
+        (kept_sets.measure(logits, rows, sampled[:3], False), there.of_rows(rows, [], False)),
+        (kept_sets.measure(logits, rows[:0], [], True), there.of_rows([], [], True)),
     ):
         np.testing.assert_allclose(one.logprobs_R, other.logprobs_R, atol=1e-6)
         made = [
-            entries.make_entries(each, [entries.Choice(True, {}) for _ in one.logprobs_R])
+            entries.make_entries(
+                each._replace(logprobs_R=np.zeros_like(each.logprobs_R)),
+                [entries.Choice(True, {}) for _ in one.logprobs_R],
+            )
             for each in (one, other)
         ]
-        for mine, theirs in zip(*made, strict=True):
-            np.testing.assert_array_equal(np.delete(mine, 1), np.delete(theirs, 1))
+        np.testing.assert_array_equal(made[0][0], made[1][0])
+        assert made[0][1] == made[1][1]
 
 
 def test_an_output_that_is_still_being_copied_gets_its_entries_when_it_is_there(vllm: Any) -> None:
