@@ -120,6 +120,9 @@ def engine_environment(
     if device == "cpu":
         # With dynamo the first request with log-probabilities compiles for 8-15 s; a CPU gains nothing from it.
         environment["TORCHDYNAMO_DISABLE"] = "1"
+        # glibc's own limits give the memory of large logits back to the system after each step: 7% of SmolLM2's time.
+        environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
+        environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # the largest that it accepts
         if is_mixture(base.path):
             environment[EXPERTS_SWITCH] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
