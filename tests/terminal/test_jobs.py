@@ -1,6 +1,8 @@
 """`art jobs`, `art status` and `art tail` on a server: its queue is real, its engine and job runner do not run."""
 
 import json
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,10 +52,12 @@ def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Server) -> N
     assert jobs[0]["progress"] == {"phase": "train", "completed": 3, "total": 8}
     assert jobs[1]["waits_for"] == "1 earlier job, of p/run" and jobs[1]["progress"] is None
     first, second = run("jobs", "--url", url).out.splitlines()[1:]
-    assert " ".join(first.split()) == f"{running.job_id[:8]} running p/run - 0 s train 3 of 8"
+    assert re.fullmatch(
+        rf"{running.job_id[:8]} running p/run - \d+ s train 3 of 8", " ".join(first.split())
+    )
     assert second.rstrip().endswith("waits for 1 earlier job, of p/run")
     console = screen(60)
-    print_jobs(console, jobs)
+    print_jobs(console, [each | {"created_at": time.time()} for each in jobs])
     assert shown(console).splitlines() == [
         "job       state    model  step  age  progress",
         f"{running.job_id[:8]}  running  p/run     -  0 s  train 3 of 8",
@@ -121,7 +125,7 @@ def test_status_is_one_screen(run: Run, server: Server, tmp_path: Path) -> None:
     assert "100% of the last 1 s: the trainer computes" in shown(console)
     assert any(line.startswith("memory: server ") and "free on disk:" in line for line in lines)
     (model,) = (line for line in lines if line.startswith("p/run"))
-    assert model.split() == ["p/run", "art/tiny", "0", "-", "0.250", "0", "0", "s"]
+    assert model.split()[:6] == ["p/run", "art/tiny", "0", "-", "0.250", "0"]
     assert any(line.endswith("train 3 of 8") for line in lines)
     assert "and 3 more jobs: art jobs" in lines
     assert len(lines) < 24 and max(map(len, lines)) <= 80
