@@ -71,7 +71,7 @@ def test_a_new_step_appears_within_two_seconds(page: Any, trained: Server) -> No
 
 
 def test_a_job_is_cancelled_from_the_page(page: Any, trained: Server) -> None:
-    """A job in the queue, behind one of 128 optimizer steps, which lasts longer than the clicks."""
+    """A job in the queue, behind one of 256 optimizer steps, which lasts longer than the clicks."""
     step = max(rows_of(trained))
     events: dict[str, dict[str, Any]] = {}
 
@@ -86,7 +86,7 @@ def test_a_job_is_cancelled_from_the_page(page: Any, trained: Server) -> None:
         groups = [sampled_group(client, f"{PROJECT}/{NAME}", 8) for _ in range(4)]
     jobs = [
         threading.Thread(target=run, args=arguments)
-        for arguments in (("first", groups, 128, 4), ("second", groups[:1], 1, 1))
+        for arguments in (("first", groups, 64, 4), ("second", groups[:1], 1, 1))
     ]
     page.goto(f"{trained.url}/#/jobs")
     page.wait_for_selector("text=Connected")

@@ -21,15 +21,16 @@ def python() -> Path:
 def test_a_taskset_with_tools_trains(server: Server, python: Path) -> None:
     program = ROOT / "examples" / "tasksets" / "train.py"
     folder = str(program.parent)
-    lines = run(server, python, program, "--steps", "1", "--held-out", "8", PYTHONPATH=folder)
-    before, step, after = lines
+    lines = run(server, python, program, "--steps", "4", "--held-out", "8", PYTHONPATH=folder)
+    before, *steps, after = lines
     assert 0.0 <= before["held_out"] <= 1.0 and 0.0 <= after["held_out"] <= 1.0
-    report = step["report"]
-    assert report["turns"].keys() <= {"ids", "ledger"}, "exact tokens"
-    assert report["num_trajectories"] == 48
-    # The tool's server answers: a call and an answer in most rollouts.
-    assert sum(report["turns"].values()) >= 1.5 * report["num_trajectories"], report
-    assert report["num_trained_tokens"] > 0
+    for report in (step["report"] for step in steps):
+        assert report["turns"].keys() <= {"ids", "ledger"}, "exact tokens"
+        assert report["num_trajectories"] == 48
+        # The tool's server answers: a call and an answer in most rollouts.
+        assert sum(report["turns"].values()) >= 1.5 * report["num_trajectories"], report
+    # In one of eight steps all rewards are equal in every group.
+    assert any(step["report"]["num_trained_tokens"] > 0 for step in steps)
 
 
 def test_several_agents_and_episodes_that_fail(server: Server, python: Path) -> None:
