@@ -40,6 +40,8 @@ UVICORN: Mapping[str, Any] = {
     "timeout_keep_alive": IDLE_CONNECTION_SECONDS,
 }
 """Any: uvicorn's settings have several types."""
+NOTHING_TO_COPY = 3
+"""Exit code of `art copy` if its source has no checkpoint, which programs tell from a failure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def art(arguments: Sequence[str] | None = None) -> None:
     """The command `art`, as users of ART know it. Exits with 2 after an error, with 1 if there is no such thing to
-    show or copy or no server, and with 130 after Ctrl-C."""
+    show or no server, with 3 if there is no checkpoint to copy, and with 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="art", description="Train LLM agents with reinforcement learning."
     )
@@ -75,8 +77,15 @@ def art(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except (UsageError, ServerError, OSError) as error:
         print(f"art: {error}", file=sys.stderr)
-        is_missing = isinstance(error, NotFound | Unavailable)
-        sys.exit(1 if is_missing and command.command in (*terminal.SHOWN, "copy", "replay") else 2)
+        sys.exit(exit_status(error, command.command))
+
+
+def exit_status(error: Exception, command: str) -> int:
+    """Of a command of `art` that ended with an error."""
+    if command == "copy" and isinstance(error, NotFound):
+        return NOTHING_TO_COPY
+    is_missing = isinstance(error, NotFound | Unavailable)
+    return 1 if is_missing and command in (*terminal.SHOWN, "replay") else 2
 
 
 def run_command(command: argparse.Namespace) -> None:

@@ -40,7 +40,7 @@ class Service:
         )
         incoming = config.server_dir / "incoming"
         shutil.rmtree(incoming, ignore_errors=True)
-        self._checkpoints = Checkpoints(
+        self._checkpoints = checkpoints = Checkpoints(
             registry,
             self._queue,
             gate,
@@ -50,9 +50,8 @@ class Service:
             incoming,
             config.keep_last,
         )
-        self._uploads = Uploads(
-            registry, engine, trainer, making, incoming, config.max_lora_rank, self._base.load
-        )
+        rank, load = config.max_lora_rank, self._base.load
+        self._uploads = Uploads(registry, engine, trainer, checkpoints, incoming, rank, load)
         self._runner = JobRunner(
             self._queue,
             registry,

@@ -125,23 +125,27 @@ async def evaluate(
         max_concurrent_rollouts=max_concurrent_rollouts,
     )
     evaluation = _summarise(model, steps, results, reps)
-    for each in (evaluation.baseline, evaluation) if log else ():
-        if each is not None and each.step is not None:
-            await _log(model, each, each.step, split)
+    for name, each in (("result.baseline", evaluation.baseline), ("result", evaluation)):
+        if log and each is not None and each.step is not None:
+            await _log(model, each, each.step, split, name)
     return evaluation
 
 
-async def _log(model: TrainableModel, evaluation: Evaluation, step: int, split: str) -> None:
-    """Writes an evaluation to the history. A failure is a warning, so that the rollouts are not lost with it."""
+async def _log(
+    model: TrainableModel, evaluation: Evaluation, step: int, split: str, name: str
+) -> None:
+    """Writes an evaluation to the history. A failure is a warning, so that the rollouts are not lost with it. `name` is
+    the evaluation's in the caller's program."""
     try:
         row = _history_row(evaluation, split)
         await model.log(evaluation.groups, split, step=step, metrics=row)
     except (ArtError, ValueError) as error:
         logger.warning(
             "evaluate: %s is not in the history (%s). The result has all its rollouts; to write them later, call "
-            "model.log(result.groups, %r, step=%d)",
+            "model.log(%s.groups, %r, step=%d)",
             evaluation.name,
             error,
+            name,
             split,
             step,
         )

@@ -49,8 +49,13 @@ class Waiting:
             yield
         finally:
             del self._since[key]
-            if not self._since and self._task.get_loop() is loop:
-                self._task.cancel()
+            if not self._since:
+                self._stop_watching(loop)
+
+    def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._task is not None and self._task.get_loop() is loop:
+            self._task.cancel()
+            self._task = None  # it is not yet done when the next call begins
 
     def report(self, what: str, since: float, reason: str) -> None:
         """Prints the reason after ten seconds, and the same reason at most once a minute. `since` is monotonic time."""

@@ -19,7 +19,7 @@ from art.wire import (
     UploadReply,
 )
 from art_server.api.parameters import JsonBody, PathModel, TheCaller, TheService
-from art_server.checkpoints.archive import CheckpointTar, describe
+from art_server.checkpoints.archive import UPLOAD_ID, CheckpointTar, describe
 from art_server.checkpoints.uploads import ByteRange
 from art_server.errors import InvalidInput, Unavailable
 from art_server.store.registry import check_name
@@ -99,7 +99,8 @@ async def upload(
     caller.check_project(check_name(project, "project"))
     number = read_step(step)
     byte_range = read_byte_range(request.headers)
-    part = service.upload_part(caller.owner, project, check_name(name, "name"), number)
+    upload_id = request.headers.get(UPLOAD_ID, "")
+    part = service.upload_part(caller.owner, project, check_name(name, "name"), number, upload_id)
     try:
         received = await service.receive_upload(part, byte_range, request.stream())
     except ClientDisconnect as error:

@@ -39,6 +39,8 @@ CHUNK_BYTES = 2**20
 MAX_DESCRIPTION_BYTES = 2**20
 MAX_CHECKPOINT_BYTES = 8 * 2**30
 """Limit for a received tar. An adapter of rank 64 on 32 billion parameters has 6.5 GB with its optimizer state."""
+UPLOAD_ID = "x-upload-id"
+"""Header of the requests of an upload in parts: only those with the same value continue each other."""
 
 
 class Description(CheckpointRecord):
@@ -109,7 +111,7 @@ def read_description(data: bytes) -> Description:
         InvalidInput: it is not a valid description.
     """
     try:
-        return Description.model_validate_json(data)
+        description = Description.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"]))
@@ -117,6 +119,12 @@ def read_description(data: bytes) -> Description:
             f"{DESCRIPTION_FILE} is not a valid description of a checkpoint: {place}: {problem['msg']}",
             code="broken_checkpoint",
         ) from error
+    if unknown := description.files.keys() - set(CONTENT_FILES):  # they become paths
+        raise InvalidInput(
+            f"{DESCRIPTION_FILE} names '{min(unknown)[:80]}', which is not a file of a checkpoint",
+            code="broken_checkpoint",
+        )
+    return description
 
 
 def place_checkpoint(

@@ -78,6 +78,7 @@ def push_folder(folder: Path, repository: str) -> str:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise InvalidInput(
-            f"{folder} was written, and not pushed to '{repository}': {reason}. Log in with `hf auth login` or HF_TOKEN",
+            f"{folder} was written, and not pushed to '{repository}': {reason}. Log in with `hf auth login` "
+            f"or HF_TOKEN, and push the folder with `hf upload {repository} {folder}`",
             code="push_failed",
         ) from error

@@ -10,7 +10,7 @@ import httpx
 from pydantic import ValidationError
 
 from art.wire import ErrorBody, ModelInfo, ModelList, Reply, UploadReply
-from art_server.checkpoints.archive import CheckpointTar, Description, unpack
+from art_server.checkpoints.archive import UPLOAD_ID, CheckpointTar, Description, unpack
 from art_server.errors import InvalidInput, Unavailable
 from art_server.remote import open_client
 
@@ -19,6 +19,7 @@ WAIT_SECONDS = 2.0
 """Pause after a failed attempt."""
 ANSWER_SECONDS = 1800.0
 """Read timeout: after an upload the server checks the checkpoint on the base model, and may first wait for a step."""
+
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
@@ -75,14 +76,16 @@ class Server:
 
         def send() -> None:
             with contextlib.closing(CheckpointTar(content, description)) as tar:
+                # The start of another adapter, left by an upload that was given up, is not continued.
+                same = {UPLOAD_ID: tar.etag}
                 total = {"content-range": f"bytes */{tar.size}"}
                 # A complete upload that the server did not accept is sent again from its first byte.
-                received = self._put(path, total, b"").received_bytes % tar.size
+                received = self._put(path, same | total, b"").received_bytes % tar.size
                 rest = {
                     "content-range": f"bytes {received}-{tar.size - 1}/{tar.size}",
                     "content-length": str(tar.size - received),
                 }
-                self._put(path, rest, tar.read(received))
+                self._put(path, same | rest, tar.read(received))
 
         repeat(send)
 

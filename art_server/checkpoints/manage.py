@@ -10,7 +10,7 @@ import logging
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +28,7 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
+from art_server.store import files
 from art_server.store.model_folder import ModelFolder, copy_content, create_model, row_metrics
 from art_server.store.registry import Model, Registry
 
@@ -115,6 +116,12 @@ class Checkpoints:
 
     # --- changing what a model is ---
 
+    @contextlib.asynccontextmanager
+    async def changed(self, model_id: str) -> AsyncIterator[None]:
+        """Inside the block nobody else creates or deletes a model, or changes the steps of this one."""
+        async with self._making, self._locks[model_id]:
+            yield
+
     async def fork(self, source: Model, request: ForkRequest) -> Model:
         """Creates a model from a step of another model, with its adapter and, if it is kept, its optimizer state. The
         step keeps its number; the new model's history is empty.
@@ -124,7 +131,7 @@ class Checkpoints:
             Conflict: the new model exists already.
             InvalidInput: the step's files are damaged.
         """
-        async with self._making, self._locks[source.id]:
+        async with self.changed(source.id):
             if self._registry.find(request.project, request.name) is not None:
                 raise model_exists(f"{request.project}/{request.name}")
             step = source.step if request.step is None else request.step
@@ -191,7 +198,7 @@ class Checkpoints:
             NotFound: another request has deleted it.
             Conflict: jobs wait or run, or requests sample from it; the model is unchanged.
         """
-        async with self._making, self._locks[model.id]:
+        async with self.changed(model.id):
             model = self._registry.get(model.record.project, model.record.name)
             steps = model.folder.steps()
             if any(self._gate.uses(model.adapter_name(step)) for step in steps):
@@ -299,13 +306,12 @@ def list_checkpoints(model: Model) -> CheckpointList:
     for step in steps:
         with contextlib.suppress(NotFound, FileNotFoundError):  # deleted meanwhile
             record = folder.read_checkpoint(step)
-            entries = folder.checkpoint_dir(step).iterdir()
             infos.append(
                 CheckpointInfo(
                     step=step,
                     created_at=record.created_at,
                     metrics=row_metrics(rows.get(step, {})),
-                    size_bytes=sum(entry.stat().st_size for entry in entries),
+                    size_bytes=files.folder_size(folder.checkpoint_dir(step)),
                     unchanged=record.unchanged,
                     is_serving=step == model.step,
                     is_best=step == best,

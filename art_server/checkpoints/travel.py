@@ -21,6 +21,7 @@ from art_server import base_models
 from art_server.base_models import BaseModel, find_base_model
 from art_server.checkpoints.adapter import read_adapter
 from art_server.checkpoints.archive import (
+    MAX_CHECKPOINT_BYTES,
     MAX_DESCRIPTION_BYTES,
     Description,
     check_content,
@@ -30,10 +31,12 @@ from art_server.checkpoints.archive import (
 )
 from art_server.checkpoints.export import push_folder, write_adapter, write_merged
 from art_server.checkpoints.http_transfer import Server
-from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.errors import Conflict, InvalidInput, NotFound, ServerError
 from art_server.store import files
 from art_server.store.model_folder import (
+    ADAPTER_FILE,
     DESCRIPTION_FILE,
+    OPTIMIZER_FILE,
     ModelFolder,
     content_digests,
     copy_content,
@@ -48,15 +51,22 @@ STEP = re.compile(r"[0-9]{1,12}")
 
 
 def export_model(flags: argparse.Namespace) -> None:
-    if flags.dir.exists() and (not flags.dir.is_dir() or any(flags.dir.iterdir())):
+    target = flags.dir.absolute()
+    is_there = target.exists()
+    if is_there and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{flags.dir} exists already: name a new folder", code="target_exists")
-    temporary = flags.dir.absolute().with_name(f".{flags.dir.name}.{uuid.uuid4().hex}.tmp")
+    # An empty folder stays: it may be a mount point or the current folder, which no rename replaces.
+    temporary = (target if is_there else target.parent) / f".{uuid.uuid4().hex}.tmp"
     write = write_merged if flags.merge else write_adapter
     try:
         with opened_model(flags, flags.model) as (content, description):
             temporary.mkdir(parents=True)
             write(content, description, temporary)
-        os.replace(temporary, flags.dir)
+        if is_there:
+            for file in temporary.iterdir():
+                os.rename(file, target / file.name)
+        else:
+            os.rename(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"{flags.model}, step {description.step}: {flags.dir}")
@@ -65,6 +75,8 @@ def export_model(flags: argparse.Namespace) -> None:
 
 
 def import_folder(flags: argparse.Namespace) -> None:
+    if not flags.dir.is_dir():
+        raise InvalidInput(f"there is no folder {flags.dir}", code="unknown_folder")
     with tempfile.TemporaryDirectory() as temporary:
         content = Path(temporary) / "content"
         copy_content(flags.dir, content)
@@ -216,41 +228,59 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
                 f"{source / DESCRIPTION_FILE} cannot be read: {error}", code="broken_checkpoint"
             ) from error
     known["files"] = known.get("files") or content_digests(content)
-    return read_description(
+    description = read_description(
         json.dumps(known | {"base_model": base, "lora": lora.model_dump()}).encode()
     )
+    if not (content / OPTIMIZER_FILE).exists():  # deleted when newer steps were made
+        description.files.pop(OPTIMIZER_FILE, None)
+    return description
 
 
 # --- addresses ----------------------------------------------------------------------------------------------------
 
 
 def open_address(address: str) -> tuple[Any, str]:
-    """Returns the file system of an address and the folder in it. Any: fsspec is untyped.
-
-    Raises:
-        InvalidInput: fsspec does not know the scheme, or the package for it is missing.
-    """
+    """Returns the file system of an address and the folder in it. Any: fsspec is untyped."""
     # Imported here, because only this command needs it.
     from fsspec.core import url_to_fs
 
-    try:
-        system, root = url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise InvalidInput(f"{address} cannot be opened: {error}", code="bad_address") from error
+    system, root = url_to_fs(address)
     return system, root.rstrip("/")
+
+
+@contextlib.contextmanager
+def address_errors(address: str) -> Iterator[None]:
+    """Translates what fsspec and the packages below it raise, which may be anything.
+
+    Raises:
+        InvalidInput: the scheme is unknown, its package or the credentials are missing, or the store failed.
+    """
+    try:
+        yield
+    except ServerError:
+        raise
+    except Exception as error:
+        raise InvalidInput(
+            f"{address} cannot be used: {type(error).__name__}: {error}", code="bad_address"
+        ) from error
 
 
 def write_address(address: str, content: Path, description: Description) -> None:
     """Writes a checkpoint to an address. Writes the description last: without it the files are no checkpoint.
 
     Raises:
-        InvalidInput: the address holds another checkpoint.
+        InvalidInput: the address holds another checkpoint, or cannot be written.
     """
+    with address_errors(address):
+        _write_address(address, content, description)
+
+
+def _write_address(address: str, content: Path, description: Description) -> None:
     system, root = open_address(address)
     data = description.model_dump_json(indent=2).encode()
     last = f"{root}/{DESCRIPTION_FILE}"
     if system.exists(last):
-        if system.cat_file(last) == data:
+        if identity(read_description(system.cat_file(last))) == identity(description):
             return
         raise InvalidInput(
             f"{address} holds another checkpoint: name another folder", code="target_exists"
@@ -269,24 +299,36 @@ def read_address(address: str, folder: Path, not_after: int | None = None) -> De
 
     Raises:
         NotFound: the address holds no complete checkpoint up to this step.
-        InvalidInput: a file of the checkpoint is missing or damaged.
+        InvalidInput: a file of the checkpoint is missing or damaged, or the address cannot be read.
     """
-    system, root = open_address(address)
-    root = newest_in(system, root, address, not_after)
-    try:
-        if system.size(f"{root}/{DESCRIPTION_FILE}") > MAX_DESCRIPTION_BYTES:
-            raise InvalidInput(f"{root}/{DESCRIPTION_FILE} is too large", code="broken_checkpoint")
-        description = read_description(system.cat_file(f"{root}/{DESCRIPTION_FILE}"))
-        if not_after is not None and description.step > not_after:
-            raise no_checkpoint(address, not_after)
-        for name in description.files:
-            system.get_file(f"{root}/{name}", str(folder / name))
-    except FileNotFoundError as error:
-        raise InvalidInput(
-            f"{address} holds no complete checkpoint: {error} is missing", code="broken_checkpoint"
-        ) from error
+    with address_errors(address):
+        system, root = open_address(address)
+        root = newest_in(system, root, address, not_after)
+        try:
+            check_size(system, f"{root}/{DESCRIPTION_FILE}", MAX_DESCRIPTION_BYTES)
+            description = read_description(system.cat_file(f"{root}/{DESCRIPTION_FILE}"))
+            if not_after is not None and description.step > not_after:
+                raise no_checkpoint(address, not_after)
+            for name in description.files:
+                check_size(system, f"{root}/{name}", MAX_CHECKPOINT_BYTES)
+                system.get_file(f"{root}/{name}", str(folder / name))
+        except FileNotFoundError as error:
+            raise InvalidInput(
+                f"{address} holds no complete checkpoint: {error} is missing",
+                code="broken_checkpoint",
+            ) from error
     check_content(folder, description)
     return description
+
+
+def check_size(system: Any, file: str, limit: int) -> None:
+    if (system.size(file) or 0) > limit:  # None: a web server does not tell
+        raise InvalidInput(f"{file} has more than {limit} bytes", code="broken_checkpoint")
+
+
+def identity(description: Description) -> tuple[object, ...]:
+    """What two copies of a checkpoint have in common, also if one was made after its optimizer state was deleted."""
+    return description.step, description.base_model, description.files.get(ADAPTER_FILE)
 
 
 def newest_in(system: Any, root: str, address: str, not_after: int | None) -> str:

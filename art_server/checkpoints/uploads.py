@@ -23,6 +23,7 @@ from art_server.checkpoints.archive import (
     place_checkpoint,
     unpack,
 )
+from art_server.checkpoints.manage import Checkpoints
 from art_server.engine.engine import Engine
 from art_server.errors import Conflict, InvalidInput, TooLarge, Unavailable
 from art_server.jobs.trainer import Trainer
@@ -54,17 +55,16 @@ class Uploads:
     _registry: Registry
     _engine: Engine
     _trainer: Trainer
-    _making: asyncio.Lock
-    """Held while a model is created or deleted."""
+    _checkpoints: Checkpoints
     _incoming: Path
     """Folder for unfinished checkpoints; empty at start."""
     _max_rank: int
     _load_base: Callable[[str], Awaitable[BaseModel]]
     _busy: set[Path] = field(init=False, default_factory=set)
 
-    def part(self, owner: str, project: str, name: str, step: int) -> Path:
-        """The file that collects an upload. Each caller has a separate one."""
-        key = hashlib.sha256(f"{owner} {project}/{name}@{step}".encode()).hexdigest()
+    def part(self, owner: str, project: str, name: str, step: int, upload_id: str) -> Path:
+        """The file that collects an upload. Each caller and each content has a separate one."""
+        key = hashlib.sha256(f"{owner} {project}/{name}@{step} {upload_id}".encode()).hexdigest()
         return self._incoming / f"{key[:32]}.part"
 
     async def receive(self, part: Path, byte_range: ByteRange, body: AsyncIterator[bytes]) -> int:
@@ -117,7 +117,7 @@ class Uploads:
                 update={"base_model": (await self._load_base(base)).name}
             )
             await self._check_on_base(description, content)
-            async with self._making:
+            async with self._checkpoints.changed(f"{project}/{name}"):
                 return await self._store(project, name, description, content)
         finally:
             await asyncio.to_thread(shutil.rmtree, content, ignore_errors=True)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from art_server.errors import NotFound
 from art_server.observe.history import History, file_mark
+from art_server.store.files import folder_size
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
 from art_server.store.registry import check_name
 
@@ -119,8 +120,7 @@ class Runs:
         for step in kept:
             try:
                 record = folder.read_checkpoint(step)
-                files = list(folder.checkpoint_dir(step).iterdir())
-                size = sum(file.stat().st_size for file in files)
+                size = folder_size(folder.checkpoint_dir(step))
             except (NotFound, OSError, ValidationError):  # deleted meanwhile, or broken
                 continue
             found.append(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from art_server.errors import Conflict, StorageFull
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that cannot be written: full, over quota, file too large, read-only, broken."""
+LOCK_ATTEMPTS, LOCK_SECONDS = 20, 0.05
+"""A command such as `art status` holds the lock of a folder for a moment, to see whether a server works there."""
 
 
 def keep_private(root: Path) -> None:
@@ -36,16 +39,18 @@ def lock_folder(server_dir: Path) -> int:
 
     server_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(server_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise Conflict(
-            f"another art-server works in {server_dir.parent.resolve()}: stop it, or give this one another --path",
-            code="path_in_use",
-            param="path",
-        ) from error
-    return descriptor
+    for _ in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            time.sleep(LOCK_SECONDS)
+    os.close(descriptor)
+    raise Conflict(
+        f"another art-server works in {server_dir.parent.resolve()}: stop it, or give this one another --path",
+        code="path_in_use",
+        param="path",
+    )
 
 
 @contextlib.contextmanager
@@ -161,6 +166,15 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files in a folder and below.
+
+    Raises:
+        FileNotFoundError: a file was deleted meanwhile.
+    """
+    return sum(entry.stat().st_size for entry in folder.rglob("*") if not entry.is_dir())
 
 
 def clear_temporary(folder: Path) -> None:

@@ -7,6 +7,7 @@ checkpoints/%04d/replay/ all that the step was made from (`jobs/step_record.py`)
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
 trajectories/SPLIT/%04d.jsonl
 tokens/%04d.safetensors  for each token of a step, what the trainer computed
+trajectories.rolled-back/, tokens.rolled-back/    those of steps that rollbacks removed
 logs/vllm.log            a link to the engine's log
 """
 
@@ -218,7 +219,7 @@ class ModelFolder:
             files.remove_folder(self.checkpoint_dir(step))
 
     def roll_back(self, step: int) -> None:
-        """Sets the later steps and their history rows aside. After a crash a second call completes it."""
+        """Sets the later steps, their history rows and rollouts aside. After a crash a second call completes it."""
         for later in reversed(self.steps()):
             if later > step:
                 self.set_aside(later, "rolled-back")
@@ -229,6 +230,14 @@ class ModelFolder:
                 files.append_line(self.path / "history.rolled-back.jsonl", row)
             if later_rows:
                 self._write_history([row for row in rows if row.get("step", 0) <= step])
+        for folder in ("trajectories", "tokens"):
+            for file in (self.path / folder).rglob("*.*"):
+                number, _, ending = file.name.partition(".")
+                if number.isdecimal() and int(number) > step:
+                    place = file.relative_to(self.path / folder).parent
+                    aside = self.path / f"{folder}.rolled-back" / place
+                    aside.mkdir(parents=True, exist_ok=True)
+                    os.rename(file, aside / f"{number}.{uuid.uuid4().hex[:8]}.{ending}")
 
     def bury(self) -> Path:
         """Renames the model's folder and returns the new path, which the caller deletes."""

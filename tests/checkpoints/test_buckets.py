@@ -56,6 +56,30 @@ async def test_the_first_run_finds_nothing_in_its_bucket(
                 await backend._experimental_push_to_s3(program("nobody"))
 
 
+async def test_a_copy_that_failed_is_an_error(path: Path, tmp_path: Path) -> None:
+    """It is not the same as a bucket without checkpoints: the program would train from step 0, without a backup."""
+    with serving(path) as (url, _):
+        backend, bucket = art.Backend(url), "nosuch://bucket"
+        with pytest.raises(art.ArtError, match="Protocol not known"):
+            await backend._experimental_push_to_s3(program(), s3_bucket=bucket)
+        with pytest.raises(art.ArtError, match="Protocol not known"):
+            await backend._experimental_pull_from_s3(program("new"), s3_bucket=bucket)
+        with pytest.raises(art.ArtError, match="Protocol not known"):
+            await backend._experimental_fork_checkpoint(
+                program("new"), "other", from_s3_bucket=bucket
+            )
+        await backend.close()
+
+
+async def test_a_server_that_has_gone_is_an_error(path: Path, tmp_path: Path) -> None:
+    with serving(path) as (url, _):
+        async with art.Backend(url) as backend:
+            await backend._experimental_push_to_s3(program(), s3_bucket=f"file://{tmp_path}/b")
+    async with art.Backend(url) as backend:
+        with pytest.raises(art.ArtError, match="no answer from the server"):
+            await backend._experimental_pull_from_s3(program(), s3_bucket=f"file://{tmp_path}/b")
+
+
 async def test_a_step_is_written_to_a_folder_and_forked(path: Path, tmp_path: Path) -> None:
     with serving(path) as (url, _):
         async with art.Backend(url) as backend:

@@ -10,6 +10,7 @@ import pytest
 from art_server.checkpoints import manage as checkpoints_module
 from art_server.errors import NotFound
 from art_server.ledger.records import Request
+from art_server.observe.runs import Runs
 from art_server.settings import ApiKey
 from art_server.shared.samples import Sample
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
@@ -40,6 +41,13 @@ async def test_steps_are_listed_with_their_metrics(tmp_path: Path, tiny_adapter:
         assert [three["unchanged"], three["created_at"]] == [True, 12.5]
         size = (tiny_adapter / ADAPTER_FILE).stat().st_size
         assert first["size_bytes"] > size and three["size_bytes"] > first["size_bytes"]
+        (folder.checkpoint_dir(2) / "replay").mkdir()
+        (folder.checkpoint_dir(2) / "replay" / "batch").write_bytes(bytes(10**6))
+        for sizes in (
+            (await http.get(f"{MODEL}/checkpoints")).json()["checkpoints"],
+            Runs(tmp_path).checkpoints(folder),
+        ):
+            assert sizes[2]["size_bytes"] > 10**6 > sizes[1]["size_bytes"]
         folder.add_history(1, {"val/reward": 0.5})
         reply = (await http.get(f"{MODEL}/checkpoints")).json()
         assert reply["best_metric"] == "val/reward"
@@ -241,6 +249,11 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(
     tmp_path: Path, tiny_adapter: Path
 ) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=5)
+    for step in (2, 3, 4):
+        folder.write_lines("train", step, b"rollouts\n")
+    folder.write_lines("val", 4, b"validation\n")
+    folder.tokens_file(4).parent.mkdir()
+    folder.tokens_file(4).write_bytes(b"tokens")
     async with house(tmp_path) as here:
         here.engine.holds("p/a@4", "p/a@3", "p/a@1", "p/b@4")
         reply = await post(here, "rollback", {"step": 2})
@@ -256,6 +269,12 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(
         assert aside == [".rolled-back-0003", ".rolled-back-0004"]
         kept_rows = (folder.path / "history.rolled-back.jsonl").read_text().splitlines()
         assert len(kept_rows) == 2 and '"step": 3' in kept_rows[0]
+        assert Runs(tmp_path).splits(folder) == {"train": [2], "val": []}
+        rollouts = (folder.path / "trajectories.rolled-back").rglob("*.jsonl")
+        names = sorted(f"{file.parent.name}/{file.name[:4]}" for file in rollouts)
+        assert names == ["train/0003", "train/0004", "val/0004"]
+        assert not folder.tokens_file(4).exists()
+        assert len(list((folder.path / "tokens.rolled-back").iterdir())) == 1
         assert (await post(here, "rollback", {"step": 2})).json()["step"] == 2
         assert (await post(here, "rollback", {"step": 4})).status_code == 404
     assert Registry(tmp_path).get("p", "a").step == 2

@@ -145,7 +145,7 @@ async def test_what_arrived_before_a_connection_broke_stays(
 
     async with house(tmp_path) as here:
         uploads = here.uploads
-        part = uploads.part("anyone", "q", "new", 1)
+        part = uploads.part("anyone", "q", "new", 1, "")
         with pytest.raises(ClientDisconnect):
             await uploads.receive(part, ByteRange(total=len(data)), broken())
         async with here.client() as http:
@@ -165,14 +165,28 @@ async def test_one_upload_is_written_by_one_request_at_a_time(
 
     async with house(tmp_path) as here:
         uploads = here.uploads
-        part = uploads.part("anyone", "q", "new", 1)
-        assert part != uploads.part("somebody", "q", "new", 1)
+        part = uploads.part("anyone", "q", "new", 1, "")
+        assert part != uploads.part("somebody", "q", "new", 1, "")
         first = asyncio.create_task(uploads.receive(part, ByteRange(), slow()))
         await until(lambda: part in uploads._busy)
         with pytest.raises(Unavailable, match="another request"):
             await uploads.receive(part, ByteRange(is_question=True), slow())
         go_on.set()
         assert await first == 1
+
+
+async def test_an_upload_waits_for_a_change_of_the_model(
+    tmp_path: Path, folder: ModelFolder
+) -> None:
+    """A rollback in between must not be undone by an older step that became the newest."""
+    data = tar_of(folder)
+    async with house(tmp_path) as here, here.client() as http:
+        assert (await http.put(NEW, content=data)).status_code == 201
+        async with here.checkpoints._locks["q/new"]:
+            again = asyncio.create_task(http.put(NEW, content=data))
+            await until(lambda: here.checkpoints._making.locked())
+            assert not (await asyncio.wait([again], timeout=0.1))[0]
+        assert (await again).status_code == 201
 
 
 async def test_an_older_step_is_filled_in_and_nothing_else_is_changed(

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 import uvicorn
 from fsspec.implementations.local import LocalFileSystem
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,6 +34,7 @@ from art_server.store.model_folder import (
     DESCRIPTION_FILE,
     OPTIMIZER_FILE,
     ModelFolder,
+    content_digests,
 )
 from art_server.store.registry import Registry
 from art_server.trainer.policy import write_fresh_adapter
@@ -190,6 +193,22 @@ def test_a_merged_model_says_what_the_adapter_says(
     assert "hi" in tokenizer.apply_chat_template(chat, tokenize=False)
 
 
+def test_an_export_fills_an_empty_folder(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder stays: it may be a mount point, the current folder or a link."""
+    here, link = tmp_path / "here", tmp_path / "link"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run("export", "a", ".", "--path", path)
+    assert {each.name for each in Path.cwd().iterdir()} >= {ADAPTER_FILE, CONFIG_FILE}
+    (tmp_path / "elsewhere").mkdir()
+    link.symlink_to(tmp_path / "elsewhere")
+    run("export", "a", link, "--path", path)
+    assert link.is_symlink() and (tmp_path / "elsewhere" / ADAPTER_FILE).exists()
+    assert not list(tmp_path.glob("**/.*.tmp"))
+
+
 def test_an_export_leaves_what_is_there(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,6 +322,9 @@ def test_a_push_uploads_the_folder_to_a_private_repository(
     hub.is_closed = True
     said = refused(capsys, "export", "a", tmp_path / "two", "--push", "me/agent", "--path", path)
     assert "was written, and not pushed" in said and "hf auth login" in said
+    assert f"hf upload me/agent {tmp_path / 'two'}" in said, (
+        "the same export again would be refused"
+    )
     assert "hf_secret" not in said and (tmp_path / "two" / ADAPTER_FILE).exists()
     said = refused(capsys, "export", "a", tmp_path / "three", "--push", "../x", "--path", path)
     assert "not pushed to '../x'" in said
@@ -321,11 +343,23 @@ def test_an_exported_adapter_comes_back_as_another_model(path: Path, tmp_path: P
     assert same_weights(folder.checkpoint_dir(0), tmp_path / "out")
 
 
-def test_a_step_that_was_set_aside_comes_back_with_its_number(path: Path) -> None:
+def test_a_step_that_was_set_aside_comes_back_with_its_number(path: Path, tmp_path: Path) -> None:
     aside = model(path, "a", "p").set_aside(2, "rolled-back")
-    run("import", aside, "--model", "q/b", "--base-model", "art/tiny", "--path", path)
+    import_it = ("import", aside, "--base-model", "art/tiny", "--model")
+    run(*import_it, "q/b", "--path", path)
     folder = model(path, "b")
     assert folder.steps() == [2] and (folder.checkpoint_dir(2) / OPTIMIZER_FILE).exists()
+    (aside / OPTIMIZER_FILE).unlink()  # as the server does when it makes newer steps
+    with serving(tmp_path / "other") as (url, _):
+        run(*import_it, "q/b", "--url", url)
+    assert model(tmp_path / "other", "b").steps() == [2]
+
+
+def test_a_folder_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "import", tmp_path / "no", "--model", "q/b", "--path", tmp_path)
+    assert f"there is no folder {tmp_path / 'no'}" in said
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "7", '{"step": -1}', '{"step": 0, "files": 1}'])
@@ -386,6 +420,26 @@ def test_an_upload_that_breaks_goes_on(path: Path, tmp_path: Path) -> None:
     assert starts[0] == "bytes 0" and len(starts) == 2 and int(starts[1].split()[1]) > 0
 
 
+def test_an_upload_does_not_continue_that_of_another_adapter(path: Path, tmp_path: Path) -> None:
+    """The first one was given up: its first bytes are on the server, under the same name and step."""
+    source, wrong = path / "p/models/a/checkpoints/0002", tmp_path / "wrong"
+    shutil.copytree(source, wrong)
+    tensors = load_file(wrong / ADAPTER_FILE)
+    save_file({name: each + 1 for name, each in tensors.items()}, wrong / ADAPTER_FILE)
+    described = json.loads((wrong / DESCRIPTION_FILE).read_text())
+    described["files"] = content_digests(wrong)
+    (wrong / DESCRIPTION_FILE).write_text(json.dumps(described))
+    import_it = ("--model", "q/b", "--base-model", "art/tiny", "--url")
+    with serving(tmp_path / "other", after=70_000) as (url, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(http_transfer, "ATTEMPTS", 1)
+            with pytest.raises(SystemExit):
+                run("import", wrong, *import_it, url)
+        assert list((tmp_path / "other" / ".server" / "incoming").glob("*.part"))
+        run("import", source, *import_it, url)
+    assert same_weights(model(tmp_path / "other", "b").checkpoint_dir(2), source)
+
+
 def test_the_key_is_that_of_the_environment(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,7 +490,7 @@ def test_of_a_folder_of_checkpoints_the_newest_complete_one_is_copied(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address, back = f"file://{tmp_path}/there", ("q/b", "--path", tmp_path / "other")
-    assert "holds no complete" in refused(capsys, "copy", address, *back, code=1)
+    assert "holds no complete" in refused(capsys, "copy", address, *back, code=3)
     for step in (1, 2):
         run("copy", f"p/a@{step}", f"{address}/{step:04d}", "--path", path)
     (tmp_path / "there" / "0010").mkdir()  # its copy was interrupted
@@ -446,7 +500,7 @@ def test_of_a_folder_of_checkpoints_the_newest_complete_one_is_copied(
     run("copy", address, "q/c", *back[1:], "--not-after", 1)
     assert model(tmp_path / "other", "c").steps() == [1]
     for source, step in ((address, 0), (f"{address}/0002", 1)):
-        said = refused(capsys, "copy", source, *back, "--not-after", step, code=1)
+        said = refused(capsys, "copy", source, *back, "--not-after", step, code=3)
         assert f"holds no complete checkpoint up to step {step}" in said
     said = refused(capsys, "copy", "p/a", address, "--path", path, "--not-after", 1)
     assert "write MODEL@k" in said
@@ -472,7 +526,7 @@ def test_at_an_address_there_is_a_whole_checkpoint_or_none(
         broken.setattr(LocalFileSystem, "put_file", breaks)
         assert "lost" in refused(capsys, "copy", "a@1", address, "--path", path)
     assert (tmp_path / "there" / CONFIG_FILE).exists()
-    assert "holds no complete checkpoint" in refused(capsys, "copy", address, *back, code=1)
+    assert "holds no complete checkpoint" in refused(capsys, "copy", address, *back, code=3)
     run("copy", "a@1", address, "--path", path)
     assert "holds another" in refused(capsys, "copy", "a@2", address, "--path", path)
     (tmp_path / "there" / ADAPTER_FILE).write_bytes(b"rot")
@@ -488,4 +542,43 @@ def test_what_is_no_address_is_told(path: Path, capsys: pytest.CaptureFixture[st
     assert "an address with '://'" in refused(capsys, "copy", "p/a", "p/b", "--path", path)
     assert "an address with '://'" in refused(capsys, "copy", "s3://a/b", "s3://c/d")
     assert "gcsfs" in refused(capsys, "copy", "p/a", "gs://bucket/a", "--path", path)
-    assert "cannot be opened" in refused(capsys, "copy", "p/a", "nosuch://a", "--path", path)
+    assert "cannot be used" in refused(capsys, "copy", "p/a", "nosuch://a", "--path", path)
+
+
+def test_a_store_that_fails_is_not_an_empty_one(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoCredentials(Exception):
+        """Of a package below fsspec, as s3fs raises them."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NoCredentials("log in first")
+
+    monkeypatch.setattr(LocalFileSystem, "exists", refuse)
+    for arguments in (("file:///there", "q/b"), ("p/a", "file:///there")):
+        said = refused(capsys, "copy", *arguments, "--path", path)
+        assert "file:///there cannot be used: NoCredentials: log in first" in said
+
+
+def test_a_copied_description_writes_no_other_file(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, victim = tmp_path / "there", tmp_path / "victim"
+    run("copy", "p/a@1", f"file://{there}", "--path", path)
+    described = json.loads((there / DESCRIPTION_FILE).read_text())
+    victim.write_text("mine")
+    for name in (str(victim), "../../victim"):
+        (tmp_path / "evil").write_text("evil")
+        described["files"] = {name: "0" * 64, **described["files"]}
+        (there / DESCRIPTION_FILE).write_text(json.dumps(described))
+        said = refused(capsys, "copy", f"file://{there}", "q/b", "--path", tmp_path / "other")
+        assert "which is not a file of a checkpoint" in said
+        assert victim.read_text() == "mine"
+
+
+def test_a_step_is_copied_again_after_its_optimizer_state_was_deleted(path: Path) -> None:
+    address = f"memory://{path}/again"
+    run("copy", "p/a@1", address, "--path", path)
+    (path / "p/models/a/checkpoints/0001" / OPTIMIZER_FILE).unlink()
+    run("copy", "p/a@1", address, "--path", path)
+    assert any(each["name"].endswith(OPTIMIZER_FILE) for each in listed(address))

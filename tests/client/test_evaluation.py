@@ -395,6 +395,8 @@ async def test_a_history_that_cannot_be_written_does_not_lose_the_rollouts(
     warnings = [record.getMessage() for record in caplog.records if record.name == "art.evaluation"]
     assert [line.split()[1] for line in warnings] == ["demo/agent@0", "demo/agent@3"]
     assert all("the disk is full" in line for line in warnings)
+    assert "model.log(result.baseline.groups, 'val', step=0)" in warnings[0]
+    assert "model.log(result.groups, 'val', step=3)" in warnings[1]
     server.on("POST", LOG, answer(body={"step": 3, "metrics": {}}))
     await model.log(found.groups, "val", step=3)
     assert logged(server)[-1]["groups"][1]["trajectories"][0]["reward"] == 1.75

@@ -46,6 +46,12 @@ def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
         ("1e999", 5, 0.0),
         ("3.1415", 3.14159265, 0.0),
         ("none", 1, 0.0),
+        ("The answer is \N{MINUS SIGN}5", -5, 1.0),
+        ("The answer is \N{MINUS SIGN}5", 5, 0.0),
+        ("on 2024-05-15", 15, 1.0),
+        ("10-15", 15, 1.0),
+        ("x=-5", -5, 1.0),
+        ("**-5**", -5, 1.0),
         (None, 0, 0.0),
     ],
 )
@@ -96,6 +102,12 @@ SCHEMA = {
 )
 def test_json_match_checks_the_schema(answer: str | None, reward: float) -> None:
     assert json_match(answer, SCHEMA) == reward
+
+
+def test_json_match_of_a_nested_answer_does_not_raise() -> None:
+    schema = {"type": "array", "items": {"$ref": "#"}}
+    assert json_match("[" * 5 + "]" * 5, schema) == 1.0
+    assert json_match("[" * 900 + "]" * 900, schema) == 0.0, "deeper than the check can follow"
 
 
 def test_json_match_refuses_what_is_no_schema() -> None:

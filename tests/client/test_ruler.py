@@ -427,6 +427,16 @@ async def test_a_group_that_has_not_run_is_refused() -> None:
     group.close()
 
 
+async def test_a_wrong_mode_is_not_swallowed() -> None:
+    with pytest.raises(ValueError, match="'pairwis'"):
+        await ruler_score_group(
+            group_of("a"),
+            Scripted(GOOD),
+            swallow_exceptions=True,
+            mode="pairwis",  # type: ignore[arg-type]
+        )
+
+
 async def test_cancelling_is_not_swallowed() -> None:
     async def judge(messages: object) -> str:
         await asyncio.sleep(60)

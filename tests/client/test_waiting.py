@@ -38,6 +38,15 @@ async def test_what_a_request_waits_for_is_said_once_a_minute(server, answer, ca
     assert "secret" not in told
 
 
+async def test_each_of_consecutive_calls_is_watched(server, answer, capsys) -> None:
+    server.on("GET", "/health", answer(200, {"engine": "ready", "waits_for": "a step"}))
+    calls = waiting.waiting_for(server.url, None)
+    with calls.call("the first"):  # one that does not wait
+        pass
+    with calls.call("the second"):
+        assert "the second has waited" in await said_with("a step", capsys)
+
+
 async def test_a_request_that_is_worked_on_waits_for_nothing(server, answer, capsys) -> None:
     server.on("GET", "/health", answer(200, {"engine": "ready"}))
     with waiting.waiting_for(server.url, None).call("a request"):

@@ -1,6 +1,9 @@
+import fcntl
+import os
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -186,6 +189,18 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     lock_folder(config.server_dir)
     with pytest.raises(Conflict, match="another art-server"):
         lock_folder(config.server_dir)
+
+
+def test_a_command_that_looks_stops_no_server(tmp_path: Path) -> None:
+    """`art status` holds the folder's lock for a moment."""
+    config = parse(["--path", str(tmp_path)])
+    os.close(lock_folder(config.server_dir))
+    looking = os.open(config.server_dir / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    timer = threading.Timer(0.1, os.close, [looking])
+    timer.start()
+    os.close(lock_folder(config.server_dir))
+    timer.join()
 
 
 @pytest.mark.parametrize(

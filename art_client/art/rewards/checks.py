@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 NUMBER = re.compile(
-    r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII
+    r"(?:(?<!\w)[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII
 )
-"""A decimal number, also with commas between thousands."""
+"""A decimal number, also with commas between thousands. Behind a letter or a digit "-" is no sign: "2024-05-15"."""
+MINUS = "\N{MINUS SIGN}"
+"""Models write it as often as the ASCII character."""
 FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -29,7 +31,7 @@ def number_match(
 
     The tolerance is the larger of `absolute` and `relative` times the larger of the two numbers.
     """
-    numbers = NUMBER.findall(answer or "")
+    numbers = NUMBER.findall((answer or "").replace(MINUS, "-"))
     if not numbers:
         return 0.0
     found = float(numbers[-1].replace(",", ""))
@@ -78,4 +80,9 @@ def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:  # Any: JSON
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ValueError(f"not a JSON schema: {error.message}") from error
-    return bool(kind(schema).is_valid(value))
+    try:
+        return bool(kind(schema).is_valid(value))
+    except (
+        RecursionError
+    ):  # the value is nested deeper than a schema that refers to itself can follow
+        return False

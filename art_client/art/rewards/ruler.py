@@ -78,6 +78,7 @@ async def ruler(
         ValueError: the judge has no address or no key, or the options do not fit it.
         JudgeError: the judge does not answer, or two answers are unusable.
     """
+    _check_mode(mode)
     judge = to_judge(judge_model, extra_litellm_params)
     trajectories = [Trajectory(messages_and_choices=list(each)) for each in message_lists]
     verdicts, _ = await _judge(trajectories, judge, rubric, tools or [], mode, debug)
@@ -109,6 +110,7 @@ async def ruler_score_group(
     Raises:
         ValueError, JudgeError: as `ruler` does.
     """
+    _check_mode(mode)
     judge = to_judge(judge_model, extra_litellm_params)
     histories = [history for each in group for history in (each, *each.additional_histories)]
     tools = [tool for history in histories for tool in history.tools or []]
@@ -125,6 +127,11 @@ async def ruler_score_group(
     return group.model_copy(update=update)
 
 
+def _check_mode(mode: str) -> None:
+    if mode not in ("listwise", "pairwise"):
+        raise ValueError(f"mode is 'listwise' or 'pairwise', not {mode!r}")
+
+
 def _with_score(trajectory: Trajectory, verdict: Verdict) -> Trajectory:
     numbers = {"independent_reward": trajectory.reward, "ruler_score": verdict.score}
     copied = trajectory.model_copy(update={"reward": verdict.score})
@@ -138,8 +145,6 @@ async def _judge(
     trajectories: list[Trajectory], judge: Judge, rubric: str, tools: Tools, mode: Mode, debug: bool
 ) -> tuple[list[Verdict], dict[str, float]]:
     """A verdict from 0 to 1 for each trajectory, in order, and the metrics of the group."""
-    if mode not in ("listwise", "pairwise"):
-        raise ValueError(f"mode is 'listwise' or 'pairwise', not {mode!r}")
     conversations = [_to_conversation(each) for each in trajectories]
     distinct = list(dict.fromkeys(conversations))
     subsets = [tuple(range(len(distinct)))] if distinct else []
