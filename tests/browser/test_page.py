@@ -52,8 +52,8 @@ def captions(page: Any) -> dict[str, dict[str, float | None]]:
 def shown(page: Any, row: dict[str, Any]) -> None:
     """Waits until the charts show the numbers of a row, and checks them."""
     page.wait_for_function(
-        "step => document.querySelector('#at').textContent.startsWith(`step ${step} `) || "
-        "document.querySelector('#at').textContent.startsWith(`step ${step},`)",
+        "step => document.querySelector('#at')?.textContent.startsWith(`step ${step} `) || "
+        "document.querySelector('#at')?.textContent.startsWith(`step ${step},`)",
         arg=row["step"],
     )
     found = captions(page)
@@ -98,7 +98,9 @@ def test_the_pointer_shows_one_step_in_all_charts(page: Any, serve: Any, root: P
     page.mouse.move(10, 10)
     box = page.locator(".chart .plot").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=4)
-    page.wait_for_function("() => !document.querySelector('#at').textContent.includes('newest')")
+    page.wait_for_function(
+        "() => document.querySelector('#at')?.textContent.includes('newest') === false"
+    )
     text = page.inner_text("#at")
     step = int(re.findall(r"step (\d+)", text)[0])
     assert 4 <= step <= 9
@@ -125,7 +127,7 @@ def test_a_new_step_appears_without_reload(page: Any, serve: Any, root: Path) ->
     started = time.monotonic()
     folder_of(root, "sql-repair").add_history(NUM_STEPS + 2, {"train/reward": 0.75})
     page.wait_for_function(
-        "() => document.querySelector('#at').textContent.startsWith('step 14 (newest)')"
+        "() => document.querySelector('#at')?.textContent.startsWith('step 14 (newest)')"
     )
     assert time.monotonic() - started < LATENCY_SECONDS * PATIENCE
     assert captions(page)["Reward"]["train"] == 0.75
@@ -183,7 +185,7 @@ def test_the_table_of_runs_filters_sorts_and_compares(page: Any, serve: Any, roo
     page.wait_for_function("() => document.querySelectorAll('.chart').length === 3")
     page.reload()
     page.wait_for_selector(".chart:nth-child(3)")
-    page.wait_for_function("() => document.querySelector('.plot').data?.length > 1")
+    page.wait_for_function("() => document.querySelector('.plot')?.data?.length > 1")
     tokens = "data/step_trainable_assistant_tokens"
     rows = rows_of(root)
     xs = page.evaluate("document.querySelector('.plot').data[1].x")
@@ -289,7 +291,7 @@ def test_rollouts_appear_on_a_page_that_was_open_before_them(
         if step == 1:
             page.wait_for_selector("a.card")
             page.get_by_label("Text").focus()
-    page.wait_for_function("() => document.querySelector('#steps').max === '1'")
+    page.wait_for_function("() => document.querySelector('#steps')?.max === '1'")
     assert page.evaluate("document.activeElement.id") == "text", "the field keeps the focus"
     page.get_by_label("Later step").click()
     page.wait_for_function("() => location.hash.endsWith('/rollouts/train/2')")
@@ -412,7 +414,7 @@ def test_hours_are_those_since_the_first_row(page: Any, serve: Any, root: Path) 
     file = folder_of(root).path / "history.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page.goto(f"{serve(make_view(root)).url}#/compare?runs=demo/webnav-8b&by=hours")
-    page.wait_for_function("() => document.querySelector('.plot').data?.length")
+    page.wait_for_function("() => document.querySelector('.plot')?.data?.length")
     plot = page.evaluate(
         "(({ data, layout }) => [data[0].x, layout.xaxis.range])(document.querySelector('.plot'))"
     )
@@ -427,11 +429,11 @@ def test_the_chosen_step_is_the_newest_again_after_a_rollback(
     page.get_by_label("Numbers of").focus()
     page.keyboard.press("ArrowLeft")
     page.wait_for_function(
-        f"() => document.querySelector('#at').textContent.startsWith('step {NUM_STEPS - 1},')"
+        f"() => document.querySelector('#at')?.textContent.startsWith('step {NUM_STEPS - 1},')"
     )
     folder_of(root).roll_back(NUM_STEPS - 3)
     page.wait_for_function(
-        f"() => document.querySelector('#at').textContent.startsWith('step {NUM_STEPS - 3} (newest)')"
+        f"() => document.querySelector('#at')?.textContent.startsWith('step {NUM_STEPS - 3} (newest)')"
     )
 
 
