@@ -31,6 +31,14 @@ more than it gains: SmolLM2 on two cores, 96 rollouts: 10.3 s on one, 6.4 s on b
 MIN_CPU_LORAS = 16
 """Adapters that vLLM keeps in main memory, so that a return to a recent step reads no file."""
 
+SWITCHES = (
+    "enable-lora",
+    "enable-auto-tool-choice",
+    "language-model-only",
+    "disable-uvicorn-access-log",
+)
+"""Only language: a message's part that is an image could name an address, which vLLM would fetch."""
+
 
 def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | None:
     """The engine's context length: tokens of prompt plus completion. None (CUDA) means as many as the KV cache holds.
@@ -72,7 +80,7 @@ def engine_command(
         arguments["reasoning-parser"] = parsers.reasoning
     if parsers.template_kwargs:
         arguments["default-chat-template-kwargs"] = json.dumps(parsers.template_kwargs)
-    switches = ["enable-lora", "enable-auto-tool-choice", "disable-uvicorn-access-log"]
+    switches = [*SWITCHES]
     if device == "cpu":
         switches.append("enforce-eager")
         arguments["block-size"] = str(CPU_BLOCK_SIZE)

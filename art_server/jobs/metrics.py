@@ -72,7 +72,10 @@ async def write_log(model: Model, request: LogRequest) -> LogReply:
             param="step",
         )
     metrics = log_metrics(request)
-    if request.groups:
+    # A job has written its rollouts, with the origin of each turn. Programs log them once more.
+    if request.groups and not (
+        request.split == "train" and model.folder.tokens_file(step).exists()
+    ):
         await asyncio.to_thread(
             model.folder.write_trajectories, request.split, step, request.groups
         )

@@ -351,7 +351,10 @@ class JobRunner:
             seconds = max(0.0, hold.until - time.monotonic())
             return f"another try in {seconds:.0f} s, because {hold.reason}"
         ahead = list(itertools.takewhile(lambda each: each.job_id != job.job_id, waiting))
-        models = ", ".join(sorted({each.model_id for each in ahead}))
+        # A key may see its own project only.
+        own = {each.model_id for each in ahead if each.model_id.startswith(f"{job.project}/")}
+        others = [] if len(own) == len({each.model_id for each in ahead}) else ["other projects"]
+        models = ", ".join(sorted(own) + others)
         jobs = "job" if len(ahead) == 1 else "jobs"
         return f"{len(ahead)} earlier {jobs}, of {models}" if ahead else None
 

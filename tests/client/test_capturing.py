@@ -14,6 +14,7 @@ import pytest
 import requests
 
 import art
+from art.compat import elsewhere as elsewhere_module
 from art.compat import patches
 
 pytestmark = pytest.mark.anyio
@@ -411,6 +412,20 @@ async def test_a_policy_whose_answers_are_unused_leaves_no_room_for_others(
     server.on("POST", PATH, complete)
     trajectory = await art.trajectory(run())
     assert trajectory.messages() == [] and trajectory.metrics["unused_choices"] == 1
+
+
+def test_a_streamed_answer_may_have_lists_in_its_parts():
+    deltas: list[Any] = [
+        {"delta": {"content": "a", "reasoning_details": [{"text": "b"}], "score": 1}},
+        {"delta": {"content": "c", "reasoning_details": [{"text": "d"}], "score": 2}},
+        {"delta": {}, "finish_reason": "stop"},
+    ]
+    lines = [json.dumps({"choices": [each]}) for each in deltas]
+    stream = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
+    (choice,) = elsewhere_module._join(elsewhere_module._chunks(stream.decode()))
+    message = choice["message"]
+    assert (message["content"], message["score"]) == ("ac", 2)
+    assert message["reasoning_details"] == [{"text": "b"}, {"text": "d"}]
 
 
 async def test_a_streamed_answer_may_contain_any_line_separator(elsewhere, answer):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 import art
 from art.compat import tolerance
+from art.compat.internal_config import Settings, with_defaults
 
 pytestmark = pytest.mark.anyio
 
@@ -212,6 +213,14 @@ async def test_trainer_args_are_defaults_of_train_calls(
     await model.train(groups, art.TrainConfig(learning_rate=1e-4))
     (sent,) = [request.json() for request in server.sent("POST", "/api/models/demo/agent/train")]
     assert (sent["config"]["learning_rate"], sent["config"]["max_grad_norm"]) == (1e-4, 0.25)
+
+
+def test_an_option_that_sets_several_fields_replaces_none_that_a_call_sets() -> None:
+    settings = Settings(trainer_args={"ppo": True})
+    made = with_defaults(art.TrainConfig(epsilon=0.05), settings)
+    preset = with_defaults(art.TrainConfig(), settings)
+    assert made.epsilon == 0.05 and preset.epsilon == 0.2
+    assert made.clip == preset.clip
 
 
 async def test_a_registration_without_settings_is_as_before(

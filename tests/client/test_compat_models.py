@@ -317,6 +317,10 @@ async def test_costs_of_judges_are_counted(caplog: pytest.LogCaptureFixture) -> 
         prompt_per_million=1.0, completion_per_million=2.0, cached_prompt_per_million=None
     )
     assert price.cost_of(answer_with(10, 10, 5).usage) == pytest.approx(3e-5)
+    half = TokenPricing(1.0, 2.0, cached_prompt_per_million=0.5)
+    responses = {"input_tokens": 10, "output_tokens": 10}
+    responses |= {"input_tokens_details": {"cached_tokens": 4}}
+    assert half.cost_of(responses) == pytest.approx((6 + 4 * 0.5 + 20) / 1e6)
     asked = {"provider": "openai", "model_name": "unknown"}
     assert active.add_response_cost(source="judge", response=answer_with(1, 1), **asked) is None
     assert "the cost of 'unknown' (openai) is not counted" in caplog.text

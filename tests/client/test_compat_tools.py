@@ -212,8 +212,17 @@ async def test_a_model_s_folder_comes_from_a_bucket(
         return sorted(str(each.relative_to(here)) for each in files)
 
     assert await pull(exclude=["checkpoints"]) == ["history.jsonl", "old", "trajectories/val/0"]
-    assert await pull(delete=True, step=2, verbose=True) == ["checkpoints/0002/x"]
+    others = ["history.jsonl", "old", "trajectories/val/0"]
+    assert await pull(delete=True, step=2, verbose=True) == ["checkpoints/0002/x", *others]
     assert capsys.readouterr().out == "checkpoints/0002/x\n"
+    with pytest.raises(FileNotFoundError, match="checkpoints/0009"):
+        await pull(delete=True, step=9)
+    assert (here / "old").exists(), "nothing is deleted for a bucket that has nothing"
+    assert await pull(delete=True, exclude=["checkpoints"]) == [
+        "checkpoints/0002/x",
+        "history.jsonl",
+        "trajectories/val/0",
+    ]
     with pytest.raises(ValueError, match="pass s3_bucket"):
         await pull_model_from_s3("a", "p")
 

@@ -66,6 +66,7 @@ async def test_the_model_is_asked_until_there_are_enough_different_scenarios(
     generator.texts = [
         f"Here you are:\n```json\n{answer('a', 'b', 'a')}\n```",
         "I cannot do that",
+        '{"scenarios": 3}',
         answer("x", difficulty=9),
         answer("b", "c", "d"),
     ]

@@ -458,9 +458,24 @@ async def test_tunnel_ends_with_a_program_that_is_killed(tmp_path: Path):
     program = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=environment)
     place = Place(tmp_path, FakeSky(), None, None)
     await place.wait_for(lambda: bool(place.tunnels()))
+    found = psutil.Process(program.pid).children()
     program.kill()
     await program.wait()
     await place.wait_for(lambda: not place.tunnels())
+    assert not psutil.wait_procs(found, timeout=20)[1]
+
+
+async def test_tunnel_to_a_machine_that_has_gone_ends_with_its_program(tmp_path: Path):
+    environment = {**os.environ, **prepare_machine(tmp_path)}
+    (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    code = "from art.skypilot.tunnel import Tunnel; import time; t = Tunnel('box', 7623); time.sleep(60)"
+    program = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=environment)
+    place = Place(tmp_path, FakeSky(), None, None)
+    await place.wait_for(lambda: bool(psutil.Process(program.pid).children()))
+    found = psutil.Process(program.pid).children(recursive=True)
+    program.kill()
+    await program.wait()
+    assert not psutil.wait_procs(found, timeout=20)[1]
 
 
 async def test_variables_of_the_file_are_secrets_of_the_task(place: Place):

@@ -30,6 +30,12 @@ def test_short_prompts_fill_blocks_of_a_cpus_cache() -> None:
     assert value_of(made, "--block-size") == "64" and made.count("--block-size") == 1
 
 
+def test_a_message_names_no_image_that_the_engine_would_fetch() -> None:
+    for device in ("cpu", "cuda"):
+        made = engine_command(ServerConfig(path=Path("x")), TINY, device, Path("y"))
+        assert "--language-model-only" in made
+
+
 def test_on_cuda_the_context_is_what_the_cache_holds_unless_it_is_given() -> None:
     made = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"))
     assert value_of(made, "--max-model-len") == "auto"

@@ -9,10 +9,10 @@ import pytest
 
 import art
 from art.trackers import RolloutRow, StepRecord
-from art.wire import JobReport, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
+from art.wire import JobReport, LogRequest, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import UsageError
 from art_server.flags import parse
-from art_server.jobs.metrics import DoneStep, JobNews
+from art_server.jobs.metrics import DoneStep, JobNews, write_log
 from art_server.jobs.reports import Totals, step_record, stored_rows
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.store.registry import Model
@@ -76,6 +76,23 @@ async def test_a_server_reports_the_steps_and_logs_of_all_clients(
 def make_model(folder: Path) -> Model:
     record = ModelRecord(name="agent", project="demo", base_model="base", lora=LoRAConfig())
     return Model(ModelFolder(folder, "demo", "agent"), record, step=3)
+
+
+async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(
+    tmp_path: Path,
+) -> None:
+    """The job's have the origin of each turn, and its record of tokens addresses them by their place."""
+    model = make_model(tmp_path)
+    model.folder.write_lines("train", 3, b"the job's\n")
+    model.folder.tokens_file(3).parent.mkdir(parents=True)
+    model.folder.tokens_file(3).touch()
+    group = TrajectoryGroupBody(
+        trajectories=[TrajectoryBody(messages_and_choices=[], reward=0.5)] * 2
+    )
+    for split, is_kept in (("train", True), ("val", False)):
+        reply = await write_log(model, LogRequest(groups=[group], split=split))
+        assert reply.metrics[f"{split}/reward"] == 0.5
+        assert (model.folder.trajectories_file(split, 3).read_bytes() == b"the job's\n") == is_kept
 
 
 def test_failed_rollouts_of_a_stored_step_are_rows_with_their_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,9 @@ async def test_what_a_job_waits_for_is_said(tmp_path: Path) -> None:
         await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
         assert (await house.runner.info(waits)).waits_for == "1 earlier job, of p/a"
         assert house.gate.waits_for == "a step of 'p/a', which trains"
+        waiting = (await asyncio.to_thread(house.queue.waiting))[:1]
+        elsewhere = replace((await asyncio.to_thread(house.queue.get, waits)), project="q")
+        assert house.runner._waits_for(elsewhere, waiting) == "1 earlier job, of other projects"
         await house.runner.cancel(job)
         await house.wait(waits)
 

@@ -160,4 +160,6 @@ def _extend(message: Fields, delta: Fields) -> None:
                 call["function"]["name"] = function.get("name") or call["function"]["name"]
                 call["function"]["arguments"] += function.get("arguments") or ""
         elif name != "role" and value:
-            message[name] = (message.get(name) or "") + value
+            known: Any = message.get(name)
+            is_continued = type(value) in (str, list) and type(known) is type(value)
+            message[name] = known + value if is_continued else value

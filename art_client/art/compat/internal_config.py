@@ -36,12 +36,11 @@ def read(config: Mapping[str, Any] | None) -> Settings:
 
 def with_defaults(config: TrainConfig, settings: Settings) -> TrainConfig:
     """A train call's configuration with the `trainer_args` that it does not set itself."""
-    missing = {
-        name: value
-        for name, value in settings.trainer_args.items()
-        if name not in config.model_fields_set
-    }
-    return apply_options(config, missing)[0]
+    defaults, _ = apply_options(TrainConfig(), settings.trainer_args)
+    # One option, such as `ppo`, sets several fields, so that fields are compared and not names.
+    return defaults.model_copy(
+        update={name: getattr(config, name) for name in config.model_fields_set}
+    )
 
 
 def _given(options: Any) -> dict[str, Any]:

@@ -43,7 +43,8 @@ class TokenPricing:
 
     def cost_of(self, usage: Any) -> float:
         """The cost of an answer of OpenAI's or Anthropic's API, from its `usage`."""
-        cached = _number(_field(usage, "prompt_tokens_details"), "cached_tokens")
+        details = _field(usage, "prompt_tokens_details") or _field(usage, "input_tokens_details")
+        cached = _number(details, "cached_tokens")
         prompt = _number(usage, "prompt_tokens", "input_tokens") - cached
         completion = _number(usage, "completion_tokens", "output_tokens")
         cost = prompt * self.prompt_per_million + completion * self.completion_per_million

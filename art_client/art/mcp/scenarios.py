@@ -192,7 +192,10 @@ def _read(text: str) -> list[GeneratedScenario]:
     except RecursionError as error:
         raise ValueError("the answer nests too deeply") from error
     scenarios = list[GeneratedScenario]()
-    for each in data.get("scenarios") or ():
+    found: Any = data.get("scenarios") or []
+    if not isinstance(found, list):
+        raise ValueError(f'"scenarios" is no list: {found!r:.200}')
+    for each in cast("list[Any]", found):
         try:
             scenario = GeneratedScenario.from_dict(each)
         except (KeyError, TypeError, ValueError):

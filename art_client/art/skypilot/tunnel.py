@@ -29,7 +29,11 @@ class Tunnel:
         # `cat` ends when this program closes its input, so the tunnel ends with the program, even if that is killed.
         command = shlex.join([*SSH, "-L", forward, host, "cat"])
         self._process = subprocess.Popen(
-            ["sh", "-c", f"until {command}; do sleep 2; done"],
+            [
+                "sh",
+                "-c",
+                f"until {command}; do kill -0 {os.getpid()} 2>/dev/null || exit; sleep 2; done",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches only the program, which then closes the tunnel

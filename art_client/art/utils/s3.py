@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,12 @@ async def pull_model_from_s3(
 ) -> str:
     """Copies the folder, or the checkpoint of a step, from the bucket to this machine, where `load_trajectories` and `art
     import` read it, and returns the model's folder. `exclude` has names of folders, such as "checkpoints". With `delete`
-    the folder here is emptied first. `verbose` prints each file. `s3_bucket` defaults to BACKUP_BUCKET.
+    files here that the bucket lacks are deleted at the end. `verbose` prints each file. `s3_bucket` defaults to
+    BACKUP_BUCKET.
 
     Raises:
         ValueError: no bucket is named.
+        FileNotFoundError: the bucket holds nothing of it. Nothing is deleted.
     """
     model = Model(name=model_name, project=project)
     checkpoints = address_of(model, s3_bucket, prefix)
@@ -36,14 +37,19 @@ async def pull_model_from_s3(
         raise ValueError("pull_model_from_s3: pass s3_bucket, or set BACKUP_BUCKET")
     address = checkpoints.removesuffix("/checkpoints")
     folder = Path(get_model_dir(model, art_path))
-    if delete:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     part = "" if step is None else f"checkpoints/{step:04d}/"
-    await asyncio.to_thread(_copy, address, folder, part, {*(exclude or ()), ".."}, verbose)
+    excluded = {*(exclude or ()), ".."}
+    copied = await asyncio.to_thread(_copy, address, folder, part, excluded, verbose)
+    if not copied:
+        raise FileNotFoundError(f"{address}/{part} holds no files")
+    if delete:
+        await asyncio.to_thread(_delete_others, folder, part, copied, excluded)
     return str(folder)
 
 
-def _copy(address: str, folder: Path, part: str, exclude: set[str], verbose: bool) -> None:
+def _copy(address: str, folder: Path, part: str, exclude: set[str], verbose: bool) -> set[Path]:
+    """Copies the files of a part of an address, and returns where they are now."""
+    copied = set[Path]()
     fsspec: Any = importlib.import_module("fsspec")  # a package of the program
     files, root = fsspec.url_to_fs(address)
     for source in files.find(f"{root}/{part}"):
@@ -51,5 +57,14 @@ def _copy(address: str, folder: Path, part: str, exclude: set[str], verbose: boo
         if not exclude & set(Path(name).parts[:-1]):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             files.get_file(source, str(folder / name))
+            copied.add(folder / name)
             if verbose:
                 print(name)
+    return copied
+
+
+def _delete_others(folder: Path, part: str, kept: set[Path], exclude: set[str]) -> None:
+    for file in (folder / part).rglob("*"):
+        name = file.relative_to(folder)
+        if file.is_file() and file not in kept and not exclude & set(name.parts[:-1]):
+            file.unlink()
