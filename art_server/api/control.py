@@ -35,6 +35,7 @@ from art_server.api.parameters import (
     TheService,
     TrainableModel,
 )
+from art_server.engine.pause_gate import unnamed
 from art_server.errors import InvalidInput
 from art_server.service import Service
 
@@ -45,8 +46,13 @@ router = APIRouter()
 
 
 def visible(state: Health, caller: Caller) -> Health:
-    """Callers without a valid key see only the engine's state: the rest may contain file names and log lines."""
-    return Health(engine=state.engine) if caller is STRANGER else state
+    """Callers without a valid key see only the engine's state: the rest may contain file names and log lines. Keys of
+    some projects see no model's name."""
+    if caller is STRANGER:
+        return Health(engine=state.engine)
+    if caller.projects is None:
+        return state
+    return state.model_copy(update={"waits_for": unnamed(state.waits_for)})
 
 
 @router.get("/health")

@@ -5,6 +5,7 @@ It counts the engine's requests by adapter, so that no adapter is unloaded while
 
 import asyncio
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -73,7 +74,7 @@ class PauseGate:
             if self._open.is_set():  # the limit ended during the head start
                 return
             raise Unavailable(
-                f"inference waited for {timeout_seconds:.0f} s for {self._reason}; repeat the request, "
+                f"inference waited for {timeout_seconds:.0f} s for {unnamed(self._reason)}; repeat the request, "
                 "or start the server with a larger --wait-limit",
                 code="training_in_progress",
             ) from error
@@ -93,3 +94,8 @@ class PauseGate:
 
     def uses(self, adapter: str) -> bool:
         return self._inside[adapter] > 0
+
+
+def unnamed(reason: str | None) -> str | None:
+    """The reason without its model, for a caller whose key may not see the model's project."""
+    return reason and re.sub(r" of '[^']*'", "", reason)

@@ -199,6 +199,12 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
         for key in ("k", "k::session"):
             seen = await health(app, path, "box", key)
             assert seen["detail"] == "last log lines: a prompt" and seen["base_model"] == "art/tiny"
+    assert seen["waits_for"] is None
+    keys = (ApiKey(key="k"), ApiKey(key="q", projects=frozenset({"q"})))
+    app, service = make(tmp_path / "projects", api_keys=keys)
+    service._processes.gate.close("a step of 'p/a', which trains")
+    for key, reason in (("k", "a step of 'p/a', which trains"), ("q", "a step, which trains")):
+        assert (await health(app, "/health", "box", key))["waits_for"] == reason
     app, service = make(tmp_path / "keyless")
     service._processes.engine.detail = "last log lines: a prompt"
     assert (await health(app, "/health", "localhost", None))["detail"] is not None

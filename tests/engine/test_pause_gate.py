@@ -56,8 +56,8 @@ async def test_a_gate_that_opens_just_before_the_limit_lets_the_request_in() -> 
 @pytest.mark.anyio
 async def test_past_the_limit_the_request_may_be_repeated() -> None:
     gate = PauseGate()
-    gate.close("a step")
-    with pytest.raises(Unavailable, match="repeat the request") as error:
+    gate.close("a step of 'p/a', which trains")
+    with pytest.raises(Unavailable, match="for a step, which trains; repeat the request") as error:
         await gate.wait_open(0.01)
     assert error.value.retryable
 
