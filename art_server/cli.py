@@ -41,7 +41,7 @@ UVICORN: Mapping[str, Any] = {
 }
 """Any: uvicorn's settings have several types."""
 NOTHING_TO_COPY = 3
-"""Exit code of `art copy` if its source has no checkpoint, which programs tell from a failure."""
+"""Exit code of `art copy` if its source is an address without a checkpoint, which programs tell from a failure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,7 +82,7 @@ def art(arguments: Sequence[str] | None = None) -> None:
 
 def exit_status(error: Exception, command: str) -> int:
     """Of a command of `art` that ended with an error."""
-    if command == "copy" and isinstance(error, NotFound):
+    if isinstance(error, NotFound) and error.code == "no_checkpoint":
         return NOTHING_TO_COPY
     is_missing = isinstance(error, NotFound | Unavailable)
     return 1 if is_missing and command in (*terminal.SHOWN, "replay") else 2

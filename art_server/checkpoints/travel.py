@@ -102,12 +102,16 @@ def copy_checkpoint(flags: argparse.Namespace) -> None:
                 "--not-after chooses among the checkpoints at an address: write MODEL@k for a model's step k",
                 code="bad_address",
             )
-        with opened_model(flags, flags.source) as (content, description):
+        with (
+            opened_model(flags, flags.source) as (content, description),
+            address_errors(flags.target),
+        ):
             write_address(flags.target, content, description)
         print(f"{flags.source}, step {description.step}: {flags.target}")
         return
     with tempfile.TemporaryDirectory() as temporary:
-        description = read_address(flags.source, Path(temporary), flags.not_after)
+        with address_errors(flags.source):
+            description = read_address(flags.source, Path(temporary), flags.not_after)
         store_model(flags, flags.target, Path(temporary), description)
 
 
@@ -269,13 +273,8 @@ def write_address(address: str, content: Path, description: Description) -> None
     """Writes a checkpoint to an address. Writes the description last: without it the files are no checkpoint.
 
     Raises:
-        InvalidInput: the address holds another checkpoint, or cannot be written.
+        InvalidInput: the address holds another checkpoint.
     """
-    with address_errors(address):
-        _write_address(address, content, description)
-
-
-def _write_address(address: str, content: Path, description: Description) -> None:
     system, root = open_address(address)
     data = description.model_dump_json(indent=2).encode()
     last = f"{root}/{DESCRIPTION_FILE}"
@@ -299,24 +298,23 @@ def read_address(address: str, folder: Path, not_after: int | None = None) -> De
 
     Raises:
         NotFound: the address holds no complete checkpoint up to this step.
-        InvalidInput: a file of the checkpoint is missing or damaged, or the address cannot be read.
+        InvalidInput: a file of the checkpoint is missing or damaged.
     """
-    with address_errors(address):
-        system, root = open_address(address)
-        root = newest_in(system, root, address, not_after)
-        try:
-            check_size(system, f"{root}/{DESCRIPTION_FILE}", MAX_DESCRIPTION_BYTES)
-            description = read_description(system.cat_file(f"{root}/{DESCRIPTION_FILE}"))
-            if not_after is not None and description.step > not_after:
-                raise no_checkpoint(address, not_after)
-            for name in description.files:
-                check_size(system, f"{root}/{name}", MAX_CHECKPOINT_BYTES)
-                system.get_file(f"{root}/{name}", str(folder / name))
-        except FileNotFoundError as error:
-            raise InvalidInput(
-                f"{address} holds no complete checkpoint: {error} is missing",
-                code="broken_checkpoint",
-            ) from error
+    system, root = open_address(address)
+    root = newest_in(system, root, address, not_after)
+    try:
+        check_size(system, f"{root}/{DESCRIPTION_FILE}", MAX_DESCRIPTION_BYTES)
+        description = read_description(system.cat_file(f"{root}/{DESCRIPTION_FILE}"))
+        if not_after is not None and description.step > not_after:
+            raise no_checkpoint(address, not_after)
+        for name in description.files:
+            check_size(system, f"{root}/{name}", MAX_CHECKPOINT_BYTES)
+            system.get_file(f"{root}/{name}", str(folder / name))
+    except FileNotFoundError as error:
+        raise InvalidInput(
+            f"{address} holds no complete checkpoint: {error} is missing",
+            code="broken_checkpoint",
+        ) from error
     check_content(folder, description)
     return description
 

@@ -352,9 +352,9 @@ class JobRunner:
             return f"another try in {seconds:.0f} s, because {hold.reason}"
         ahead = list(itertools.takewhile(lambda each: each.job_id != job.job_id, waiting))
         # A key may see its own project only.
-        own = {each.model_id for each in ahead if each.model_id.startswith(f"{job.project}/")}
-        others = [] if len(own) == len({each.model_id for each in ahead}) else ["other projects"]
-        models = ", ".join(sorted(own) + others)
+        own, others = f"{job.project}/", "other projects"
+        known = (each.model_id for each in ahead)
+        models = ", ".join(sorted({each if each.startswith(own) else others for each in known}))
         jobs = "job" if len(ahead) == 1 else "jobs"
         return f"{len(ahead)} earlier {jobs}, of {models}" if ahead else None
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 COMMAND = "from art_server.cli import art; art()"
 NOTHING_FOUND = 3
-"""Exit code of `art copy` if its source holds no checkpoint."""
+"""Exit code of `art copy` if its source is an address without a checkpoint."""
 NO_BUCKET = (
     "%s: nothing is copied, because no bucket is named: pass s3_bucket, or set BACKUP_BUCKET. The server keeps the "
     "checkpoints either way"
@@ -176,7 +176,7 @@ class Buckets(ABC):
         refused("_experimental_deploy", DEPLOY)()
 
     async def _run(self, *arguments: str, verbose: bool) -> int:
-        """Runs `art` against this backend's server, and returns 0, or NOTHING_FOUND if it copies from an address."""
+        """Runs `art` against this backend's server, and returns 0 or NOTHING_FOUND."""
         key = self._connection.api_key
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", COMMAND, *arguments, "--url", self._connection.base_url),
@@ -191,7 +191,7 @@ class Buckets(ABC):
             process.kill()
             raise
         assert process.returncode is not None
-        if process.returncode not in ((0, NOTHING_FOUND) if "://" in arguments[1] else (0,)):
+        if process.returncode not in (0, NOTHING_FOUND):
             reason = errors.decode(errors="replace").strip()
             if "No module named 'art_server'" in reason:
                 reason = "it needs pip install 'agent-reinforcement-trainer[server,s3]'"

@@ -12,7 +12,7 @@ NUMBER = re.compile(
 )
 """A decimal number, also with commas between thousands. Behind a letter or a digit "-" is no sign: "2024-05-15"."""
 MINUS = "\N{MINUS SIGN}"
-"""Models write it as often as the ASCII character."""
+"""Models also write this character."""
 FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -82,7 +82,5 @@ def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:  # Any: JSON
         raise ValueError(f"not a JSON schema: {error.message}") from error
     try:
         return bool(kind(schema).is_valid(value))
-    except (
-        RecursionError
-    ):  # the value is nested deeper than a schema that refers to itself can follow
+    except RecursionError:  # the answer is nested deeper than the check can follow
         return False
