@@ -5,13 +5,14 @@ call that fails ends its stream with one line `{"error": TEXT}`, because these c
 the number of an HTTP status. ART's S3, fork and deployment routes are left out.
 """
 
-import asyncio
 import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,11 +31,12 @@ from art.wire import (
     TrajectoryGroupBody,
 )
 from art_server.api.auth import Caller
-from art_server.api.bodies import parse_body
+from art_server.api.bodies import decode, read_groups
 from art_server.api.engine_args import no_effect, read_engine_args
 from art_server.api.errors import detail_of, invalid_body
 from art_server.api.parameters import JsonBody, LargeBody, RawBody, TheCaller, TheService
-from art_server.errors import InvalidInput, ServerError
+from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError
+from art_server.jobs.queue import Job
 from art_server.service import Service
 from art_server.settings import Device
 from art_server.store.registry import Model
@@ -53,10 +55,10 @@ CLIENT_SIDE = frozenset(
     }
 )
 """Fields of ART's models that only the client uses."""
-NESTED: Mapping[str, type[BaseModel]] = {
-    "trajectory_groups": TrajectoryGroupBody,
-    "trajectories": TrajectoryBody,
-    "additional_histories": HistoryBody,
+NAMES: Mapping[type[BaseModel], str] = {
+    TrajectoryGroupBody: "trajectory_groups",
+    TrajectoryBody: "trajectories",
+    HistoryBody: "additional_histories",
 }
 NO_TRAJECTORIES = (
     "no trajectories were collected, so there is nothing to train (trajectory_groups is empty). Check that the "
@@ -104,9 +106,20 @@ class CallBody(ArtBody):
     model: ModelBody
     config: dict[str, Any] | None = None
     dev_config: dict[str, Any] | None = None
-    trajectory_groups: list[dict[str, Any]] = []
+    groups: list[TrajectoryGroupBody] = Field(default=[], alias="trajectory_groups")
     split: str = "val"
     verbose: bool | int = False
+
+
+@dataclass(frozen=True)
+class Call:
+    body: CallBody
+    unknown: list[str]
+    """The names of fields of the body and its trajectories that are set and unknown."""
+
+    @property
+    def groups(self) -> list[TrajectoryGroupBody]:
+        return self.body.groups
 
 
 class DeleteFilesBody(ArtBody):
@@ -191,14 +204,20 @@ async def train_model(
     raw: Annotated[RawBody, Depends(LargeBody(CallBody))], service: TheService, caller: TheCaller
 ) -> Response:
     """The job is accepted before the answer begins, so it continues after the client disconnects."""
-    body = await parse_body(raw.content, CallBody)
-    model = find_model(body.model, service, caller)
-    try:
-        made, notes = await asyncio.to_thread(read_train_request, body, service.device)
+    digest = await raw.digest()
+
+    async def submit(call: Call) -> Job:
+        model = find_model(call.body.model, service, caller)
+        request, notes = read_train_request(call, service.device)
         log_notes(model.id, notes)
-        job = await service.submit(
-            model, caller.owner, None, await raw.digest(), lambda accept: accept(made), notes
+        return await service.submit(
+            model, caller.owner, None, digest, lambda accept: accept(request), notes
         )
+
+    try:
+        job = await raw.read(read_call, submit)
+    except (Forbidden, NotFound):
+        raise
     except ServerError as error:
         return Response(error_line(detail_of(error)), media_type="application/x-ndjson")
     return StreamingResponse(metric_lines(service, job.job_id), media_type="application/x-ndjson")
@@ -208,11 +227,12 @@ async def train_model(
 async def log(
     raw: Annotated[RawBody, Depends(LargeBody(CallBody))], service: TheService, caller: TheCaller
 ) -> None:
-    body = await parse_body(raw.content, CallBody)
-    model = find_model(body.model, service, caller)
-    groups, unknown = known_fields(body.trajectory_groups, "trajectory_groups")
-    log_notes(model.id, no_effect([*body.unknown(), *unknown]))
-    await service.log(model, checked(LogRequest, groups=groups, split=body.split))
+    async def write(call: Call) -> None:
+        model = find_model(call.body.model, service, caller)
+        log_notes(model.id, no_effect(call.unknown))
+        await service.log(model, checked(LogRequest, groups=call.groups, split=call.body.split))
+
+    await raw.read(read_call, write)
 
 
 @router.post("/_delete_checkpoint_files")
@@ -258,16 +278,33 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
     return requested, no_effect([*unknown, *others])
 
 
-def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, list[str]]:
+def read_call(text: bytes) -> Call:
+    """A call with its trajectory groups, without their unknown fields.
+
+    Raises:
+        InvalidInput: invalid fields, which the message names, or no strict JSON.
+    """
+    unknown: set[str] = set()
+
+    def reduce(text: bytes, kind: type[BaseModel]) -> bytes:
+        value, more = known_fields(decode(text), kind)
+        unknown.update(more)
+        return msgspec.json.encode(value)
+
+    body = read_groups(text, CallBody, "trajectory_groups", reduce)
+    return Call(body, [*body.unknown(), *sorted(unknown)])
+
+
+def read_train_request(call: Call, device: Device) -> tuple[TrainRequest, list[str]]:
     """The train request of a call, and a note for each option that has no effect. The model's `trainer_args` override
     the configuration, because NVIDIA's plugin drops them from the configuration that it sends.
 
     Raises:
         InvalidInput: no trajectories, or invalid values.
     """
-    if not body.trajectory_groups:
+    body, unknown = call.body, list(call.unknown)
+    if not call.groups:
         raise InvalidInput(NO_TRAJECTORIES, code="no_trajectories", param="trajectory_groups")
-    unknown = body.unknown()
     config = TrainConfig(**ART_RATIO)
     settings = {"config": body.config, "dev_config": body.dev_config}
     if body.model.internal_config is not None:
@@ -278,26 +315,23 @@ def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, li
         except ValidationError as error:
             raise invalid_body(error) from error
         unknown += [f"{name}.{key}" for key in ignored]
-    groups, more = known_fields(body.trajectory_groups, "trajectory_groups")
-    notes = read_settings(body.model, device)[1] + no_effect([*unknown, *more])
-    return checked(TrainRequest, groups=groups, config=config), notes
+    notes = read_settings(body.model, device)[1] + no_effect(unknown)
+    return checked(TrainRequest, groups=call.groups, config=config), notes
 
 
-def known_fields(values: Any, field: str) -> tuple[Any, list[str]]:
-    """The records of `field` reduced to their known fields, and the names of the dropped fields that are set. The
-    caller validates the values."""
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        return values, []
-    fields = NESTED[field].model_fields
-    unknown = {
-        f"{field}[].{key}" for value in values for key in value.keys() - fields if value[key]
-    }
-    made = [{key: value[key] for key in fields if key in value} for value in values]
-    for value in made:
-        for key in value.keys() & NESTED.keys():
-            value[key], more = known_fields(value[key], key)
-            unknown |= set(more)
-    return made, sorted(unknown)
+def known_fields(value: Any, kind: type[BaseModel]) -> tuple[Any, set[str]]:
+    """A record of `kind` reduced to its known fields, and the names of the dropped fields that are set. The caller
+    validates the values."""
+    if not isinstance(value, dict):
+        return value, set()
+    fields = kind.model_fields
+    unknown = {f"{NAMES[kind]}[].{key}" for key in value.keys() - fields if value[key]}
+    known = {key: value[key] for key in fields if key in value}
+    if isinstance(histories := known.get("additional_histories"), list):
+        pairs = [known_fields(history, HistoryBody) for history in histories]
+        known["additional_histories"] = [history for history, _ in pairs]
+        unknown.update(*(more for _, more in pairs))
+    return known, unknown
 
 
 def given(options: Mapping[str, Any] | None) -> dict[str, Any]:

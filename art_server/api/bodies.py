@@ -4,18 +4,24 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from art.wire import LogRequest, TrainRequest, TrajectoryBody, TrajectoryGroupBody
+from art.wire import TrajectoryBody, TrajectoryGroupBody
 from art_server.api.errors import invalid_body, invalid_fields, problems_of, too_deep
 from art_server.errors import InvalidInput, TooLarge
 
+
+class HasGroups(Protocol):
+    @property
+    def groups(self) -> list[TrajectoryGroupBody]: ...
+
+
 T = TypeVar("T", bound=BaseModel)
-G = TypeVar("G", TrainRequest, LogRequest)
+G = TypeVar("G", bound=HasGroups)
 R = TypeVar("R")
 
 SMALL_BYTES = 64 * 1024
@@ -125,18 +131,20 @@ class GroupBodies:
         """Bodies are read one at a time, because each takes a core and many times its size in memory."""
         self._num_open = 0
 
-    async def read(self, body: bytes, kind: type[G], use: Callable[[G], Awaitable[R]]) -> R:
-        """The result of `use` for the request that a body contains.
+    async def read(
+        self, body: bytes, parse: Callable[[bytes], G], use: Callable[[G], Awaitable[R]]
+    ) -> R:
+        """The result of `use` for the request that `parse` makes of a body.
 
         Raises:
-            InvalidInput: invalid fields, which the message names.
+            InvalidInput: from `parse`.
         """
         if len(body) <= SMALL_BYTES:
-            return await use(await parse_body(body, kind))
+            return await use(parse(body))
         self._num_open += 1
         try:
             async with self._turn:
-                request = await asyncio.to_thread(read_frozen, body, kind)
+                request = await asyncio.to_thread(read_frozen, body, parse)
             trajectories = [each for group in request.groups for each in group.trajectories]
             try:
                 return await use(request)
@@ -150,11 +158,11 @@ class GroupBodies:
                 gc.unfreeze()
 
 
-def read_frozen(body: bytes, kind: type[G]) -> G:
-    """`read_groups` without garbage collection. Later collections skip the result."""
+def read_frozen(body: bytes, parse: Callable[[bytes], G]) -> G:
+    """`parse(body)` without garbage collection. Later collections skip the result."""
     gc.disable()
     try:
-        return read_groups(body, kind)
+        return parse(body)
     finally:
         gc.freeze()
         gc.enable()
@@ -171,16 +179,39 @@ Problems = list[dict[str, Any]]
 """Errors as pydantic lists them."""
 
 
-def read_groups(body: bytes, kind: type[G]) -> G:
-    """The result of `kind.model_validate_json`, with the same errors, but only from strict JSON, without NaN.
+Reduce: TypeAlias = Callable[[bytes, type[BaseModel]], bytes]
+"""Makes the JSON of a group or trajectory valid for its class, before it is validated."""
+
+
+def read_request(body: bytes, kind: type[T]) -> T:
+    """The train or log request that a body contains.
+
+    Raises:
+        InvalidInput: invalid fields, which the message names, or from a large body no strict JSON.
+    """
+    if len(body) > SMALL_BYTES:
+        return read_groups(body, kind)
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid_body(error) from error
+
+
+def read_groups(
+    body: bytes, kind: type[T], name: str = "groups", reduce: Reduce | None = None
+) -> T:
+    """The result of `kind.model_validate_json`, with the same errors, but only from strict JSON, without NaN. `groups`
+    is the field with the trajectory groups, and `name` its name in the body.
 
     Raises:
         InvalidInput: invalid fields, which the message names, or no strict JSON.
     """
     problems: Problems = []
     try:
-        rest, texts = take_list(body, "groups", one=b'{"trajectories":[]}')
-        groups = [read_group(text, ("groups", index), problems) for index, text in enumerate(texts)]
+        rest, texts = take_list(body, name, each=b'{"trajectories":[]}')
+        groups = [
+            read_group(text, (name, index), problems, reduce) for index, text in enumerate(texts)
+        ]
     except RecursionError as error:
         raise too_deep() from error
     except msgspec.DecodeError as error:
@@ -193,13 +224,15 @@ def read_groups(body: bytes, kind: type[G]) -> G:
     return request.model_copy(update={"groups": groups} if groups else {})
 
 
-def read_group(text: msgspec.Raw, path: Place, problems: Problems) -> TrajectoryGroupBody | None:
+def read_group(
+    text: msgspec.Raw, path: Place, problems: Problems, reduce: Reduce | None
+) -> TrajectoryGroupBody | None:
     rest, texts = take_list(text, "trajectories")
     trajectories = [
-        validate(bytes(text), TrajectoryBody, (*path, "trajectories", index), problems)
+        validate(bytes(text), TrajectoryBody, (*path, "trajectories", index), problems, reduce)
         for index, text in enumerate(texts)
     ]
-    group = validate(rest, TrajectoryGroupBody, path, problems)
+    group = validate(rest, TrajectoryGroupBody, path, problems, reduce)
     return group and group.model_copy(update={"trajectories": trajectories})
 
 
@@ -210,10 +243,10 @@ Fields: TypeAlias = dict[
 
 
 def take_list(
-    text: bytes | msgspec.Raw, name: str, one: bytes = b""
+    text: bytes | msgspec.Raw, name: str, each: bytes = b""
 ) -> tuple[bytes, list[msgspec.Raw]]:
-    """Splits a JSON object into the object with an empty list `name`, and the list's items, not yet parsed. If there
-    are items, `one` replaces them. A value of another type becomes null, which is just as invalid."""
+    """Splits a JSON object into the object with an empty list `name`, and the list's items, not yet parsed. If `each`
+    is given, it replaces each item in the list. A value of another type becomes null, which is just as invalid."""
     fields: dict[str, Any]  # Any: lists and objects of unparsed values, and scalars
     try:  # one pass, because the GIL is held until the whole text is read
         fields = msgspec.json.decode(text, type=Fields)
@@ -229,14 +262,16 @@ def take_list(
     if not isinstance(items, list):
         return msgspec.json.encode(fields | {name: None}), []
     if name in fields:
-        fields[name] = msgspec.Raw(b"[" + (one if items else b"") + b"]")
+        fields[name] = msgspec.Raw(b"[" + (b",".join([each] * len(items)) if each else b"") + b"]")
     return msgspec.json.encode(fields), cast("list[msgspec.Raw]", items)
 
 
-def validate(text: bytes, kind: type[T], path: Place, problems: Problems) -> T | None:
+def validate(
+    text: bytes, kind: type[T], path: Place, problems: Problems, reduce: Reduce | None = None
+) -> T | None:
     """The record that a text contains. If it is invalid, returns None and adds the errors to `problems`."""
     try:
-        return kind.model_validate_json(text)
+        return kind.model_validate_json(reduce(text, kind) if reduce else text)
     except ValidationError as error:
         problems += [{**problem, "loc": (*path, *problem["loc"])} for problem in problems_of(error)]
         return None

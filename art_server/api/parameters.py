@@ -4,6 +4,7 @@ Bodies are read up to a limit, parsed in a thread if they are large, and validat
 from the routes. A route that is refused because of its path or caller reads no body: parameters are resolved in order.
 """
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
@@ -12,7 +13,14 @@ from pydantic import BaseModel
 
 from art.wire import LogRequest, TrainRequest
 from art_server.api.auth import TheCaller
-from art_server.api.bodies import GroupBodies, beside, parse_body, read_body
+from art_server.api.bodies import (
+    GroupBodies,
+    HasGroups,
+    beside,
+    parse_body,
+    read_body,
+    read_request,
+)
 from art_server.jobs.queue import Job, request_digest
 from art_server.service import Service
 from art_server.settings import ServerConfig
@@ -20,6 +28,7 @@ from art_server.store.registry import Model
 
 SMALL_MB = 4
 
+G = TypeVar("G", bound=HasGroups)
 R = TypeVar("R")
 
 
@@ -85,16 +94,20 @@ class RawBody:
     """The bytes of a large body."""
 
     def __init__(self, content: bytes, bodies: GroupBodies):
-        self.content = content
+        self._content = content
         self._bodies = bodies
 
     async def digest(self) -> str:
-        return await beside(request_digest, self.content)
+        return await beside(request_digest, self._content)
+
+    async def read(self, parse: Callable[[bytes], G], use: Callable[[G], Awaitable[R]]) -> R:
+        """The result of `use` for the request that `parse` makes of the body."""
+        return await self._bodies.read(self._content, parse, use)
 
     async def train(self, use: Callable[[TrainRequest], Awaitable[R]]) -> R:
         """The result of `use` for the train request that the body contains."""
-        return await self._bodies.read(self.content, TrainRequest, use)
+        return await self.read(functools.partial(read_request, kind=TrainRequest), use)
 
     async def log(self, use: Callable[[LogRequest], Awaitable[R]]) -> R:
         """The result of `use` for the log request that the body contains."""
-        return await self._bodies.read(self.content, LogRequest, use)
+        return await self.read(functools.partial(read_request, kind=LogRequest), use)
