@@ -22,7 +22,11 @@ MAX_DEPTH = 32
 MAX_MEMBERS, MAX_ITEMS = 128, 1024
 """For one object, and for one list. 800 optional properties take five seconds to compile, 2,000 take minutes."""
 MAX_TEXT = 256
-"""Characters of a name, a choice or a constant."""
+"""Characters of a name or any other text."""
+LITERALS = frozenset({"choice", "enum", "const"})
+MAX_LONG_LITERALS, MAX_LONG_LITERAL = 8, 2048
+"""Of choices and constants above `MAX_TEXT` characters. One alone is limited by MAX_BYTES only: 60,000 characters
+compile in half a second. Two of them with the same beginning take a minute."""
 MAX_LENGTHS = {"regex": 512, "pattern": 512, "whitespace_pattern": 512, "grammar": 2048}
 """Characters of a text that is parsed as an expression: 600 times `"a"?` take ten seconds to compile."""
 PROSE = frozenset({"description", "title", "default", "examples", "$comment"})
@@ -46,14 +50,20 @@ def check_grammars(body: dict[str, Any]) -> None:
 def check_field(field: str, text: bytes) -> None:
     """Checks one field. Cached, because an agent sends the same tools with each request."""
     value = msgspec.json.decode(text)
+    literals: list[tuple[str, int]] = []
     if field != "tools" or not isinstance(value, list):
-        check_document(field, value)
-        return
-    check_number(field, "tools", len(value), MAX_TOOLS)
-    check_number(field, "bytes", len(text), MAX_TOOLS_BYTES)
-    for index, tool in enumerate(value):
-        for place, schema in schemas_of(tool):
-            check_document(f"tools[{index}].{place}", schema)
+        check_document(field, value, literals)
+    else:
+        check_number(field, "tools", len(value), MAX_TOOLS)
+        check_number(field, "bytes", len(text), MAX_TOOLS_BYTES)
+        for index, tool in enumerate(value):
+            for place, schema in schemas_of(tool):
+                check_document(f"tools[{index}].{place}", schema, literals)
+    if len(literals) > 1:
+        for path, length in literals:
+            check_number(path, "characters", length, MAX_LONG_LITERAL)
+        what = f"choices and constants above {MAX_TEXT} characters"
+        check_number(field, what, len(literals), MAX_LONG_LITERALS)
 
 
 def schemas_of(tool: Any) -> Iterator[tuple[str, Any]]:
@@ -65,31 +75,35 @@ def schemas_of(tool: Any) -> Iterator[tuple[str, Any]]:
             yield "function.parameters", function.get("parameters")
 
 
-def check_document(path: str, value: Any) -> None:
+def check_document(path: str, value: Any, literals: list[tuple[str, int]]) -> None:
+    """Checks a schema or a field, and adds the paths and lengths of its long literals."""
     check_number(path, "bytes", len(msgspec.json.encode(value)), MAX_BYTES)
     if is_deeper(value, MAX_DEPTH):
         raise too_large(path, f"objects and arrays nest more than {MAX_DEPTH} times")
-    check_value(path, path, value)
+    check_value(path, path, value, literals)
 
 
-def check_value(path: str, name: str, value: Any) -> None:
+def check_value(path: str, name: str, value: Any, literals: list[tuple[str, int]]) -> None:
     """Checks the value of the member `name`, or an item of a list there, and all values inside it."""
     if isinstance(value, dict):
         check_number(path, "members", len(value), MAX_MEMBERS)
         for key, inner in value.items():
             check_number(path, "characters in a name", len(key), MAX_TEXT)
-            check_value(f"{path}.{key}", key, inner)
+            check_value(f"{path}.{key}", key, inner, literals)
     elif isinstance(value, list):
         check_number(path, "items", len(value), MAX_ITEMS)
         for index, inner in enumerate(value):
-            check_value(f"{path}[{index}]", name, inner)
+            check_value(f"{path}[{index}]", name, inner, literals)
     elif isinstance(value, str) and path in JSON_PATHS:
-        check_json(path, value)
+        check_json(path, value, literals)
+    elif isinstance(value, str) and name in LITERALS:
+        if len(value) > MAX_TEXT:
+            literals.append((path, len(value)))
     elif isinstance(value, str) and name not in PROSE:
         check_number(path, "characters", len(value), MAX_LENGTHS.get(name, MAX_TEXT))
 
 
-def check_json(path: str, text: str) -> None:
+def check_json(path: str, text: str, literals: list[tuple[str, int]]) -> None:
     check_number(path, "characters", len(text), MAX_BYTES)
     try:
         value = msgspec.json.decode(text)
@@ -99,7 +113,7 @@ def check_json(path: str, text: str) -> None:
         raise InvalidInput(
             f"{path} is not JSON: {error}", code="invalid_body", param=path
         ) from error
-    check_document(path, value)
+    check_document(path, value, literals)
 
 
 def check_number(path: str, what: str, number: int, limit: int) -> None:

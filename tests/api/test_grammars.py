@@ -58,12 +58,24 @@ HOSTILE = {
     "depth": nested(40),
     "members": {"type": "object", "properties": {f"p{i}": {} for i in range(200)}},
     "items": {"enum": list(range(2000))},
-    "constant": {"const": "x" * 300},
+    "constants": {"anyOf": [{"const": "x" * 60_000}, {"const": "x" * 300}]},
+    "many constants": {"enum": ["x" * length for length in range(300, 312)]},
     "pattern": {"type": "string", "pattern": "(ab?)*" * 100},
     "name": {"type": "object", "properties": {"x" * 300: {}}},
     "size": {"anyOf": [{"$comment": "x" * 1000} for _ in range(70)]},
-    "hidden in prose": {"description": {"const": "x" * 300}},
+    "hidden in prose": {"description": {"$id": "x" * 300}},
 }
+LONG = {
+    "one": {"const": "x" * 60_000},
+    "one of a list": {"enum": ["y" * 30_000, "x" * 256]},
+    "several": {"properties": {name: {"enum": [name * 2000]} for name in "abcdefgh"}},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_few_long_texts_can_be_demanded(name: str) -> None:
+    for body in places(LONG[name]):
+        check_grammars(body)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -81,11 +93,11 @@ def test_hostile_schemas_are_refused_at_every_place(name: str) -> None:
     [
         ("regex", "a?" * 300),
         ("grammar", "root ::= " + '"a"? ' * 600),
-        ("choice", ["yes", "n" * 300]),
+        ("choice", ["y" * 3000, "n" * 300]),
         ("choice", [str(each) for each in range(2000)]),
         ("whitespace_pattern", " ?" * 300),
         ("json", "[" * 50_000),
-        ("json", '{"const": NaN, "enum": ["' + "x" * 300 + '"]}'),
+        ("json", '{"const": NaN, "$id": "' + "x" * 300 + '"}'),
     ],
 )
 def test_structured_outputs_are_bounded_by_name(field: str, value: Any) -> None:
