@@ -351,8 +351,13 @@ def fail_setup(place: Place) -> None:
 
 
 def fail_engine(place: Place) -> None:
-    health = {"status": "ok", "engine": "failed", "detail": "no such model"}
-    place.server.on("GET", "/health", place.answer(body=health))
+    """The cause is for callers with a key."""
+
+    def health(request: Any) -> Any:
+        detail = "no such model" if "authorization" in request.headers else None
+        return place.answer(body={"status": "ok", "engine": "failed", "detail": detail})
+
+    place.server.on("GET", "/health", health)
 
 
 def never_listen(place: Place) -> None:
@@ -400,6 +405,17 @@ async def test_woken_cluster_is_stopped_again_and_a_running_one_left(place: Plac
     assert "`sky down art`" in caught.value.__notes__[0]
     assert "down" not in place.sky.calls
     await place.wait_for(lambda: not place.tunnels())
+
+
+async def test_failed_restart_says_that_the_server_was_ended(place: Place):
+    fail_engine(place)
+    place.sky.cluster, place.sky.jobs = Status.UP, {3: TASK_NAME}
+    with pytest.raises(art.ArtError, match=r"failed: The end of its log") as caught:
+        await launch_quickly()
+    assert "was not changed" in caught.value.__notes__[0]
+    with pytest.raises(art.ArtError, match="failed: no such model") as caught:
+        await launch_quickly(force_restart=True)
+    assert "lost its earlier server" in caught.value.__notes__[0]
 
 
 async def test_failure_to_give_back_is_said(place: Place, caplog: Any):

@@ -57,6 +57,7 @@ class SkyPilotBackend(Backend):
         self._launching: str | None = None
         """SkyPilot's request id of a running launch."""
         self._tunnel: Tunnel | None = None
+        self._has_ended_server = False
 
     @classmethod
     async def initialize_cluster(
@@ -100,6 +101,7 @@ class SkyPilotBackend(Backend):
             if job is None:
                 logger.info("cluster '%s': launching", cluster_name)
                 job = await backend._launch(task, tail_logs)
+                backend._connection.api_key = key  # /health has its details for callers with a key
             await backend._open_tunnel()
             await backend._wait_until_ready(job, start_timeout_seconds, tail_logs)
             if not is_new:
@@ -198,7 +200,8 @@ class SkyPilotBackend(Backend):
             return status
         health = Health.model_validate_json(reply)
         if health.engine == "failed":
-            raise ArtError(f"the engine on cluster '{self._cluster_name}' failed: {health.detail}")
+            detail = health.detail or await self._fetch_log_tail(job)
+            raise ArtError(f"the engine on cluster '{self._cluster_name}' failed: {detail}")
         return f"engine {health.engine}"
 
     async def _fetch_cluster_status(self) -> str | None:
@@ -212,6 +215,7 @@ class SkyPilotBackend(Backend):
         job = await self._find_server_job() if before == "UP" else None
         if job is not None and force_restart:
             await self._run_sky(self._sky.cancel, self._cluster_name, job_ids=[job])
+            self._has_ended_server = True
             return None
         return job
 
@@ -267,7 +271,8 @@ class SkyPilotBackend(Backend):
             logger.warning("cluster '%s': stopping it; if that fails, run: sky stop %s", name, name)
             await self._run_sky(self._sky.stop, name)
             return f"cluster '{name}' was stopped again and keeps its disk: `sky down {name}` gives it back"
-        return f"cluster '{name}' was not changed: see `sky logs {name}`; `sky down {name}` gives it back"
+        change = "lost its earlier server" if self._has_ended_server else "was not changed"
+        return f"cluster '{name}' {change}: see `sky logs {name}`; `sky down {name}` gives it back"
 
     async def _run_sky(self, request: Callable[..., str], *arguments: Any, **options: Any) -> Any:
         """The result of a SkyPilot request."""
