@@ -9,7 +9,6 @@ import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -109,17 +108,11 @@ class CallBody(ArtBody):
     groups: list[TrajectoryGroupBody] = Field(default=[], alias="trajectory_groups")
     split: str = "val"
     verbose: bool | int = False
+    _dropped: set[str] = set()
+    """The names of unknown fields of the trajectories that were set."""
 
-
-@dataclass(frozen=True)
-class Call:
-    body: CallBody
-    unknown: list[str]
-    """The names of fields of the body and its trajectories that are set and unknown."""
-
-    @property
-    def groups(self) -> list[TrajectoryGroupBody]:
-        return self.body.groups
+    def unknown(self) -> list[str]:
+        return [*super().unknown(), *sorted(self._dropped)]
 
 
 class DeleteFilesBody(ArtBody):
@@ -206,9 +199,9 @@ async def train_model(
     """The job is accepted before the answer begins, so it continues after the client disconnects."""
     digest = await raw.digest()
 
-    async def submit(call: Call) -> Job:
-        model = find_model(call.body.model, service, caller)
-        request, notes = read_train_request(call, service.device)
+    async def submit(body: CallBody) -> Job:
+        model = find_model(body.model, service, caller)
+        request, notes = read_train_request(body, service.device)
         log_notes(model.id, notes)
         return await service.submit(
             model, caller.owner, None, digest, lambda accept: accept(request), notes
@@ -227,10 +220,10 @@ async def train_model(
 async def log(
     raw: Annotated[RawBody, Depends(LargeBody(CallBody))], service: TheService, caller: TheCaller
 ) -> None:
-    async def write(call: Call) -> None:
-        model = find_model(call.body.model, service, caller)
-        log_notes(model.id, no_effect(call.unknown))
-        await service.log(model, checked(LogRequest, groups=call.groups, split=call.body.split))
+    async def write(body: CallBody) -> None:
+        model = find_model(body.model, service, caller)
+        log_notes(model.id, no_effect(body.unknown()))
+        await service.log(model, checked(LogRequest, groups=body.groups, split=body.split))
 
     await raw.read(read_call, write)
 
@@ -278,33 +271,32 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
     return requested, no_effect([*unknown, *others])
 
 
-def read_call(text: bytes) -> Call:
-    """A call with its trajectory groups, without their unknown fields.
+def read_call(text: bytes) -> CallBody:
+    """A call whose trajectories are without unknown fields.
 
     Raises:
-        InvalidInput: invalid fields, which the message names, or no strict JSON.
+        InvalidInput: from `read_groups`.
     """
-    unknown: set[str] = set()
+    dropped: set[str] = set()
 
     def reduce(text: bytes, kind: type[BaseModel]) -> bytes:
-        value, more = known_fields(decode(text), kind)
-        unknown.update(more)
-        return msgspec.json.encode(value)
+        return msgspec.json.encode(known_fields(decode(text), kind, dropped))
 
     body = read_groups(text, CallBody, "trajectory_groups", reduce)
-    return Call(body, [*body.unknown(), *sorted(unknown)])
+    body._dropped = dropped
+    return body
 
 
-def read_train_request(call: Call, device: Device) -> tuple[TrainRequest, list[str]]:
+def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, list[str]]:
     """The train request of a call, and a note for each option that has no effect. The model's `trainer_args` override
     the configuration, because NVIDIA's plugin drops them from the configuration that it sends.
 
     Raises:
         InvalidInput: no trajectories, or invalid values.
     """
-    body, unknown = call.body, list(call.unknown)
-    if not call.groups:
+    if not body.groups:
         raise InvalidInput(NO_TRAJECTORIES, code="no_trajectories", param="trajectory_groups")
+    unknown = body.unknown()
     config = TrainConfig(**ART_RATIO)
     settings = {"config": body.config, "dev_config": body.dev_config}
     if body.model.internal_config is not None:
@@ -316,22 +308,19 @@ def read_train_request(call: Call, device: Device) -> tuple[TrainRequest, list[s
             raise invalid_body(error) from error
         unknown += [f"{name}.{key}" for key in ignored]
     notes = read_settings(body.model, device)[1] + no_effect(unknown)
-    return checked(TrainRequest, groups=call.groups, config=config), notes
+    return checked(TrainRequest, groups=body.groups, config=config), notes
 
 
-def known_fields(value: Any, kind: type[BaseModel]) -> tuple[Any, set[str]]:
-    """A record of `kind` reduced to its known fields, and the names of the dropped fields that are set. The caller
-    validates the values."""
+def known_fields(value: Any, kind: type[BaseModel], dropped: set[str]) -> Any:
+    """A record of `kind`, not yet validated, without its unknown fields. Adds their names to `dropped` if they are set."""
     if not isinstance(value, dict):
-        return value, set()
-    fields = kind.model_fields
-    unknown = {f"{NAMES[kind]}[].{key}" for key in value.keys() - fields if value[key]}
-    known = {key: value[key] for key in fields if key in value}
+        return value
+    known = {key: value[key] for key in kind.model_fields if key in value}
+    dropped.update(f"{NAMES[kind]}[].{key}" for key in value.keys() - known if value[key])
     if isinstance(histories := known.get("additional_histories"), list):
-        pairs = [known_fields(history, HistoryBody) for history in histories]
-        known["additional_histories"] = [history for history, _ in pairs]
-        unknown.update(*(more for _, more in pairs))
-    return known, unknown
+        made = [known_fields(history, HistoryBody, dropped) for history in histories]
+        known["additional_histories"] = made
+    return known
 
 
 def given(options: Mapping[str, Any] | None) -> dict[str, Any]:
