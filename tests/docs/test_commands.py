@@ -20,9 +20,10 @@ from art_server.settings import ServerConfig
 from art_server.terminal import commands as terminal_commands
 from tests.docs.pages import HOWTO, PAGES, ROOT, blocks, commands
 
-PROGRAMS = {"art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "vllm"}
+PROGRAMS = {"art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "uv", "vllm"}
 """All that the pages call. `vllm` is in `tests/docs/engine`; `openssl` and `ssh` are not ours."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+UV = shutil.which("uv") or str(ROOT / ".build" / "uv" / "bin" / "uv")
 LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)")
 ROUTE = re.compile(r"^\| (GET|POST|PUT|DELETE) \| `([^`]+)` \|", re.MULTILINE)
 
@@ -60,7 +61,7 @@ def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "keys.txt").write_text(blocks("share-a-server.md", "text")[0])
     monkeypatch.chdir(tmp_path)
     found = [flags.parse(words) for words in calls("art-server")]
-    assert len(found) == 3
+    assert len(found) == 4
     (shared,) = (config for config in found if config.api_key_file is not None)
     assert [key.name for key in shared.api_keys] == ["alice", "bob", "agents"]
     assert shared.api_keys[2].scopes == {"infer"} and shared.api_keys[2].concurrent == 64
@@ -87,15 +88,20 @@ def test_curl_calls_routes() -> None:
         assert any(m == method and re.fullmatch(p, path) for m, p in routes), (method, path)
 
 
-def test_pip_and_hf_have_the_flags() -> None:
+def test_pip_uv_and_hf_have_the_flags() -> None:
     python = Path(sys.base_prefix) / "bin" / "python3"
-    programs = {"pip": [str(python), "-m", "pip"], "hf": [str(Path(sys.prefix) / "bin" / "hf")]}
-    for program, command in programs.items():
+    programs = {
+        "pip": ([str(python), "-m", "pip"], 1),
+        "uv": ([UV], 2),
+        "hf": ([str(Path(sys.prefix) / "bin" / "hf")], 1),
+    }
+    for program, (command, num_verbs) in programs.items():
+        is_there = shutil.which(command[0]) is not None
         if program == "pip" and subprocess.run([*command, "--version"], check=False).returncode:
-            continue
-        for words in calls(program):
+            is_there = False
+        for words in calls(program) if is_there else ():
             shown = subprocess.run(
-                [*command, words[0], "--help"], capture_output=True, text=True, check=True
+                [*command, *words[:num_verbs], "--help"], capture_output=True, text=True, check=True
             ).stdout
             used = {word for word in words if word.startswith("--")}
             assert used <= set(re.findall(r"--[a-z-]+", shown)), words
@@ -165,10 +171,9 @@ def test_the_pythons_are_those_of_the_package() -> None:
 )
 def test_the_client_has_packages_for_every_system(system: str) -> None:
     """And the server has not, for example on Windows."""
-    uv = shutil.which("uv") or str(ROOT / ".build" / "uv" / "bin" / "uv")
-    if not Path(uv).exists():
+    if not Path(UV).exists():
         pytest.skip("uv is not installed")
-    command = [uv, "pip", "compile", "--quiet", str(ROOT / "pyproject.toml"), "--python-version"]
+    command = [UV, "pip", "compile", "--quiet", str(ROOT / "pyproject.toml"), "--python-version"]
     command += ["3.12", "--only-binary", ":all:", "--python-platform", system]
     client = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert client.returncode == 0 and "httpx" in client.stdout, client.stderr
