@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from art.compat.options import ART_RATIO, apply_options
 from art.wire import (
@@ -99,13 +99,17 @@ class ModelBody(ArtBody):
     internal_config: InternalConfig | None = Field(default=None, alias="_internal_config")
 
 
+OPEN = WithJsonSchema({"type": "object", "additionalProperties": True})
+"""Unknown fields are dropped before the groups are validated."""
+
+
 class CallBody(ArtBody):
     """A call that concerns one model. Each route reads its own fields."""
 
     model: ModelBody
     config: dict[str, Any] | None = None
     dev_config: dict[str, Any] | None = None
-    groups: list[TrajectoryGroupBody] = Field(default=[], alias="trajectory_groups")
+    groups: list[Annotated[TrajectoryGroupBody, OPEN]] = Field([], alias="trajectory_groups")
     split: str = "val"
     verbose: bool | int = False
     _dropped: set[str] = set()
