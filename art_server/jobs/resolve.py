@@ -66,6 +66,9 @@ RAW_SAMPLING = {
 }
 """Sampling parameters under which the model's own distribution is the behaviour policy."""
 
+CHANGED_IDS = (
+    "the choice's token ids are not those that were sampled: keep the choice as the server sent it"
+)
 AMBIGUOUS = "samples with different prompts or tokens match the choice's text: keep the choice unchanged, with `art.id`"
 
 NO_TURN = "the trajectory holds no trainable turn"
@@ -374,10 +377,15 @@ class _Resolver:
             )
         turn = carried_tokens(choice, identity)
         recorded = self._recorded(identity) if identity is not None else None
-        if turn is not None and recorded is not None and recorded.token_ids == turn.token_ids:
-            turn = replace(recorded, prompt_token_ids=turn.prompt_token_ids, origin="ids")
+        if turn is not None and recorded is not None:
+            carried = (list(turn.prompt_token_ids), list(turn.token_ids))
+            if carried != (list(recorded.prompt_token_ids), list(recorded.token_ids)):
+                raise UnusableTurn(CHANGED_IDS)
+            turn = replace(recorded, origin="ids")
         turn = turn or recorded
-        if turn is None and entry is choice:
+        # Of a choice whose record is missing, the words alone would find a sibling's.
+        is_known = identity is None or logprob_values(choice) is not None
+        if turn is None and entry is choice and is_known:
             turn = self._found_by_words(choice, before.digest, seen)
         if turn is None:
             turn = self._rendered(choice, before.messages, before.tools)
@@ -437,6 +445,7 @@ class _Resolver:
             found = self._sources.find_text(answer_digest, logprobs, None)
             if not found and answer_digest == conversation.EMPTY_ANSWER:
                 found = self._find_by_logprobs(logprobs, before)
+        found = self._with_thinking_of(choice["message"], found)
         if not found:
             return None
         if any(match.choice_id in seen for match in found):
@@ -448,6 +457,20 @@ class _Resolver:
         fresh = [match for match in latest if match.choice_id not in self._taken]
         record = (fresh or latest)[0].load()
         return self._from_record(record) if record is not None else None
+
+    def _with_thinking_of(self, message: Message, found: Sequence[Match]) -> Sequence[Match]:
+        """The matches whose thinking is the message's, if it has any: digests of answers leave thinking out."""
+        told = message.get("reasoning") or message.get("reasoning_content")
+        if not isinstance(told, str):
+            return found
+        is_equal: dict[Hashable, bool] = {}
+        for match in found:
+            if match.tokens not in is_equal:
+                record = match.load()
+                text = self._sources.decode(record.token_ids) if record is not None else None
+                thinking = None if text is None else conversation.split_thinking(text)[0]
+                is_equal[match.tokens] = thinking is None or thinking.split() == told.split()
+        return [match for match in found if is_equal[match.tokens]]
 
     def _find_by_logprobs(self, logprobs: list[float], before: bytes) -> Sequence[Match]:
         """Finds a choice whose client dropped the tool calls, so that no text is left, by its log-probabilities alone.

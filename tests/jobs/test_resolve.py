@@ -240,6 +240,40 @@ def test_equal_short_answers_get_a_record_each() -> None:
     assert report.turns == {"ledger": 4}
 
 
+def test_a_choice_whose_record_is_missing_does_not_take_a_sibling_s() -> None:
+    """Both say the same, with other thinking that the digests leave out."""
+    sibling = record("c-1", [5], [6, 7], before=BEFORE)
+    lost = {**said_choice("yes"), "art": {"id": "c-0", "model": "p/a", "unrecorded": "a full disk"}}
+    kept = {**said_choice("yes"), "art": {"id": "c-1", "model": "p/a"}}
+    batch, report = run(
+        [[QUESTION, lost], [QUESTION, kept]],
+        find={"c-1": sibling}.get,
+        given=found_in([sibling]),
+    )
+    assert [len(t.sequences) for t in batch.groups[0].trajectories] == [0, 1]
+    assert "not in the ledger" in report.dropped[0].reason
+    own = {**lost, "logprobs": said_choice("yes", [-0.5, -0.5])["logprobs"]}
+    batch, _ = run([[QUESTION, own]], given=found_in([sibling]))
+    assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_words_with_thinking_find_the_sample_of_that_thinking(field: str) -> None:
+    texts = {(6, 8): "<think>\none\n</think>\nyes", (7, 8): "<think>\ntwo</think>yes"}
+    records = [record(f"c-{i}", [5], list(each), before=BEFORE) for i, each in enumerate(texts)]
+    given = {**found_in(records), "decode": lambda tokens: texts[tuple(tokens)]}
+
+    def thought(text: str) -> list[dict[str, Any]]:
+        answer = said_choice("yes")
+        answer["message"][field] = text
+        return [QUESTION, answer]
+
+    batch, report = run([thought("two"), thought("one"), thought("three")], given=given)
+    found = [[s.token_ids for s in t.sequences] for t in batch.groups[0].trajectories]
+    assert found == [[[5, 7, 8]], [[5, 6, 8]], []]
+    assert "not in the ledger" in report.dropped[0].reason
+
+
 def test_words_without_log_probabilities_count_only_in_their_conversation() -> None:
     elsewhere = record("c-0", [5], [6], before=conversation.prefix_digests([{"role": "user"}])[-1])
     with pytest.raises(InvalidInput, match="not in the ledger"):
@@ -334,7 +368,7 @@ def test_a_turn_that_saw_an_image_is_not_trained(config: TrainConfig) -> None:
 
 def test_why_a_turn_could_not_be_joined_is_counted() -> None:
     first, second = choice([1, 2], [3, 4], "c-0"), choice([1, 2, 4, 5], [6], "c-1")
-    dropped = dataclasses.replace(record("c-1", [1], [6]), link="dropped")
+    dropped = dataclasses.replace(record("c-1", [1, 2, 4, 5], [6]), link="dropped")
     _, report = run([[first, second]], find=lambda key: dropped if key == "c-1" else None)
     assert report.continuations == {"dropped": 1}
     _, report = run([[first, choice([1, 2, 3, 4, 5], [6], "c-2"), choice([9], [9], "c-3")]])
@@ -581,6 +615,15 @@ def test_carried_ids_take_the_figures_of_their_record() -> None:
     (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.logprobs, report.turns) == ([None, -0.1, -0.2], {"ids": 1})
     assert row.distributions == [-1, 0, 0] and batch.distributions[0].temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    "changed", [choice([7], [2, 3], "c-0"), choice([1], [2], "c-0"), choice([1], [4, 5], "c-0")]
+)
+def test_carried_ids_that_contradict_their_record_are_dropped(changed: dict[str, Any]) -> None:
+    _, report = run([[choice([1], [2, 3])], [changed]], find=lambda _: record("c-0", [1], [2, 3]))
+    assert report.turns == {"ids": 1}
+    assert "not those that were sampled" in report.dropped[0].reason
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"presence_penalty": 0.5}])
