@@ -92,9 +92,11 @@ async def stream_events(
                 keeps = inference.api == "chat" and inference.session is not None
                 while chunk := await response.content.readany():
                     events, rest = take_events(rest + chunk)
+                    if not events:
+                        continue
                     if ERROR_EVENT in events:
                         await service.check_engine()
-                    is_begun = is_begun or bool(events)
+                    is_begun = True
                     if not inference.has_choices:
                         name_calls(events, opened, 0)
                     if keeps:

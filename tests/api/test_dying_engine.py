@@ -1,5 +1,7 @@
 """vLLM's API process outlives its engine core for a moment, in which it answers every request with an error."""
 
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 
 import art
 from art_server import relay
+from art_server.api.streaming import answer_stream
+from art_server.errors import Unavailable
 from tests.server.served import Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -55,3 +59,40 @@ async def test_an_error_of_a_living_engine_is_passed_on(tmp_path: Path) -> None:
 
 async def _true() -> bool:
     return True
+
+
+class Parts:
+    """A response of vLLM whose connection breaks behind its parts."""
+
+    def __init__(self, *parts: bytes):
+        self.status, self.content, self._parts = 200, self, list(parts)
+
+    async def readany(self) -> bytes:
+        if not self._parts:
+            raise relay.EngineLost
+        return self._parts.pop(0)
+
+
+async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
+    """The engine dies behind it, and the second try is refused: the client gets the refusal, not an empty 200."""
+
+    class Service:
+        num_calls = 0
+
+        @contextlib.asynccontextmanager
+        async def relay(self, inference: Any, request_id: str) -> AsyncIterator[Any]:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise Unavailable("the engine could not be started", code="engine_failed")
+            yield Parts(b'data: {"id":"x","choi'), None
+
+        async def was_engine_killed(self) -> bool:
+            return True
+
+    inference = relay.InferenceRequest(
+        *("chat", "/v1/chat/completions", "p/a", {}, {}, "me", None, None, None, [], b"", True)
+    )
+    service: Any = Service()
+    response = await answer_stream(service, inference)
+    assert (response.status_code, service.num_calls) == (503, 2)
+    assert b"could not be started" in response.body
