@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,12 @@ class RecordReceiver:
         try:
             self._on_samples(samples)
         except Exception as error:
-            if len(samples) > 1:  # one of them is at fault: record each alone
+            is_of_disk = isinstance(error, sqlite3.OperationalError)  # full, locked...
+            if len(samples) > 1 and not is_of_disk:  # one of them is at fault: record each alone
                 for sample in samples:
                     self._take([sample])
-            else:
-                (lost,) = samples
+                return
+            for lost in samples:
                 self._on_lost(lost.request_id, lost.index, lost.sampling.get("n", 1), error)
 
     def _lose(self, line: bytes | bytearray, error: Exception) -> None:

@@ -85,6 +85,8 @@ class Ledger:
         self._lock = threading.RLock()
         self._storage = Storage(file)
         self._open: dict[str, OpenRequest] = {}
+        self._unanswered: list[int] = []
+        """The numbers of prompts whose requests ended without a record, for `prune`."""
         self._fill_index()
 
     def close(self) -> None:
@@ -138,8 +140,6 @@ class Ledger:
         unknown requests are ignored."""
         made: list[tuple[OpenRequest, int, Record]] = []
         with self._lock, contextlib.ExitStack() as undo:
-            # After a rollback SQLite reuses prompt numbers that the index in memory still holds, so rebuild it.
-            undo.callback(self._fill_index)
             with transaction(self._storage.db):
                 for request_id, index, position, sample in samples:
                     opened = self._open.get(request_id)
@@ -149,6 +149,8 @@ class Ledger:
                     if sample.rendered is not None and (
                         taken is None or taken.token_ids != sample.rendered
                     ):
+                        # After a rollback SQLite reuses prompt numbers that the index in memory still holds.
+                        undo.callback(self._fill_index)
                         # A first turn, or a turn whose spliced prompt left no room: the rendering was sampled from.
                         opened.prompts[position] = self._make_prompt(
                             opened.request, sample.rendered, is_rendered=True
@@ -461,12 +463,30 @@ class Ledger:
                 "DELETE FROM calls WHERE number <= (SELECT MAX(number) FROM calls) - ?",
                 (NAMED_CALLS,),
             )
+        while self._prune_prompts():
+            pass
         dropped = 0
         while part := self._prune_some():
             dropped += part
         if dropped:
             logger.info("ledger: %d records deleted by age or size", dropped)
         return dropped
+
+    def _prune_prompts(self) -> bool:
+        """Deletes some of the prompts that no answer followed, before records are deleted because of the size."""
+        with self._lock:
+            some, self._unanswered = (
+                self._unanswered[:PRUNED_AT_A_TIME],
+                self._unanswered[PRUNED_AT_A_TIME:],
+            )
+            if some:
+                self._storage.drop_prompts(some, self._used_prompts())
+            return bool(some)
+
+    def _used_prompts(self) -> list[int]:
+        """The numbers of the prompts of open requests."""
+        opened = list(self._open.values())
+        return [prompt.number for each in opened for prompt in each.prompts.values()]
 
     def _prune_some(self) -> int:
         now = clock.now()
@@ -486,9 +506,7 @@ class Ledger:
                 tenth = max(1, (newest - oldest[0][0]) // 10) if oldest else 0
                 doomed = [number for number, _ in oldest[:tenth]]
             if doomed:
-                opened = list(self._open.values())
-                used = [prompt.number for each in opened for prompt in each.prompts.values()]
-                self._storage.drop(doomed, used)
+                self._storage.drop(doomed, self._used_prompts())
             return len(doomed)
 
 
@@ -519,6 +537,8 @@ class OpenRequest:
 
     def __exit__(self, *_: object) -> None:
         self.ledger._open.pop(self.request.request_id, None)
+        if not self.records:
+            self.ledger._unanswered += [prompt.number for prompt in self.prompts.values()]
 
     def add(self, index: int, record: Record) -> None:
         self.records[index] = record

@@ -386,10 +386,7 @@ class Storage:
                 )
             self.db.execute(f"DELETE FROM records WHERE choice_id {IN_LIST}", (choices,))
             self.db.execute(f"DELETE FROM prompts WHERE parent {IN_LIST}", (choices,))
-            self.db.execute(
-                f"DELETE FROM prompts WHERE number {IN_LIST} AND NOT number {IN_LIST} AND {WITHOUT_RECORD}",
-                (prompts, in_use),
-            )
+            self._drop_unused(prompts, in_use)
             self.db.execute(
                 f"DELETE FROM turns WHERE request_id {IN_LIST} AND NOT EXISTS (SELECT 1 FROM records WHERE"
                 " choice_id > turns.request_id || '-' AND choice_id < turns.request_id || '.')",
@@ -402,6 +399,17 @@ class Storage:
             )
         self.forget()
         self._sets.clear()
+
+    def drop_prompts(self, numbers: Sequence[int], used_prompts: Iterable[int]) -> None:
+        """Deletes those of the prompts that have no record, except `used_prompts`."""
+        self._drop_unused(json.dumps(list(numbers)), json.dumps(list(used_prompts)))
+        self.forget()
+
+    def _drop_unused(self, numbers: str, in_use: str) -> None:
+        self.db.execute(
+            f"DELETE FROM prompts WHERE number {IN_LIST} AND NOT number {IN_LIST} AND {WITHOUT_RECORD}",
+            (numbers, in_use),
+        )
 
 
 def signed(hashed: int) -> int:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from art_server import clock
+from art_server.background import Background
 from art_server.ledger import conversation
+from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
 from art_server.shared.kept_set import pack_set
@@ -184,6 +186,47 @@ def test_a_prompt_that_is_with_the_engine_is_not_pruned(tmp_path: Path) -> None:
     ledger._storage._prompts.clear()
     found = ledger.find(f"{REQUEST.request_id}-0")
     assert found is not None and found.prompt_token_ids == [1, 2, 3]
+
+
+def test_prompts_of_abandoned_requests_cost_no_records(tmp_path: Path) -> None:
+    """A client that gives up leaves a prompt without an answer. Their size does not drive out records."""
+    ledger = Ledger(tmp_path / "l.sqlite", Retention(max_bytes=300_000))
+    kept = [add(ledger, number, [1, number]) for number in range(10)]
+    for number in range(100, 150):
+        made = dataclasses.replace(REQUEST, request_id=f"{number:032x}")
+        with ledger.open_request(made):
+            ledger.take_prompt(made.request_id, 0, list(range(number, number + 8000)))
+    with ledger.open_request(REQUEST) as opened:
+        ledger.take_prompt(REQUEST.request_id, 0, [5, 6])
+        assert ledger._storage.size() > 300_000
+        assert ledger.prune() == 0
+        assert all(ledger.find(choice) is not None for choice in kept)
+        (left,) = ledger._storage.db.execute("SELECT COUNT(*) FROM prompts").fetchone()
+        assert left == 11
+        ledger.take_samples([(REQUEST.request_id, 0, 0, sample())])
+        assert opened.records[0].prompt_token_ids == [5, 6]
+
+
+def test_a_database_that_is_locked_costs_its_records_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is rebuilt only if a prompt of the transaction is undone, and a batch is tried once."""
+    ledger = Ledger(tmp_path / "l.sqlite")
+    rebuilt: list[None] = []
+    monkeypatch.setattr(ledger, "_fill_index", lambda: rebuilt.append(None))
+    first = dataclasses.replace(sample(), rendered=[1, 2], request_id=REQUEST.request_id)
+    samples = [first, dataclasses.replace(first, index=1)]
+    with (
+        ledger.open_request(REQUEST) as opened,
+        contextlib.closing(sqlite3.connect(tmp_path / "l.sqlite", isolation_level=None)) as other,
+    ):
+        other.execute("BEGIN IMMEDIATE")
+        Intake(ledger, Background()).receiver()._take(samples)
+        assert opened.lost == dict.fromkeys((0, 1), "database is locked") and not rebuilt
+        other.execute("ROLLBACK")
+        broken = dataclasses.replace(first, index=2, logprobs=[])
+        Intake(ledger, Background()).receiver()._take([first, broken])
+        assert opened.records.keys() == {0} and "log-probability" in opened.lost[2]
 
 
 def test_the_number_of_a_pruned_prompt_is_not_given_again(tmp_path: Path) -> None:
