@@ -521,7 +521,10 @@ class _Resolver:
         self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool
     ) -> list[int]:
         made = [conversation.for_engine(message) for message in messages]
-        return self._sources.render(made, tools, has_header)
+        try:
+            return self._sources.render(made, tools, has_header)
+        except InvalidInput as error:  # the chat template refuses it
+            raise UnusableTurn(error.message) from error
 
     def _written(
         self, message: Message, messages: list[Message], tools: list[dict[str, Any]] | None

@@ -335,6 +335,16 @@ def test_text_with_log_probabilities_is_rendered_when_the_tokens_are_as_many() -
         run([[QUESTION, said_choice("yes or", [-0.1] * 5)]])
 
 
+def test_a_conversation_that_the_template_refuses_is_one_dropped_turn() -> None:
+    def refuse(*_: Any) -> list[int]:
+        raise InvalidInput("roles must alternate", code="cannot_render")
+
+    entries = [QUESTION, said_choice("one two", [-0.5, -0.5], tokens=True)]
+    _, report = run([[choice([1], [2])], entries], given={"render": refuse})
+    assert report.turns == {"ids": 1} and "roles must alternate" in report.dropped[0].reason
+    assert report.dropped[0].examples == ["groups[0].trajectories[1].messages_and_choices[1]"]
+
+
 def test_plain_messages_train_only_on_request() -> None:
     entries = [QUESTION, {"role": "assistant", "content": "yes"}]
     with pytest.raises(InvalidInput):
