@@ -89,6 +89,9 @@ class Registration:
 
     async def _write_first_step(self, record: ModelRecord) -> None:
         folder = self._registry.folder(record.project, record.name)
+        if not folder.exists() and folder.steps() == [0]:
+            # A registration was cut off, perhaps one with another adapter shape.
+            await asyncio.to_thread(folder.remove_steps, [0])
         if folder.newest_step() is not None:
             return
         temporary = await asyncio.to_thread(folder.new_checkpoint_dir)

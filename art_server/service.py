@@ -32,6 +32,8 @@ class Service:
         engine, trainer, gate = processes.engine, processes.trainer, processes.gate
         self.device: Device = processes.machine.kind
         self._registry = registry = Registry(config.path)
+        for model in registry.with_broken_steps:  # their numbers will be used again
+            processes.ledger.forget_steps(model.record.project, model.record.name, model.step)
         self._queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs)
         self._base = BaseLoader(config, processes, self._queue)
         making = asyncio.Lock()

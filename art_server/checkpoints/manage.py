@@ -200,6 +200,7 @@ class Checkpoints:
         """
         async with self.changed(model.id):
             model = self._registry.get(model.record.project, model.record.name)
+            await self._while_idle(model, lambda: None)
             steps = model.folder.steps()
             if any(self._gate.uses(model.adapter_name(step)) for step in steps):
                 raise Conflict(
@@ -207,13 +208,13 @@ class Checkpoints:
                     code="in_use",
                     param="name",
                 )
-            with contextlib.ExitStack() as on_failure:
-                self._registry.remove(model)
-                on_failure.callback(self._registry.restore, model)
+            model.is_leaving = True  # these waits can be as long as another model's step
+            try:
                 await self._unload(model, steps)
                 await self._engine.forget_prompts()
                 grave = await self._while_idle(model, lambda: self._bury(model))
-                on_failure.pop_all()
+            finally:
+                model.is_leaving = False
             await asyncio.to_thread(shutil.rmtree, grave)
         logger.info("%s was deleted", model.id)
 
@@ -239,11 +240,15 @@ class Checkpoints:
             )
         # Before the folders change: a server that dies in between has only forgotten who sampled what.
         self._ledger.forget_steps(model.record.project, model.record.name, after=step)
+        self._queue.forget_keys(model.record.project, model.record.name, after=step)
         model.folder.roll_back(step)
 
     def _bury(self, model: Model) -> Path:
         self._ledger.forget_steps(model.record.project, model.record.name)
-        return model.folder.bury()
+        self._queue.forget_keys(model.record.project, model.record.name)
+        grave = model.folder.bury()
+        self._registry.remove(model)
+        return grave
 
 
 @contextlib.contextmanager

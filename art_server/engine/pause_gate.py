@@ -70,6 +70,7 @@ class PauseGate:
                 while not self._open.is_set():
                     await self._open.wait()
                     await asyncio.sleep(0 if is_first else HEAD_START_SECONDS)
+                    is_first = True  # where jobs follow one another, the gate is open for less than a head start
         except TimeoutError as error:
             if self._open.is_set():  # the limit ended during the head start
                 return

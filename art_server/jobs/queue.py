@@ -330,6 +330,15 @@ class JobQueue:
                 )
             yield
 
+    def forget_keys(self, project: str, name: str, after: int = -1) -> None:
+        """Lets the keys of a model's ended jobs name new jobs, if their steps later than `after` go."""
+        with self._lock:
+            self._db.execute(
+                "UPDATE jobs SET idempotency_key = NULL WHERE project = ? AND name = ?"
+                f" AND state IN {ENDED} AND (target_step > ? OR ? < 0)",
+                (project, name, after, after),
+            )
+
     def batch(self, job_id: str) -> bytes:
         """JSON of the job's `shared.tasks.Batch`."""
         return zlib.decompress(self.packed_batch(job_id))

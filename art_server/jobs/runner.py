@@ -491,7 +491,7 @@ class JobRunner:
                 notes=done.notes,
                 environment=done.environment,
             )
-            await asyncio.to_thread(model.folder.commit_checkpoint, temporary, record)
+            await run_whole(model.folder.commit_checkpoint, temporary, record)
             if self._owner is not None:
                 self._move(job, "load")
                 await self._engine.wake_weights()
@@ -663,6 +663,16 @@ class JobRunner:
         """Wakes everything that waits for a change of any job."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+async def run_whole(change: Callable[..., object], *arguments: object) -> None:
+    """Runs a change of files in a thread. A cancelled caller waits for its end, so that nobody cleans up under it."""
+    running = asyncio.ensure_future(asyncio.to_thread(change, *arguments))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 def seed_of(model: Model, step: int) -> int:

@@ -16,9 +16,9 @@ import signal
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -39,6 +39,8 @@ from art_server.shared.tasks import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ANSWER = TypeAdapter[Ready | Progress | Done | Failed](Answer)
 
@@ -179,7 +181,8 @@ class TrainerProcess:
                 on_failure.push_async_callback(self.stop)
                 self._is_training = task.kind == "train"
                 on_failure.callback(setattr, self, "_is_training", False)
-                await _send(process, _task_line(task, batch))
+                # A process that does not read leaves a large batch in the pipe.
+                await self._in_time(_send(process, _task_line(task, batch)))
                 while True:
                     answer = await self._receive_in_time(process)
                     if isinstance(answer, Done | Failed):
@@ -204,21 +207,29 @@ class TrainerProcess:
         """The next answer of the process.
 
         Raises:
-            TrainerDied: the process ended, or sent nothing for much longer than its longest pause.
+            TrainerDied: the process ended or hung.
+        """
+        started = time.monotonic()
+        answer = await self._in_time(self._receive(process))
+        self._longest_pause = max(self._longest_pause, time.monotonic() - started)
+        return answer
+
+    async def _in_time(self, exchange: Awaitable[T]) -> T:
+        """The result of an exchange with the process.
+
+        Raises:
+            TrainerDied: it took much longer than the process's longest pause.
         """
         limit = FIRST_PROGRESS_SECONDS
         if self._has_trained:
             limit = max(SHORTEST_LIMIT_SECONDS, TIMES_ITS_PACE * self._longest_pause)
-        started = time.monotonic()
         try:
             async with asyncio.timeout(limit):
-                answer = await self._receive(process)
+                return await exchange
         except TimeoutError as error:
             raise TrainerDied(
                 f"the trainer process was ended: it showed no progress for {limit:.0f} s; its last log lines:\n{self._log.tail()}"
             ) from error
-        self._longest_pause = max(self._longest_pause, time.monotonic() - started)
-        return answer
 
     async def stop(self) -> None:
         """Kills the process and its children; a running task ends with TrainerDied."""

@@ -220,16 +220,16 @@ class ModelFolder:
 
     def roll_back(self, step: int) -> None:
         """Sets the later steps, their history rows and rollouts aside. After a crash a second call completes it."""
-        for later in reversed(self.steps()):
-            if later > step:
-                self.set_aside(later, "rolled-back")
         with _history_lock:
             rows = self.history()
             later_rows = [row for row in rows if row.get("step", 0) > step]
             for row in later_rows:
-                files.append_line(self.path / "history.rolled-back.jsonl", row)
+                self._set_row_aside(row)
             if later_rows:
                 self._write_history([row for row in rows if row.get("step", 0) <= step])
+        for later in reversed(self.steps()):
+            if later > step:
+                self.set_aside(later, "rolled-back")
         for folder in ("trajectories", "tokens"):
             for file in (self.path / folder).rglob("*.*"):
                 number, _, ending = file.name.partition(".")
@@ -303,8 +303,16 @@ class ModelFolder:
                 return
             rows = self.history()
             place = max(place for place, each in enumerate(rows) if each.get("step") == step)
-            rows[place] = merged_row(rows[place], row)
+            if None in (job_id, rows[place].get("job_id")):
+                rows[place] = merged_row(rows[place], row)
+            else:  # another job made a step of this number, which was lost
+                self._set_row_aside(rows[place])
+                rows[place] = row
             self._write_history(rows)
+            known.add(row)
+
+    def _set_row_aside(self, row: dict[str, Any]) -> None:
+        files.append_line(self.path / "history.rolled-back.jsonl", row)
 
     def _known_rows(self, file: Path) -> "_Rows":
         """What the history has rows for. Reads the file only if its size changed: it may have thousands of rows."""

@@ -34,6 +34,8 @@ class Model:
     step: int
     deleting: set[int] = field(default_factory=set)
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
+    is_leaving: bool = False
+    """The model is being deleted. No request for inference resolves to it."""
     _ranking: "_Ranking | None" = field(default=None, repr=False, compare=False)
 
     @property
@@ -104,15 +106,20 @@ class Registry:
     def __init__(self, root: Path):
         self._root = root.absolute()
         self._models: dict[tuple[str, str], Model] = {}
+        self.with_broken_steps: list[Model] = []
+        """Models whose newest step was set aside, because it was broken."""
         for models_dir in self._root.glob("*/models"):
             files.clear_temporary(models_dir)
             files.clear_graves(models_dir)
         for folder in list_model_folders(self._root):
             folder.clear_temporary()
             files.clear_graves(folder.checkpoints_dir)
-            newest = folder.newest_whole_step()
+            before, newest = folder.newest_step(), folder.newest_whole_step()
             if newest is not None:
-                self._models[folder.project, folder.name] = Model(folder, folder.read(), newest)
+                model = Model(folder, folder.read(), newest)
+                self._models[folder.project, folder.name] = model
+                if newest != before:
+                    self.with_broken_steps.append(model)
             else:
                 logger.error(
                     "MODEL %s/%s HAS NO WHOLE CHECKPOINT: it is not served",
@@ -124,8 +131,10 @@ class Registry:
         """The models that a caller may see: those of `projects` (None: all), of these only `only` if it is given."""
         return [
             model
-            for (project, _), model in self._models.items()
-            if (projects is None or project in projects) and only in (None, model.id)
+            for model in list(self._models.values())  # a thread deletes models
+            if (projects is None or model.record.project in projects)
+            and only in (None, model.id)
+            and not model.is_leaving
         ]
 
     def find(self, project: str, name: str) -> Model | None:
@@ -161,12 +170,8 @@ class Registry:
         return model
 
     def remove(self, model: Model) -> None:
-        """Removes a model, so that no request resolves to it. Its folder stays."""
+        """Removes a model whose folder is gone."""
         del self._models[model.record.project, model.record.name]
-
-    def restore(self, model: Model) -> None:
-        """Undoes `remove`."""
-        self._models[model.record.project, model.record.name] = model
 
     def resolve(
         self,

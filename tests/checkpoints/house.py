@@ -110,10 +110,10 @@ class House:
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7623", **options)
 
-    def add_job(self, name: str = "a") -> str:
+    def add_job(self, name: str = "a", key: str | None = None) -> str:
         payload = Payload.make(Batch(groups=[]), [])
         return self.queue.add(
-            "me", "p", name, None, name, TrainConfig(), payload, JobReport()
+            "me", "p", name, key, "digest", TrainConfig(), payload, JobReport()
         ).job_id
 
 

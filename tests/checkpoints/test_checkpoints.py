@@ -325,6 +325,51 @@ async def test_jobs_refuse_rollback_and_deletion(tmp_path: Path, tiny_adapter: P
         assert (await post(here, "rollback", {"step": 1})).status_code == 200
 
 
+async def test_a_deletion_leaves_jobs_alone(tmp_path: Path, tiny_adapter: Path) -> None:
+    """It waits for another model's step. Meanwhile jobs find the model, and requests for inference do not."""
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    async with house(tmp_path) as here, here.client() as http:
+        here.engine.holds("p/a@1")
+        here.engine.may_unload.clear()
+        job = here.add_job()
+        async with asyncio.timeout(5):  # at once
+            assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
+        here.queue.set_done(job, {}, here.queue.get(job).report)
+        deleting = asyncio.create_task(http.delete(MODEL))
+        await until(lambda: bool(here.engine.asked))
+        with pytest.raises(NotFound):
+            here.registry.resolve("a", "art/tiny", None)
+        job = here.add_job()
+        assert here.registry.get("p", "a").step == 1
+        here.engine.may_unload.set()
+        assert (await deleting).json()["error"]["code"] == "jobs_pending"
+        assert (folder.steps(), here.registry.resolve("a", "art/tiny", None).step) == ([0, 1], 1)
+        here.queue.set_done(job, {}, here.queue.get(job).report)
+        assert (await http.delete(MODEL)).status_code < 300
+        assert here.registry.find("p", "a") is None and not folder.path.exists()
+
+
+async def test_a_key_of_a_step_that_is_gone_can_be_used_again(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here, here.client() as http:
+        for step in (1, 2):
+            job = here.add_job(key=f"batch {step}")
+            here.queue.set_running(job, step)
+            here.queue.set_done(job, {}, here.queue.get(job).report)
+
+        def keys() -> list[int | None]:
+            found = [here.queue.find_key("p", "a", f"batch {step}", "digest") for step in (1, 2)]
+            return [job.target_step for job in found if job is not None]
+
+        assert keys() == [1, 2]
+        assert (await post(here, "rollback", {"step": 1})).status_code == 200
+        assert keys() == [1]
+        assert (await http.delete(MODEL)).status_code < 300
+        assert keys() == []
+
+
 async def test_a_rollback_waits_for_requests_and_new_ones_get_the_earlier_step(
     tmp_path: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from art.wire import LoRAConfig, RegisterRequest
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.errors import StorageFull
+from art_server.shared.tasks import Done, InitTask
 from art_server.store import files
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
-from tests.checkpoints.house import add_model
+from art_server.trainer.checkpoint import check_checkpoint, write_first_checkpoint
+from tests.checkpoints.house import House, add_model, commit, house
+
+pytestmark = pytest.mark.anyio
 
 
 def spoil(file: Path) -> None:
@@ -96,3 +103,58 @@ def test_what_a_killed_server_was_deleting_is_deleted_at_the_next_start(
     assert [model.id for model in registry.all()] == ["p/a"]
     assert [entry.name for entry in (tmp_path / "p" / "models").iterdir()] == ["a"]
     assert [entry.name for entry in folder.checkpoints_dir.iterdir()] == ["0001"]
+
+
+def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    folder.add_history(2, {"val/reward": 0.9})
+    spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
+    registry = Registry(tmp_path)
+    assert [model.id for model in registry.with_broken_steps] == ["p/a"]
+    folder.add_history(1, {"val/reward": 0.5})
+    commit(folder, tiny_adapter, 2)
+    for _ in range(2):  # the second is that of a server that was killed
+        folder.add_history(2, {"train/reward": 0.3}, "another job")
+    row = folder.history()[-1]
+    assert (row["job_id"], row["train/reward"], "val/reward" in row) == ("another job", 0.3, False)
+    assert registry.get("p", "a").best_step() == 1
+    (lost,) = files.read_lines(folder.path / "history.rolled-back.jsonl")
+    assert (lost["job_id"], lost["val/reward"]) == ("job 2", 0.9)
+    folder.add_history(2, {"val/reward": 0.6})
+    assert folder.history()[-1]["val/reward"] == 0.6 and registry.get("p", "a").best_step() == 2
+
+
+async def test_a_registration_that_was_cut_off_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step 0 may have another adapter shape."""
+
+    class Trainer:
+        async def run(self, task: InitTask) -> Done:
+            write_first_checkpoint(str(TINY_DIR), task.lora, task.seed, Path(task.out_dir))
+            return Done(metrics={})
+
+    async def register(here: House, rank: int) -> None:
+        here.service._registration._trainer = Trainer()  # type: ignore[assignment]
+        shape = LoRAConfig(rank=rank)
+        request = RegisterRequest(project="p", name="a", base_model="art/tiny", lora=shape)
+        await here.service.register(request, {})
+
+    def fill(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with house(tmp_path) as here:
+        monkeypatch.setattr(here.service._registration._base, "load", _tiny)
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelFolder, "create", fill)
+            with pytest.raises(StorageFull):
+                await register(here, rank=16)
+        await register(here, rank=4)
+        folder = here.registry.get("p", "a").folder
+        check_checkpoint(str(TINY_DIR), LoRAConfig(rank=4), folder.checkpoint_dir(0))
+
+
+async def _tiny(*_: object) -> BaseModel:
+    return BaseModel("art/tiny", TINY_DIR)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.shared.tasks import Batch, TrainTask
-from art_server.store.model_folder import CheckpointRecord, ModelRecord
+from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
 
@@ -342,6 +343,36 @@ async def test_a_failed_attempt_leaves_no_files(
         await house.until(lambda: house.runner._holds)
         assert house.state(job) != "done"
         assert not await asyncio.to_thread(lambda: list(tmp_path.rglob(".*.tmp")))
+
+
+async def test_a_server_that_stops_during_a_commit_lets_it_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread goes on after the cancellation, and its files must not be cleaned up under it."""
+    begun, may_end = threading.Event(), threading.Event()
+    commit = ModelFolder.commit_checkpoint
+
+    def slow(*given: Any) -> None:
+        begun.set()
+        may_end.wait(SECONDS)
+        commit(*given)
+
+    async with running(tmp_path, "a") as house:
+        monkeypatch.setattr(ModelFolder, "commit_checkpoint", slow)
+
+        async def fill(task: TrainTask) -> None:
+            (Path(task.out_dir) / "weights").write_bytes(b"x")
+
+        house.trainer.events = [fill]
+        house.add_job("a")
+        await house.until(begun.is_set)
+        stopping = asyncio.create_task(house.background.stop())
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        may_end.set()
+        await stopping
+        folder = house.registry.get("p", "a").folder
+        assert (folder.checkpoint_dir(1) / "weights").exists() and folder.fault(1) is None
 
 
 async def test_events_are_numbered_and_taken_up_behind_a_number(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """TrainerProcess against a fake worker that speaks the protocol and starts at once."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -267,6 +269,23 @@ async def test_a_process_that_shows_nothing_for_much_longer_than_its_pace_is_end
             await trainer.run(training("hang"))
     await trainer.run(order("b"))
     assert trainer.pid not in (None, first)
+    await trainer.stop()
+
+
+async def test_a_process_that_reads_no_batch_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process takes as much as the pipe holds."""
+    monkeypatch.setattr(process_module, "SHORTEST_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(process_module, "TIMES_ITS_PACE", 0)
+    trainer = make_trainer(tmp_path)
+    await trainer.run(training("a"))
+    assert trainer.pid is not None
+    os.kill(trainer.pid, signal.SIGSTOP)
+    task = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="a", config=TrainConfig())
+    with pytest.raises(TrainerDied, match="showed no progress for"):
+        async with asyncio.timeout(30):
+            await trainer.run(task, batch=b" " * 4_000_000 + b'{"groups":[]}')
     await trainer.stop()
 
 
