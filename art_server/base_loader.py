@@ -13,7 +13,7 @@ from art_server.base_models import BaseModel, find_base_model
 from art_server.device.figures import read_figures
 from art_server.device.model_size import read_model_size
 from art_server.device.plan import Card, Demand, Plan, make_plan
-from art_server.errors import Conflict, InvalidInput, StorageFull
+from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer_process import TrainerError
 from art_server.processes import Processes
@@ -65,6 +65,22 @@ class BaseLoader:
             self._fetching = asyncio.create_task(self._restore(), name="base model")
         if self._fetching is not None:
             await asyncio.wait({self._fetching}, timeout=START_SECONDS)
+
+    async def wait_found(self, limit_seconds: float) -> None:
+        """Returns when the base model that `start` began to load is found, or cannot be loaded.
+
+        Raises:
+            Unavailable: it takes longer than the limit.
+        """
+        if self._fetching is None or self._fetching.done():
+            return
+        done, _ = await asyncio.wait({self._fetching}, timeout=limit_seconds)
+        if not done:
+            raise Unavailable(
+                f"the base model was not found within {limit_seconds:.0f} s: repeat the request, or start the server with "
+                "a larger --wait-limit",
+                code="engine_not_ready",
+            )
 
     async def _restore(self) -> None:
         try:

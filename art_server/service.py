@@ -32,8 +32,6 @@ class Service:
         engine, trainer, gate = processes.engine, processes.trainer, processes.gate
         self.device: Device = processes.machine.kind
         self._registry = registry = Registry(config.path)
-        for model in registry.with_broken_steps:  # their numbers will be used again
-            processes.ledger.forget_steps(model.record.project, model.record.name, model.step)
         self._queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs)
         self._base = BaseLoader(config, processes, self._queue)
         making = asyncio.Lock()
@@ -109,6 +107,9 @@ class Service:
     async def start(self) -> None:
         """Begins to load the base model of the command line, or else the one that served last, and starts the job runner.
         `fatal` reports a `--base-model` that cannot be loaded."""
+        for model in self._registry.with_broken_steps:  # their numbers will be used again
+            names = model.record.project, model.record.name
+            await asyncio.to_thread(self._processes.ledger.forget_steps, *names, model.step)
         await self._base.start()
         background = self._processes.background
         background.start("job runner", self._runner.run_forever)
@@ -140,6 +141,14 @@ class Service:
             Unavailable: the engine failed, or does not serve within `--wait-limit`.
         """
         await self._processes.engine.wait_ready(self._config.wait_limit_seconds)
+
+    async def wait_base(self) -> None:
+        """Returns when the base model of the server's start is found, or cannot be loaded.
+
+        Raises:
+            Unavailable: that takes longer than `--wait-limit`.
+        """
+        await self._base.wait_found(self._config.wait_limit_seconds)
 
     # --- models ---
 
@@ -182,6 +191,7 @@ class Service:
             Conflict: another base model is loaded, the model is not at `expected_step`, or the key had another body.
             TooMany: the queue is full.
         """
+        await self.wait_base()
         limits = self._registration.limits(model)
         job = await self._runner.find(model, key, body_digest)
         if job is not None:

@@ -39,6 +39,7 @@ def install(app: FastAPI, service: Service) -> None:
     router = APIRouter()
 
     async def forward(request: Request) -> Response:
+        await service.wait_base()  # the limit and the names depend on it
         body = await read_body(request, v1_limit_mb(service.max_seq_length), SHORTER)
         inference = await beside(functools.partial(make_request, request), body)
         if service.tracing is not None:

@@ -55,6 +55,7 @@ PathJob = Annotated[Job, Depends(_job)]
 
 
 async def _trainable(model: PathModel, service: TheService) -> Model:
+    await service.wait_base()
     service.check_trainable(model)
     return model
 

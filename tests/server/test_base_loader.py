@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from art_server.base_models import TINY_DIR
-from tests.checkpoints.house import House, house, until
+from art_server import base_loader
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.trainer.checkpoint import write_first_checkpoint
+from tests.checkpoints.house import TINY_LORA, House, add_model, house, until
 
 pytestmark = pytest.mark.anyio
 
@@ -85,4 +88,41 @@ async def test_a_base_model_that_cannot_be_restored_stops_no_server(
         assert made.loader.fatal is None and here.engine.base is None
         await made.loader.load("art/tiny")
         assert here.engine.base is not None
+        await made.loader.stop()
+
+
+async def test_requests_wait_while_the_base_model_is_being_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart a download can take minutes. Nothing is refused for good because of it."""
+    may_end = threading.Event()
+
+    def find(*_: object) -> BaseModel:
+        may_end.wait(20)
+        return BaseModel("art/tiny", TINY_DIR)
+
+    monkeypatch.setattr(base_loader, "find_base_model", find)
+    monkeypatch.setattr(base_loader, "START_SECONDS", 0.01)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    write_first_checkpoint(str(TINY_DIR), TINY_LORA, 0, adapter)
+    add_model(tmp_path, adapter)
+    async with house(tmp_path, wait_limit_seconds=1.0) as here, here.client() as http:
+        here.add_job(key="known")
+        made = Loading(here)
+        made.loader._file.write_text('{"base_model": "art/tiny"}')
+        await made.loader.start()
+        train: Any = {"headers": {"idempotency-key": "known"}, "json": {"groups": []}}
+        refused_ones: list[tuple[str, dict[str, Any]]] = [
+            ("/api/models/p/a/train", train),
+            ("/v1/chat/completions", {"json": {"model": "art/tiny", "messages": []}}),
+        ]
+        for path, options in refused_ones:
+            refused = (await http.post(path, **options)).json()["error"]
+            assert (refused["code"], refused["retryable"]) == ("engine_not_ready", True), refused
+        asked = asyncio.create_task(http.post("/api/models/p/a/train", **train))
+        await asyncio.sleep(0.05)
+        may_end.set()
+        answer = (await asked).json()["error"]
+        assert answer["code"] == "key_reused"  # the queue was asked; this body is another
         await made.loader.stop()
