@@ -52,6 +52,9 @@ MAX_OWN = 4096
 MAX_EQUAL = 256
 """Answers of the same text to the same prompts that are compared: those that the request names, then the newest."""
 
+CACHED_TEXTS = 1024
+"""Decoded answers in memory. An answer with 8,000 tokens of thinking has about 32 KB."""
+
 MAX_BEGINNINGS = 8
 """Known beginnings of a prompt that are tried, longest first: the longest may be a prompt without a matching answer."""
 
@@ -85,6 +88,8 @@ class Ledger:
         self._lock = threading.RLock()
         self._storage = Storage(file)
         self._open: dict[str, OpenRequest] = {}
+        self._texts: dict[tuple[str, int, tuple[int, ...]], str] = {}
+        """`Reading.texts`."""
         self._unanswered: list[int] = []
         """The numbers of prompts whose requests ended without a record, for `prune`."""
         self._fill_index()
@@ -99,6 +104,7 @@ class Ledger:
         decoder = Decoder(folder, self._rules.behind_answer)
         self._decoder = decoder if decoder.can_decode else None
         self._stop_ids = decoder.stop_ids
+        self._texts.clear()
 
     @property
     def end_id(self) -> int | None:
@@ -241,7 +247,11 @@ class Ledger:
             for found in self._without_thinking.beginnings(request.scope, made.hashes)
         )
         longest_first = heapq.merge(plain, opened, key=lambda found: -found[0])
-        reading = Reading(decoder.end_ids, decoder.decode_behind, self._rules, self._is_splicing)
+        if len(self._texts) > CACHED_TEXTS:
+            self._texts.clear()
+        reading = Reading(
+            decoder.end_ids, decoder.decode_behind, self._rules, self._is_splicing, self._texts
+        )
         own = self._own_prompts(request)
         whole = array.array("i", made.rendered)
         for length, known, is_thinking_left_out in itertools.islice(longest_first, MAX_BEGINNINGS):

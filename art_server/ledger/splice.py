@@ -20,8 +20,8 @@ Otherwise the rendering stays: an edited answer is new context, and thinking tha
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -128,6 +128,9 @@ class Reading:
     """From token ids, and the token before them, to text."""
     rules: TemplateRules
     is_splicing: bool
+    texts: MutableMapping[tuple[str, int, tuple[int, ...]], str] = field(default_factory=dict)
+    """The texts of answers that were decoded before, by choice, token before and opening: siblings of a thinking model
+    are compared again for each of their next turns."""
 
 
 def continue_answer(
@@ -194,12 +197,16 @@ def match_answers(
     """The answers that match what was rendered, with their text, by the kind of match."""
     matches: dict[Match, list[tuple[str, Answer]]] = {}
     for answer in answers:
-        sampled_ids, _ = split_end(answer.token_ids, reading.end_ids)
-        behind = [*answer.opening, *sampled_ids]
-        if behind == shown_ids:
-            matches.setdefault("tokens", []).append((shown, answer))
-            continue
-        sampled = reading.decode(behind, before)
+        key = (answer.choice_id, before, tuple(answer.opening))
+        sampled = reading.texts.get(key)
+        surplus = len(answer.opening) + len(answer.token_ids) - len(shown_ids)
+        if sampled is None or surplus in (0, 1):  # 1: its end
+            sampled_ids, _ = split_end(answer.token_ids, reading.end_ids)
+            behind = [*answer.opening, *sampled_ids]
+            if behind == shown_ids:
+                matches.setdefault("tokens", []).append((shown, answer))
+                continue
+            sampled = reading.texts[key] = reading.decode(behind, before)
         match = match_text(sampled, shown, reading.rules, answer.keeps_thinking)
         if match is not None:
             matches.setdefault(match, []).append((sampled, answer))

@@ -514,6 +514,29 @@ def test_each_of_many_siblings_goes_on_behind_its_own_thinking(by: str) -> None:
             paths[i] += [message, TOOL_RESULT]
 
 
+def test_siblings_are_decoded_once_for_all_their_next_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With long thinking, decoding all of them again for each would hold up every other request."""
+    talk = Talk(QWEN)
+    siblings = ask_siblings(talk, [f"<think>\nplan {i}\n</think>\n\n{CALLING}" for i in range(9)])
+    decoder = talk.ledger._decoder
+    assert decoder is not None
+    decode, decoded = decoder.decode_behind, list[tuple[int, ...]]()
+
+    def count(ids: Sequence[int], before: int | None) -> str:
+        decoded.append(tuple(ids))
+        return decode(ids, before)
+
+    monkeypatch.setattr(decoder, "decode_behind", count)
+    path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
+    links = [talk.ask(path, [[5]])[0].link for _ in range(4)]
+    assert links == ["ambiguous"] * 4
+    for sibling in siblings:
+        answer = tuple(sibling.token_ids[:-1])
+        assert sum(each[-len(answer) :] == answer for each in decoded) == 1
+
+
 def test_without_a_name_nobody_goes_on_behind_one_of_several_thoughts() -> None:
     talk = Talk(QWEN)
     siblings = ask_siblings(talk, [f"<think>\nplan {i}\n</think>\n\n{CALLING}" for i in range(2)])
