@@ -154,9 +154,14 @@ def test_nothing_to_train_says_why(server: Server) -> None:
 
 def test_tokens_that_cannot_be_are_refused(server: Server, group: dict[str, Any]) -> None:
     copy = json.loads(json.dumps(group))
-    for trajectory in copy["trajectories"]:
-        choice = trajectory["messages_and_choices"][1]
+    choices = [trajectory["messages_and_choices"][1] for trajectory in copy["trajectories"]]
+    for choice in choices:
         choice["prompt_token_ids"] = [1, 2, 10**9]
+    error = train_error(server, [copy])
+    assert error["code"] == "no_trainable_turn"
+    assert "not those that were sampled" in error["message"]
+    for choice in choices:
+        del choice["art"]  # Sampled elsewhere: no record contradicts its ids.
     error = train_error(server, [copy])
     assert error["code"] == "no_trainable_turn" and "vocabulary" in error["message"]
 
