@@ -70,6 +70,7 @@ CREATE TABLE IF NOT EXISTS kept_sets (
     used_at REAL NOT NULL,  -- at most USED_SECONDS before created_at of each record that refers to it
     packed BLOB NOT NULL
 );
+CREATE INDEX IF NOT EXISTS kept_sets_by_use ON kept_sets (used_at);
 CREATE TABLE IF NOT EXISTS calls (
     number INTEGER PRIMARY KEY,
     call_id TEXT NOT NULL UNIQUE,
