@@ -139,7 +139,7 @@ class BaseLoader:
             finally:
                 self._downloading = None
                 await cancel(progress)
-            if loaded is not None and same_weights(loaded, base):
+            if loaded is not None and loaded.path.resolve() == base.path.resolve():
                 return loaded
             base_models.check_trainable(base, self._config.trainer)
             plan = await asyncio.to_thread(self._plan, base, requested or {})
@@ -248,9 +248,3 @@ async def cancel(task: asyncio.Task[Any] | None) -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-def same_weights(one: BaseModel, other: BaseModel) -> bool:
-    return one.path == other.path or base_models.fingerprint(one.path) == base_models.fingerprint(
-        other.path
-    )

@@ -1,7 +1,6 @@
 """Finds a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import logging
@@ -203,13 +202,6 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
             code="not_trainable",
             param="base_model",
         )
-
-
-def fingerprint(folder: Path) -> str:
-    """A hash of the configuration and of the weight files' names and sizes: equal for one model under two names."""
-    entries = sorted((f.name, f.stat().st_size) for f in folder.glob("*.safetensors"))
-    config = (folder / "config.json").read_bytes()
-    return hashlib.sha256(json.dumps(entries).encode() + config).hexdigest()[:16]
 
 
 def model_type(folder: Path) -> str:

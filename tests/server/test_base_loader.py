@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from art_server import base_loader
 from art_server.base_models import TINY_DIR, BaseModel
+from art_server.errors import Conflict
 from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.checkpoints.house import TINY_LORA, House, add_model, house, until
 
@@ -68,6 +70,23 @@ async def test_the_trainer_of_a_base_model_whose_engine_failed_does_not_train_th
         here.engine.state = "failed"
         await made.loader.load(str(other))  # the same again: a step that runs goes on
         assert made.trained == other
+        await made.loader.stop()
+
+
+async def test_two_fine_tunes_of_one_configuration_are_two_base_models(tmp_path: Path) -> None:
+    """They differ in no name, size or setting, only in the numbers."""
+    one, other, link = (tmp_path / name for name in ("one", "other", "link"))
+    shutil.copytree(TINY_DIR, one)
+    shutil.copytree(TINY_DIR, other)
+    weights = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights[:-64] + bytes(64))
+    link.symlink_to(one)
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+        loaded = await made.loader.load(str(one))
+        assert await made.loader.load(str(link)) is loaded
+        with pytest.raises(Conflict, match="is not the one that this server has loaded"):
+            await made.loader.load(str(other))
         await made.loader.stop()
 
 
