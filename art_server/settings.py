@@ -307,10 +307,10 @@ class ServerConfig(BaseModel):
         """Whether engine and trainer share devices and take turns."""
         return not self.train_devices
 
-    def number_types(self, device: Device) -> tuple[str, str]:
+    def number_types(self, device: Device) -> tuple[NumberType, NumberType]:
         """The number types of the engine and of the trainer's base weights. On a CPU the default is float32, which
         costs the engine nothing there and lets a model learn faster than bfloat16 (docs/precision.md)."""
-        usual = "bfloat16" if device == "cuda" and not self.exact else "float32"
+        usual: NumberType = "bfloat16" if device == "cuda" and not self.exact else "float32"
         engine = usual if self.dtype == "auto" else self.dtype
         return engine, usual if self.trainer_dtype == "auto" else self.trainer_dtype
 

@@ -8,7 +8,6 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Literal, cast
 
 from pydantic import ValidationError
 from tqdm import tqdm
@@ -30,7 +29,7 @@ from art_server.jobs.trainer_process import (
     worker_command,
     worker_environment,
 )
-from art_server.shared.tasks import Done, Progress, TrainTask
+from art_server.shared.tasks import Done, Progress, TrainTask, WorkerConfig
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
 
 COMPARED = {ADAPTER_FILE: "adapter", OPTIMIZER_FILE: "optimizer state"}
@@ -129,15 +128,12 @@ async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -
         Unavailable: the trainer failed.
     """
     settings = record.environment
+    worker = WorkerConfig.model_validate(
+        {name: settings[name] for name in ("trainer", "dtype", "device", "threads")}
+        | {"base_model": str(base), "max_tokens_per_micro_batch": settings["max_tokens"]}
+    )
     trainer = TrainerProcess(
-        worker_command(
-            str(base),
-            trainer=cast(Literal["peft", "unsloth"], settings["trainer"]),
-            dtype=settings["dtype"],
-            device=settings["device"],
-            threads=int(settings["threads"]),
-            max_tokens_per_micro_batch=int(settings["max_tokens"]),
-        ),
+        worker_command(worker),
         temporary / "trainer.log",
         worker_environment(temporary / "unsloth", os.environ),
     )

@@ -8,7 +8,7 @@ from art_server.children import Children
 from art_server.device.plan import Plan
 from art_server.jobs.trainer_process import TrainerProcess, worker_command, worker_environment
 from art_server.settings import Device, ServerConfig
-from art_server.shared.tasks import BetweenSteps
+from art_server.shared.tasks import BetweenSteps, WorkerConfig
 
 MIN_TOKENS = 64
 """Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where it is always needed."""
@@ -25,7 +25,6 @@ class Trainer(TrainerProcess):
         super().__init__((), config.log_dir / "trainer.log", environment, children)
         self._config = config
         self._device: Device = device
-        self._dtype = config.number_types(device)[1]
 
     def set_base(self, path: Path, plan: Plan | None = None) -> None:
         """Sets the base model's folder and the GPU's memory plan (None on a CPU); the first task starts the process."""
@@ -33,18 +32,19 @@ class Trainer(TrainerProcess):
         if plan is not None:
             tokens = tokens or max(plan.tokens, MIN_TOKENS)
             factor = plan.checkpointed_tokens / tokens
-        self._command = worker_command(
-            str(path),
+        worker = WorkerConfig(
+            base_model=str(path),
             trainer=self._config.trainer,
-            dtype=self._dtype,
+            dtype=self._config.number_types(self._device)[1],
             device="cpu" if self._device == "cpu" else "cuda:0",
             between_steps=_between_steps(plan),
             max_seq_length=self._config.max_seq_length,
             threads=len(self._config.train_devices) or None if self._device == "cpu" else None,
             max_tokens_per_micro_batch=tokens,
             checkpointing_factor=factor,
-            budgets=self._config.server_dir / "budgets.json",
+            budgets=str(self._config.server_dir / "budgets.json"),
         )
+        self._command = worker_command(worker)
 
 
 def _between_steps(plan: Plan | None) -> BetweenSteps:

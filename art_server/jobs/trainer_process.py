@@ -1,6 +1,6 @@
 """The trainer process from the server's side: starts it, sends it tasks, notices when it dies.
 
-    trainer = TrainerProcess(worker_command("Qwen/Qwen3-0.6B"), log_path)
+    trainer = TrainerProcess(worker_command(WorkerConfig(base_model="Qwen/Qwen3-0.6B")), log_path)
     done = await trainer.run(task, on_progress)
     await trainer.stop()
 
@@ -18,7 +18,7 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -27,7 +27,6 @@ from art_server.children import Children, start_child
 from art_server.errors import InvalidInput, ServerError, Unavailable
 from art_server.shared.tasks import (
     Answer,
-    BetweenSteps,
     CheckTask,
     Done,
     Failed,
@@ -36,6 +35,7 @@ from art_server.shared.tasks import (
     Progress,
     Ready,
     TrainTask,
+    WorkerConfig,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,35 +77,11 @@ class TrainerDied(TrainerError):
         super().__init__("trainer_died", message, retryable=True)
 
 
-def worker_command(
-    base_model: str,
-    *,
-    trainer: Literal["auto", "unsloth", "peft"] = "auto",
-    dtype: str = "auto",
-    device: str = "auto",
-    between_steps: BetweenSteps = "stay",
-    max_seq_length: int | None = None,
-    threads: int | None = None,
-    max_tokens_per_micro_batch: int | None = None,
-    checkpointing_factor: float | None = None,
-    budgets: Path | None = None,
-) -> list[str]:
+def worker_command(config: WorkerConfig) -> list[str]:
     """The command line of a worker, with this Python interpreter."""
-    module = "unsloth_worker" if trainer == "unsloth" else "worker"
-    command = [sys.executable, "-m", f"art_server.trainer.{module}"]
-    command += ["--base-model", base_model, "--trainer", trainer, "--dtype", dtype]
-    command += ["--device", device, "--between-steps", between_steps]
-    if max_seq_length is not None:
-        command += ["--max-seq-length", str(max_seq_length)]
-    if threads is not None:
-        command += ["--threads", str(threads)]
-    if max_tokens_per_micro_batch is not None:
-        command += ["--max-tokens-per-micro-batch", str(max_tokens_per_micro_batch)]
-    if checkpointing_factor is not None:
-        command += ["--checkpointing-factor", str(checkpointing_factor)]
-    if budgets is not None:
-        command += ["--budgets", str(budgets)]
-    return command
+    module = "unsloth_worker" if config.trainer == "unsloth" else "worker"
+    settings = config.model_dump_json(exclude_defaults=True)
+    return [sys.executable, "-m", f"art_server.trainer.{module}", settings]
 
 
 def worker_environment(cache_dir: Path, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -150,15 +126,6 @@ class TrainerProcess:
     def pid(self) -> int | None:
         """The id of the process and of its process group; None while no process runs."""
         return self._process.pid if self._process is not None else None
-
-    async def start(self) -> None:
-        """Starts the process unless it runs; returns once it accepts tasks.
-
-        Raises:
-            TrainerDied: the process ended before that.
-        """
-        async with self._lock:
-            await self._ensure_started()
 
     async def run(
         self,

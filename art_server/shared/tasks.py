@@ -25,6 +25,29 @@ class Record(BaseModel):
     only", and its token would silently not be trained."""
 
 
+class WorkerConfig(Record):
+    """How a trainer process works; its command line has this as JSON."""
+
+    base_model: str
+    """A folder with safetensors, or a Hugging Face id."""
+    trainer: Literal["auto", "unsloth", "peft"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the base model."""
+    device: str = "auto"
+    """auto, cpu or cuda:NUMBER."""
+    between_steps: BetweenSteps = "stay"
+    max_seq_length: int | None = None
+    """The longest sequence that Unsloth is loaded for; None is the model's own limit."""
+    threads: int | None = None
+    """CPU threads of torch; None is torch's choice."""
+    max_tokens_per_micro_batch: int | None = None
+    """None is what fits the device."""
+    checkpointing_factor: float | None = None
+    """How many times more tokens fit with gradient checkpointing; None is the policy's estimate."""
+    budgets: str | None = None
+    """The file that stores which token budgets fitted after memory ran out."""
+
+
 class Distribution(Record):
     """How a token's behaviour policy differs from the model's own distribution. The trainer scores tokens under it."""
 

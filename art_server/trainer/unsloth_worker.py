@@ -1,6 +1,6 @@
 """The trainer process with Unsloth (`--trainer unsloth`), which is imported first: it patches transformers and peft.
 
-python -m art_server.trainer.unsloth_worker --base-model PATH --trainer unsloth
+python -m art_server.trainer.unsloth_worker '{"base_model": "PATH", "trainer": "unsloth"}'
 """
 
 import contextlib

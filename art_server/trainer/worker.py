@@ -1,11 +1,10 @@
 """The trainer process: reads tasks from stdin and writes answers, one JSON line each (shared/tasks.py).
 
-    python -m art_server.trainer.worker --base-model PATH [--trainer peft] [--dtype float32] [--threads 2]
+    python -m art_server.trainer.worker '{"base_model": "PATH", "dtype": "float32", "threads": 2}'   (WorkerConfig)
 
 Every task starts from the checkpoint that it names, so it does not depend on earlier tasks.
 """
 
-import argparse
 import gc
 import logging
 import platform
@@ -14,23 +13,18 @@ import sys
 import traceback
 from importlib.metadata import version
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import BinaryIO
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server import __version__
 from art_server.children import be_child, claim_stdout
-from art_server.shared.tasks import BetweenSteps, Done, Failed, Progress, Ready, Task
+from art_server.shared.tasks import Done, Failed, Progress, Ready, Task, WorkerConfig
 from art_server.store import files
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
-from art_server.trainer.memory import (
-    CHECKPOINTING_FACTOR,
-    Budgets,
-    is_out_of_memory,
-    return_freed_memory,
-)
+from art_server.trainer.memory import Budgets, is_out_of_memory, return_freed_memory
 from art_server.trainer.policy import Policy
 from art_server.trainer.step import MIN_TOKENS_PER_MICRO_BATCH, train
 
@@ -38,37 +32,18 @@ logger = logging.getLogger(__name__)
 
 TASK = TypeAdapter[Task](Task)
 
-DTYPES = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
 
 def main(answers: BinaryIO) -> None:
     """Sends Ready, then runs tasks until stdin ends."""
-    arguments = _parse_arguments()
+    config = WorkerConfig.model_validate_json(sys.argv[1])
     be_child()
     return_freed_memory()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    worker = Worker(
-        base_model=arguments.base_model,
-        trainer=arguments.trainer,
-        dtype=DTYPES[arguments.dtype],
-        device=find_device(arguments.device),
-        between_steps=arguments.between_steps,
-        max_seq_length=arguments.max_seq_length,
-        max_tokens_per_micro_batch=arguments.max_tokens_per_micro_batch,
-        checkpointing_factor=arguments.checkpointing_factor,
-        budgets=Budgets(arguments.budgets),
-        answers=answers,
-    )
-    worker.serve(sys.stdin.buffer)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    Worker(config, answers).serve(sys.stdin.buffer)
 
 
 class Cancelled(Exception):
@@ -84,29 +59,11 @@ OUT_OF_MEMORY_ADVICE = (
 class Worker:
     """Holds the policy between tasks, so that the base is loaded once."""
 
-    def __init__(
-        self,
-        *,
-        base_model: str,
-        trainer: str,
-        dtype: torch.dtype | None,
-        device: torch.device | None = None,
-        between_steps: BetweenSteps = "stay",
-        max_seq_length: int | None = None,
-        max_tokens_per_micro_batch: int | None,
-        checkpointing_factor: float = CHECKPOINTING_FACTOR,
-        budgets: Budgets | None = None,
-        answers: BinaryIO,
-    ) -> None:
-        self._base_model = base_model
-        self._trainer = trainer
-        self._dtype = dtype
-        self._device = device
-        self._between_steps: BetweenSteps = between_steps
-        self._max_seq_length = max_seq_length
-        self._max_tokens_per_micro_batch = max_tokens_per_micro_batch
-        self._checkpointing_factor = checkpointing_factor
-        self._budgets = budgets
+    def __init__(self, config: WorkerConfig, answers: BinaryIO) -> None:
+        self._config = config
+        self._dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        self._device = find_device(config.device)
+        self._budgets = Budgets(Path(config.budgets)) if config.budgets else None
         self._answers = answers
         self._policy: Policy | None = None
         self._is_cancelled = False
@@ -129,7 +86,7 @@ class Worker:
                 message=str(error.errors(include_input=False, include_url=False)[:3]),
             )
         # A step that did not end is still on the device, which the engine needs.
-        is_dropped = task.kind == "train" and self._between_steps != "stay"
+        is_dropped = task.kind == "train" and self._config.between_steps != "stay"
         uses_policy = task.kind in ("load", "train")
         try:
             return self._run(task)
@@ -163,15 +120,17 @@ class Worker:
 
     def _run(self, task: Task) -> Done:
         if task.kind == "init":
-            write_first_checkpoint(self._base_model, task.lora, task.seed, Path(task.out_dir))
+            write_first_checkpoint(
+                self._config.base_model, task.lora, task.seed, Path(task.out_dir)
+            )
             return Done(metrics={})
         if task.kind == "check":
-            check_checkpoint(self._base_model, task.lora, Path(task.folder))
+            check_checkpoint(self._config.base_model, task.lora, Path(task.folder))
             return Done(metrics={})
         policy = self._load_policy()
         if task.kind == "load":
             return Done(metrics={"num_parameters": float(policy.num_parameters)})
-        max_tokens = self._max_tokens_per_micro_batch or policy.default_tokens
+        max_tokens = self._config.max_tokens_per_micro_batch or policy.default_tokens
         max_tokens = max(max_tokens // task.budget_divisor, MIN_TOKENS_PER_MICRO_BATCH)
         self._is_cancelled = False  # a signal may have come after the task that it meant
         try:
@@ -180,13 +139,13 @@ class Worker:
                 task,
                 max_tokens,
                 self._report,
-                between_steps=self._between_steps,
+                between_steps=self._config.between_steps,
                 budgets=self._budgets,
             )
         finally:
             policy.drop_gradients()
         done = done.model_copy(update={"environment": self._environment(policy, max_tokens)})
-        if self._between_steps == "reload":
+        if self._config.between_steps == "reload":
             del policy
             self._policy = None
             gc.collect()
@@ -219,15 +178,19 @@ class Worker:
     def _load_policy(self) -> Policy:
         if self._policy is None:
             self._policy = self._make_policy()
-            self._policy.checkpointing_factor = self._checkpointing_factor
+            if self._config.checkpointing_factor is not None:
+                self._policy.checkpointing_factor = self._config.checkpointing_factor
             logger.info(
-                "loaded %s with %s on %s", self._base_model, self._policy.name, self._policy.device
+                "loaded %s with %s on %s",
+                self._config.base_model,
+                self._policy.name,
+                self._policy.device,
             )
         return self._policy
 
     def _make_policy(self) -> Policy:
-        if self._trainer != "unsloth":
-            return Policy(self._base_model, self._dtype, self._device)
+        if self._config.trainer != "unsloth":
+            return Policy(self._config.base_model, self._dtype, self._device)
         try:
             # Here, because Unsloth is optional and slow to import.
             from art_server.trainer.unsloth_policy import UnslothPolicy
@@ -237,7 +200,9 @@ class Worker:
                 f"--trainer unsloth: Unsloth cannot be imported here ({reason}): install "
                 "'agent-reinforcement-trainer[gpu]' on a machine with a GPU, or use --trainer peft"
             ) from error
-        return UnslothPolicy(self._base_model, self._dtype, self._device, self._max_seq_length)
+        return UnslothPolicy(
+            self._config.base_model, self._dtype, self._device, self._config.max_seq_length
+        )
 
     def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
         self._answers.write(answer.model_dump_json().encode() + b"\n")
@@ -269,46 +234,6 @@ def _empty_cache() -> None:
     """Returns freed GPU memory to the system: the engine on the same device needs it next."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="art_server.trainer.worker",
-        description="The trainer process: reads tasks from stdin and writes answers, one JSON line each.",
-    )
-    parser.add_argument(
-        "--base-model", required=True, help="a folder with safetensors, or a Hugging Face id"
-    )
-    parser.add_argument("--trainer", choices=["auto", "unsloth", "peft"], default="auto")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="of the base model")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda:NUMBER")
-    parser.add_argument(
-        "--between-steps",
-        choices=get_args(BetweenSteps),
-        default="stay",
-        help="the base stays on the device, leaves it for main memory, or is loaded again from its files",
-    )
-    parser.add_argument(
-        "--max-seq-length",
-        type=int,
-        help="longest sequence that Unsloth is loaded for (default: the model's own limit)",
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads of torch")
-    parser.add_argument(
-        "--max-tokens-per-micro-batch", type=int, help="default: what fits the device"
-    )
-    parser.add_argument(
-        "--checkpointing-factor",
-        type=float,
-        default=CHECKPOINTING_FACTOR,
-        help="how many times more tokens fit with gradient checkpointing",
-    )
-    parser.add_argument(
-        "--budgets",
-        type=Path,
-        help="the file that stores which token budgets fitted after memory ran out",
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

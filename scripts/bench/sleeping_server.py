@@ -11,11 +11,12 @@ from typing import Any
 def serve() -> None:
     from art_server import cli
     from art_server.jobs import trainer
+    from art_server.shared.tasks import WorkerConfig
 
     seconds, command = sys.argv.pop(1), trainer.worker_command
 
-    def sleeping(*args: Any, **kwargs: Any) -> list[str]:
-        return [sys.executable, __file__, "--worker", seconds, *command(*args, **kwargs)[3:]]
+    def sleeping(config: WorkerConfig) -> list[str]:
+        return [sys.executable, __file__, "--worker", seconds, *command(config)[3:]]
 
     trainer.worker_command = sleeping
     cli.main()

@@ -28,6 +28,7 @@ from art_server.shared.tasks import (
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
+    WorkerConfig,
 )
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry
@@ -56,8 +57,8 @@ async def train_two_steps(path: Path) -> ModelFolder:
     """Two jobs, through the real queue, runner and trainer."""
     registry, queue, engine = Registry(path), JobQueue(path / "jobs.sqlite"), FakeEngine()
     engine.base = BaseModel("art/tiny", TINY_DIR)
-    command = worker_command(str(TINY_DIR), trainer="peft", dtype="float32", threads=2)
-    trainer = TrainerProcess(command, path / "trainer.log")
+    config = WorkerConfig(base_model=str(TINY_DIR), trainer="peft", dtype="float32", threads=2)
+    trainer = TrainerProcess(worker_command(config), path / "trainer.log")
     folder = registry.folder("p", "a")
     first = folder.new_checkpoint_dir()
     await trainer.run(InitTask(lora=LORA, out_dir=str(first)))

@@ -1,6 +1,7 @@
 """TrainerProcess against a fake worker that speaks the protocol and starts at once."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from art_server.jobs.trainer_process import (
     worker_command,
     worker_environment,
 )
-from art_server.shared.tasks import Batch, InitTask, Progress, TrainTask
+from art_server.shared.tasks import Batch, InitTask, Progress, TrainTask, WorkerConfig
 
 pytestmark = pytest.mark.anyio
 
@@ -80,7 +81,6 @@ async def test_first_task_starts_the_process_and_later_ones_share_it(tmp_path: P
     progress: list[Progress] = []
     await trainer.run(order("a"), progress.append)
     pid = trainer.pid
-    await trainer.start()
     await trainer.run(order("b"))
     assert trainer.pid == pid is not None
     assert [each.phase for each in progress] == ["train"]
@@ -121,7 +121,7 @@ async def test_process_that_does_not_start_is_reported_with_its_last_lines(tmp_p
     trainer = make_trainer(tmp_path, "broken")
     for _ in range(2):
         with pytest.raises(TrainerDied, match=r"status 1.*\nloading\nno such base model") as died:
-            await trainer.start()
+            await trainer.run(order("a"))
         assert died.value.message.count("loading") == 1
         assert trainer.pid is None
     assert (tmp_path / "logs" / "trainer.log").read_text().count("loading") == 2
@@ -143,7 +143,7 @@ async def test_a_program_that_got_the_id_of_a_process_that_ended_is_not_killed(
     tmp_path: Path,
 ) -> None:
     trainer = make_trainer(tmp_path)
-    await trainer.start()
+    await trainer.run(order("a"))
     ended = trainer._process
     assert ended is not None
     ended.kill()
@@ -209,20 +209,19 @@ def test_the_servers_side_imports_no_torch() -> None:
 
 
 def test_command_names_only_what_is_set() -> None:
-    command = worker_command("base", trainer="peft", threads=2)
-    assert command[1:] == [
-        *("-m", "art_server.trainer.worker", "--base-model", "base"),
-        *("--trainer", "peft", "--dtype", "auto", "--device", "auto"),
-        *("--between-steps", "stay", "--threads", "2"),
-    ]
+    command = worker_command(WorkerConfig(base_model="base", trainer="peft", threads=2))
+    assert command[1:3] == ["-m", "art_server.trainer.worker"]
+    assert json.loads(command[3]) == {"base_model": "base", "trainer": "peft", "threads": 2}
 
 
 def test_unsloth_has_a_worker_of_its_own_which_imports_it_first() -> None:
-    command = worker_command("base", trainer="unsloth", max_seq_length=512)
-    assert command[2] == "art_server.trainer.unsloth_worker"
-    assert command[-2:] == ["--max-seq-length", "512"]
-    for trainer in ("auto", "peft"):
-        assert worker_command("base", trainer=trainer)[2] == "art_server.trainer.worker"
+    modules = [
+        worker_command(WorkerConfig(base_model="base", trainer=trainer))[2]
+        for trainer in ("unsloth", "auto", "peft")
+    ]
+    assert modules == [
+        f"art_server.trainer.{each}" for each in ("unsloth_worker", "worker", "worker")
+    ]
     code = "import sys, art_server.trainer.unsloth_worker; print({'transformers', 'peft', 'torch'} & sys.modules.keys())"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from art_server.shared.tasks import (
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
+    WorkerConfig,
 )
 from art_server.trainer.policy import Policy
 from art_server.trainer.step import train
@@ -75,9 +76,14 @@ def with_nan(batch: Batch) -> Batch:
 def test_worker_answers_each_line_and_ends_with_its_stdin(
     base_dir: Path, tmp_path: Path, make_batch, policy: Policy
 ) -> None:
-    command = worker_command(
-        str(base_dir), trainer="peft", dtype="float32", threads=1, max_tokens_per_micro_batch=64
+    config = WorkerConfig(
+        base_model=str(base_dir),
+        trainer="peft",
+        dtype="float32",
+        threads=1,
+        max_tokens_per_micro_batch=64,
     )
+    command = worker_command(config)
     with (tmp_path / "log").open("wb") as log:
         worker = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
@@ -159,18 +165,12 @@ def serve(
     base_dir: Path,
     *tasks: BaseModel,
     between_steps: BetweenSteps = "stay",
-    trainer: str = "peft",
+    trainer: Literal["auto", "unsloth", "peft"] = "peft",
 ) -> list[dict]:
     """What a worker in this process answers, without progress."""
     answers = io.BytesIO()
-    worker = worker_class(
-        base_model=str(base_dir),
-        trainer=trainer,
-        dtype=None,
-        between_steps=between_steps,
-        max_tokens_per_micro_batch=None,
-        answers=answers,
-    )
+    config = WorkerConfig(base_model=str(base_dir), trainer=trainer, between_steps=between_steps)
+    worker = worker_class(config, answers)
     worker.serve(io.BytesIO(b"".join(task.model_dump_json().encode() + b"\n" for task in tasks)))
     lines = [json.loads(line) for line in answers.getvalue().splitlines()]
     return [line for line in lines if line["event"] != "progress"]
@@ -267,7 +267,7 @@ class ExhaustedWorker(Worker):
             assert ExhaustedPolicy.num_alive == 0, (
                 "the policy of the failed task takes memory still"
             )
-            self._policy = ExhaustedPolicy(self._base_model, self._dtype)
+            self._policy = ExhaustedPolicy(self._config.base_model, self._dtype)
         return self._policy
 
 
@@ -383,9 +383,8 @@ def test_a_full_disk_is_no_fault_of_the_task(
 async def test_worker_killed_under_a_task_is_reported_and_replaced(
     base_dir: Path, tmp_path: Path, make_batch
 ) -> None:
-    trainer = TrainerProcess(
-        worker_command(str(base_dir), threads=1, max_tokens_per_micro_batch=32), tmp_path / "log"
-    )
+    config = WorkerConfig(base_model=str(base_dir), threads=1, max_tokens_per_micro_batch=32)
+    trainer = TrainerProcess(worker_command(config), tmp_path / "log")
     assert trainer.pid is None
     await trainer.run(InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
     first = trainer.pid
@@ -410,10 +409,11 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from art_server.jobs.trainer_process import TrainerProcess, worker_command
-from art_server.shared.tasks import InitTask, TrainTask
+from art_server.shared.tasks import InitTask, TrainTask, WorkerConfig
 
 async def main(base, folder):
-    trainer = TrainerProcess(worker_command(base, threads=1, max_tokens_per_micro_batch=32), folder / "log")
+    config = WorkerConfig(base_model=base, threads=1, max_tokens_per_micro_batch=32)
+    trainer = TrainerProcess(worker_command(config), folder / "log")
     await trainer.run(InitTask.model_validate_json((folder / "init.json").read_text()))
     task = TrainTask.model_validate_json((folder / "train.json").read_text())
     await trainer.run(task, lambda progress: progress.completed == 1 and print(trainer.pid, flush=True))
