@@ -1,16 +1,4 @@
-"""The server's errors, without HTTP; `api/errors.py` maps each class to a status.
-
-ServerError
-  InvalidInput       the request is wrong; the message names the field and the remedy
-  Unauthorized       no key, an unknown key, or an expired one
-  Forbidden          the key may not do this
-  NotFound           no such model, step or job
-  Conflict           the request contradicts the current state
-  TooLarge           a body above the limit
-  TooMany            more requests or jobs than the server accepts at a time
-  Unavailable        not possible now; the same request may be repeated later
-  StorageFull        the disk refuses a write: it is full, read-only or broken
-"""
+"""The server's errors, without HTTP; `api/errors.py` maps each class to a status."""
 
 
 class ServerError(Exception):

@@ -1,27 +1,8 @@
 """The HTTP bodies that client and server exchange, defined once for both sides.
 
 Requests refuse unknown fields; in replies they are ignored. Trajectories contain plain dictionaries (messages and
-OpenAI choices), so neither side needs the `openai` package to parse a body. The routes, all on the control port:
-
-    POST   /api/models                               RegisterRequest -> ModelInfo
-    GET    /api/models                               -> ModelList
-    GET    /api/models/{project}/{name}              -> ModelInfo
-    POST   /api/models/{project}/{name}/train        TrainRequest (+ Idempotency-Key) -> NDJSON of JobEvent
-    POST   /api/models/{project}/{name}/log          LogRequest -> LogReply
-    DELETE /api/models/{project}/{name}              -> ModelInfo of the deleted model
-    POST   /api/models/{project}/{name}/fork         ForkRequest -> ModelInfo of the new model
-    POST   /api/models/{project}/{name}/rollback     RollbackRequest -> ModelInfo
-    GET    /api/models/{project}/{name}/checkpoints  -> CheckpointList
-    POST   /api/models/{project}/{name}/checkpoints/delete   DeleteCheckpointsRequest -> DeleteCheckpointsReply
-    GET    /api/models/{project}/{name}/checkpoints/{step}.tar   (+ Range) -> the checkpoint as a tar
-    PUT    /api/models/{project}/{name}/checkpoints/{step}.tar   a tar (+ Content-Range) -> UploadReply
-    GET    /api/models/{project}/{name}/sessions/{session}   -> SessionReply
-    GET    /api/jobs[?state=queued,running&limit=100]        -> JobList
-    GET    /api/jobs/{job_id}                        -> JobInfo
-    GET    /api/jobs/{job_id}/events[?after=NUMBER]  -> NDJSON of JobEvent
-    DELETE /api/jobs/{job_id}                        cancels the job -> JobInfo
-    POST   /api/jobs/{job_id}/move                   MoveJobRequest -> JobList
-    GET    /health, /ready                           -> Health
+OpenAI choices), so neither side needs the `openai` package to parse a body. docs/routes.md lists the routes, and
+`/openapi.json` their bodies.
 """
 
 import math

@@ -58,8 +58,6 @@ class Policy:
         """Parameters of the base, without the adapter."""
         self._model: PeftModel | None = None
         self._lora: LoRAConfig | None = None
-        self.attention: AttentionKind | None = None
-        """How attention over trees is computed; None is the device's default."""
         self.has_tried_trees = False
         """Whether `try_trees` has computed a gradient over trees."""
         self.tree_gap: float | None = None
@@ -295,7 +293,7 @@ class Policy:
 
     @property
     def attention_kind(self) -> AttentionKind:
-        return default_kind(self.device) if self.attention is None else self.attention
+        return default_kind(self.device)
 
     def _tree_arguments(self, forest: Forest) -> dict[str, Any]:
         kind = self.attention_kind
