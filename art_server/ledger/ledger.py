@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 RECORD_WAIT_SECONDS = 10.0
 """A record arrives over a local socket beside the answer; if it takes this long, the engine's process is gone."""
 
-MAX_OWN = 4096
-"""Choices of a request's session, or that it names, in which its past is searched: the newest."""
+MAX_OWN = 1024
+"""Choices of a request's session, and as many that it names or that continue those, in which its past is searched: the
+newest."""
 
 MAX_EQUAL = 256
 """Answers of the same text to the same prompts that are compared: those that the request names, then the newest."""
@@ -288,12 +289,16 @@ class Ledger:
             return own
         names = json.dumps(list(request.named))
         rows = self._storage.db.execute(
-            f"SELECT choice_id, prompt, rendered, beginnings FROM records WHERE (session = ? OR choice_id {IN_LIST}"
-            f" OR prompt IN (SELECT number FROM prompts WHERE parent {IN_LIST}))"
-            " AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC LIMIT ?",
+            # Each part reads an index in its order, without sorting all that a long session has.
+            "SELECT choice_id, prompt, rendered, beginnings FROM records WHERE number IN ("
+            " SELECT * FROM (SELECT number FROM records WHERE session = ? ORDER BY number DESC LIMIT ?)"
+            f" UNION SELECT number FROM records WHERE choice_id {IN_LIST}"
+            f" UNION SELECT * FROM (SELECT number FROM records WHERE prompt IN (SELECT number FROM prompts WHERE parent {IN_LIST})"
+            "  ORDER BY number DESC LIMIT ?)"
+            ") AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC",
             (
-                *(request.session, names, names),
-                *(request.owner, request.project, request.name, MAX_OWN),
+                *(request.session, MAX_OWN, names, names, MAX_OWN),
+                *(request.owner, request.project, request.name),
             ),
         ).fetchall()
         for choice, prompt, rendered, beginnings in rows:
