@@ -4,6 +4,7 @@ import os
 
 import httpx
 
+from art.proxies import DIRECT
 from art_server.errors import UsageError
 from art_server.settings import KEY_VARIABLE
 
@@ -22,6 +23,6 @@ def open_client(url: str, timeout: httpx.Timeout | float) -> httpx.Client:
         raise UsageError(f"{KEY_VARIABLE} has characters that no key has: set it again")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        return httpx.Client(base_url=address, headers=headers, timeout=timeout)
+        return httpx.Client(base_url=address, headers=headers, timeout=timeout, mounts=DIRECT)
     except httpx.InvalidURL as error:
         raise UsageError(f"--url '{url}' is no address: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.wire import LogRequest, TrainConfig, TrainRequest
@@ -49,12 +50,32 @@ def build_log_request(
 
 
 def _encode(kind: type[BaseModel], fields: dict[str, Any]) -> bytes:
-    groups = [group.model_dump(mode="json", warnings=False) for group in fields["groups"]]
+    given: list[TrajectoryGroup] = fields["groups"]
     try:
+        groups = [group.model_dump(mode="json", warnings=False) for group in given]
         return kind.model_validate({**fields, "groups": groups}).model_dump_json().encode()
+    except (PydanticSerializationError, OverflowError) as error:
+        raise ValueError(f"{_find(given)}: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(
             "."
         )
         raise ValueError(f"{place}: {first['msg']}, got {first['input']!r:.100}") from error
+
+
+def _find(groups: list[TrajectoryGroup]) -> str:
+    """The first part of the groups that JSON cannot hold, such as a NumPy integer in `metadata`, or half of a surrogate pair
+    in a message."""
+    parts: dict[str, BaseModel] = {}
+    for index, group in enumerate(groups):
+        for number, trajectory in enumerate(group.trajectories):
+            parts[f"groups[{index}].trajectories[{number}]"] = trajectory
+        parts[f"groups[{index}]"] = group
+    for place, part in parts.items():
+        for field in type(part).model_fields:
+            try:
+                part.model_dump_json(include={field}, warnings=False)
+            except (PydanticSerializationError, OverflowError):
+                return f"{place}.{field}"
+    return "the request"

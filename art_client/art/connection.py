@@ -13,6 +13,7 @@ import httpx
 from pydantic import ValidationError
 
 from art.errors import ArtConnectionError, ArtError, ArtStatusError
+from art.proxies import DIRECT
 from art.waiting import Waiting, waiting_for
 from art.wire import IDEMPOTENCY_HEADER, ErrorBody, ErrorDetail, JobEvent
 
@@ -61,7 +62,8 @@ class Connection:
     ) -> bytes:
         """The body of a successful answer. Repeats the request while the server is away.
 
-        After a lost connection the server may have executed the request, so it is repeated only if `is_repeatable`.
+        After a lost connection, or an error of a gateway before it, the server may have executed the request, so it is
+        repeated only if `is_repeatable`.
         """
         patience = self._reconnect_seconds if reconnect_seconds is None else reconnect_seconds
         outage = _Outage(self.base_url, patience, self._check_server)
@@ -69,7 +71,7 @@ class Connection:
             try:
                 async with self._send(method, path, body, {}, timeout_seconds) as response:
                     return await response.aread()
-            except _LostConnectionError as error:
+            except (_LostConnectionError, _GatewayError) as error:
                 if not is_repeatable:
                     raise
                 await outage.wait(error)
@@ -181,7 +183,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
-            self._client, self._loop = httpx.AsyncClient(headers=headers), loop
+            self._client, self._loop = httpx.AsyncClient(headers=headers, mounts=DIRECT), loop
         return self._client
 
 
@@ -190,6 +192,10 @@ class _LostConnectionError(ArtConnectionError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)
+
+
+class _GatewayError(ArtStatusError):
+    """Something between here and art-server answered: a proxy whose connection to it broke, or timed out."""
 
 
 class _Outage:
@@ -233,15 +239,17 @@ def _parse_event(line: str) -> JobEvent:
 
 
 def _to_status_error(response: httpx.Response) -> ArtStatusError:
+    kind = ArtStatusError
     try:
         detail = ErrorBody.model_validate_json(response.content).error
     except ValidationError:
+        kind = _GatewayError
         detail = ErrorDetail(
             message=response.text.strip()[:500] or response.reason_phrase,
             retryable=response.status_code in (502, 503, 504),
         )
     request = response.request
-    return ArtStatusError(
+    return kind(
         f"{detail.message} [{response.status_code} from {request.method} {request.url.path}]",
         status=response.status_code,
         code=detail.code,

@@ -59,9 +59,11 @@ async def distill(
 
     Raises:
         ValueError: a sampled choice has no token ids or log-probabilities: sample with `model.openai_client()`, or
-            through `art.rollout`.
+            through `art.rollout`. Or `max_concurrent` is below 1.
         ArtError: the teacher does not answer, or gives no log-probabilities.
     """
+    if max_concurrent < 1:
+        raise ValueError(f"max_concurrent must be at least 1, not {max_concurrent}")
     kept = [group.model_copy() for group in groups]
     turns = {
         id(history): list(_to_turns(history.messages_and_choices))

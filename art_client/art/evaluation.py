@@ -125,7 +125,8 @@ async def evaluate(
         max_concurrent_rollouts=max_concurrent_rollouts,
     )
     evaluation = _summarise(model, steps, results, reps)
-    for name, each in (("result.baseline", evaluation.baseline), ("result", evaluation)):
+    # What rollouts counted themselves, such as costs, belongs to the first row.
+    for name, each in (("result", evaluation), ("result.baseline", evaluation.baseline)):
         if log and each is not None and each.step is not None:
             await _log(model, each, each.step, split, name)
     return evaluation

@@ -28,6 +28,7 @@ from art.pool import (
     RolloutPool,
     close_unstarted,
     run_all,
+    to_finite,
 )
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
 
@@ -75,7 +76,9 @@ async def gather_trajectory_groups(
         try:
             if min_informative is None:
                 taken += waiting
-                rollouts.expect(sum(not isinstance(group, TrajectoryGroup) for group in taken))
+                rollouts.expect_groups(
+                    sum(not isinstance(group, TrajectoryGroup) for group in taken)
+                )
                 results = await run_all(_finish_group(rollouts, each, after_each) for each in taken)
             else:
                 results = await _refill(rollouts, waiting, taken, after_each, min_informative)
@@ -100,7 +103,7 @@ async def _refill(
         for group in waiting:
             place = len(taken)
             taken.append(group)
-            rollouts.expect(not isinstance(group, TrajectoryGroup))
+            rollouts.expect_groups(not isinstance(group, TrajectoryGroup))
             results[place] = await _finish_group(rollouts, group, after_each)
             if any(map(is_informative, results[place])):
                 return
@@ -121,12 +124,10 @@ async def _refill(
 def is_informative(group: TrajectoryGroup) -> bool:
     """Whether the rewards of trajectories, or of turns, are not all equal, or a turn has an advantage of its own."""
     histories = [each for t in group for each in (t, *t.additional_histories)]
-    of_turns = {
-        reward for each in histories for reward in each.turn_rewards or [] if reward is not None
-    }
+    of_turns = {to_finite(reward) for each in histories for reward in each.turn_rewards or []}
     return (
-        len({trajectory.reward for trajectory in group}) > 1
-        or len(of_turns) > 1
+        len({to_finite(trajectory.reward) for trajectory in group} - {None}) > 1
+        or len(of_turns - {None}) > 1
         or any(any(each.turn_advantages or []) for each in histories)
     )
 
@@ -145,9 +146,7 @@ async def _finish_group(
 ) -> list[TrajectoryGroup]:
     group = TrajectoryGroup()
     try:
-        group = _to_group(await awaitable)
-        if not isinstance(awaitable, TrajectoryGroup):
-            rollouts.expect(-1)  # it counted as one rollout; the group's rollouts count instead
+        group = await _resolve(rollouts, awaitable)
         rollouts.count_unexpected(group)
         if after_each is None or not group.trajectories:
             return [group]
@@ -169,6 +168,18 @@ async def _finish_group(
             logs=group.logs,
         )
     ]
+
+
+async def _resolve(rollouts: RolloutPool, awaitable: Awaitable[TrajectoryGroup]) -> TrajectoryGroup:
+    if isinstance(awaitable, TrajectoryGroup):
+        return await awaitable
+    is_failed = True
+    try:
+        group = _to_group(await awaitable)
+        is_failed = False
+    finally:
+        rollouts.resolve_group(is_failed=is_failed)
+    return group
 
 
 def _to_group(result: object) -> TrajectoryGroup:

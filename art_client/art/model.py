@@ -355,6 +355,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         if step is not None:
             name, inference_name = f"{self._storage_name}@{step}", self.get_inference_name(step)
         update = {"name": name, "run_name": self._storage_name}
+        self.metrics_builder()  # the copies share it
         pinned = self.model_copy(update=update | {"inference_model_name": inference_name})
         pinned._pinned_name, pinned._seeds = inference_name, seeds
         return pinned

@@ -8,6 +8,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 from openai.types.chat import ChatCompletion
 
 from art.loops import running_loop
+from art.proxies import DIRECT
 from art.scopes import headers_for
 from art.waiting import waiting_for
 
@@ -90,5 +91,5 @@ def make_client(base_url: str, api_key: str, *, is_trainable: bool) -> AsyncOpen
         api_key=api_key,
         timeout=timeout,
         max_retries=MAX_RETRIES,
-        http_client=Connections(timeout=timeout),
+        http_client=Connections(timeout=timeout, mounts=DIRECT),
     )

@@ -55,6 +55,9 @@ class RolloutPool:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._max_exceptions = max_exceptions
         self._num_expected = 0
+        self._num_unresolved = 0
+        """Coroutines of groups, of which each counts as one rollout until it gives its group."""
+        self._largest_group = 1
         self._num_failed = 0
         self._first_error: BaseException | None = None
         self._counted: dict[int, Finished] = {}  # by id(): equal trajectories count separately
@@ -81,15 +84,29 @@ class RolloutPool:
 
     @property
     def has_too_many_failures(self) -> bool:
-        """Whether more rollouts failed than max_exceptions: a number, or a share of the rollouts if between 0 and 1."""
+        """Whether more rollouts failed than max_exceptions: a number, or a share of the rollouts if between 0 and 1. Groups
+        of which nothing is known yet count as the largest so far."""
         limit = self._max_exceptions
         if 0 < limit < 1:
-            limit *= self._num_expected
+            limit *= self._num_expected + self._num_unresolved * (self._largest_group - 1)
         return self._num_failed > limit
 
     def expect(self, num_rollouts: int) -> None:
         """Adds to the expected number of rollouts, the bar's total."""
         self._num_expected += num_rollouts
+        self._largest_group = max(self._largest_group, num_rollouts)
+        self._update_bar()
+
+    def expect_groups(self, num_coroutines: int) -> None:
+        """Adds coroutines that each give a group of unknown size."""
+        self._num_unresolved += num_coroutines
+        self._num_expected += num_coroutines
+        self._update_bar()
+
+    def resolve_group(self, *, is_failed: bool = False) -> None:
+        """Ends one of `expect_groups`: the rollouts of its group count instead, or the failure of the coroutine."""
+        self._num_unresolved -= 1
+        self._num_expected -= not is_failed
         self._update_bar()
 
     async def run(self, rollout: Awaitable[object], check: Callable[[object], T]) -> T | Exception:
@@ -103,6 +120,12 @@ class RolloutPool:
             token = current_pool.set(None)
             try:
                 return check(await rollout)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                failure = RuntimeError("the rollout was cancelled, but not by its gather")
+                failure.__cause__ = error
             except Exception as error:
                 failure = error
             finally:
@@ -118,8 +141,9 @@ class RolloutPool:
             trajectory.metrics.setdefault("completion_tokens", num_tokens)
         numbers: dict[str, object] = {**trajectory.metrics, "reward": trajectory.reward}
         for name, value in numbers.items():
-            if isinstance(value, SupportsFloat):  # a program may have set None
-                self._means.setdefault(name, _Mean()).add(float(value))
+            number = to_finite(value)
+            if number is not None:
+                self._means.setdefault(name, _Mean()).add(number)
         self._update_bar()
 
     def count_unexpected(self, trajectories: Iterable[Finished]) -> None:
@@ -164,6 +188,17 @@ class RolloutPool:
             shown[name] = means[name].mean
         self._bar.set_postfix_str(format_numbers(shown), refresh=False)
         self._bar.update(len(self._counted) + self._num_failed - self._bar.n)
+
+
+def to_finite(value: object) -> float | None:
+    """A number, or a NumPy or torch scalar, as a float. None for all else that a program may have set, and for NaN."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array, or an int above 1e308
+        return None
+    return number if math.isfinite(number) else None
 
 
 def set_total(bar: "tqdm[Any]", total: int) -> None:

@@ -284,9 +284,14 @@ def _to_failure(error: BaseException | FailureBody) -> FailureBody:
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return FailureBody(
         type=module + kind.__qualname__,
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
+        message=_escaped(str(error)),
+        traceback=_escaped("".join(traceback.format_exception(error))),
     )
+
+
+def _escaped(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 has no bytes for, as `\\udXXX`."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 # --- entries: message dicts, and choices of `openai` or of similar packages, without an import of these ---------------

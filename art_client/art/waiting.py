@@ -14,6 +14,7 @@ import httpx
 from pydantic import ValidationError
 from tqdm.auto import tqdm
 
+from art.proxies import DIRECT
 from art.wire import Health, ProgressLine
 
 FIRST_SECONDS, AGAIN_SECONDS = 10.0, 60.0
@@ -107,7 +108,7 @@ class Waiting:
 
     async def _health(self) -> Health | None:
         with suppress(httpx.HTTPError, ValidationError):
-            async with httpx.AsyncClient(headers=self._headers) as client:
+            async with httpx.AsyncClient(headers=self._headers, mounts=DIRECT) as client:
                 answer = await client.get(f"{self._base_url}/health", timeout=5.0)
                 return Health.model_validate_json(answer.content)
         return None

@@ -5,8 +5,8 @@ OpenAI choices), so neither side needs the `openai` package to parse a body. doc
 `/openapi.json` their bodies.
 """
 
-import math
 import operator
+import sys
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -37,7 +37,7 @@ class Reply(BaseModel):
 
 
 def _finite(value: float) -> float:
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:  # also for an int that no float can hold, and NaN
         raise ValueError("must be a finite number, not NaN or infinity")
     return value
 

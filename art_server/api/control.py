@@ -192,4 +192,5 @@ def read_states(text: str) -> list[JobState]:
 
 async def event_lines(service: Service, job_id: str, after: int = -1) -> AsyncIterator[bytes]:
     async for event in service.follow(job_id, after):
-        yield event.model_dump_json(exclude_none=True).encode() + b"\n"
+        # ASCII, because httpx and Python's splitlines also end a line at U+2028 and U+0085.
+        yield event.model_dump_json(exclude_none=True, ensure_ascii=True).encode() + b"\n"

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from art.wire import ErrorDetail, JobEvent, LoRAConfig, TrainRequest
 from art_server.api.art_wire import _log_note_once
 from art_server.api.auth import ART_PATHS
+from art_server.api.control import event_lines
 from art_server.app import make_app
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.service import Service
@@ -110,7 +111,7 @@ class Runner:
     async def find(self, model: Any, key: Any, digest: str) -> None:
         return None
 
-    async def follow(self, job_id: str) -> AsyncIterator[JobEvent]:
+    async def follow(self, job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
         for event in self.events:
             yield event
 
@@ -129,6 +130,15 @@ async def train(app: FastAPI, body: dict[str, Any]) -> list[dict[str, Any]]:
         response = await http.post("/_train_model", json=body)
     assert response.status_code == 200, response.text
     return [json.loads(line) for line in response.text.splitlines()]
+
+
+async def test_an_event_is_one_line_also_for_who_splits_at_u2028() -> None:
+    """As httpx's `aiter_lines` and `str.splitlines`. A program's metric may have any name."""
+    event = DONE.model_copy(update={"metrics": {"train/calls\u2028a\u2029b\u0085\x1c": 1.0}})
+    service: Any = Runner(event)
+    (line,) = [each async for each in event_lines(service, "j")]
+    assert len(line.decode().splitlines()) == 1
+    assert JobEvent.model_validate_json(line) == event
 
 
 async def test_a_train_call_streams_one_line_of_numbers(tmp_path: Path) -> None:

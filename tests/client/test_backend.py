@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 import art
+from art.waiting import waiting_for
 
 pytestmark = pytest.mark.anyio
 
@@ -178,6 +179,32 @@ async def test_log_is_not_repeated_once_it_may_have_arrived(server, answer, mode
     with pytest.raises(art.ArtConnectionError, match="lost the connection"):
         await model.log([art.Trajectory()])
     assert len(server.sent("POST", "/api/models/demo/agent/log")) == 1
+
+
+async def test_log_is_not_repeated_after_a_gateway_gave_up(server, answer, model):
+    server.on("POST", "/api/models/demo/agent/log", answer(504, b"<html>Gateway Time-out</html>"))
+    with pytest.raises(art.ArtStatusError, match="Gateway Time-out"):
+        await model.log([art.Trajectory()])
+    assert len(server.sent("POST", "/api/models/demo/agent/log")) == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_this_machine_is_reached_without_its_proxy(
+    server, answer, monkeypatch: pytest.MonkeyPatch, host: str
+):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    body = {"id": "c", "object": "chat.completion", "choices": []}
+    server.on("POST", "/v1/chat/completions", answer(body=body))
+    async with art.Backend(f"http://{host}:{server.port}") as backend:
+        model = make_model()
+        await model.register(backend)
+        client = model.openai_client()
+        completion = await client.chat.completions.create(model="m", messages=[])
+        assert completion.id == "c"
+        assert await waiting_for(backend.base_url, None)._health() is not None
 
 
 async def test_plain_model_has_no_history_on_the_server(server, backend, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import sys
 import types
 from pathlib import Path
@@ -261,6 +262,10 @@ async def test_metrics_of_a_row_that_is_not_written_wait_for_the_next(tmp_path: 
     builder.add_cost("judge", 0.5)
     with pytest.raises(ValueError, match="no sources below"):
         await model.log([good], metrics={**given, "costs/judge/extra": 1.0})
+    with pytest.raises(ValueError, match="'data/step_retries' must be a finite number, not nan"):
+        await model.log([good], metrics={"data/step_retries": math.nan})
+    with pytest.raises(ValueError, match="'costs/judge' must be a finite number, not inf"):
+        builder.add_cost("judge", math.inf)
     row = await model.log([good], metrics=given)
     assert row["costs/judge"] == row["costs/cum/judge"] == row["costs/cum/all"] == 2.5
     assert row["data/step_retries"] == row["data/cum/retries"] == 3.0

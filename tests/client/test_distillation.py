@@ -149,6 +149,11 @@ async def test_what_cannot_be_scored_is_said(teacher: Teacher) -> None:
         await art.distill([art.TrajectoryGroup([full])], teacher.model)
 
 
+async def test_no_concurrency_is_refused(teacher: Teacher) -> None:
+    with pytest.raises(ValueError, match="max_concurrent must be at least 1"):
+        await art.distill([], teacher.model, max_concurrent=0)
+
+
 async def test_trajectories_without_samples_stay_as_they_are(teacher: Teacher) -> None:
     demonstration = art.Trajectory(
         messages_and_choices=[user(), {"role": "assistant", "content": "a"}], reward=1.0

@@ -74,8 +74,8 @@ async def test_the_page_runs_from_top_to_bottom(
     logged = [request.json() for request in server.sent("POST", f"{MODEL}/log")]
     assert [(each["step"], each["split"]) for each in logged] == [
         (19, "val"),
-        (0, "val"),
         (30, "val"),
+        (0, "val"),
         (20, "val"),
         (20, "test"),
     ]

@@ -135,3 +135,10 @@ def test_generators_give_the_same_tasks_for_the_same_seed() -> None:
     assert all(each.score(each.entry["answer"]) == 1.0 for each in one)
     with pytest.raises(ValueError, match="cannot make 'no_such_generator'"):
         reasoning_gym("no_such_generator")
+
+
+def test_an_answer_of_another_form_scores_zero() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    (task,) = reasoning_gym("prime_factorization", size=1, seed=1)
+    assert task.score(task.entry["answer"]) == 1.0
+    assert task.score("two times three") == 0.0

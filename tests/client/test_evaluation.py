@@ -227,7 +227,7 @@ async def test_two_steps_are_compared_scenario_by_scenario(server, model):
     assert found.difference == art.Estimate(0.5, 3, 0.0, (0.5, 0.5))
     assert found.baseline is not None and found.baseline.reward.mean == 10.25
     assert found.reward.interval[0] < 0 < 20 < found.reward.interval[1]
-    assert [(each["step"], each["split"]) for each in logged(server)] == [(0, "val"), (3, "val")]
+    assert [(each["step"], each["split"]) for each in logged(server)] == [(3, "val"), (0, "val")]
 
 
 async def test_the_difference_is_worked_by_hand(model):
@@ -293,7 +293,7 @@ async def test_a_failed_rollout_is_no_reward_and_its_pair_is_left_out(server, mo
     assert [failure.message for group in found.groups for failure in group.exceptions] == [
         "tool 2 is down"
     ]
-    assert [len(group["exceptions"]) for group in logged(server)[1]["groups"]] == [0, 1, 0]
+    assert [len(group["exceptions"]) for group in logged(server)[0]["groups"]] == [0, 1, 0]
 
 
 async def test_with_repetitions_the_other_pairs_of_a_scenario_count(model):
@@ -384,6 +384,16 @@ async def test_the_history_gets_the_means_the_error_and_the_trajectories(server,
     assert [group["trajectories"][0]["reward"] for group in body["groups"]] == [0.75, 1.75]
 
 
+async def test_costs_that_rollouts_count_are_in_the_row_of_their_step(server, model):
+    async def judged(model: art.TrainableModel, scenario: float) -> art.Trajectory:
+        model.metrics_builder("eval").add_cost("judge", 0.25)
+        return await rollout(model, scenario)
+
+    await evaluate(model, judged, [0.0, 1.0], step=3, baseline=0)
+    costs = {body["step"]: body["metrics"].get("costs/judge") for body in logged(server)}
+    assert costs == {3: 1.0, 0: None}
+
+
 async def test_a_history_that_cannot_be_written_does_not_lose_the_rollouts(
     server, answer, model, caplog: pytest.LogCaptureFixture
 ):
@@ -393,10 +403,10 @@ async def test_a_history_that_cannot_be_written_does_not_lose_the_rollouts(
     assert found.reward.mean == 1.25 and found.difference is not None
     assert found.difference.mean == 0.5
     warnings = [record.getMessage() for record in caplog.records if record.name == "art.evaluation"]
-    assert [line.split()[1] for line in warnings] == ["demo/agent@0", "demo/agent@3"]
+    assert [line.split()[1] for line in warnings] == ["demo/agent@3", "demo/agent@0"]
     assert all("the disk is full" in line for line in warnings)
-    assert "model.log(result.baseline.groups, 'val', step=0)" in warnings[0]
-    assert "model.log(result.groups, 'val', step=3)" in warnings[1]
+    assert "model.log(result.groups, 'val', step=3)" in warnings[0]
+    assert "model.log(result.baseline.groups, 'val', step=0)" in warnings[1]
     server.on("POST", LOG, answer(body={"step": 3, "metrics": {}}))
     await model.log(found.groups, "val", step=3)
     assert logged(server)[-1]["groups"][1]["trajectories"][0]["reward"] == 1.75

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 
 import art
@@ -224,6 +225,33 @@ async def test_max_exceptions_is_a_number_or_a_share_of_all_rollouts(
                 await gather()
         else:
             await gather()
+
+
+async def test_a_share_waits_for_groups_of_which_nothing_is_known_yet():
+    """Each group's rollouts are announced 5 ms after those of the group before it."""
+
+    async def late(index: int, num_failing: int) -> art.TrajectoryGroup:
+        await asyncio.sleep(0.005 * index)
+        return await art.TrajectoryGroup(map(rollout, [-1] * num_failing + [1] * (8 - num_failing)))
+
+    groups = await art.gather_trajectory_groups(late(index, index < 3) for index in range(10))
+    assert sum(len(group.exceptions) for group in groups) == 3
+    with pytest.raises(ValueError, match="bad reward"):
+        await art.gather_trajectory_groups(late(index, index < 9) for index in range(10))
+
+
+async def test_what_is_no_number_is_not_shown_and_ends_no_gather(
+    capsys: pytest.CaptureFixture[str],
+):
+    async def measures(value: object) -> art.Trajectory:
+        trajectory = await rollout()
+        trajectory.metrics["size"] = value  # type: ignore[assignment]
+        return trajectory
+
+    values = (np.array([1.0, 2.0]), 10**400, math.nan, "much", None, np.float32(3.0))
+    gathered = await art.gather_trajectories([measures(value) for value in values])
+    assert len(gathered) == len(values)
+    assert "size=3]" in capsys.readouterr().err
 
 
 async def test_the_error_that_is_raised_is_the_first_one_with_its_own_context():
@@ -473,11 +501,27 @@ async def test_a_failing_source_of_groups_is_raised():
         ([{"turn_rewards": [0.5, None]}, {"turn_rewards": [0.5]}], False),
         ([{"turn_rewards": [0.5, 1.0]}, {}], True),
         ([{"additional_histories": [{"turn_advantages": [None, -1.0]}]}], True),
+        ([{"reward": math.nan}, {"reward": math.nan}], False),
     ],
 )
 def test_a_group_is_informative_where_rewards_differ(fields: list[dict], is_expected: bool):
     group = art.TrajectoryGroup(art.Trajectory(**each) for each in fields)
     assert is_informative(group) is is_expected
+
+
+def test_scalars_of_other_libraries_are_compared_by_their_value():
+    """As torch's, whose equal tensors are two keys of a set."""
+
+    class Scalar:
+        def __float__(self) -> float:
+            return 0.5
+
+    group = art.TrajectoryGroup([art.Trajectory(), art.Trajectory()])
+    for trajectory in group:
+        trajectory.reward = Scalar()  # type: ignore[assignment]
+    assert not is_informative(group)
+    group.trajectories[0].reward = np.array(1.0)  # type: ignore[assignment]
+    assert is_informative(group)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import asyncio
 import math
 
+import numpy as np
 import pytest
 
 import art
@@ -145,6 +146,15 @@ async def test_unknown_fields_of_events_are_ignored(server, answer, model, group
         ({"reward": None}, r"groups\[0\].trajectories\[1\].reward: "),
         ({"metrics": {"m": math.inf}}, r"groups\[0\].trajectories\[1\].metrics.m"),
         ({"metrics": {"m": "high"}}, r"groups\[0\].trajectories\[1\].metrics.m"),
+        ({"metrics": {"m": 10**400}}, r"groups\[0\].trajectories\[1\].metrics.m.*finite"),
+        (
+            {"metadata": {"m": np.int64(3)}},
+            r"groups\[0\].trajectories\[1\].metadata: .*numpy.int64",
+        ),
+        (
+            {"messages_and_choices": [{"role": "tool", "content": "\ud83d"}]},
+            r"groups\[0\].trajectories\[1\].messages_and_choices: .*surrogates",
+        ),
         ({"messages_and_choices": ["hi"]}, "holds a str"),
     ],
 )
@@ -156,6 +166,15 @@ async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(
     with pytest.raises(ValueError, match=message):
         await model.train(groups)
     assert server.sent("POST", TRAIN) == []
+
+
+async def test_an_error_with_half_a_surrogate_pair_loses_no_group(server, answer, model, groups):
+    """As a tool raises it that looks up a name from `json.loads('"\\\\ud83d"')`."""
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, DONE]))
+    failed = art.TrajectoryGroup([LookupError("no city \ud83d")])
+    await model.train([*groups, failed])
+    sent = server.sent("POST", TRAIN)[0].json()["groups"][1]["exceptions"][0]
+    assert "no city \\ud83d" in sent["message"]
 
 
 async def test_no_groups_and_empty_groups_are_refused(model):

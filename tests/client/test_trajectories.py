@@ -309,12 +309,14 @@ async def test_cancelling_an_awaited_group_cancels_its_rollouts():
     assert cancelled == [1, 1]
 
 
-async def test_a_rollout_that_is_cancelled_from_within_passes_the_cancellation_on():
+async def test_a_rollout_that_is_cancelled_from_within_is_a_failed_rollout():
     async def cancels_itself() -> art.Trajectory:
         raise asyncio.CancelledError
 
-    with pytest.raises(asyncio.CancelledError):
-        await art.TrajectoryGroup([cancels_itself(), rollout(1)])
+    group = await art.TrajectoryGroup([cancels_itself(), rollout(1)])
+    assert [each.reward for each in group] == [1]
+    (failure,) = group.exceptions
+    assert "cancelled, but not by its gather" in failure.message
 
 
 @given(st.lists(trajectories, max_size=2), st.dictionaries(st.text(), json_values, max_size=2))

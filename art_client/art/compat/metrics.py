@@ -13,6 +13,7 @@ with a server they begin at zero with each program.
 import functools
 import inspect
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -87,20 +88,22 @@ class MetricsBuilder:
         """Adds to a metric of the next step, such as "time/step_judge_s".
 
         Raises:
-            ValueError: the key has no section, is a sum over the run, or a cost's source is also the beginning of another.
+            ValueError: the key has no section, is a sum over the run, or a cost's source is also the beginning of another; or
+                the value is not finite, which no later value would mend in a sum.
         """
+        if not math.isfinite(value):
+            raise ValueError(f"{key!r} must be a finite number, not {value!r}")
         section, slash, name = key.partition("/")
         if not slash or name.startswith("cum/"):
             raise ValueError(
                 f"{key!r} is no metric's key: it has a section, such as 'data/tokens', and the builder makes 'data/cum/...'"
             )
         metrics = self._run.pending[self.cost_context]
-        if section == "costs":
-            for known in metrics:
-                if known.startswith(f"{key}/") or key.startswith(f"{known}/"):
-                    raise ValueError(
-                        f"{key!r} and {known!r}: a source of costs has no sources below it"
-                    )
+        for known in metrics if section == "costs" else ():
+            if known.startswith(f"{key}/") or key.startswith(f"{known}/"):
+                raise ValueError(
+                    f"{key!r} and {known!r}: a source of costs has no sources below it"
+                )
         metrics[key] = metrics.get(key, 0.0) + float(value)
 
     def add_cost(self, path: str, usd: float) -> None:

@@ -20,10 +20,16 @@ class ReasoningTask:
     """reasoning-gym's item: question, answer, metadata."""
 
     def score(self, text: str) -> float:
-        """The generator's score from 0 to 1 of the text in the last <answer> tag, without one of the whole text."""
+        """The generator's score from 0 to 1 of the text in the last <answer> tag, without one of the whole text.
+
+        0 for an answer that the generator cannot read.
+        """
         tagged = ANSWER.findall(text)
         answer = (tagged[-1] if tagged else text).strip()
-        return float(self.dataset.score_answer(answer=answer, entry=self.entry))
+        try:
+            return float(self.dataset.score_answer(answer=answer, entry=self.entry))
+        except ValueError:  # such as prime_factorization's int("two")
+            return 0.0
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """The question. The seed has no effect: a task is one question."""
