@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 2.0
 """A base model on the disk is found sooner, and the first request knows it. Downloads and conversions take longer."""
 
+YEAR_SECONDS = 365 * 86400.0
+
 DOWNLOAD_LOG_SECONDS = 5.0
 """Interval of progress lines during a download."""
 
@@ -156,8 +158,7 @@ class BaseLoader:
             if plan is None or plan.is_base_resident:
                 is_shared = plan is not None and self._config.takes_turns
                 self._warming = asyncio.create_task(
-                    self._warm_trainer(self._owner.held() if is_shared else None),
-                    name="trainer's first load",
+                    self._warm_trainer(after_engine=is_shared), name="trainer's first load"
                 )
             with contextlib.suppress(StorageFull):  # the model serves without it
                 last = {"base_model": name, "engine_args": dict(requested or {})}
@@ -169,12 +170,13 @@ class BaseLoader:
             await asyncio.sleep(DOWNLOAD_LOG_SECONDS)
             self._progress.note(await asyncio.to_thread(base_models.download_progress, name))
 
-    async def _warm_trainer(
-        self, hold: contextlib.AbstractAsyncContextManager[None] | None
-    ) -> None:
+    async def _warm_trainer(self, *, after_engine: bool) -> None:
         """Loads the trainer's base model before the first step needs it. On a shared GPU this waits for the engine's
         start, because vLLM then measures the free memory."""
-        async with hold or contextlib.nullcontext():
+        if after_engine:
+            with contextlib.suppress(Unavailable):  # given up: the memory is free
+                await self._engine.wait_ready(YEAR_SECONDS)
+        async with self._owner.held() if after_engine else contextlib.nullcontext():
             self._progress.note("trainer: starts and loads the base model")
             try:
                 loaded = await self._trainer.run(LoadTask())

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -31,19 +32,30 @@ SWITCH_SECONDS = 0.0005
 
 PR_SET_PDEATHSIG = 1
 
+END_SECONDS, POLL_SECONDS = 60.0, 0.02
+"""Wait for a killed session's end: the driver takes seconds to free tens of gigabytes."""
+
 CORES_VARIABLE = "ART_CORES"
 """Numbers of the cores that a child may use, separated by commas; unset: all."""
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of the session that `leader` leads or led. While one runs, no other session gets this id."""
+    """The running processes of the session that `leader` leads or led. While one is left, no other session gets this id."""
     members: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(int(entry.name)) == leader:
+                if os.getsid(int(entry.name)) == leader and not _is_zombie(entry):
                     members.append(int(entry.name))
     return members
+
+
+def _is_zombie(process: Path) -> bool:
+    """Whether a process has ended, and only its parent has not been told. It holds no memory."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _kill(pids: list[int]) -> None:
@@ -151,6 +163,15 @@ class Children:
             self._pids.remove(pid)
             self._kill_session(pid)
             self._write()
+
+    def end(self, pid: int) -> None:
+        """As `remove`, and waits until all processes of the session have ended: their GPU memory is free only then."""
+        self.remove(pid)
+        deadline = time.monotonic() + END_SECONDS
+        while (left := _session(pid)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if left:
+            logger.error("processes %s did not end within %.0f s after SIGKILL", left, END_SECONDS)
 
     def _kill_session(self, leader: int) -> bool:
         """Kills the processes of a child's session, if they are still ours: another program, or this very server, may have

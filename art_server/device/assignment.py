@@ -49,9 +49,9 @@ def _check_bfloat16(gpu: Gpu) -> None:
 
 
 def device_environment(devices: Sequence[int], machine: Machine) -> dict[str, str]:
-    """Environment variables that restrict a process to these devices; none if it may use all. Several GPUs are always named,
-    in our order: CUDA numbers the fastest first."""
-    if len(machine.gpus) > 1 or (machine.gpus and devices):
+    """Environment variables that restrict a process to these devices; none if it may use all cores. GPUs are always named in
+    full and in our order: CUDA numbers the fastest first, and vLLM understands no shortened UUID."""
+    if machine.gpus:
         named = [machine.gpus[each] for each in devices] or machine.gpus
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in named)}
     if not devices:

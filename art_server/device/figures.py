@@ -17,11 +17,11 @@ class Figures(BaseModel):
     context_gib: float
     """A process's CUDA context."""
     graphs_gib: float
-    """vLLM's CUDA graphs and the memory of its libraries: outside its share of the card, and not released in sleep."""
+    """vLLM's CUDA graphs and the memory of its libraries: inside its share of the card, and not released in sleep."""
     engine_step_gib: float
     """Activations of vLLM's largest batch: inside its share, cached by torch, released in sleep only."""
     head_gib: float
-    """Logits of one chunk of the output head, with their gradient."""
+    """Logits of one chunk of the output head: 2^27 numbers in bfloat16, and in float32 three times."""
     reserve_gib: float
     """Memory that torch's allocator loses by splitting blocks."""
     process_gib: float

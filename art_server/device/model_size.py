@@ -32,6 +32,10 @@ class ModelSize:
     """Names of the layers that LoRA adapts; empty if it adapts all linear layers."""
     quantized_bytes: int = 0
     """Bytes of quantised weights, which are the same in every number type that the model runs in."""
+    kv_heads: int = 1
+    """Heads of keys and values; 1 for latent attention, which keeps one vector."""
+    vocabulary: int = 0
+    """Number of tokens."""
 
     def weights(self, itemsize: float) -> float:
         """Bytes of all weights, with `itemsize` bytes for each floating-point weight."""
@@ -69,6 +73,8 @@ def read_model_size(folder: Path) -> ModelSize:
         else sum(_lora_width(name, shape) for name, shape in adapted),
         max_positions=int(text.get("max_position_embeddings", 2048)),
         lora_modules=_attention_layers(tensors) if is_mixture else (),
+        kv_heads=_kv_heads(text),
+        vocabulary=int(text.get("vocab_size", 0)),
     )
 
 
@@ -93,7 +99,13 @@ def _kv_width(text: dict[str, Any]) -> int:
         return int(rank) + int(text["qk_rope_head_dim"])
     heads = int(text["num_attention_heads"])
     size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
-    return 2 * int(text.get("num_key_value_heads") or heads) * size
+    return 2 * _kv_heads(text) * size
+
+
+def _kv_heads(text: dict[str, Any]) -> int:
+    if text.get("kv_lora_rank"):
+        return 1
+    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
 
 
 def _usual_lora_width(text: dict[str, Any], inner: int) -> int:

@@ -39,6 +39,12 @@ GOOD_TOKENS = 16_384
 """A micro-batch of this many tokens has room for the prefix tree of a group of rollouts."""
 MAX_TOKENS = 32_768
 """Larger micro-batches are no faster."""
+LARGE_CARD = 70 * GIB
+MAX_SEQUENCES = {False: 256, True: 1024}
+"""vLLM's default of `max_num_seqs`, on a large card and on others."""
+SAMPLING_BYTES = 18
+"""For each sequence and token of the vocabulary: logits in bfloat16 and float32, log-probabilities, probabilities, and the
+random numbers that choose."""
 LOCKED_SHARE = 1.5
 """vLLM's copies of sleeping weights, in their bytes: each block of locked memory is rounded up to a power of two."""
 LORA_NUMBERS = 4
@@ -180,7 +186,9 @@ def _make(
     slots = adapter * demand.max_loras * demand.engine_itemsize / demand.num_serving
     base = size.weights(demand.trainer_itemsize)
     context, graphs = figures.context_gib * GIB, figures.graphs_gib * GIB
-    fixed = engine_weights + slots + figures.engine_step_gib * GIB
+    # vLLM keeps sampling's numbers for each sequence and token of the vocabulary, and counts its graphs in its share.
+    sampling = MAX_SEQUENCES[card.total >= LARGE_CARD] * size.vocabulary * SAMPLING_BYTES
+    fixed = engine_weights + slots + graphs + max(figures.engine_step_gib * GIB, sampling)
     trainer = base + adapter * LORA_NUMBERS * 4 + (figures.head_gib + figures.reserve_gib) * GIB
 
     layer = figures.hidden_factor * size.hidden + figures.intermediate_factor * size.intermediate
@@ -188,7 +196,7 @@ def _make(
     # Each layer's input, and all activations of one layer at a time.
     checkpointed = (size.num_layers * size.hidden + layer) * demand.trainer_itemsize
 
-    beside = (1 if own else 2) * context + graphs
+    beside = (1 if own else 2) * context
     stays = adapter * 4 if is_resident and not own else 0.0
     between = base + stays if is_resident and not own else 0.0
     if handover == "none" and not own:
@@ -202,20 +210,21 @@ def _make(
     else:
         utilization = demand.utilization
     kv = utilization * card.total - fixed
-    kept = {"none": fixed + kv, "kv_cache": fixed, "sleep": 0.0}[handover]
+    kept = {"none": fixed + kv, "kv_cache": fixed, "sleep": graphs}[handover]
     room = own.total - context - trainer if own else card.total - beside - kept - trainer
     tokens = max(0, min(MAX_TOKENS, int(room / per_token)))
     checkpointed_tokens = max(0, int(room / checkpointed))
     activations = max(tokens * per_token, min(checkpointed_tokens, MAX_TOKENS) * checkpointed)
 
-    asleep = (engine_weights + slots) * LOCKED_SHARE if handover == "sleep" else 0.0
-    host = figures.process_gib * GIB + asleep
+    # Each of the engine's cards has a process, which copies its share to the same main memory.
+    asleep = (engine_weights + slots) * demand.num_serving * LOCKED_SHARE
+    host = figures.process_gib * GIB + (asleep if handover == "sleep" else 0.0)
     # bitsandbytes keeps parts of quantised weights where a copy does not reach them.
     is_movable = not is_resident and not size.quantized_bytes
     has_copy = is_movable and host + base <= HOST_SHARE * card.host
     # Whether the engine is on the trainer's card, and keeps its cache and its weights there during a step.
     is_shared, has_cache, has_weights = own is None, handover == "none", handover != "sleep"
-    batch, cache = fixed - engine_weights - slots, max(kv, 0.0)
+    batch, cache = fixed - engine_weights - slots - graphs, max(kv, 0.0)
 
     def engine(name: str, num_bytes: float, stays: bool) -> Line:
         return Line(f"engine: {name}", num_bytes, num_bytes * (stays and is_shared))
@@ -246,7 +255,9 @@ def _make(
 
 
 def _tokens(kv: float, demand: Demand) -> int:
-    per_token = demand.size.kv_per_token * demand.engine_itemsize / demand.num_serving
+    # A head of keys and values is on one card, so more cards than heads have copies of it.
+    num_shares = min(demand.num_serving, demand.size.kv_heads)
+    per_token = demand.size.kv_per_token * demand.engine_itemsize / num_shares
     return max(0, int(kv / per_token))
 
 

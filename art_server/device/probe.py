@@ -99,7 +99,9 @@ def _find_gpus(host: int) -> tuple[Gpu, ...]:
                 f"the driver is {driver}, and torch's CUDA 13.0 needs {MIN_DRIVER} or newer"
             )
         handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+            part
+            for index in range(pynvml.nvmlDeviceGetCount())
+            for part in _parts(pynvml.nvmlDeviceGetHandleByIndex(index), pynvml)
         ]
         visible = _visible(handles, pynvml)
         if not visible:
@@ -113,9 +115,9 @@ def _find_gpus(host: int) -> tuple[Gpu, ...]:
                 _text(pynvml.nvmlDeviceGetUUID(handle)),
                 _text(pynvml.nvmlDeviceGetName(handle)),
                 _memory(handle, pynvml, host),
-                tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                tuple(pynvml.nvmlDeviceGetCudaComputeCapability(card)),
             )
-            for index, handle in enumerate(visible)
+            for index, (card, handle) in enumerate(visible)
         )
     except pynvml.NVMLError as error:
         raise _no_gpu(f"the driver does not describe it ({error})") from error
@@ -123,23 +125,39 @@ def _find_gpus(host: int) -> tuple[Gpu, ...]:
         pynvml.nvmlShutdown()
 
 
-def _memory(handle: Any, pynvml: Any, host: int) -> int:
-    """Bytes of a GPU's memory. One that shares the main memory (GB10) names none: it gets half, for the other half is the
-    processes' own."""
+def _parts(card: Any, pynvml: Any) -> list[tuple[Any, Any]]:
+    """The card with each of its MIG devices, if it is divided into some; else with itself."""
     try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        is_divided, _ = pynvml.nvmlDeviceGetMigMode(card)
+    except pynvml.NVMLError_NotSupported:
+        is_divided = 0
+    if not is_divided:
+        return [(card, card)]
+    found: list[tuple[Any, Any]] = []
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        with contextlib.suppress(pynvml.NVMLError_NotFound):  # a free place
+            found.append((card, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index)))
+    return found
+
+
+def _memory(handle: Any, pynvml: Any, host: int) -> int:
+    """Bytes of a GPU's memory that CUDA can use: the driver reserves some. One that shares the main memory (GB10) names
+    none: it gets half, for the other half is the processes' own."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        return int(memory.total - memory.reserved)
     except pynvml.NVMLError_NotSupported:
         return host // 2
 
 
-def _visible(handles: list[Any], pynvml: Any) -> list[Any]:
+def _visible(handles: list[tuple[Any, Any]], pynvml: Any) -> list[tuple[Any, Any]]:
     """The GPUs that CUDA_VISIBLE_DEVICES names, by number or by the beginning of their UUID. As in CUDA, the list ends
     at the first name without a GPU."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return handles
-    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    chosen: list[Any] = []
+    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for _, handle in handles]
+    chosen: list[tuple[Any, Any]] = []
     for name in (part.strip() for part in names.split(",")):
         if name.isdigit() and int(name) < len(handles):
             chosen.append(handles[int(name)])

@@ -336,7 +336,7 @@ class Engine:
     async def _end_process(self) -> None:
         """Kills vLLM with all processes that it spawned, and waits for the end of its main process."""
         if self._process is not None:
-            await asyncio.to_thread(self._children.remove, self._process.pid)
+            await asyncio.to_thread(self._children.end, self._process.pid)
             await self._process.wait()
             self._process = None
 
@@ -497,7 +497,7 @@ class Engine:
             self._ended = reason
             await self._set_state("starting", f"It is being restarted because {reason}.")
             if self._process is not None:
-                await asyncio.to_thread(self._children.remove, self._process.pid)
+                await asyncio.to_thread(self._children.end, self._process.pid)
 
     # --- adapters ---
 

@@ -95,10 +95,18 @@ def return_freed_memory() -> None:
         libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
+def free_cached_memory() -> None:
+    """Returns freed GPU memory to the system. cuBLAS's workspaces lie in blocks of torch's cache, which could not be returned
+    while they exist."""
+    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
+    torch.cuda.empty_cache()
+
+
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed. On a CPU with a memory limit torch raises a plain RuntimeError."""
+    """Whether an allocation failed. Triton, and torch on a CPU with a memory limit, raise a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        isinstance(error, RuntimeError)
+        and any(words in str(error) for words in ("out of memory", "DefaultCPUAllocator"))
     )
 
 

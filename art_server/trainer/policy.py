@@ -27,7 +27,7 @@ from art_server.trainer.distributions import RAW, cut_pieces
 from art_server.trainer.head import Scores, max_logits, score_targets, whole_pieces
 from art_server.trainer.host_copy import HostCopy
 from art_server.trainer.lora import fuse_lora
-from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens
+from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens, free_cached_memory
 from art_server.trainer.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -141,8 +141,11 @@ class Policy:
         if not keep_copy:
             for each in frozen:
                 each.data = torch.empty(0)
-            for module in self.model.modules():
-                quantised: Any = getattr(module, "state", None)  # of bitsandbytes' 8-bit layers
+            holders: list[Any] = [*frozen, *self.model.modules()]
+            for each in holders:
+                if hasattr(each, "quant_state"):  # the scales of bitsandbytes' 4-bit weights
+                    each.quant_state = None
+                quantised: Any = getattr(each, "state", None)  # of bitsandbytes' 8-bit layers
                 if hasattr(quantised, "CB"):
                     quantised.CB = None
         else:
@@ -155,7 +158,7 @@ class Policy:
             state.update({key: value.cpu() for key, value in state.items()})
         self._is_away = True
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            free_cached_memory()
 
     def return_to_device(self) -> None:
         """Undoes `leave_device`, if the policy has left."""

@@ -24,7 +24,12 @@ from art_server.shared.tasks import Done, Failed, Progress, Ready, Task, WorkerC
 from art_server.store import files
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
-from art_server.trainer.memory import Budgets, is_out_of_memory, return_freed_memory
+from art_server.trainer.memory import (
+    Budgets,
+    free_cached_memory,
+    is_out_of_memory,
+    return_freed_memory,
+)
 from art_server.trainer.policy import Policy
 from art_server.trainer.step import MIN_TOKENS_PER_MICRO_BATCH, train
 
@@ -233,7 +238,7 @@ def find_device(name: str) -> torch.device | None:
 def _empty_cache() -> None:
     """Returns freed GPU memory to the system: the engine on the same device needs it next."""
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        free_cached_memory()
 
 
 if __name__ == "__main__":

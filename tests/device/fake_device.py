@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from art_server.base_models import BaseModel
+from art_server.device.figures import read_figures
 from art_server.device.plan import GIB, Card, Demand, Plan
 from art_server.engine.command import SOCKET_NAME
 from art_server.engine.engine import Engine
@@ -93,11 +94,14 @@ class FakeProcess:
     async def _start(self) -> None:
         lines = {line.what: line.sampling for line in self.plan.lines}
         share = self.plan.utilization * self.device.card.total
+        # vLLM takes its graphs from its share. They stay when it sleeps.
+        self.graphs = read_figures().graphs_gib * GIB
         self.fixed = sum(
             lines[f"engine: {part}"] for part in ("weights", "LoRA slots", "largest batch")
         )
         try:
-            self.device.take(self.name, "context", lines["engine: context, CUDA graphs"])
+            context = lines["engine: context, CUDA graphs"] - self.graphs
+            self.device.take(self.name, "context", context)
             await self.world.reach("engine starts")
             if self.device.free < share:
                 self.device.wrongs.append(
@@ -106,7 +110,8 @@ class FakeProcess:
                 raise Full
             self.device.take(self.name, "weights", self.fixed)
             await self.world.reach("engine loads")
-            self.device.take(self.name, "kv", share - self.fixed)
+            self.device.take(self.name, "graphs", self.graphs)
+            self.device.take(self.name, "kv", share - self.fixed - self.graphs)
         except Full:
             self.kill(1)
             return
@@ -260,7 +265,7 @@ class FakeProcess:
             parts = [asked.replace("kv_cache", "kv")] if asked else ["weights", "kv"]
             sizes = {
                 "weights": self.fixed,
-                "kv": self.plan.utilization * self.device.card.total - self.fixed,
+                "kv": self.plan.utilization * self.device.card.total - self.fixed - self.graphs,
             }
             for part in self.gave_up & set(parts):
                 try:
@@ -289,6 +294,8 @@ class FakeChildren:
 
     def remove(self, pid: int) -> None:
         self.running[pid].kill()
+
+    end = remove
 
 
 class FakeEngine(Engine):

@@ -25,7 +25,8 @@ def size(billions: float, layers: int, hidden: int, inner: int, heads: int) -> M
     """A Qwen3 of this shape: eight heads of keys and values, 128 wide."""
     query, kv = heads * 128, 8 * 128
     lora = layers * (2 * (hidden + query) + 2 * (hidden + kv) + 3 * (hidden + inner))
-    return ModelSize(int(billions * 1e9), layers, hidden, inner, 2 * kv, lora, 40_960)
+    measures = (int(billions * 1e9), layers, hidden, inner, 2 * kv, lora, 40_960)
+    return ModelSize(*measures, kv_heads=8, vocabulary=151_936)
 
 
 SIZES = {
@@ -116,6 +117,42 @@ def test_several_cards_share_the_engine() -> None:
     check(card("80 GB"), wanted, make_plan(card("48 GB"), replace(wanted, num_serving=2), FIGURES))
 
 
+def test_each_card_of_a_sleeping_engine_copies_its_share() -> None:
+    wanted = replace(demand("32B"), handover="sleep")
+    one = make_plan(card("141 GB"), wanted, FIGURES)
+    two = make_plan(card("141 GB"), replace(wanted, num_serving=2), FIGURES)
+    assert one.host == pytest.approx(two.host)
+    with pytest.raises(InvalidInput, match="main memory"):
+        make_plan(card("141 GB", host_gib=64), replace(wanted, num_serving=2), FIGURES)
+
+
+def test_more_cards_than_heads_have_copies_of_the_cache() -> None:
+    wanted = replace(demand("8B"), utilization=0.9, training_card=card("80 GB"))
+
+    def kv_tokens(heads: int, cards: int) -> int:
+        model = replace(wanted.size, kv_heads=heads)
+        return make_plan(
+            card("80 GB"), replace(wanted, size=model, num_serving=cards), FIGURES
+        ).kv_tokens
+
+    assert kv_tokens(8, 4) > 3.9 * kv_tokens(1, 4)
+    assert kv_tokens(2, 4) == pytest.approx(2 * kv_tokens(1, 4), rel=0.001)
+
+
+def test_sampling_takes_memory_by_vocabulary_and_sequences() -> None:
+    """By hand: 1,024 sequences of 151,936 tokens, 18 bytes each."""
+    small = replace(SIZES["8B"], vocabulary=32_000)
+    batches = [
+        next(
+            line.sampling
+            for line in make_plan(card("141 GB"), replace(demand("8B"), size=size), FIGURES).lines
+            if line.what == "engine: largest batch"
+        )
+        for size in (small, SIZES["8B"])
+    ]
+    assert batches == [1.5 * GIB, pytest.approx(1024 * 151_936 * 18)]
+
+
 @pytest.mark.parametrize("handover", [case[0] for case in CASES])
 def test_numbers_given_by_hand_count(handover: str) -> None:
     wanted = Demand("4B", SIZES["4B"], 2, 2, 16, 4, utilization=0.4, handover=handover)  # type: ignore[arg-type]
@@ -130,7 +167,7 @@ def test_the_table_is_for_people() -> None:
         "memory plan for 24 GB, 23.6 GiB (handover: sleep; the trainer's base leaves the card"
         in table
     )
-    assert "engine: KV cache, 32,8" in table and "free" in table
+    assert "engine: KV cache, 26,4" in table and "free" in table
     assert len({line.rindex(".") for line in table.splitlines()[2:-1]}) == 1
 
 

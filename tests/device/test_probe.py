@@ -36,6 +36,20 @@ class NotSupported(NVMLError):
     """As NVML's on cards without memory of their own."""
 
 
+class NotFound(NVMLError):
+    pass
+
+
+def memory_info(card: tuple[str, str, int], version: int = 1) -> SimpleNamespace:
+    """As NVML: the total has the driver's part in it, which only the second version names."""
+    reserved = {"reserved": 2**29} if version == 2 else {}
+    return SimpleNamespace(total=card[2] * 2**30, **reserved)
+
+
+def whole(card: object) -> tuple[int, int]:
+    raise NotSupported("Not Supported")
+
+
 def fake_nvml(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Two cards; the second is the larger."""
     cards = [("GPU-aaaa", "NVIDIA L4", 24), ("GPU-bbbb", "NVIDIA H200", 141)]
@@ -50,7 +64,10 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         "nvmlDeviceGetUUID": lambda card: card[0],
         "nvmlDeviceGetName": lambda card: card[1].encode(),
         "nvmlDeviceGetCudaComputeCapability": lambda card: (8, 9) if card is cards[0] else (9, 0),
-        "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=card[2] * 2**30),
+        "nvmlDeviceGetMemoryInfo": memory_info,
+        "nvmlMemory_v2": 2,
+        "nvmlDeviceGetMigMode": whole,
+        "NVMLError_NotFound": NotFound,
     }
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**(made | changes)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -67,7 +84,8 @@ def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> No
     install(monkeypatch, "vllm")
     fake_nvml(monkeypatch)
     first, second = probe.probe().gpus
-    assert (first.index, first.name, first.total) == (0, "NVIDIA L4", 24 * 2**30)
+    assert (first.index, first.name) == (0, "NVIDIA L4")
+    assert first.total == 24 * 2**30 - 2**29, "what the driver reserves is not CUDA's"
     assert (second.index, second.name) == (1, "NVIDIA H200")
     assert (first.capability, second.capability) == ((8, 9), (9, 0))
 
@@ -137,7 +155,7 @@ def test_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
         check_devices(ServerConfig(serve_devices=(0,), train_devices=(1, 2)), third)
 
 
-def test_several_gpus_are_named_in_our_order_and_one_is_not(
+def test_gpus_are_named_in_full_and_in_our_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CUDA numbers the fastest GPU first, and the plan is made for the first one of the driver's order."""
@@ -145,11 +163,36 @@ def test_several_gpus_are_named_in_our_order_and_one_is_not(
     fake_nvml(monkeypatch)
     machine = probe.probe()
     assert device_environment((), machine) == {"CUDA_VISIBLE_DEVICES": "GPU-aaaa,GPU-bbbb"}
-    assert device_environment((), replace(machine, gpus=machine.gpus[:1])) == {}
+    alone = replace(machine, gpus=machine.gpus[:1])
+    assert device_environment((), alone) == {"CUDA_VISIBLE_DEVICES": "GPU-aaaa"}
+
+
+def test_a_divided_card_is_its_mig_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = [("MIG-1111", "NVIDIA H200 MIG 1g.18gb", 18), None, ("MIG-2222", "MIG 2g.35gb", 35)]
+
+    def slice_of(card: object, index: int) -> object:
+        if slices[index] is None:
+            raise NotFound("Not Found")
+        return slices[index]
+
+    def mode(card: tuple[str, str, int]) -> tuple[int, int]:
+        return (1, 1) if card[0] == "GPU-bbbb" else whole(card)
+
+    install(monkeypatch, "vllm")
+    fake_nvml(
+        monkeypatch,
+        nvmlDeviceGetMigMode=mode,
+        nvmlDeviceGetMaxMigDeviceCount=lambda card: len(slices),
+        nvmlDeviceGetMigDeviceHandleByIndex=slice_of,
+    )
+    assert [gpu.uuid for gpu in probe.probe().gpus] == ["GPU-aaaa", "MIG-1111", "MIG-2222"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
+    (one,) = probe.probe().gpus
+    assert (one.uuid, one.total, one.capability) == ("MIG-2222", 35 * 2**30 - 2**29, (9, 0))
 
 
 def test_a_gpu_that_shares_the_main_memory_has_half_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> None:
+    def refuse(_: object, **__: object) -> None:
         raise NotSupported("Not Supported")
 
     install(monkeypatch, "vllm")

@@ -145,3 +145,22 @@ async def test_requests_wait_while_the_base_model_is_being_found(
         answer = (await asked).json()["error"]
         assert answer["code"] == "key_reused"  # the queue was asked; this body is another
         await made.loader.stop()
+
+
+async def test_on_a_shared_card_the_trainer_loads_after_the_engine(tmp_path: Path) -> None:
+    """vLLM measures the card's free memory when it starts."""
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+        is_ready = asyncio.Event()
+
+        async def wait_ready(timeout_seconds: float) -> None:
+            await is_ready.wait()
+
+        here.engine.wait_ready = wait_ready  # type: ignore[method-assign]
+        made.set_base(TINY_DIR, None)
+        warming = asyncio.create_task(made.loader._warm_trainer(after_engine=True))
+        await asyncio.sleep(0.05)
+        assert made.trained is None
+        is_ready.set()
+        await until(lambda: made.trained == TINY_DIR)
+        warming.cancel()

@@ -96,3 +96,17 @@ def test_a_child_whose_id_another_program_got_is_not_killed(tmp_path: Path) -> N
     code += "assert Children(path, path / 'logs').reap() == []"
     server = start(tmp_path / "logs", [sys.executable, "-c", code, str(tmp_path)])
     assert server.wait(timeout=30) == 0, (tmp_path / "logs" / "engine.log").read_text()
+
+
+def test_the_end_of_a_child_is_the_end_of_all_that_it_spawned(tmp_path: Path) -> None:
+    """Nobody has waited for the child, so it stays as a zombie, which holds no memory."""
+    child = start(tmp_path / "logs", [sys.executable, "-c", SPAWNS])
+    mine = children(tmp_path)
+    mine.add(child.pid)
+    deadline = time.monotonic() + 10
+    while len(session_members(child.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    mine.end(child.pid)
+    assert session_members(child.pid) == []
+    child.wait()

@@ -42,6 +42,7 @@ def test_a_failed_allocation_is_told_from_other_errors() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(failed.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
