@@ -23,13 +23,13 @@ import re
 import statistics
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from art.errors import ArtError
 from art.estimates import Estimate, estimate
 from art.gather import gather_trajectories
 from art.model import TrainableModel
-from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS
+from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS, to_finite
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
 from art.wire import NAME_PATTERN, NAME_RULE
 
@@ -201,7 +201,7 @@ async def _play(
     trajectory = to_trajectory(await rollout(model, scenario))
     numbers: dict[str, Any] = {**trajectory.metrics, "reward": trajectory.reward}
     for name, value in numbers.items():  # Any: a program may have set anything
-        if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+        if to_finite(value) is None:
             raise ValueError(f"a rollout returned {name}={value!r}: use a finite number")
     _check_sampler(trajectory, model)
     return trajectory

@@ -96,10 +96,11 @@ def return_freed_memory() -> None:
 
 
 def free_cached_memory() -> None:
-    """Returns freed GPU memory to the system. cuBLAS's workspaces lie in blocks of torch's cache, which could not be returned
-    while they exist."""
-    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
-    torch.cuda.empty_cache()
+    """Returns freed GPU memory, if there is a GPU, to the system: the engine on the same device needs it next. cuBLAS's
+    workspaces lie in blocks of torch's cache, which could not be returned while they exist."""
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
+        torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: Exception) -> bool:

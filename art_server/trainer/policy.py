@@ -157,8 +157,7 @@ class Policy:
         for state in optimizer.state.values():
             state.update({key: value.cpu() for key, value in state.items()})
         self._is_away = True
-        if self.device.type == "cuda":
-            free_cached_memory()
+        free_cached_memory()
 
     def return_to_device(self) -> None:
         """Undoes `leave_device`, if the policy has left."""

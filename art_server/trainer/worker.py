@@ -120,7 +120,7 @@ class Worker:
         if is_dropped:
             self._policy = None
         gc.collect()
-        _empty_cache()
+        free_cached_memory()
         return failed
 
     def _run(self, task: Task) -> Done:
@@ -154,7 +154,7 @@ class Worker:
             del policy
             self._policy = None
             gc.collect()
-        _empty_cache()
+        free_cached_memory()
         return done
 
     def _environment(self, policy: Policy, max_tokens: int) -> dict[str, str]:
@@ -233,12 +233,6 @@ def find_device(name: str) -> torch.device | None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: torch finds no GPU here")
     return device
-
-
-def _empty_cache() -> None:
-    """Returns freed GPU memory to the system: the engine on the same device needs it next."""
-    if torch.cuda.is_available():
-        free_cached_memory()
 
 
 if __name__ == "__main__":
