@@ -151,7 +151,7 @@ class BaseLoader:
                 await self._stop_trainer()  # of another base model, whose engine failed
             size = await asyncio.to_thread(base_models.weight_bytes, base.path)
             self._progress.note(f"base model {name}: {size / 1e9:.2g} GB of weights")
-            self._ledger.use_tokenizer(base.path)
+            await asyncio.to_thread(self._ledger.use_tokenizer, base.path)
             self._trainer.set_base(base.path, plan)
             self._trained = base.path
             self._engine.start(base, requested or {}, plan)
@@ -182,7 +182,10 @@ class BaseLoader:
                 loaded = await self._trainer.run(LoadTask())
                 millions = loaded.metrics.get("num_parameters", 0.0) / 1e6
                 self._progress.note(f"trainer: ready, {millions:,.1f} million parameters")
-            except TrainerError as error:  # the first step tries again, and its job gets the error
+            except (
+                TrainerError,
+                OSError,
+            ) as error:  # the first step tries again, and its job gets the error
                 logger.warning("the trainer cannot load its base model: %s", error)
 
     def _plan(self, base: BaseModel, requested: Mapping[str, str]) -> Plan | None:
@@ -245,8 +248,7 @@ class BaseLoader:
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:
-    """Cancels a task, if there is one, and waits for its end."""
+    """Cancels a task, if there is one, and waits for its end, also if it ends with an error."""
     if task is not None:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,15 +1,21 @@
 """Finds a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
 
 import contextlib
+import datetime
 import importlib.util
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from art_server.errors import InvalidInput
 from art_server.store import files
@@ -239,6 +245,31 @@ def is_attention(name: str) -> bool:
 def _text_config(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text())
     return config.get("text_config", config)
+
+
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+"""What a chat template raises that needs other arguments, or refuses a conversation."""
+
+
+def template_renderer(template: str) -> Callable[..., str]:
+    """A function that renders messages by a chat template, as transformers does. It raises one of TEMPLATE_ERRORS.
+
+    Raises:
+        jinja2.TemplateError: the template has a wrong syntax.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = datetime.datetime.now().strftime
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **{k: v for k, v in options.items() if k == "indent"}
+    )
+    return partial(environment.from_string(template).render, bos_token="", eos_token="")
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
 
 
 def read_template(folder: Path) -> str:

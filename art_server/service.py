@@ -177,7 +177,6 @@ class Service:
     async def submit(
         self,
         model: Model,
-        owner: str,
         key: str | None,
         body_digest: str,
         read: Callable[[Callable[[TrainRequest], Awaitable[Job]]], Awaitable[Job]],
@@ -197,9 +196,7 @@ class Service:
         if job is not None:
             return job
         return await read(
-            lambda request: self._runner.accept(
-                model, request, owner, key, body_digest, limits, notes
-            )
+            lambda request: self._runner.accept(model, request, key, body_digest, limits, notes)
         )
 
     async def log(self, model: Model, request: LogRequest) -> LogReply:

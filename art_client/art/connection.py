@@ -71,12 +71,9 @@ class Connection:
             try:
                 async with self._send(method, path, body, {}, timeout_seconds) as response:
                     return await response.aread()
-            except (_LostConnectionError, _GatewayError) as error:
-                if not is_repeatable:
-                    raise
-                await outage.wait(error)
             except ArtError as error:
-                if not error.retryable:
+                may_be_done = isinstance(error, _LostConnectionError | _GatewayError)
+                if not error.retryable or (may_be_done and not is_repeatable):
                     raise
                 await outage.wait(error)
 

@@ -207,9 +207,7 @@ async def train_model(
         model = find_model(body.model, service, caller)
         request, notes = read_train_request(body, service.device)
         log_notes(model.id, notes)
-        return await service.submit(
-            model, caller.owner, None, digest, lambda accept: accept(request), notes
-        )
+        return await service.submit(model, None, digest, lambda accept: accept(request), notes)
 
     try:
         job = await raw.read(read_call, submit)

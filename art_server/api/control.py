@@ -113,9 +113,8 @@ async def train(
     key: Annotated[str | None, Depends(idempotency_key)],
     body: Annotated[RawBody, Depends(LargeBody(TrainRequest))],
     service: TheService,
-    caller: TheCaller,
 ) -> Response:
-    job = await service.submit(model, caller.owner, key, await body.digest(), body.train)
+    job = await service.submit(model, key, await body.digest(), body.train)
     lines = event_lines(service, job.job_id)
     return StreamingResponse(lines, media_type="application/x-ndjson")
 

@@ -4,12 +4,15 @@
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from art_server.base_models import model_type, read_template
+from art_server.base_models import (
+    TEMPLATE_ERRORS,
+    model_type,
+    read_template,
+    template_renderer,
+)
 
 BY_ARCHITECTURE: dict[str, tuple[str, str | None]] = {
     "deepseek_v3": ("deepseek_v3", "deepseek_r1"),
@@ -59,15 +62,9 @@ def choose_parsers(folder: Path) -> Parsers:
 
 def thinks_by_default(template: str) -> bool:
     """Whether a template with the argument `enable_thinking` thinks when the argument is missing."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     messages = [{"role": "user", "content": "hello"}]
-
-    def render(**options: bool) -> str:
-        return environment.from_string(template).render(
-            messages=messages, add_generation_prompt=True, **options
-        )
-
     try:
+        render = partial(template_renderer(template), messages=messages, add_generation_prompt=True)
         return render() != render(enable_thinking=False)
-    except jinja2.TemplateError:  # it needs other arguments, too; vLLM assumes thinking
+    except TEMPLATE_ERRORS:  # vLLM assumes thinking
         return True

@@ -100,7 +100,6 @@ class Waiting:
 
     job_id: str
     model_id: str
-    target_step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,6 @@ class JobQueue:
 
     def add(
         self,
-        owner: str,
         project: str,
         name: str,
         key: str | None,
@@ -227,7 +225,7 @@ class JobQueue:
         row = {
             "job_id": job_id,
             "idempotency_key": key,
-            "owner": owner,
+            "owner": "",  # a column of earlier versions
             "request_digest": body_digest,
             "project": project,
             "name": name,
@@ -289,21 +287,19 @@ class JobQueue:
 
     def pending(self) -> dict[str, tuple[int, float]]:
         """By state, the number of jobs in it and when the oldest was accepted; jobs that have ended are left out."""
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT state, COUNT(*), MIN(created_at) FROM jobs WHERE state IN ('queued', 'running') GROUP BY state"
-            ).fetchall()
+        rows = self._rows(
+            "SELECT state, COUNT(*), MIN(created_at) FROM jobs WHERE state IN ('queued', 'running') GROUP BY state"
+        )
         return {state: (count, oldest) for state, count, oldest in rows}
 
     # --- for the runner ---
 
     def waiting(self) -> list[Waiting]:
         """Jobs that have not ended, in the order in which they run: interrupted jobs come first."""
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT job_id, project || '/' || name, target_step FROM jobs WHERE state IN ('running', 'queued')"
-                " ORDER BY state = 'queued', COALESCE(place, number)"
-            ).fetchall()
+        rows = self._rows(
+            "SELECT job_id, project || '/' || name FROM jobs WHERE state IN ('running', 'queued')"
+            " ORDER BY state = 'queued', COALESCE(place, number)"
+        )
         return [Waiting(*row) for row in rows]
 
     def next(self) -> Job | None:
@@ -321,7 +317,7 @@ class JobQueue:
         where = "project = ? AND name = ? AND state IN ('queued', 'running')"
         with self._lock:
             query = f"SELECT COUNT(*) FROM jobs WHERE {where}"
-            (count,) = self._db.execute(query, (project, name)).fetchone()
+            ((count,),) = self._rows(query, project, name)
             if count:
                 raise Conflict(
                     f"{count} jobs of model '{project}/{name}' wait or run: repeat the request when they have ended",
@@ -332,12 +328,11 @@ class JobQueue:
 
     def forget_keys(self, project: str, name: str, after: int = -1) -> None:
         """Lets the keys of a model's ended jobs name new jobs, if their steps later than `after` go."""
-        with self._lock:
-            self._db.execute(
-                "UPDATE jobs SET idempotency_key = NULL WHERE project = ? AND name = ?"
-                f" AND state IN {ENDED} AND (target_step > ? OR ? < 0)",
-                (project, name, after, after),
-            )
+        self._rows(
+            "UPDATE jobs SET idempotency_key = NULL WHERE project = ? AND name = ?"
+            f" AND state IN {ENDED} AND (target_step > ? OR ? < 0)",
+            *(project, name, after, after),
+        )
 
     def batch(self, job_id: str) -> bytes:
         """JSON of the job's `shared.tasks.Batch`."""
@@ -352,10 +347,7 @@ class JobQueue:
         return zlib.decompress(self._blob("trajectories", job_id))
 
     def _blob(self, column: str, job_id: str) -> bytes:
-        with self._lock:
-            (blob,) = self._db.execute(
-                f"SELECT {column} FROM jobs WHERE job_id = ?", (job_id,)
-            ).fetchone()
+        ((blob,),) = self._rows(f"SELECT {column} FROM jobs WHERE job_id = ?", job_id)
         return blob
 
     def set_running(self, job_id: str, target_step: int) -> bool:
@@ -380,14 +372,12 @@ class JobQueue:
             clock.now(),
         )
 
-    def set_failed(self, job_id: str, error: ErrorDetail) -> None:
-        """Marks a job as failed; its payload is kept for some days."""
-        self._update(
-            job_id,
-            "state = 'failed', error = ?, finished_at = ?",
-            error.model_dump_json(),
-            clock.now(),
-        )
+    def set_failed(self, job_id: str, error: ErrorDetail, *, is_unreadable: bool = False) -> None:
+        """Marks a job as failed; its payload is kept for some days. What nobody can read is deleted at once."""
+        change = "state = 'failed', error = ?, finished_at = ?"
+        if is_unreadable:
+            change += ", report = '{}', metrics = '{}', batch = NULL, trajectories = NULL"
+        self._update(job_id, change, error.model_dump_json(), clock.now())
 
     def set_cancelled(self, job_id: str, *, is_running: bool) -> bool:
         """Marks a job as cancelled; returns whether it could. `is_running` (runner only) also allows a running job."""
@@ -441,9 +431,13 @@ class JobQueue:
             )
 
     def _select(self, where: str, *values: object) -> list[Job]:
-        with self._lock:
-            rows = self._db.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values).fetchall()
-        return [_job(row) for row in rows]
+        return [
+            _job(row) for row in self._rows(f"SELECT {COLUMNS} FROM jobs WHERE {where}", *values)
+        ]
+
+    def _rows(self, statement: str, *values: object) -> list[sqlite3.Row]:
+        with self._lock, database_errors("the queue"):
+            return self._db.execute(statement, values).fetchall()
 
     def _update(self, job_id: str, assignments: str, *values: object, where: str = "1") -> bool:
         with self._lock, database_errors("the job"):

@@ -137,7 +137,6 @@ class JobRunner:
         self,
         model: Model,
         request: TrainRequest,
-        owner: str,
         key: str | None,
         body_digest: str,
         limits: Limits,
@@ -163,7 +162,6 @@ class JobRunner:
         record = model.record
         job = await asyncio.to_thread(
             self._queue.add,
-            owner,
             record.project,
             record.name,
             key,
@@ -400,7 +398,9 @@ class JobRunner:
                 unreadable = ErrorDetail(
                     message=f"the job cannot be read: {error}", code="unreadable_job"
                 )
-                await asyncio.to_thread(self._queue.set_failed, waiting.job_id, unreadable)
+                await asyncio.to_thread(
+                    self._queue.set_failed, waiting.job_id, unreadable, is_unreadable=True
+                )
                 continue
             model = self._registry.find(job.project, job.name)
             if model is None or self._is_on_base(model) or self._has_committed(job):

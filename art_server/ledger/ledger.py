@@ -39,7 +39,7 @@ from art_server.ledger.splice import (
 from art_server.ledger.storage import IN_LIST, OF_REQUEST, Storage, of_request, places, unpack
 from art_server.ledger.template import TemplateRules, find_rules
 from art_server.shared.samples import Sample
-from art_server.store.database import insert, transaction
+from art_server.store.database import database_errors, insert, transaction
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +100,15 @@ class Ledger:
             self._storage.db.close()
 
     def use_tokenizer(self, folder: Path) -> None:
-        """Loads a base model's tokenizer and template rules. Without a tokenizer nothing is spliced."""
-        self._rules = find_rules(folder)
-        decoder = Decoder(folder, self._rules.behind_answer)
-        self._decoder = decoder if decoder.can_decode else None
-        self._stop_ids = decoder.stop_ids
-        self._texts.clear()
+        """Loads a base model's tokenizer and template rules; takes up to a second. Without a tokenizer nothing is
+        spliced."""
+        rules = find_rules(folder)
+        decoder = Decoder(folder, rules.behind_answer)
+        with self._lock:
+            self._rules = rules
+            self._decoder = decoder if decoder.can_decode else None
+            self._stop_ids = decoder.stop_ids
+            self._texts.clear()
 
     @property
     def end_id(self) -> int | None:
@@ -441,12 +444,12 @@ class Ledger:
     def forget_steps(self, project: str, name: str, after: int = -1) -> None:
         """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again.
         A few at a time, because requests wait meanwhile."""
-        with self._lock:
+        with self._lock, database_errors("the records"):
             (last,) = self._storage.db.execute(
                 "SELECT COALESCE(MAX(number), 0) FROM records"
             ).fetchone()
         for start in range(0, last + 1, FORGOTTEN_AT_A_TIME):
-            with self._lock:
+            with self._lock, database_errors("the records"):
                 self._storage.db.execute(
                     "UPDATE records SET step = NULL WHERE number BETWEEN ? AND ?"
                     " AND project = ? AND name = ? AND step > ?",

@@ -4,20 +4,13 @@ The rules are found by rendering a few conversations once per base model, so the
 template that cannot be rendered here is assumed to strip nothing and to keep no thinking.
 """
 
-import datetime
-import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from art_server.base_models import read_template
-
-logger = logging.getLogger(__name__)
+from art_server.base_models import TEMPLATE_ERRORS, read_template, template_renderer
 
 SPACES = "\n\t \r\u2003"
 """White space that is tried. A template that strips all of these is assumed to strip all white space."""
@@ -47,21 +40,15 @@ class TemplateRules:
 
 def find_rules(folder: Path) -> TemplateRules:
     """The rules of the template in a model's folder."""
-    template = read_template(folder)
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = datetime.datetime.now().strftime
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **{k: v for k, v in options.items() if k == "indent"}
-    )
+    try:
+        rendered = template_renderer(read_template(folder))
+    except jinja2.TemplateError:
+        return TemplateRules()
 
     def render(*messages: dict[str, Any]) -> str:
         try:
-            compiled = environment.from_string(template)
-            return compiled.render(messages=[*messages], bos_token="", eos_token="")
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            return rendered(messages=[*messages])
+        except TEMPLATE_ERRORS:
             return ""
 
     def stripped(left: str, right: str) -> str | None:
@@ -92,7 +79,3 @@ def find_rules(folder: Path) -> TemplateRules:
         .partition(WORD)[2]
         .lstrip(),
     )
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)

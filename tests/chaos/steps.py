@@ -89,7 +89,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     for index in range(num_jobs):
         train_config, batch = job(index)
         payload = Payload.make(batch, [])
-        queue.add("me", "p", "a", f"job-{index}", "digest", train_config, payload, JobReport())
+        queue.add("p", "a", f"job-{index}", "digest", train_config, payload, JobReport())
     runner = JobRunner(
         queue,
         registry,

@@ -147,7 +147,7 @@ class House:
         payload = Payload.make(Batch(groups=[]), [])
         report = JobReport(num_rows=0)
         key = request_digest(name.encode())
-        return self.queue.add("me", "p", name, None, key, TrainConfig(), payload, report).job_id
+        return self.queue.add("p", name, None, key, TrainConfig(), payload, report).job_id
 
     async def ask(self, name: str) -> str:
         """Sends one request until it is answered, as the API does; returns the adapter that answered."""

@@ -46,3 +46,15 @@ def test_a_template_that_cannot_be_rendered_is_taken_as_vllm_takes_it() -> None:
     assert thinks_by_default(
         "{{ raise_exception('no') }}{% if enable_thinking %}<think>{% endif %}"
     )
+
+
+def test_a_template_with_loop_controls_is_rendered() -> None:
+    template = (
+        "{% for m in messages %}{% break %}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
+    )
+    assert not thinks_by_default(template)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 + messages }}", "{% if %}", "{{ tools[0]['a'] }}"])
+def test_any_error_of_a_template_counts_as_thinking(template: str) -> None:
+    assert thinks_by_default(template)

@@ -31,7 +31,7 @@ PAYLOAD = Payload.make(
 
 def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x") -> Job:
     return queue.add(
-        "me", "p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1)
+        "p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1)
     )
 
 
@@ -117,7 +117,7 @@ def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> N
 
     def add_alone(name: str, key: str | None = None) -> Job:
         return queue.add(
-            *("me", "p", name, key, "d", TrainConfig(), PAYLOAD, JobReport()),
+            *("p", name, key, "d", TrainConfig(), PAYLOAD, JobReport()),
             check_alone=lambda: checked.append(name),
         )
 
@@ -175,6 +175,8 @@ def test_a_disk_that_takes_nothing_and_a_locked_file_are_told_apart(tmp_path: Pa
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(Unavailable, match="another program"):
             queue.set_running(job.job_id, 1)
+        with pytest.raises(Unavailable, match="another program"):
+            queue.forget_keys("p", "a")
         other.execute("ROLLBACK")
     other.close()
     (pages,) = queue._db.execute("PRAGMA page_count").fetchone()

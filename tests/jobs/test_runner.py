@@ -75,7 +75,7 @@ class House:
         payload = Payload.make(Batch(groups=[]), groups)
         metrics = {"train/reward": 0.25}
         return self.queue.add(
-            "me", "p", name, key, "digest", TrainConfig(), payload, JobReport(), metrics
+            "p", name, key, "digest", TrainConfig(), payload, JobReport(), metrics
         ).job_id
 
     def state(self, job: str) -> str:
@@ -257,10 +257,12 @@ async def test_a_row_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
         )
         job = house.add_job("a")
         assert await house.wait(broken, job) == ["failed", "done"]
-        (state,) = house.queue._db.execute(
-            "SELECT state FROM jobs WHERE job_id = ?", (unreadable,)
-        ).fetchone()
-        assert state == "failed"
+        (listed,) = [
+            each
+            for each in await house.runner.jobs(None, ("failed",), 10)
+            if each.job_id == unreadable
+        ]
+        assert listed.error is not None and listed.error.code == "unreadable_job"
 
 
 async def test_the_end_of_a_job_that_cannot_be_written_is_written_later(

@@ -164,3 +164,16 @@ async def test_on_a_shared_card_the_trainer_loads_after_the_engine(tmp_path: Pat
         is_ready.set()
         await until(lambda: made.trained == TINY_DIR)
         warming.cancel()
+
+
+async def test_a_trainer_that_cannot_start_hinders_no_stop(tmp_path: Path) -> None:
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+
+        async def run(_: object) -> Any:
+            raise PermissionError("logs/trainer.log")
+
+        made.run = run  # type: ignore[method-assign]
+        await made.loader.load("art/tiny")
+        await asyncio.sleep(0.05)
+        await made.loader.stop()

@@ -90,7 +90,7 @@ def test_writes_that_are_cut_short_leave_the_old_or_the_new(
     longest_file(size)
     for number in range(3):
         with pytest.raises(StorageFull):
-            queue.add("me", "p", "a", f"{number}", "d", TrainConfig(), payload, JobReport())
+            queue.add("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport())
         with contextlib.suppress(sqlite3.OperationalError):
             add(ledger, number, list(range(20_000)))
     with pytest.raises(StorageFull):
@@ -102,7 +102,7 @@ def test_writes_that_are_cut_short_leave_the_old_or_the_new(
     assert file.read_bytes() == b"old\n"
     folder.add_history(2, {"train/reward": 0.75})
     assert [row["train/reward"] for row in folder.history()] == [0.5, 0.75]
-    queue.add("me", "p", "a", "0", "d", TrainConfig(), payload, JobReport())
+    queue.add("p", "a", "0", "d", TrainConfig(), payload, JobReport())
     assert len(queue.jobs(None, ("queued",), limit=10)) == 1
     assert ledger.find(add(ledger, 9, [1, 2])) is not None
 
@@ -116,7 +116,7 @@ def test_a_log_of_which_a_crash_wrote_a_part_is_read_up_to_there(
     queue, copy = JobQueue(folder / "jobs.sqlite"), folder / "copy"
     payload = Payload(b"x" * 3000, b"")
     jobs = [
-        queue.add("me", "p", "a", f"{number}", "d", TrainConfig(), payload, JobReport()).job_id
+        queue.add("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport()).job_id
         for number in range(4)
     ]
     copy.mkdir()
