@@ -1,6 +1,7 @@
 """The ASGI application: the service's routes behind authentication."""
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
@@ -39,7 +40,7 @@ def make_app(service: Service, config: ServerConfig, inference_port: int | None)
     inference.install(app, service)  # first, because routes are tried in order
     for router in ROUTERS:
         app.include_router(router)
-    openapi.describe(app)
+    app.openapi = functools.cache(functools.partial(openapi.make_openapi, app))
     app.add_middleware(
         Authentication,
         config=config,

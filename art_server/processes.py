@@ -69,7 +69,7 @@ class Processes:
             self.owner,
             children,
             Intake(self.ledger, self.background).receiver(),
-            lambda: self.gate.is_busy,
+            lambda: self.gate.num_inside > 0,
             self.background,
         )
         for_trainer = device_environment(config.train_devices, machine)

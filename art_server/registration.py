@@ -16,7 +16,7 @@ from art_server.jobs.trainer_process import TrainerError
 from art_server.shared.tasks import InitTask
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
-from art_server.store.registry import Model, Registry, check_rank, merge_lora
+from art_server.store.registry import Model, Registry, check_lora, check_rank
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Registration:
         check_rank(request.lora or LoRAConfig(), self._max_lora_rank)
         model = self._registry.find(request.project, request.name)
         if model is not None:
-            merge_lora(model.record.lora, request.lora, model.id)
+            check_lora(model.record.lora, request.lora, model.id)
             if self._engine.base is None and model.record.base_model != request.base_model:
                 raise self._other_base(model)
         base = await self._base.load(request.base_model, requested)

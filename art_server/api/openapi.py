@@ -31,18 +31,6 @@ INFERENCE = {
 }
 
 
-def describe(app: FastAPI) -> None:
-    """Makes the application's `/openapi.json` show bodies and errors."""
-    found: dict[str, Any] = {}
-
-    def openapi() -> dict[str, Any]:
-        if not found:
-            found.update(make_openapi(app))
-        return found
-
-    app.openapi = openapi
-
-
 def make_openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's description of the application, with the bodies and errors that it does not know."""
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)

@@ -38,11 +38,6 @@ class PauseGate:
         return self._inside.total()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the engine has any request."""
-        return self._inside.total() > 0
-
-    @property
     def waits_for(self) -> str | None:
         """Why the gate is closed; None while it is open."""
         return self._reason

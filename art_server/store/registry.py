@@ -36,7 +36,10 @@ class Model:
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
     is_leaving: bool = False
     """The model is being deleted. No request for inference resolves to it."""
-    _ranking: "_Ranking | None" = field(default=None, repr=False, compare=False)
+    _ranking: tuple[tuple[int, ...], list[int]] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """A version of the history, and its steps by their metric, the best first."""
 
     @property
     def id(self) -> str:
@@ -53,11 +56,11 @@ class Model:
             NotFound: the history has no metric to judge by, or none for a kept step.
         """
         version = self.folder.history_version()
-        if self._ranking is None or self._ranking.version != version:
+        if self._ranking is None or self._ranking[0] != version:
             metric = self.folder.best_metric()
             steps = self.folder.ranked_steps(metric) if metric is not None else []
-            self._ranking = _Ranking(version, steps)
-        for step in self._ranking.steps:
+            self._ranking = version, steps
+        for step in self._ranking[1]:
             if step not in self.deleting and self.folder.checkpoint_dir(step).exists():
                 return step
         raise NotFound(
@@ -66,14 +69,6 @@ class Model:
             code="unknown_step",
             param="model",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranking:
-    """The steps by their metric, the best first, in one version of the history."""
-
-    version: tuple[int, ...]
-    steps: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +232,8 @@ def read_step(model: Model, text: str) -> int:
     return model.folder.read_checkpoint(int(text)).step
 
 
-def merge_lora(known: LoRAConfig, requested: LoRAConfig | None, model_id: str) -> LoRAConfig:
-    """Returns the LoRA shape of a model that is registered again.
+def check_lora(known: LoRAConfig, requested: LoRAConfig | None, model_id: str) -> None:
+    """Checks the LoRA shape of a model that is registered again.
 
     Raises:
         Conflict: the requested shape is not that of its checkpoints.
@@ -250,7 +245,6 @@ def merge_lora(known: LoRAConfig, requested: LoRAConfig | None, model_id: str) -
             code="lora_differs",
             param="lora",
         )
-    return known
 
 
 def check_rank(lora: LoRAConfig, maximum: int) -> None:

@@ -98,7 +98,7 @@ class House:
             self.owner,
             world.children,  # type: ignore[arg-type]
             RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
-            lambda: self.gate.is_busy,
+            lambda: self.gate.num_inside > 0,
             self.background,
         )
         self.engine.world = world  # type: ignore[attr-defined]

@@ -69,6 +69,6 @@ def test_an_adapter_is_in_use_until_its_last_request_left() -> None:
     gate = PauseGate()
     with gate.inside("a@1"):
         with gate.inside("a@1"):
-            assert gate.uses("a@1") and not gate.uses("a@0") and gate.is_busy
+            assert gate.uses("a@1") and not gate.uses("a@0") and gate.num_inside
         assert gate.uses("a@1")
-    assert not gate.uses("a@1") and not gate.is_busy
+    assert not gate.uses("a@1") and not gate.num_inside

@@ -10,7 +10,7 @@ from art.wire import LogRequest, LoRAConfig, RegisterRequest
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.metrics import step_metrics
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
-from art_server.store.registry import Registry, check_name, merge_lora
+from art_server.store.registry import Registry, check_lora, check_name
 
 
 def make_model(root: Path, project: str, name: str, steps: int = 1) -> ModelFolder:
@@ -212,6 +212,6 @@ def test_sampled_steps_as_metrics() -> None:
 
 
 def test_another_adapter_shape_is_refused() -> None:
-    assert merge_lora(LoRAConfig(rank=4), None, "p/a") == LoRAConfig(rank=4)
+    assert check_lora(LoRAConfig(rank=4), None, "p/a") is None
     with pytest.raises(Conflict, match="register another name"):
-        merge_lora(LoRAConfig(rank=4), LoRAConfig(rank=8), "p/a")
+        check_lora(LoRAConfig(rank=4), LoRAConfig(rank=8), "p/a")

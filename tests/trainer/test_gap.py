@@ -5,7 +5,7 @@ from art_server.settings import ServerConfig
 
 
 def test_bars_are_four_times_what_was_measured_unless_a_limit_is_given() -> None:
-    measured = LARGEST_MEASURED["bfloat16", "float32"]
+    measured = LARGEST_MEASURED["bfloat16"]
     bars = gap_bars(("bfloat16", "float32"))
     assert bars is not None
     assert (bars.high, bars.wrong) == (measured, 4 * measured)
