@@ -290,11 +290,13 @@ class Backend(Buckets):
     async def _roll_back(self, model: Model, step: int) -> None:
         path = f"{_model_path(model)}/rollback"
         await self._call(ModelInfo, "POST", path, RollbackRequest(step=step))
+        self._steps[self._model_inference_name(model)] = step
 
     async def _delete(self, model: Model) -> None:
         path = _model_path(model)
         await self._call(ModelInfo, "DELETE", path, is_repeatable=False)
         self._models = [each for each in self._models if _model_path(each) != path]
+        self._steps.pop(self._model_inference_name(model), None)
         await model.close()
 
     async def _call(

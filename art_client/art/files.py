@@ -9,7 +9,10 @@ def write_whole(file: Path, content: bytes) -> None:
     """Writes a file, readable by its user only, and replaces an earlier one. Makes its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".", delete=False) as draft:
-        draft.write(content)
-        draft.flush()
-        os.fsync(draft.fileno())
-    os.replace(draft.name, file)
+        try:
+            draft.write(content)
+            draft.flush()
+            os.fsync(draft.fileno())
+            os.replace(draft.name, file)
+        finally:
+            Path(draft.name).unlink(missing_ok=True)  # exists only after an error

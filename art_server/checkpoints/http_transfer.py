@@ -14,6 +14,8 @@ from art_server.checkpoints.archive import UPLOAD_ID, CheckpointTar, Description
 from art_server.errors import InvalidInput, Unavailable
 from art_server.remote import open_client
 
+BUSY = (429, 502, 503, 504)
+"""Statuses after which the request is repeated: the server is busy, or a proxy does not reach it."""
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0
 """Pause after a failed attempt."""
@@ -133,7 +135,7 @@ def read_reply(kind: type[R], response: httpx.Response) -> R:
 
     Raises:
         InvalidInput: the server refused the request, or is not an art-server.
-        Unavailable: the server is busy.
+        Unavailable: the server is busy, or a proxy does not reach it.
     """
     raise_refusal(response)
     try:
@@ -146,7 +148,7 @@ def raise_refusal(response: httpx.Response) -> None:
     """Raises the error that a response carries, if any.
 
     Raises:
-        Unavailable: status 429 or 503.
+        Unavailable: a status of `BUSY`.
         InvalidInput: any other error status, with the server's message.
     """
     if response.is_success:
@@ -157,6 +159,6 @@ def raise_refusal(response: httpx.Response) -> None:
     except ValidationError:
         error = None
     message = error.message if error else f"{response.status_code} {response.reason_phrase}"
-    if response.status_code in (429, 503):
+    if response.status_code in BUSY:
         raise Unavailable(message, code="unavailable")
     raise InvalidInput(message, code=error.code if error else "refused")

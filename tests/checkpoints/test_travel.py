@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import httpx
 import pytest
 import torch
 import uvicorn
@@ -26,6 +27,7 @@ from art_server.base_models import SMOLLM2_ID, TINY_DIR
 from art_server.checkpoints import http_transfer
 from art_server.checkpoints.export import public_name
 from art_server.cli import art
+from art_server.errors import Unavailable
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store.files import lock_folder
 from art_server.store.model_folder import (
@@ -582,3 +584,9 @@ def test_a_step_is_copied_again_after_its_optimizer_state_was_deleted(path: Path
     (path / "p/models/a/checkpoints/0001" / OPTIMIZER_FILE).unlink()
     run("copy", "p/a@1", address, "--path", path)
     assert any(each["name"].endswith(OPTIMIZER_FILE) for each in listed(address))
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_proxy_that_does_not_reach_the_server_is_asked_again(status: int) -> None:
+    with pytest.raises(Unavailable):
+        http_transfer.raise_refusal(httpx.Response(status, text="<html>bad gateway"))

@@ -263,7 +263,10 @@ async def test_a_model_is_rolled_back_and_deleted(server, answer, model):
     server.on("DELETE", "/api/models/demo/agent", answer(body={**INFO_BODY, "step": 1}))
     await model.rollback(1)
     assert server.sent("POST", "/api/models/demo/agent/rollback")[0].json() == {"step": 1}
+    assert model.backend()._steps == {"demo/agent": 1}, "the steps that Ctrl-C names"
+    backend = model.backend()
     await model.delete()
+    assert backend._steps == {}
     assert len(server.sent("DELETE", "/api/models/demo/agent")) == 1
 
 
