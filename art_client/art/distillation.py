@@ -99,7 +99,7 @@ class _Scores:
         self._means = _Means()
         for trajectory in trajectories:
             for turn, gaps in self._samples(trajectory):
-                self._means.add(turn, gaps)
+                self._means.add(turn, self._bounded(gaps))
 
     def _samples(self, trajectory: Trajectory) -> list[tuple[_Sampled, list[float]]]:
         """The turns of a trajectory with their gaps; once each, though branches may share their first turns."""
@@ -119,13 +119,15 @@ class _Scores:
         return self._advised(trajectory).model_copy(update=update)
 
     def _advised(self, history: H) -> H:
-        largest = self._max_advantage
         pairs = zip(self._turns[id(history)], self._gaps[id(history)], strict=True)
         advantages = [
-            [max(-largest, min(largest, each)) for each in self._means.centred(turn, gaps)]
-            for turn, gaps in pairs
+            self._bounded(self._means.centred(turn, self._bounded(gaps))) for turn, gaps in pairs
         ]
         return history.model_copy(update={"turn_advantages": advantages})
+
+    def _bounded(self, values: Iterable[float]) -> list[float]:
+        """Before the mean is taken, too: one gap would otherwise give each of its siblings a large advantage."""
+        return [max(-self._max_advantage, min(self._max_advantage, each)) for each in values]
 
 
 class _Means:

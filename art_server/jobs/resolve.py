@@ -81,6 +81,8 @@ PART_OF_CHARACTER = "\ufffd"
 
 TOKEN_ID_PREFIX = "token_id:"
 """Prefix of tokens in vLLM's log-probability entries if a request sets `return_tokens_as_token_ids`."""
+MAX_DIGITS = 19
+"""Of such an id: fewer always fit into 64 bits."""
 
 Message = dict[str, Any]
 
@@ -652,7 +654,8 @@ def entry_ids(choice: dict[str, Any]) -> list[int] | None:
     texts = [str(entry.get("token")) for entry in logprob_entries(choice)]
     numbers = [text.removeprefix(TOKEN_ID_PREFIX) for text in texts]
     is_all = all(
-        text != number and number.isdigit() for text, number in zip(texts, numbers, strict=True)
+        text != number and number.isascii() and number.isdecimal() and len(number) < MAX_DIGITS
+        for text, number in zip(texts, numbers, strict=True)
     )
     return [int(number) for number in numbers] if texts and is_all else None
 
@@ -751,7 +754,8 @@ def _summary(
 
 def _left_out(batch: Batch, report: Report, num_failed: int, config: TrainConfig) -> list[Dropped]:
     """What the job does not train, with the reasons."""
-    whole = config.model_copy(update={"overlong": "keep"})
+    is_mask = config.overlong == "mask"
+    whole = config.model_copy(update={"overlong": "keep"}) if is_mask else config
     equal = sum(not has_signal(group, whole) for group in batch.groups)
     dropped = [
         Dropped(

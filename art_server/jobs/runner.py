@@ -18,6 +18,7 @@ import logging
 import sqlite3
 import time
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -121,7 +122,9 @@ class JobRunner:
     _positions: dict[str, Position] = field(init=False, default_factory=dict)
     _holds: dict[str, Hold] = field(init=False, default_factory=dict)
     """By model id."""
-    _deaths: dict[str, int] = field(init=False, default_factory=dict)
+    _tries: Counter[str] = field(init=False, default_factory=Counter)
+    _deaths: Counter[str] = field(init=False, default_factory=Counter)
+    """By job: unexpected errors, and how many of them were deaths of the trainer."""
     """By job id: how often the trainer process died or an unforeseen error occurred during the job."""
     _cancelled: set[str] = field(init=False, default_factory=set)
     _running: str | None = field(init=False, default=None)
@@ -240,7 +243,7 @@ class JobRunner:
         if job is None or job.state != "failed" or job.error is None or not job.error.retryable:
             return job
         if await asyncio.to_thread(self._queue.revive, job.job_id):
-            self._deaths.pop(job.job_id, None)
+            self._forget_errors(job)
             logger.info("job %s is queued again: its request was repeated", job.job_id)
             self._report(JobNews(job, "accepted", key=key))
             self._wake.set()
@@ -376,7 +379,7 @@ class JobRunner:
             try:
                 await self._run(job)
                 self._holds.pop(f"{job.project}/{job.name}", None)
-                self._deaths.pop(job.job_id, None)
+                self._forget_errors(job)
             except Exception as error:  # one bad job must not stop the others
                 await self._after_error(job, error)
             finally:
@@ -479,7 +482,8 @@ class JobRunner:
                 start_step=step - 1,
                 seed=seed_of(model, step),
                 gap_bars=self._gap_bars,
-                budget_divisor=2 if self._deaths.get(job.job_id, 0) == len(DEATH_PAUSES) else 1,
+                # The kernel kills a process that takes too much memory. Two deaths may have another reason.
+                budget_divisor=2 ** max(0, self._deaths[job.job_id] - 2),
             )
             done = await self._run_trainer(job, task, batch)
             metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}
@@ -642,8 +646,12 @@ class JobRunner:
             return None
         if isinstance(error, ServerError | ValidationError):
             return None
-        self._deaths[job.job_id] = deaths = self._deaths.get(job.job_id, 0) + 1
-        return DEATH_PAUSES[deaths - 1] if deaths <= len(DEATH_PAUSES) else None
+        self._tries[job.job_id] += 1
+        self._deaths[job.job_id] += isinstance(error, TrainerDied)
+        return dict(enumerate(DEATH_PAUSES, 1)).get(self._tries[job.job_id])
+
+    def _forget_errors(self, job: Job) -> None:
+        del self._tries[job.job_id], self._deaths[job.job_id]
 
     def _hold(self, model_id: str, reason: str, pause: float = 0.0) -> None:
         """Makes a model's jobs wait; those of other models run."""

@@ -27,9 +27,16 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
 
     Weights are loaded from safetensors only, directly to the device. No code from the model's folder runs.
     """
-    model_class = find_class(read_config(base_model))
+    config = read_config(base_model)
+    for part in (config, config.get_text_config()):
+        # Gradient checkpointing puts layers into training mode, which would switch dropout on.
+        for name, value in list(vars(part).items()):
+            if name.endswith(("dropout", "pdrop")) and type(value) in (int, float):
+                setattr(part, name, 0.0)
+    model_class = find_class(config)
     base = model_class.from_pretrained(
         base_model,
+        config=config,
         dtype=dtype,
         device_map={"": device},
         attn_implementation=usual_attention(model_class),

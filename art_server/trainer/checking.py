@@ -75,10 +75,12 @@ def check_sequences(policy: Policy, batch: MicroBatch, sequences: list[TrainSequ
     """
     policy.sequence_gap = _gap(policy, batch, sequences)
     if not policy.sequence_gap <= MAX_GAP[policy.dtype]:
+        remedy = "choose another base model: this family transforms its logits in an unknown way"
         raise ValueError(
             f"--trainer {policy.name} computes another policy than {policy.base_model}: log-probabilities differ by "
             f"{policy.sequence_gap:.2g} from those of transformers with the same weights; rounding explains at most "
-            f"{MAX_GAP[policy.dtype]:.2g}. Nothing was trained; use --trainer peft"
+            f"{MAX_GAP[policy.dtype]:.2g}. Nothing was trained; "
+            f"{remedy if policy.name == 'peft' else 'use --trainer peft'}"
         )
 
 

@@ -72,7 +72,7 @@ class _LoRALinear(torch.autograd.Function):
         y_TE.addmm_(small_TR, up.T, alpha=scale)
         ctx.save_for_backward(x_TD, small_TR, weight, down, up)
         ctx.scale, ctx.shape = scale, x.shape
-        return y_TE.view(*x.shape[:-1], -1)
+        return y_TE.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

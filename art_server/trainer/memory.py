@@ -103,11 +103,22 @@ def free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
+OUT_OF_MEMORY = (
+    "out of memory",
+    "DefaultCPUAllocator",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "cublasCreate",
+    "cublasLtCreate",
+)
+"""Words of errors that mean a failed allocation. cuBLAS makes its handles at a thread's first product."""
+
+
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed. Triton, and torch on a CPU with a memory limit, raise a plain RuntimeError."""
+    """Whether an allocation failed. Triton, CUDA's libraries, and torch on a CPU with a memory limit raise a plain
+    RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError)
-        and any(words in str(error) for words in ("out of memory", "DefaultCPUAllocator"))
+        isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
     )
 
 

@@ -39,8 +39,6 @@ class Policy:
     name = "peft"
     can_share = True
     """Whether the model's code can take trees at all; `check_trees` then decides."""
-    checks_rows = False
-    """Whether unshared sequences run on other code than transformers' and are checked against it."""
 
     def __init__(
         self,
@@ -188,7 +186,7 @@ class Policy:
             model.gradient_checkpointing_disable()
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                # These layers read this flag. None of them has dropout that it would switch on.
+                # These layers read this flag. `load_base` has switched dropout off.
                 module.training = enabled
 
     def logprobs(
@@ -314,7 +312,8 @@ class Policy:
         """The model's logits from the input of its output head, for the whole vocabulary or these tokens only.
 
         Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),
-        CohereForCausalLM (product). `check_trees` compares with the model's own logits, so it detects other formulas.
+        CohereForCausalLM, HyperCLOVAXForCausalLM (product). `check_trees` and `check_sequences` compare with the model's own
+        logits, so they detect other formulas.
         """
         config = self._base.config.get_text_config()
         head = self.model.get_output_embeddings()
@@ -325,8 +324,9 @@ class Policy:
             logits_NV = torch.nn.functional.linear(hidden_ND, head.weight[columns_C], bias)
         else:  # a head with an adapter
             logits_NV = head(hidden_ND)[:, columns_C]
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:
-            logits_NV = logits_NV / divisor
+        if (scaling := getattr(config, "logits_scaling", None)) is not None:
+            multiplies = self.model_type.startswith("hyperclovax")
+            logits_NV = logits_NV * scaling if multiplies else logits_NV / scaling
         if (factor := getattr(config, "logit_scale", None)) is not None:
             logits_NV = logits_NV * factor
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:

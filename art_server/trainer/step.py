@@ -136,11 +136,13 @@ class _Memory:
     def run(self, compute: Callable[[int], T]) -> T:
         """Returns `compute(budget)`. When it runs out of memory, it is retried with half the budget and gradient
         checkpointing."""
+        # Tokens without gradient checkpointing, which fits some times more.
+        least = max(1.0, MIN_TOKENS_PER_MICRO_BATCH / max(1.0, self.policy.checkpointing_factor))
         while True:
             try:
                 result = compute(self.budget)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or self.budget // 2 < MIN_TOKENS_PER_MICRO_BATCH:
+                if not is_out_of_memory(error) or self.budget // 2 < least:
                     raise
             else:
                 if self.has_shrunk:
@@ -198,13 +200,22 @@ def train(
     key = budget_key(policy.device, policy.base_model, task.lora.rank, longest)
     learned = budgets.find(key)
     # An earlier job may have switched it on.
-    policy.use_checkpointing(learned is not None)
+    is_killed = task.budget_divisor > 1
+    policy.use_checkpointing(learned is not None or is_killed)
     budget = min(max_tokens_per_micro_batch, learned or max_tokens_per_micro_batch)
-    memory = _Memory(policy, notes, budget, functools.partial(budgets.learn, key))
+    budget = max(1, budget // task.budget_divisor)
+    memory = _Memory(
+        policy, notes, budget, functools.partial(budgets.learn, key), has_shrunk=is_killed
+    )
     if learned is not None:
         notes.append(
             f"{budget} tokens at a time, with gradient checkpointing: an earlier job ran out of memory with more. "
             f"{budgets.file} stores this limit; delete the file to try more tokens again"
+        )
+
+    if is_killed:
+        notes.append(
+            f"{budget} tokens at a time, with gradient checkpointing: the trainer's process died several times"
         )
 
     if trained.sequences:
@@ -508,7 +519,7 @@ def _plan(
         for sequences in itertools.islice(checked(), 1):
             different = check_trees(policy, make(sequences)[0], sequences)
             notes += [different] if different is not None else []
-    if not policy.shares_prefixes and policy.checks_rows and policy.sequence_gap is None:
+    if not policy.shares_prefixes and policy.sequence_gap is None:
         sequences = next(checked(), sequences_to_check(trained.sequences))
         check_sequences(policy, make(sequences)[0], sequences)
     return make(trained.sequences)

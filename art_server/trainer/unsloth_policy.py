@@ -33,7 +33,6 @@ from art_server.trainer.tree import pad_forest
 
 class UnslothPolicy(Policy):
     name = "unsloth"
-    checks_rows = True
 
     def __init__(
         self,

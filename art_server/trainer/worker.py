@@ -31,7 +31,7 @@ from art_server.trainer.memory import (
     return_freed_memory,
 )
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import MIN_TOKENS_PER_MICRO_BATCH, train
+from art_server.trainer.step import train
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +103,9 @@ class Worker:
             failed = Failed(code="bad_checkpoint", message=str(error))
         except Cancelled:
             failed = Failed(code="cancelled", message="the job was cancelled", retryable=True)
-        except torch.AcceleratorError:
-            raise  # no later call on the device would succeed; the server starts another process
         except Exception as error:
+            if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+                raise  # no later call on the device would succeed; the server starts another process
             # The process's outermost handler: the server decides whether the job is retried. The state of a model that
             # was in use is unknown, so the next task loads the base again.
             is_dropped = uses_policy
@@ -136,7 +136,6 @@ class Worker:
         if task.kind == "load":
             return Done(metrics={"num_parameters": float(policy.num_parameters)})
         max_tokens = self._config.max_tokens_per_micro_batch or policy.default_tokens
-        max_tokens = max(max_tokens // task.budget_divisor, MIN_TOKENS_PER_MICRO_BATCH)
         self._is_cancelled = False  # a signal may have come after the task that it meant
         try:
             done = train(

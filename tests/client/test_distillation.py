@@ -162,3 +162,18 @@ async def test_trajectories_without_samples_stay_as_they_are(teacher: Teacher) -
     assert taught.trajectories[0].metrics == {} and not teacher.prompts
     assert taught.trajectories[0].turn_advantages == []
     assert math.isclose(taught.trajectories[0].reward, 1.0)
+
+
+async def test_one_token_that_the_teacher_never_says_does_not_outweigh_its_siblings(
+    teacher: Teacher,
+) -> None:
+    """Seven siblings with the gap 0 and one with -40, which counts as -5: the mean is -5/8."""
+    siblings = [choice([1], [3], logprob=-0.3)] * 7 + [choice([1], [403], logprob=-0.3)]
+    group = art.TrajectoryGroup(
+        art.Trajectory(messages_and_choices=[user(), each], reward=0.0) for each in siblings
+    )
+    (advised,) = await art.distill([group], teacher.model)
+    *same, outlier = [each.turn_advantages for each in advised.trajectories]
+    assert same == [[pytest.approx([0.625])]] * 7
+    assert outlier == [pytest.approx([-4.375])]
+    assert advised.trajectories[-1].metrics["teacher_gap"] == pytest.approx(-40.0)

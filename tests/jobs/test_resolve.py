@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from art.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
-from art_server.jobs.resolve import Limits, Sources, resolve
+from art_server.jobs.resolve import Limits, Sources, entry_ids, resolve
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
@@ -194,6 +194,12 @@ def test_a_log_probability_that_is_not_one_is_refused() -> None:
         run([[bad]])
 
 
+def test_rewards_that_only_the_penalty_for_length_tells_apart_are_a_signal() -> None:
+    penalty = TrainConfig(overlong="soft_penalty", overlong_length=2, overlong_buffer=1)
+    _, report = run([[choice([1], [2])], [choice([1], [3, 4])]], [1.0, 1.0], config=penalty)
+    assert (report.num_groups_trained, report.dropped) == (1, [])
+
+
 def test_equal_rewards_and_failures_are_counted() -> None:
     failure = {"type": "ValueError", "message": "no"}
     batch, report = run([[choice([1], [2])], [choice([1], [3])]], [1.0, 1.0], exceptions=[failure])
@@ -219,6 +225,12 @@ def said_choice(
 
 QUESTION = {"role": "user", "content": "say yes"}
 BEFORE = conversation.prefix_digests([QUESTION])[-1]
+
+
+@pytest.mark.parametrize("number", ["\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT TWO}", "9" * 30])
+def test_what_is_no_token_id_is_the_text_of_a_token(number: str) -> None:
+    entry = {"token": f"token_id:{number}", "logprob": -0.5}
+    assert entry_ids({"logprobs": {"content": [entry]}}) is None
 
 
 def test_equal_short_answers_get_a_record_each() -> None:

@@ -60,3 +60,9 @@ def test_other_layers_stay_pefts() -> None:
     with fused.disable_adapter():  # type: ignore[operator]
         x = torch.randn(3, 48, dtype=torch.bfloat16)
         assert torch.equal(layer(x), layer.get_base_layer()(x))
+
+
+def test_no_tokens_are_no_error() -> None:
+    """The trainer's output head computes single positions later, so its layer first gets none."""
+    _, fused = layers(torch.float32)
+    assert fused(torch.zeros(1, 0, 48)).shape == (1, 0, 32)

@@ -43,6 +43,8 @@ def test_a_failed_allocation_is_told_from_other_errors() -> None:
     assert is_out_of_memory(failed.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    cublas = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    assert is_out_of_memory(RuntimeError(cublas))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 

@@ -11,6 +11,8 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
+    HyperCLOVAXConfig,
+    OPTConfig,
     PreTrainedConfig,
 )
 
@@ -122,8 +124,9 @@ SMALL = {
         Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=2.0, sliding_window=4),
         GraniteConfig(**SMALL, logits_scaling=8.0),
         CohereConfig(**SMALL, logit_scale=0.0625),
+        HyperCLOVAXConfig(**SMALL, logits_scaling=0.125),
     ],
-    ids=["soft-capped", "divided", "multiplied"],
+    ids=["soft-capped", "divided", "multiplied", "multiplied by a scaling"],
 )
 def test_models_that_transform_their_logits_keep_doing_so(
     config: PreTrainedConfig, tmp_path: Path, make_batch
@@ -138,6 +141,21 @@ def test_models_that_transform_their_logits_keep_doing_so(
     torch.testing.assert_close(
         logprobs_N.detach(), plain_logprobs(policy.model, batch), atol=1e-5, rtol=1e-5
     )
+
+
+def test_recomputed_layers_have_no_dropout(tmp_path: Path, make_batch) -> None:
+    """Gradient checkpointing puts OPT's layers into training mode."""
+    config = OPTConfig(
+        **{**SMALL, "vocab_size": 128}, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = Policy(str(tmp_path), torch.float32)
+    policy.init_adapter(LoRAConfig(), seed=0)
+    batch = one_micro_batch(make_batch(4), policy.shares_prefixes)
+    expected_N, _ = policy.logprobs(batch)
+    policy.use_checkpointing(True)
+    torch.testing.assert_close(policy.logprobs(batch)[0], expected_N)
 
 
 def test_fresh_adapter_changes_nothing_and_is_the_same_for_the_same_seed(

@@ -589,9 +589,31 @@ def test_what_fitted_after_memory_ran_out_is_remembered(
     tight.limit = 10
     with pytest.raises(torch.OutOfMemoryError):
         take(3)
+    tight.limit = 100
     assert json.loads((tmp_path / "budgets.json").read_text()) == {key: 100}
     other = budget_key(tight.device, str(base_dir), 16, 64)
     assert other != key and budgets.find(other) is None
+
+
+def test_what_fitted_after_the_process_was_killed_is_remembered(
+    base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """The divisor comes after the budget that an earlier job learned."""
+    policy, budgets = Policy(str(base_dir), torch.float32), Budgets(tmp_path / "budgets.json")
+    task = TrainTask(
+        lora=LoRAConfig(),
+        in_dir=str(adapter_dir),
+        out_dir=str(tmp_path / "1"),
+        config=TrainConfig(),
+        batch=make_batch(22),
+        budget_divisor=4,
+    )
+    done = train(policy, task, 400, lambda _: None, budgets=budgets)
+    assert done.notes[0].startswith("100 tokens at a time, with gradient checkpointing")
+    (key,) = json.loads((tmp_path / "budgets.json").read_text())
+    again = task.model_copy(update={"out_dir": str(tmp_path / "2"), "budget_divisor": 2})
+    train(policy, again, 400, lambda _: None, budgets=budgets)
+    assert json.loads((tmp_path / "budgets.json").read_text()) == {key: 50}
 
 
 def test_checkpointing_changes_no_gradient(
@@ -802,8 +824,6 @@ def test_trees_are_checked_where_they_branch(
 
 class DistortedRowsPolicy(Policy):
     """Neither its trees nor its sequences are what the plain model computes."""
-
-    checks_rows = True
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         return super()._hidden(batch) * 1.5

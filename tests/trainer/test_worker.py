@@ -282,6 +282,27 @@ def test_out_of_memory_says_what_to_reduce_and_frees_the_policy(
     assert second == first
 
 
+class RefusedPolicy(ExhaustedPolicy):
+    """The driver refuses memory outside torch's allocator."""
+
+    def init_adapter(self, lora: LoRAConfig, seed: int) -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+
+class RefusedWorker(Worker):
+    def _load_policy(self) -> Policy:
+        return RefusedPolicy(self._config.base_model, self._dtype)
+
+
+def test_memory_that_the_driver_refuses_does_not_end_the_process(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
+    _, failed = serve(RefusedWorker, base_dir, task)
+    assert (failed["event"], failed["code"]) == ("failed", "out_of_memory")
+
+
 class CancelledWorker(Worker):
     """Is told to stop at its first micro-batch, and later that its disk is full."""
 
