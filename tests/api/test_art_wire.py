@@ -103,7 +103,7 @@ class Runner:
         self.accepted: list[tuple[TrainRequest, str | None, list[str]]] = []
 
     async def accept(
-        self, model: Any, request: Any, owner: str, key: Any, digest: str, limits: Any, notes: Any
+        self, model: Any, request: Any, key: Any, digest: str, limits: Any, notes: Any
     ) -> JobEvent:
         self.accepted.append((request, key, notes))
         return JobEvent(event="accepted", job_id="j")

@@ -130,5 +130,5 @@ def test_a_log_of_which_a_crash_wrote_a_part_is_read_up_to_there(
     kept = {job.job_id for job in again.jobs(None, ("queued",), limit=10)}
     assert kept == set(jobs[: len(kept)])
     assert kept == set(jobs) or cut < len(log)
-    again.add("me", "p", "a", "later", "d", TrainConfig(), payload, JobReport())
+    again.add("p", "a", "later", "d", TrainConfig(), payload, JobReport())
     again.close()
