@@ -55,7 +55,8 @@ async def distill(
     `teacher` is a registered model, one of its steps (`art.Model` with the name PROJECT/NAME@STEP), the base model, or any
     endpoint with the same tokenizer that answers `prompt_logprobs` on `/completions`, as vLLM does. Train the result with
     `model.train`: the advantages replace those from rewards, so equal rewards are no hindrance. Log-probabilities are at
-    temperature 1 on both sides: sample at temperature 1. Advantages are clamped to [-max_advantage, max_advantage].
+    temperature 1 on both sides: sample at temperature 1. Differences and advantages are clamped to
+    [-max_advantage, max_advantage].
 
     Raises:
         ValueError: a sampled choice has no token ids or log-probabilities: sample with `model.openai_client()`, or

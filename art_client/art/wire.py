@@ -202,8 +202,8 @@ class LossConfig(Displayed, Body):
     """What is subtracted from a reward: the mean of its group, the mean of its group's other rewards, or nothing."""
     scaling: Literal["group_std", "batch_std", "none"] = "group_std"
     """group_std: advantages are divided by the standard deviation of the group's rewards. batch_std: advantages are
-    standardised over all groups with signal; those of turn rewards, as with group_std, by the group's turn rewards. none:
-    advantages are not scaled."""
+    standardised over all groups with signal; with baseline="none" these are all groups, unless all rewards of the batch are
+    equal. none: advantages are not scaled. Turn rewards have the same baseline and scaling, over turn rewards alone."""
 
     correction: Literal["off", "truncate", "mask", "sequence_mask"] = "truncate"
     """The weight of a token's policy term, with c = pi_old / pi_sampled. truncate: min(c, correction_high). mask: c, or

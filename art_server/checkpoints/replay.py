@@ -130,7 +130,11 @@ async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -
     settings = record.environment
     worker = WorkerConfig.model_validate(
         {name: settings[name] for name in ("trainer", "dtype", "device", "threads")}
-        | {"base_model": str(base), "max_tokens_per_micro_batch": settings["max_tokens"]}
+        | {
+            "base_model": str(base),
+            "max_tokens_per_micro_batch": settings["max_tokens"],
+            "checkpointing_factor": settings.get("checkpointing_factor"),
+        }
     )
     trainer = TrainerProcess(
         worker_command(worker),
@@ -144,6 +148,7 @@ async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -
         config=record.config,
         start_step=record.start_step,
         seed=record.seed,
+        checkpointing=settings.get("checkpointing") == "True",
     )
     batch = zlib.decompress((folder / BATCH_FILE).read_bytes())
     with tqdm(desc=f"{record.model}, step {record.step}", unit="micro-batch") as bar:

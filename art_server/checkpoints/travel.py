@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from art_server import base_models
-from art_server.base_models import BaseModel, find_base_model
+from art_server.base_models import find_base_model
 from art_server.checkpoints.adapter import read_adapter
 from art_server.checkpoints.archive import (
     MAX_CHECKPOINT_BYTES,
@@ -183,7 +183,7 @@ def store_in_folder(
     from art_server.settings import ServerConfig
     from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
 
-    base = base_of(description)
+    base = find_base_model(description.base_model, base_models.CACHE_DIR)
     try:
         check_checkpoint(str(base.path), description.lora, content)
     except BadCheckpoint as error:
@@ -205,10 +205,6 @@ def store_in_folder(
     finally:
         shutil.rmtree(ready, ignore_errors=True)
         os.close(lock)
-
-
-def base_of(description: Description) -> BaseModel:
-    return find_base_model(description.base_model, base_models.CACHE_DIR)
 
 
 def describe_folder(source: Path, content: Path, base_model: str | None) -> Description:

@@ -4,11 +4,11 @@ import contextlib
 import importlib.metadata
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from art_server.errors import InvalidInput
 from art_server.settings import Device
+from art_server.shared.main_memory import main_memory
 
 MIN_DRIVER = 580
 """NVIDIA's oldest driver for CUDA 13.0, which torch 2.13 is built for."""
@@ -50,26 +50,6 @@ def probe() -> Machine:
     cores = sorted(os.sched_getaffinity(0)) if is_linux else range(os.cpu_count() or 1)
     gpus = _find_gpus(host) if _has_cuda_build() else ()
     return Machine("cuda" if gpus else "cpu", gpus, host, tuple(cores))
-
-
-def main_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes of main memory that this process may use: the machine's, or the lowest limit of its control groups (Linux),
-    as a container has them."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            top = root / controllers
-            here = top / path.lstrip("/")
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            for folder in (here, *here.parents):
-                with contextlib.suppress(OSError, ValueError):  # "max", or no such group
-                    limits.append(int((folder / name).read_text()))
-                if folder == top:
-                    break
-    return min(limits)
 
 
 def _has_cuda_build() -> bool:

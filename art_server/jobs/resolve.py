@@ -32,12 +32,13 @@ from art_server.jobs.turns import (
     ResolvedTurn,
     TurnTrace,
     UnusableTurn,
+    add_rewards,
     join_turns,
     with_signal,
 )
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record
-from art_server.shared.advantages import has_signal, is_masked
+from art_server.shared.advantages import is_masked, trained_tokens
 from art_server.shared.tasks import (
     Batch,
     Distribution,
@@ -244,9 +245,10 @@ class _Resolver:
         seen: set[Hashable] = set()
         sequences: list[TokenSequence] = []
         traces: list[TurnTrace] = []
+        rewards: list[float] = []
         for number, history in enumerate([trajectory, *trajectory.additional_histories]):
             prefix = f"additional_histories[{number - 1}]." if number else ""
-            found, dropped, is_truncated = self._turns(history, f"{where}.{prefix}", seen)
+            found, dropped, is_truncated = self._turns(history, f"{where}.{prefix}", seen, rewards)
             made, places = join_turns([turn for _, turn in found], self._index)
             placed = zip(found, places, strict=True)
             traces += [TurnTrace(number, entry, dropped=reason) for entry, reason in dropped]
@@ -257,16 +259,18 @@ class _Resolver:
             sequences += [
                 sequence.model_copy(update={"truncated": is_truncated}) for sequence in made
             ]
-        if not sequences:
+        if sequences:
+            add_rewards(sequences[-1], rewards)
+        else:
             self._report.drop(NO_TURN, where)
         traces.sort(key=lambda trace: (trace.history, trace.entry))
         return TrainableTrajectory(reward=trajectory.reward, sequences=sequences), traces
 
     def _turns(
-        self, history: HistoryBody, where: str, seen: set[Hashable]
+        self, history: HistoryBody, where: str, seen: set[Hashable], rewards: list[float]
     ) -> tuple[list[tuple[int, ResolvedTurn]], list[tuple[int, str]], bool]:
         """The entries of a history that are trained, those that are dropped, with the reason, and whether its last turn
-        was cut at a length limit."""
+        was cut at a length limit. `rewards` collects those of dropped turns for the next turn."""
         entries, tools = history.messages_and_choices, history.tools
         given = self._given(history, where)
         messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
@@ -287,10 +291,13 @@ class _Resolver:
             except UnusableTurn as reason:
                 self._report.drop(str(reason), f"{where}messages_and_choices[{position}]")
                 dropped.append((position, str(reason)))
+                if reward is not None:
+                    rewards.append(reward)
                 continue
             self._report.trained(turn.origin)
             self._report.sampled_by(turn)
-            turns.append((position, turn))
+            turns.append((position, replace(turn, rewards_before=[*rewards])))
+            rewards.clear()
         return turns, dropped, is_truncated
 
     def _trace(
@@ -722,31 +729,33 @@ def _summary(
     config: TrainConfig,
 ) -> JobReport:
     try:
-        trained = [group for group in batch.groups if has_signal(group, config)]
+        found = trained_tokens(batch.groups, config)
     except FloatingPointError as error:
         raise InvalidInput(str(error), code="bad_reward", param="groups") from error
     kept = [
-        [sequence for sequence in trajectory.sequences if not is_masked(sequence, config)]
-        for group in trained
-        for trajectory in group.trajectories
+        [pair for pair in zip(each.sequences, of_trajectory, strict=True) if pair[1]]
+        for group, of_group in zip(batch.groups, found, strict=True)
+        if of_group is not None
+        for each, of_trajectory in zip(group.trajectories, of_group, strict=True)
     ]
-    sequences = [sequence for of_trajectory in kept for sequence in of_trajectory]
+    trained = [pair for of_trajectory in kept for pair in of_trajectory]
     return JobReport(
         num_groups=len(groups),
-        num_groups_trained=len(trained),
+        num_groups_trained=sum(each is not None for each in found),
         num_trajectories=sum(len(group.trajectories) for group in groups),
         num_trajectories_trained=sum(map(bool, kept)),
         num_failed_rollouts=num_failed,
-        num_rows=len(sequences),
-        num_trained_tokens=sum(
-            sum(value is not None for value in sequence.logprobs) + len(sequence.recompute)
-            for sequence in sequences
-        ),
+        num_rows=len(trained),
+        num_trained_tokens=sum(len(tokens) for _, tokens in trained),
         turns=report.turns,
         continuations=report.continuations,
         dropped=_left_out(batch, report, num_failed, config),
         config=config.model_dump(),
-        num_tokens_without_logprob=sum(len(sequence.recompute) for sequence in sequences),
+        num_tokens_without_logprob=sum(
+            sequence.logprobs[position] is None
+            for sequence, tokens in trained
+            for position, _ in tokens
+        ),
         sampled_steps=dict(sorted(report.steps.items())),
         notes=report.notes(config),
     )
@@ -756,7 +765,7 @@ def _left_out(batch: Batch, report: Report, num_failed: int, config: TrainConfig
     """What the job does not train, with the reasons."""
     is_mask = config.overlong == "mask"
     whole = config.model_copy(update={"overlong": "keep"}) if is_mask else config
-    equal = sum(not has_signal(group, whole) for group in batch.groups)
+    equal = sum(each is None for each in trained_tokens(batch.groups, whole))
     dropped = [
         Dropped(
             reason=reason,

@@ -56,7 +56,8 @@ HEARTBEAT_SECONDS = 5.0
 """Longest time between two lines of a job's event stream. A client that gets no line for a minute reconnects."""
 DEATH_PAUSES = (1.0, 5.0, 20.0, 60.0, 120.0)
 """Pauses before a job's retries after the trainer process died or an unforeseen error: the cause (another program's
-memory, an operator) may pass within minutes. The last retry has half the tokens per micro-batch; then the job fails."""
+memory, an operator) may pass within minutes. After three deaths each retry has half as many tokens per micro-batch as the
+one before; then the job fails."""
 EVENTS_PER_START = 1_000_000
 """Each start of a job numbers its events from the next multiple of this, so they grow across restarts of the server."""
 REST_SECONDS = 5.0
@@ -125,7 +126,6 @@ class JobRunner:
     _tries: Counter[str] = field(init=False, default_factory=Counter)
     _deaths: Counter[str] = field(init=False, default_factory=Counter)
     """By job: unexpected errors, and how many of them were deaths of the trainer."""
-    """By job id: how often the trainer process died or an unforeseen error occurred during the job."""
     _cancelled: set[str] = field(init=False, default_factory=set)
     _running: str | None = field(init=False, default=None)
     _accepting: ThreadPoolExecutor = field(

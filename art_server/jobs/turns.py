@@ -27,6 +27,8 @@ class ResolvedTurn:
     reward: float | None = None
     advantages: list[float] | None = None
     """One for each token, from the client."""
+    rewards_before: list[float] = field(default_factory=list)
+    """Rewards of dropped turns between the turn before and this one."""
 
 
 class UnusableTurn(Exception):
@@ -87,7 +89,10 @@ def join_turns(
     index: Callable[[Distribution | None], int] = lambda _: -1,
 ) -> tuple[list[TokenSequence], list[Place]]:
     """The token sequences of one conversation, and each turn's place. A turn whose prompt begins with the whole sequence
-    so far extends it. `index` gives the number of a distribution in the batch."""
+    so far extends it. `index` gives the number of a distribution in the batch.
+
+    The reward of a dropped turn is at a position of this turn's context: it counts in its group and for earlier tokens.
+    """
     sequences: list[TokenSequence] = []
     places: list[Place] = []
     for turn in turns:
@@ -96,6 +101,7 @@ def join_turns(
             sequences.append(_empty_sequence())
         sequence = sequences[-1]
         tokens = sequence.token_ids
+        add_rewards(sequence, turn.rewards_before)
         new_context = turn.prompt_token_ids[len(tokens) :]
         tokens.extend(new_context)
         sequence.logprobs.extend([None] * len(new_context))
@@ -114,6 +120,11 @@ def join_turns(
         sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
         places.append(Place(len(sequences) - 1, sampled.start, sampled.stop, is_joined))
     return sequences, places
+
+
+def add_rewards(sequence: TokenSequence, rewards: Sequence[float]) -> None:
+    """Adds rewards of turns that end behind the sequence's tokens so far."""
+    sequence.rewards.update(enumerate(rewards, len(sequence.token_ids)))
 
 
 def _empty_sequence() -> TokenSequence:

@@ -3,8 +3,10 @@
 Only this file decides which groups have signal, so that forward passes, denominators and counts agree.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from art.wire import LossConfig
 from art_server.shared.tasks import TokenSequence, TrainableGroup, TrainableTrajectory
@@ -12,28 +14,80 @@ from art_server.shared.tasks import TokenSequence, TrainableGroup, TrainableTraj
 STD_FLOOR = 1e-6
 """Added to a standard deviation, so that rewards that differ only by rounding do not get advantages near 1."""
 
+GroupTokens: TypeAlias = list[list[list[tuple[int, float]]]]
+"""By trajectory and sequence: the positions of trained tokens, with their advantages."""
 
-def has_signal(group: TrainableGroup, config: LossConfig | None = None) -> bool:
-    """Whether any trained token of the group has an advantage, before batch scaling and before KL lowers rewards.
+
+def trained_tokens(
+    groups: Sequence[TrainableGroup],
+    config: LossConfig | None = None,
+    penalties: Sequence[float] | None = None,
+) -> list[GroupTokens | None]:
+    """The trained tokens of each group; None if none of them has an advantage: the group has no signal.
+
+    `penalties`, one for each trajectory, are subtracted from the rewards. Whether a group has signal is decided without
+    them.
 
     Raises:
         FloatingPointError: a reward is not finite, or too large for a standard deviation.
     """
     config = config or LossConfig()
+    lowered = itertools.repeat(0.0) if penalties is None else iter(penalties)
+    rewards = [
+        [reward - next(lowered) for reward in penalised_rewards(group, config)] for group in groups
+    ]
+    is_live = [_has_signal(group, config) for group in groups]
+    outcomes = [
+        group_advantages(rewards_G, config) if live else None
+        for rewards_G, live in zip(rewards, is_live, strict=True)
+    ]
+    turns = [
+        turn_advantages(group, config) if live else None
+        for group, live in zip(groups, is_live, strict=True)
+    ]
+    outcomes, turns = scale_over_batch(outcomes, config), scale_over_batch(turns, config)
+    made = [_group_tokens(*each, config) for each in zip(groups, outcomes, turns, strict=True)]
+    if penalties is None:
+        return [tokens if _has_advantage(tokens) else None for tokens in made]
+    without = trained_tokens(groups, config)
+    return [None if each is None else tokens for each, tokens in zip(without, made, strict=True)]
+
+
+def _has_signal(group: TrainableGroup, config: LossConfig) -> bool:
+    """Whether any trained token has an advantage before batch scaling. Where only the batch has a baseline, any group
+    with trained tokens may have one after it."""
     outcomes_G = group_advantages(penalised_rewards(group, config), config)
-    turns_G = turn_advantages([turn_rewards(each) for each in group.trajectories], config)
+    tokens = _group_tokens(group, outcomes_G, turn_advantages(group, config), config)
+    return any(map(any, tokens)) if _is_batch_baseline(config) else _has_advantage(tokens)
+
+
+def _is_batch_baseline(config: LossConfig) -> bool:
+    """Whether the mean of the whole batch is the only baseline, as in REINFORCE++ without a baseline of the group."""
+    return config.baseline == "none" and config.scaling == "batch_std"
+
+
+def _has_advantage(tokens: GroupTokens) -> bool:
     return any(
-        any(advantages)
-        for index, trajectory in enumerate(group.trajectories)
-        for sequence, advantages in zip(
-            trajectory.sequences,
-            sequence_advantages(
-                trajectory, outcomes_G[index] if outcomes_G else 0.0, turns_G[index]
-            ),
-            strict=True,
-        )
-        if not is_masked(sequence, config)
+        advantage
+        for of_trajectory in tokens
+        for of_sequence in of_trajectory
+        for _, advantage in of_sequence
     )
+
+
+def _group_tokens(
+    group: TrainableGroup,
+    outcomes_G: Sequence[float] | None,
+    of_turns: Sequence[float] | None,
+    config: LossConfig,
+) -> GroupTokens:
+    """The trained tokens of a group. Where outcomes or turns have no signal (None), their advantages are 0."""
+    outcomes_G = outcomes_G or [0.0] * len(group.trajectories)
+    turns = iter(of_turns or itertools.repeat(0.0))
+    return [
+        _trajectory_tokens(each, outcome, [next(turns) for _ in turn_rewards(each)], config)
+        for each, outcome in zip(group.trajectories, outcomes_G, strict=True)
+    ]
 
 
 def is_masked(sequence: TokenSequence, config: LossConfig) -> bool:
@@ -41,28 +95,31 @@ def is_masked(sequence: TokenSequence, config: LossConfig) -> bool:
     return config.overlong == "mask" and sequence.truncated
 
 
-def sequence_advantages(
-    trajectory: TrainableTrajectory, outcome: float, of_turns: Sequence[float]
-) -> list[list[float]]:
-    """The advantages of each sequence's trained tokens.
+def _trajectory_tokens(
+    trajectory: TrainableTrajectory, outcome: float, of_turns: Sequence[float], config: LossConfig
+) -> list[list[tuple[int, float]]]:
+    """The trained tokens of each sequence.
 
     A token has the advantage that the client gave it. Without one, it has the trajectory's (`outcome`) plus those of
     its own turn and all later turns (`of_turns`).
     """
-    made: list[list[float]] = []
+    made: list[list[tuple[int, float]]] = []
     turns = iter(of_turns)
     remaining = sum(of_turns)
     for sequence in trajectory.sequences:
-        advantages: list[float] = []
+        tokens: list[tuple[int, float]] = []
         ends = sorted(sequence.rewards)
         for position in trained_positions(sequence):
             while ends and ends[0] < position:
                 remaining -= next(turns)
                 ends.pop(0)
-            advantages.append(sequence.advantages.get(position, outcome + remaining))
+            advantage = sequence.advantages.get(position, outcome + remaining)
+            # In SFT an advantage is a weight, and a token of weight 0 is context.
+            if advantage or config.objective == "policy":
+                tokens.append((position, advantage))
         for _ in ends:
             remaining -= next(turns)
-        made.append(advantages)
+        made.append([] if is_masked(sequence, config) else tokens)
     return made
 
 
@@ -110,11 +167,13 @@ def num_sampled(trajectory: TrainableTrajectory) -> int:
 
 
 def group_advantages(
-    rewards_G: Sequence[float], config: LossConfig | None = None
+    rewards_G: Sequence[float], config: LossConfig | None = None, what: str = "rewards"
 ) -> list[float] | None:
-    """The advantage of each trajectory of a group, or None where the group has no signal.
+    """The advantage of each trajectory of a group, or None where the group has no signal. `what` names the rewards in
+    errors.
 
-    It has none if its rewards are all equal, as with a single trajectory; with baseline="none", if all are 0.
+    It has none if its rewards are all equal, as with a single trajectory. With baseline="none" it has none if all are 0;
+    with scaling="batch_std", too, it always has signal, because the mean of the batch is subtracted later.
     baseline: group_mean is reward - mean, leave_one_out is reward - mean of the others, none is the reward.
     scaling: group_std divides by (population standard deviation + STD_FLOOR), unless all rewards are equal.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Ahmadian et al. 2024,
@@ -125,19 +184,18 @@ def group_advantages(
     """
     config = config or LossConfig()
     if not all(math.isfinite(reward) for reward in rewards_G):
-        raise FloatingPointError(f"rewards must be finite numbers, got {list(rewards_G)[:8]}")
+        raise FloatingPointError(f"{what} must be finite numbers, got {list(rewards_G)[:8]}")
     size = len(rewards_G)
-    if config.baseline == "none":
-        if not any(rewards_G):
-            return None
-    elif not size or max(rewards_G) == min(rewards_G):
+    is_equal = not size or max(rewards_G) == min(rewards_G)
+    is_zero = not any(rewards_G) and not _is_batch_baseline(config)
+    if not size or (is_zero if config.baseline == "none" else is_equal):
         return None
     mean = sum(rewards_G) / size
     deviations_G = [reward - mean for reward in rewards_G]
     std = math.sqrt(sum(deviation * deviation for deviation in deviations_G) / size)
     if not math.isfinite(std):
         raise FloatingPointError(
-            f"the rewards of a group range from {min(rewards_G):g} to {max(rewards_G):g}: their standard deviation is"
+            f"the {what} of a group range from {min(rewards_G):g} to {max(rewards_G):g}: their standard deviation is"
             " not a finite number; scale the rewards down"
         )
     if config.baseline == "none":
@@ -146,7 +204,7 @@ def group_advantages(
         advantages_G = [deviation * size / (size - 1) for deviation in deviations_G]
     else:
         advantages_G = deviations_G
-    if config.scaling != "group_std" or max(rewards_G) == min(rewards_G):
+    if config.scaling != "group_std" or is_equal:
         return advantages_G
     return [advantage / (std + STD_FLOOR) for advantage in advantages_G]
 
@@ -156,13 +214,15 @@ def scale_over_batch(
 ) -> list[list[float] | None]:
     """The advantages, with scaling="batch_std" normalised over all groups: (advantage - mean) / (std + STD_FLOOR).
 
-    None marks a group without signal, which does not count.
+    None marks a group without signal, which does not count. If all advantages are equal, no group has signal.
 
     Source: Hu 2025, arXiv:2501.03262, section 3.2 (global advantage normalisation).
     """
     values = [value for group in advantages if group is not None for value in group]
     if config.scaling != "batch_std" or not values:
         return list(advantages)
+    if max(values) == min(values):
+        return [None] * len(advantages)
     mean = sum(values) / len(values)
     deviations = [value - mean for value in values]
     std = math.sqrt(sum(each * each for each in deviations) / len(values)) + STD_FLOOR
@@ -183,10 +243,8 @@ def overlong_penalty(num_tokens: int, config: LossConfig) -> float:
     return -min(1.0, max(0.0, over / config.overlong_buffer))
 
 
-def turn_advantages(
-    rewards_of_turns: Sequence[list[float]], config: LossConfig
-) -> list[list[float]]:
-    """For each trajectory of a group, the advantage of each of its turn rewards.
+def turn_advantages(group: TrainableGroup, config: LossConfig) -> list[float] | None:
+    """The advantage of each turn reward of a group, in order, as `group_advantages` makes them of rewards.
 
     A turn reward is compared with all turn rewards of the group. A token gets the sum over its own and later turns.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.3 (process supervision).
@@ -194,20 +252,5 @@ def turn_advantages(
     Raises:
         FloatingPointError: a turn reward is not finite, or too large for a standard deviation.
     """
-    values = [value for rewards in rewards_of_turns for value in rewards]
-    if not all(math.isfinite(value) for value in values):
-        raise FloatingPointError(f"turn rewards must be finite numbers, got {values[:8]}")
-    if config.baseline != "none" and len(set(values)) == 1:
-        return [[0.0] * len(rewards) for rewards in rewards_of_turns]
-    mean = sum(values) / len(values) if values and config.baseline != "none" else 0.0
-    std = 1.0
-    if config.scaling != "none" and len(set(values)) > 1:
-        centre = sum(values) / len(values)
-        deviations = [value - centre for value in values]
-        std = math.sqrt(sum(each * each for each in deviations) / len(values)) + STD_FLOOR
-    if not math.isfinite(std):
-        raise FloatingPointError(
-            f"the turn rewards of a group range from {min(values):g} to {max(values):g}: their standard deviation is not"
-            " a finite number; scale the rewards down"
-        )
-    return [[(value - mean) / std for value in rewards] for rewards in rewards_of_turns]
+    values = [value for each in group.trajectories for value in turn_rewards(each)]
+    return group_advantages(values, config, "turn rewards")

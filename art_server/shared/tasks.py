@@ -166,6 +166,8 @@ class TrainTask(Record):
     """None: the gap is measured but not judged."""
     budget_divisor: int = Field(default=1, ge=1)
     """Divides the number of tokens per micro-batch, for a job during which the process died."""
+    checkpointing: bool = False
+    """Gradient checkpointing is on from the start, as in the job that `art replay` repeats."""
 
 
 Task = Annotated[InitTask | CheckTask | LoadTask | TrainTask, Field(discriminator="kind")]
@@ -192,7 +194,8 @@ class Done(Record):
     notes: list[str] = []
     """Decisions and observations of the trainer, as sentences for the job's report."""
     environment: dict[str, str] = {}
-    """Of a train task: versions, device, thread count, number type and tokens at a time, which decide its last bits."""
+    """Of a train task: versions, device, thread count, number type, tokens at a time (at the start and, after memory ran
+    out, at the end) and gradient checkpointing, which decide its last bits."""
 
 
 class Failed(Record):

@@ -15,15 +15,11 @@ import torch
 
 from art.wire import LossConfig
 from art_server.shared.advantages import (
-    group_advantages,
-    has_signal,
+    GroupTokens,
     is_masked,
     penalised_rewards,
-    scale_over_batch,
-    sequence_advantages,
     trained_positions,
-    turn_advantages,
-    turn_rewards,
+    trained_tokens,
 )
 from art_server.shared.tasks import Batch, TokenSequence, TrainableGroup
 from art_server.trainer.distributions import RAW, SampledFrom, decode_distributions
@@ -161,10 +157,10 @@ def make_train_batch(
     sequences: list[TrainSequence] = []
     num_groups_trainable = num_tokens_unpredicted = num_masked = first = 0
     numbers = itertools.count()
-    advantages_of_groups = _advantages(batch, config, penalties)
-    for group, advantages_G in zip(batch.groups, advantages_of_groups, strict=True):
-        group_sequences = _cut_group(group, advantages_G, config, first, numbers)
-        if has_signal(group, config):
+    tokens_of_groups = trained_tokens(batch.groups, config, penalties)
+    for group, tokens in zip(batch.groups, tokens_of_groups, strict=True):
+        if tokens is not None:
+            num_groups_trainable += 1
             num_tokens_unpredicted += sum(
                 bool(sequence.logprobs) and sequence.logprobs[0] is not None
                 for each in group.trajectories
@@ -174,8 +170,7 @@ def make_train_batch(
             any(is_masked(sequence, config) for sequence in each.sequences)
             for each in group.trajectories
         )
-        num_groups_trainable += bool(group_sequences)
-        sequences += group_sequences
+        sequences += _cut_group(group, tokens, first, numbers)
         first += len(group.trajectories)
     return TrainBatch(
         sequences=sequences,
@@ -342,46 +337,20 @@ def make_micro_batches(
     return micro_batches
 
 
-def _advantages(
-    batch: Batch, config: LossConfig, penalties: Sequence[float] | None
-) -> list[list[float] | None]:
-    advantages: list[list[float] | None] = []
-    first = 0
-    for group in batch.groups:
-        rewards_G = penalised_rewards(group, config)
-        if penalties is not None:
-            lowered = penalties[first : first + len(rewards_G)]
-            rewards_G = [reward - each for reward, each in zip(rewards_G, lowered, strict=True)]
-        is_trained = has_signal(group, config)
-        advantages.append(group_advantages(rewards_G, config) if is_trained else None)
-        first += len(rewards_G)
-    return scale_over_batch(advantages, config)
-
-
 def _cut_group(
-    group: TrainableGroup,
-    advantages_G: list[float] | None,
-    config: LossConfig,
-    first: int,
-    numbers: Iterator[int],
+    group: TrainableGroup, tokens: GroupTokens | None, first: int, numbers: Iterator[int]
 ) -> list[TrainSequence]:
     """The trained sequences of a group, whose trajectories have indices from `first`. `numbers` gives each sequence of
     the batch, trained or not, its index."""
     numbered = [[(next(numbers), s) for s in each.sequences] for each in group.trajectories]
-    if not has_signal(group, config):
+    if tokens is None:
         return []
-    turns_G = turn_advantages([turn_rewards(each) for each in group.trajectories], config)
-    made: list[TrainSequence] = []
-    for index, trajectory in enumerate(group.trajectories):
-        outcome = 0.0 if advantages_G is None else advantages_G[index]
-        advantages = sequence_advantages(trajectory, outcome, turns_G[index])
-        for (number, sequence), values in zip(numbered[index], advantages, strict=True):
-            weighed = zip(trained_positions(sequence), values, strict=True)
-            # In SFT an advantage is a weight, and a token of weight 0 is context.
-            chosen = [pair for pair in weighed if pair[1] or config.objective == "policy"]
-            if chosen and not is_masked(sequence, config):
-                made.append(_cut_sequence(sequence, chosen, first + index, number))
-    return made
+    return [
+        _cut_sequence(sequence, chosen, trajectory, number)
+        for trajectory, of_trajectory in enumerate(zip(numbered, tokens, strict=True), first)
+        for (number, sequence), chosen in zip(*of_trajectory, strict=True)
+        if chosen
+    ]
 
 
 def _cut_sequence(

@@ -5,11 +5,11 @@ The defaults depend only on the machine and the model, so a repeated job is spli
 
 import ctypes
 import json
-import os
 from pathlib import Path
 
 import torch
 
+from art_server.shared.main_memory import main_memory
 from art_server.store import files
 
 SHARES = {"cpu": 1 / 8, "cuda": 1 / 3}
@@ -126,4 +126,4 @@ def _device_memory(device: torch.device) -> int:
     """The device's memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return main_memory()

@@ -324,7 +324,8 @@ class Policy:
             logits_NV = torch.nn.functional.linear(hidden_ND, head.weight[columns_C], bias)
         else:  # a head with an adapter
             logits_NV = head(hidden_ND)[:, columns_C]
-        if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        scaling = getattr(config, "logits_scaling", None)
+        if scaling is not None and self.model_type != "minicpm3":  # it divides the head's input
             multiplies = self.model_type.startswith("hyperclovax")
             logits_NV = logits_NV * scaling if multiplies else logits_NV / scaling
         if (factor := getattr(config, "logit_scale", None)) is not None:

@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,9 @@ T = TypeVar("T")
 MIN_TOKENS_PER_MICRO_BATCH = 64
 """The token budget is not halved below this: the task fails instead."""
 
+LARGEST_WEIGHT = 1 / 64
+"""The loss is scaled to about this weight of a token in float16: far above its smallest and below its largest number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -128,10 +132,7 @@ class _Memory:
     policy: Policy
     notes: list[str]
     budget: int
-    learn: Callable[[int], None]
-    """Stores a budget that fits after a larger one did not."""
     num_retries: int = 0
-    has_shrunk: bool = False
 
     def run(self, compute: Callable[[int], T]) -> T:
         """Returns `compute(budget)`. When it runs out of memory, it is retried with half the budget and gradient
@@ -140,22 +141,16 @@ class _Memory:
         least = max(1.0, MIN_TOKENS_PER_MICRO_BATCH / max(1.0, self.policy.checkpointing_factor))
         while True:
             try:
-                result = compute(self.budget)
+                return compute(self.budget)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or self.budget // 2 < least:
                     raise
-            else:
-                if self.has_shrunk:
-                    self.learn(self.budget)
-                    self.has_shrunk = False
-                return result
             # Outside the handler, whose traceback keeps the failed step's tensors alive.
             self.budget, self.num_retries = self.budget // 2, self.num_retries + 1
             self.policy.use_checkpointing(True)
             gc.collect()
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self.has_shrunk = True
             self.notes.append(f"out of memory: tried again with {self.budget} tokens at a time")
             logger.warning(self.notes[-1])
 
@@ -199,21 +194,18 @@ def train(
     longest = max((len(sequence.token_ids) for sequence in trained.sequences), default=1)
     key = budget_key(policy.device, policy.base_model, task.lora.rank, longest)
     learned = budgets.find(key)
-    # An earlier job may have switched it on.
-    is_killed = task.budget_divisor > 1
-    policy.use_checkpointing(learned is not None or is_killed)
-    budget = min(max_tokens_per_micro_batch, learned or max_tokens_per_micro_batch)
-    budget = max(1, budget // task.budget_divisor)
-    memory = _Memory(
-        policy, notes, budget, functools.partial(budgets.learn, key), has_shrunk=is_killed
-    )
+    most = min(max_tokens_per_micro_batch, learned or max_tokens_per_micro_batch)
+    budget = max(1, most // task.budget_divisor)
+    has_checkpointing = task.checkpointing or learned is not None or task.budget_divisor > 1
+    policy.use_checkpointing(has_checkpointing)  # an earlier job may have switched it on
+    memory = _Memory(policy, notes, budget)
     if learned is not None:
         notes.append(
             f"{budget} tokens at a time, with gradient checkpointing: an earlier job ran out of memory with more. "
             f"{budgets.file} stores this limit; delete the file to try more tokens again"
         )
 
-    if is_killed:
+    if task.budget_divisor > 1:
         notes.append(
             f"{budget} tokens at a time, with gradient checkpointing: the trainer's process died several times"
         )
@@ -264,6 +256,8 @@ def train(
             steps[-1]["loss/learning_rate"] = optimizer.param_groups[0]["lr"]
             optimizer.step()
             steps[-1]["time/step_optimizer_s"] = time.perf_counter() - started
+        if memory.budget < most:
+            budgets.learn(key, memory.budget)
         metrics |= merge_steps(steps) | of_job
         metrics["time/step_forward_backward_s"] += known.seconds
         seconds = metrics["time/step_forward_backward_s"] + metrics["time/step_optimizer_s"]
@@ -281,7 +275,15 @@ def train(
     record.write(Path(task.out_dir))
     save_checkpoint(policy, optimizer, Path(task.out_dir))
     metrics["time/step_save_s"] = time.perf_counter() - started
-    return Done(metrics=metrics, unchanged=not trained.sequences, notes=notes)
+    environment = {
+        "max_tokens": str(budget),
+        "max_tokens_at_end": str(memory.budget),
+        "checkpointing": str(has_checkpointing),
+        "checkpointing_factor": str(policy.checkpointing_factor),
+    }
+    return Done(
+        metrics=metrics, unchanged=not trained.sequences, notes=notes, environment=environment
+    )
 
 
 class Part(NamedTuple):
@@ -340,9 +342,9 @@ def look_ahead(
     notes: list[str],
 ) -> Known:
     """The log-probabilities from before the first optimizer step, by a forward pass without gradient: the policy's
-    if the job takes several optimizer steps, and the reference's if KL is on."""
+    if the job takes several optimizer steps and has a ratio or a gap to judge, and the reference's if KL is on."""
     has_reference = task.config.beta > 0
-    needs_old = num_steps > 1 and task.config.objective == "policy"
+    needs_old = num_steps > 1 and (task.config.objective == "policy" or _has_gap(task, trained))
     if not needs_old and not has_reference:
         return Known()
     started = time.perf_counter()
@@ -359,6 +361,15 @@ def look_ahead(
                 reference_N = policy.reference_logprobs(batch).cpu()
                 reference_S[batch.indices_S] = reference_N[batch.predictions_S]
     return Known(old_S, reference_S, time.perf_counter() - started)
+
+
+def _has_gap(task: TrainTask, trained: TrainBatch) -> bool:
+    """Whether the job has a gap to judge: limits, and tokens of its start step with the engine's log-probabilities."""
+    return task.gap_bars is not None and any(
+        step == task.start_step and value is not None
+        for each in trained.sequences
+        for step, value in zip(each.steps, each.sampled_logprobs, strict=True)
+    )
 
 
 def shape(task: TrainTask, trained: TrainBatch, known: Known) -> TrainBatch:
@@ -415,6 +426,7 @@ def compute_gradient(
 
         plot_micro_batches(step.micro_batches, trained.sequences, Path(task.out_dir))
     step.timed("plan", started)
+    scale = _loss_scale(policy.dtype, step.tokens.weights_S)
     whole = _whole_loss(policy, step, config, report)
 
     num = len(step.micro_batches)
@@ -447,10 +459,13 @@ def compute_gradient(
                 0, predictions_S, tokens.weights_S
             )
             objective = objective - config.entropy_bonus * (weights_N * entropies_N).sum()
-        objective.backward()
+        (objective * scale).backward()
         step.timed("backward", started)
         report(Progress(phase=phase, completed=index + 1, total=num))
 
+    for each in policy.parameters.values():
+        if scale > 1 and each.grad is not None:
+            each.grad /= scale
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), config.max_grad_norm)
     losses = [loss for _, loss in step.losses]
     metrics = loss_metrics(losses, step.entropies)
@@ -483,6 +498,14 @@ def compute_gradient(
     metrics |= {f"time/step_{phase}_s": value for phase, value in step.seconds.items()}
     check_finite(metrics)
     return metrics
+
+
+def _loss_scale(dtype: torch.dtype, weights_S: torch.Tensor) -> float:
+    """The power of two by which the loss is multiplied for backward: float16 has no numbers below 6e-8, and a gradient is
+    about as large as its token's weight."""
+    if dtype != torch.float16:
+        return 1.0
+    return max(1.0, 2.0 ** math.floor(math.log2(LARGEST_WEIGHT / float(weights_S.max()))))
 
 
 def _plan(

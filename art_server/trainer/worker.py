@@ -148,7 +148,8 @@ class Worker:
             )
         finally:
             policy.drop_gradients()
-        done = done.model_copy(update={"environment": self._environment(policy, max_tokens)})
+        environment = done.environment | self._environment(policy)
+        done = done.model_copy(update={"environment": environment})
         if self._config.between_steps == "reload":
             del policy
             self._policy = None
@@ -156,15 +157,14 @@ class Worker:
         free_cached_memory()
         return done
 
-    def _environment(self, policy: Policy, max_tokens: int) -> dict[str, str]:
-        """What decides the last bits of a result beside the task."""
+    def _environment(self, policy: Policy) -> dict[str, str]:
+        """What decides the last bits of a result beside the task and its token budget."""
         return {
             "trainer": policy.name,
             "device": str(policy.device),
             "cpu": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),
             "dtype": str(policy.dtype).removeprefix("torch."),
-            "max_tokens": str(max_tokens),
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "peft")},
             "agent-reinforcement-trainer": __version__,

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from art.wire import JobReport, LoRAConfig, TrainConfig
 from art_server import cli
@@ -20,7 +21,7 @@ from art_server.errors import NotFound
 from art_server.jobs import step_record
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
-from art_server.jobs.step_record import FOLDER
+from art_server.jobs.step_record import FOLDER, StepRecord
 from art_server.jobs.trainer_process import TrainerProcess, worker_command
 from art_server.shared.tasks import (
     Batch,
@@ -32,6 +33,7 @@ from art_server.shared.tasks import (
 )
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry
+from art_server.trainer.memory import Budgets, budget_key
 from tests.fakes import FakeEngine, keep_all
 
 pytestmark = pytest.mark.slow
@@ -57,7 +59,17 @@ async def train_two_steps(path: Path) -> ModelFolder:
     """Two jobs, through the real queue, runner and trainer."""
     registry, queue, engine = Registry(path), JobQueue(path / "jobs.sqlite"), FakeEngine()
     engine.base = BaseModel("art/tiny", TINY_DIR)
-    config = WorkerConfig(base_model=str(TINY_DIR), trainer="peft", dtype="float32", threads=2)
+    # The budget of an earlier job, and a plan's factor: without them the steps are split and added otherwise.
+    budgets = Budgets(path / "budgets.json")
+    budgets.learn(budget_key(torch.device("cpu"), str(TINY_DIR), LORA.rank, 24), 16)
+    config = WorkerConfig(
+        base_model=str(TINY_DIR),
+        trainer="peft",
+        dtype="float32",
+        threads=2,
+        checkpointing_factor=1.5,
+        budgets=str(budgets.file),
+    )
     trainer = TrainerProcess(worker_command(config), path / "trainer.log")
     folder = registry.folder("p", "a")
     first = folder.new_checkpoint_dir()
@@ -122,6 +134,15 @@ def test_a_replayed_step_is_bit_equal(trained: ModelFolder, record: Path) -> Non
     assert run(record) == 0
 
 
+def test_a_replay_has_the_token_budget_of_its_step(record: Path, tmp_path: Path) -> None:
+    described = StepRecord.model_validate_json((record / "record.json").read_bytes())
+    names = "max_tokens", "max_tokens_at_end", "checkpointing", "checkpointing_factor"
+    assert [described.environment[each] for each in names] == ["16", "16", "True", "1.5"]
+    (tmp_path / "again").mkdir()
+    done = asyncio.run(replay.train(record, described, TINY_DIR, tmp_path / "again"))
+    assert done.environment == described.environment
+
+
 def test_the_command_finds_a_step_in_a_servers_folder(
     trained: ModelFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,9 +203,11 @@ def test_another_environment_is_named(record: Path, capsys: pytest.CaptureFixtur
     edit(record, "torch", "0.0.1")
     assert run(record) == 0
     edit(record, "dtype", "bfloat16")
+    edit(record, "max_tokens_at_end", "8")  # memory ran out
     assert run(record) == 1
     out = capsys.readouterr().out
     assert "not equal" in out and "torch is" in out and "the record has 0.0.1" in out
+    assert "max_tokens_at_end is 16; the record has 8" in out
 
 
 def test_only_the_newest_steps_have_a_record(

@@ -14,6 +14,7 @@ from art_server.jobs.resolve import Limits, Sources, entry_ids, resolve
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
+from art_server.shared.advantages import trained_tokens
 from art_server.shared.kept_set import pack_set, unpack_set
 from art_server.shared.tasks import Batch
 
@@ -446,6 +447,50 @@ def test_turns_may_have_rewards_and_advantages_of_their_own() -> None:
     assert refused.value.param == "groups[0].trajectories[0].turn_rewards"
     batch, report = rows_of(turn_advantages=[[1.0], None])
     assert report.dropped[0].reason == "1 advantages were given for 2 sampled tokens"
+
+
+def test_the_reward_of_a_dropped_turn_counts_for_the_turns_before_it() -> None:
+    """Turn rewards 1 (dropped), 2, 4 (dropped), 3 and 5 (dropped) against 0 of the other trajectory."""
+    gone = bare("unknown")
+    entries = [gone, choice([1, 2], [3]), gone, choice([1, 2, 3, 4, 5], [6])]
+    side = {"messages_and_choices": [gone], "turn_rewards": [5.0]}
+    bodies = [
+        {
+            "messages_and_choices": entries,
+            "reward": 0.0,
+            "turn_rewards": [1.0, 2.0, 4.0, 3.0],
+            "additional_histories": [side],
+        },
+        {"messages_and_choices": [choice([1, 2], [4])], "reward": 0.0, "turn_rewards": [0.0]},
+    ]
+    body = TrajectoryGroupBody.model_validate({"trajectories": bodies})
+    config = TrainConfig(scaling="none")
+    batch = resolve([body], config, "p/a", sources(), LIMITS).batch
+    (row,) = batch.groups[0].trajectories[0].sequences
+    assert row.rewards == {0: 1.0, 2: 2.0, 3: 4.0, 5: 3.0, 6: 5.0}
+    (tokens,) = trained_tokens(batch.groups, config)
+    assert tokens is not None
+    # The mean is 2.5. The first token has the deviations of 2, 4, 3 and 5, the last one those of 3 and 5.
+    assert tokens == [[[(2, 4.0), (5, 3.0)]], [[(2, -2.5)]]]
+
+
+def test_the_report_of_supervised_training_counts_no_context() -> None:
+    """As `train_sft` sends it: weight 0 makes a message context."""
+    question = {"role": "user", "content": "q"}
+    entries = [question, {"role": "assistant", "content": "a b"}]
+    entries += [question, {"role": "assistant", "content": "c"}]
+    body = {"messages_and_choices": entries, "reward": 0.0, "turn_advantages": [0.0, 1.0]}
+    group = TrajectoryGroupBody.model_validate({"trajectories": [body]})
+    config = TrainConfig(objective="likelihood", allow_training_without_logprobs=True)
+
+    def render(messages: list[dict[str, Any]], _: Any, has_header: bool) -> list[int]:
+        """Each message is its number and an end."""
+        tokens = [token for number, _ in enumerate(messages) for token in (number + 1, 99)]
+        return [*tokens, len(messages) + 1] if has_header else tokens
+
+    given = sources(render=render, tokenize=lambda _: [7], end_ids={99}, stop_ids={99})
+    report = resolve([group], config, "p/a", given, LIMITS).report
+    assert report.num_trained_tokens == report.num_tokens_without_logprob == 1
 
 
 def test_sampling_that_changes_probabilities_is_noted_once() -> None:

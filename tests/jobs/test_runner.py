@@ -206,6 +206,14 @@ async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_toke
         assert await house.wait(job) == ["done"]
 
 
+async def test_only_deaths_of_the_trainer_lower_the_tokens(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        job = house.add_job("a")
+        house.trainer.events = [KeyError("what"), KeyError("what"), TrainerDied("killed")]
+        assert await house.wait(job) == ["done"]
+        assert [task.budget_divisor for task in house.trainer.tasks] == [1, 1, 1, 1]
+
+
 async def test_a_jobs_own_fault_ends_it_at_once(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
         house.trainer.events = [TrainerError("non_finite", "the loss is NaN")]

@@ -11,8 +11,39 @@ from art_server.shared.advantages import (
     group_advantages,
     overlong_penalty,
     scale_over_batch,
+    trained_tokens,
     turn_advantages,
 )
+from art_server.shared.tasks import TokenSequence, TrainableGroup, TrainableTrajectory
+
+
+def group(*rewards_of_turns: list[float], rewards: list[float] | None = None) -> TrainableGroup:
+    """Trajectories of one turn of two tokens for each turn reward, and of one turn without any."""
+
+    def sequence(of_turns: list[float]) -> TokenSequence:
+        num_tokens = 1 + 2 * max(1, len(of_turns))
+        return TokenSequence(
+            token_ids=[5] * num_tokens,
+            logprobs=[None, *[-1.0] * (num_tokens - 1)],
+            rewards={2 * (turn + 1): reward for turn, reward in enumerate(of_turns)},
+        )
+
+    return TrainableGroup(
+        trajectories=[
+            TrainableTrajectory(reward=reward, sequences=[sequence(of_turns)])
+            for of_turns, reward in zip(
+                rewards_of_turns, rewards or [0.0] * len(rewards_of_turns), strict=True
+            )
+        ]
+    )
+
+
+def advantages(groups: list[TrainableGroup], config: TrainConfig) -> list[list[list[float]] | None]:
+    """Of each trajectory's tokens; None for a group without signal."""
+    return [
+        None if tokens is None else [[value for _, value in sequence] for (sequence,) in tokens]
+        for tokens in trained_tokens(groups, config)
+    ]
 
 
 def test_advantages_are_deviations_in_population_standard_deviations() -> None:
@@ -37,7 +68,7 @@ def test_equal_rewards_without_a_baseline_are_their_own_advantages() -> None:
 @pytest.mark.parametrize("scaling", ["group_std", "batch_std"])
 def test_turn_rewards_beyond_arithmetic_are_refused(scaling: Any) -> None:
     with pytest.raises(FloatingPointError, match="turn rewards of a group range from 0 to 1e"):
-        turn_advantages([[1e200], [0.0]], TrainConfig(scaling=scaling))
+        turn_advantages(group([1e200], [0.0]), TrainConfig(scaling=scaling))
 
 
 def test_rewards_that_differ_by_rounding_get_small_advantages() -> None:
@@ -104,11 +135,41 @@ def test_soft_overlong_penalty_by_hand(num_tokens: int, penalty: float) -> None:
 
 def test_turn_rewards_are_compared_over_the_group() -> None:
     config = TrainConfig(scaling="none")
-    assert turn_advantages([[1.0, 0.0], [2.0]], config) == [[0.0, -1.0], [1.0]]
-    assert turn_advantages([[], []], config) == [[], []]
+    assert turn_advantages(group([1.0, 0.0], [2.0]), config) == [0.0, -1.0, 1.0]
+    assert turn_advantages(group([], []), config) is None
 
 
 def test_without_baseline_equal_turn_rewards_are_not_divided_by_their_deviation_of_zero() -> None:
     for scaling in ("group_std", "batch_std"):
         config = TrainConfig(baseline="none", scaling=scaling)
-        assert turn_advantages([[1.0], [1.0, 1.0]], config) == [[1.0], [1.0, 1.0]]
+        assert turn_advantages(group([1.0], [1.0, 1.0]), config) == [1.0, 1.0, 1.0]
+
+
+def test_turn_rewards_have_the_baseline_and_the_scaling_of_rewards() -> None:
+    def found(**config: Any) -> list[float] | None:
+        return turn_advantages(group([0.0], [3.0]), TrainConfig(**config))
+
+    assert found() == pytest.approx([-1.0, 1.0], abs=1e-5)
+    assert found(scaling="none", baseline="leave_one_out") == [-3.0, 3.0]
+    assert found(scaling="batch_std") == [-1.5, 1.5], "the batch scales them later"
+
+
+def test_batch_scaling_of_turn_rewards_is_over_all_groups() -> None:
+    """Deviations -1, 1, -3, 3, as in the test of rewards; the last group's are equal."""
+    groups = [group([0.0], [2.0]), group([0.0], [6.0]), group([4.0], [4.0])]
+    std = math.sqrt(5) + STD_FLOOR
+    first, second, dead = advantages(groups, TrainConfig(scaling="batch_std"))
+    assert first == [pytest.approx([-1 / std] * 2), pytest.approx([1 / std] * 2)]
+    assert second == [pytest.approx([-3 / std] * 2), pytest.approx([3 / std] * 2)]
+    assert dead is None
+
+
+def test_where_only_the_batch_has_a_baseline_groups_of_equal_rewards_are_trained() -> None:
+    """REINFORCE++: rewards 0, 0, 1, 1 have mean and standard deviation 1/2."""
+    config = TrainConfig(baseline="none", scaling="batch_std")
+    zeros, ones = group([], [], rewards=[0.0, 0.0]), group([], [], rewards=[1.0, 1.0])
+    low, high = advantages([zeros, ones], config)
+    assert low == [pytest.approx([-1.0] * 2, abs=1e-5)] * 2
+    assert high == [pytest.approx([1.0] * 2, abs=1e-5)] * 2
+    for equal in (zeros, ones):
+        assert advantages([equal, equal], config) == [None, None], "the whole batch is equal"

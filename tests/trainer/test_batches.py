@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art.wire import TrainConfig
-from art_server.shared.advantages import has_signal
+from art_server.shared.advantages import trained_tokens
 from art_server.shared.tasks import Batch, Span, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.batches import (
     drop_stale,
@@ -24,6 +24,10 @@ def group(*rewards_and_sequences: tuple[float, list[TokenSequence]]) -> Trainabl
 
 
 SEQUENCE = TokenSequence(token_ids=[5, 6, 7, 8, 9], logprobs=[None, None, -0.5, -0.25, None])
+
+
+def has_signal(one: TrainableGroup, config: TrainConfig | None = None) -> bool:
+    return trained_tokens([one], config) != [None]
 
 
 def test_row_is_cut_before_its_last_trained_token() -> None:
@@ -280,6 +284,14 @@ def test_a_penalty_lowers_rewards_also_where_only_turns_give_a_signal() -> None:
         made = make_train_batch(batch, TrainConfig(), penalties)
         found = [each.advantages for each in made.sequences]
         assert found == [pytest.approx([each, each], abs=1e-4) for each in expected]
+
+
+def test_a_penalty_for_kl_leaves_the_trained_groups_as_they_are() -> None:
+    """Sequences keep their numbers in the step: the rewards 2 and 0, lowered by 2 and 0, are equal."""
+    for config in (TrainConfig(), TrainConfig(baseline="none", scaling="batch_std")):
+        batch = Batch(groups=[group((2.0, [SEQUENCE]), (0.0, [SEQUENCE]))])
+        made = make_train_batch(batch, config, [2.0, 0.0])
+        assert [each.advantages for each in made.sequences] == [[0.0, 0.0]] * 2
 
 
 def test_the_soft_penalty_counts_tokens_that_are_too_stale() -> None:

@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+from art_server.trainer import memory
 from art_server.trainer.batches import TrainSequence, make_micro_batches
 from art_server.trainer.memory import MAX_TOKENS, MIN_TOKENS, default_tokens, is_out_of_memory
 
@@ -35,6 +36,13 @@ def test_default_tokens_fall_with_the_model_and_stay_within_bounds() -> None:
     assert default_tokens(cpu, torch.bfloat16, 30, 1024, 3072) >= default_tokens(
         cpu, torch.float32, 30, 1024, 3072
     )
+
+
+def test_default_tokens_fit_the_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eighth of 16 GiB; a token takes 4 bytes * 6 layers * (28 * 1024 + 8 * 3072)."""
+    monkeypatch.setattr(memory, "main_memory", lambda: 16 * 2**30)
+    fitting = default_tokens(torch.device("cpu"), torch.float32, 6, 1024, 3072)
+    assert fitting == 2**31 // (4 * 6 * (28 * 1024 + 8 * 3072)) == 1680
 
 
 def test_a_failed_allocation_is_told_from_other_errors() -> None:

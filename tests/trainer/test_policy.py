@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     GraniteConfig,
     HyperCLOVAXConfig,
+    MiniCPM3Config,
     OPTConfig,
     PreTrainedConfig,
 )
@@ -125,8 +126,17 @@ SMALL = {
         GraniteConfig(**SMALL, logits_scaling=8.0),
         CohereConfig(**SMALL, logit_scale=0.0625),
         HyperCLOVAXConfig(**SMALL, logits_scaling=0.125),
+        MiniCPM3Config(
+            **{**SMALL, "num_key_value_heads": 2},
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            dim_model_base=8,
+        ),
     ],
-    ids=["soft-capped", "divided", "multiplied", "multiplied by a scaling"],
+    ids=["soft-capped", "divided", "multiplied", "multiplied by a scaling", "divided before"],
 )
 def test_models_that_transform_their_logits_keep_doing_so(
     config: PreTrainedConfig, tmp_path: Path, make_batch

@@ -616,6 +616,66 @@ def test_what_fitted_after_the_process_was_killed_is_remembered(
     assert json.loads((tmp_path / "budgets.json").read_text()) == {key: 50}
 
 
+def test_what_did_not_fit_is_not_remembered(
+    base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """A job of one optimizer step looks at nothing ahead, which always fits."""
+
+    class KilledPolicy(Policy):
+        def scores(self, batch: MicroBatch, *, with_entropy_gradient: bool = False):
+            raise KeyboardInterrupt
+
+    policy, budgets = KilledPolicy(str(base_dir), torch.float32), Budgets(tmp_path / "budgets.json")
+    policy.tree_gap = 0.0
+    batch, config = make_batch(22), TrainConfig()
+    task = train_task(adapter_dir, tmp_path / "1", batch, config, budget_divisor=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(policy, task, 400, lambda _: None, budgets=budgets)
+    assert not (tmp_path / "budgets.json").exists()
+
+
+def test_what_decides_the_split_of_a_step_is_recorded_and_repeats_it(
+    base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """Largest trees above the budget: the factor decides how they are cut."""
+    batch, config = make_batch(22, num_openings=1), TrainConfig(learning_rate=1e-2)
+    policy, budgets = Policy(str(base_dir), torch.float32), Budgets(tmp_path / "budgets.json")
+    policy.checkpointing_factor = 1.5
+    budgets.learn(budget_key(policy.device, policy.base_model, 8, 24), 40)
+    first = train_task(adapter_dir, tmp_path / "first", batch, config, budget_divisor=2)
+    made = train(policy, first, 400, lambda _: None, budgets=budgets).environment
+    assert made == {
+        "max_tokens": "20",
+        "max_tokens_at_end": "20",
+        "checkpointing": "True",
+        "checkpointing_factor": "1.5",
+    }
+    again = train_task(adapter_dir, tmp_path / "again", batch, config, checkpointing=True)
+    assert train(policy, again, 20, lambda _: None).environment == made
+    assert contents(tmp_path / "again") == contents(tmp_path / "first")
+
+    tight = TightPolicy(str(base_dir), torch.float32)
+    tight.limit = 100
+    done = step(tight, adapter_dir, tmp_path / "tight", make_batch(22), config, budget=400)
+    ends = done.environment["max_tokens"], done.environment["max_tokens_at_end"]
+    assert ends == ("400", "100") and done.environment["checkpointing"] == "False"
+
+
+@pytest.mark.parametrize("objective", ["policy", "likelihood"])
+def test_small_weights_do_not_vanish_in_float16(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch, objective: Any
+) -> None:
+    """A token's weight of 1e-8 is below the smallest float16."""
+    config = TrainConfig(objective=objective, normalisation="constant", constant_length=10**7)
+    batch = near_policy(policy, adapter_dir, make_batch(24, num_openings=1))
+    expected = step(policy, adapter_dir, tmp_path / "float32", batch, config)
+    half = Policy(str(base_dir), torch.float16)
+    done = step(half, adapter_dir, tmp_path / "float16", batch, config)
+    assert done.metrics["loss/grad_norm"] == pytest.approx(
+        expected.metrics["loss/grad_norm"], rel=0.02
+    )
+
+
 def test_checkpointing_changes_no_gradient(
     policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
 ) -> None:
@@ -941,7 +1001,14 @@ def test_more_mini_batches_than_groups_with_signal_are_as_many_as_groups_and_are
     ]
 
 
-def gap_batch(policy: Policy, adapter_dir: Path, gap: float, num_tokens: int, step: int) -> Batch:
+def gap_batch(
+    policy: Policy,
+    adapter_dir: Path,
+    gap: float,
+    num_tokens: int,
+    step: int,
+    advantages: dict[int, float] | None = None,
+) -> Batch:
     """Two sequences of tokens that a record says were sampled at `step`, with the policy's log-probabilities moved by `gap`."""
     policy.load_adapter(LoRAConfig(), adapter_dir)
     rng = random.Random(0)
@@ -955,6 +1022,7 @@ def gap_batch(policy: Policy, adapter_dir: Path, gap: float, num_tokens: int, st
                 token_ids=token_ids,
                 logprobs=logprobs,
                 spans=[Span(start=1, stop=num_tokens + 1, step=step)],
+                advantages=advantages or {},
             )
         )
     trajectories = [
@@ -982,6 +1050,21 @@ def test_a_wrong_gap_trains_nothing_and_says_what_to_do(
     done = train(policy, free, BUDGET, lambda _: None)
     assert done.metrics["loss/logprob_gap_mean"] == pytest.approx(0.05, abs=1e-5)
     assert done.metrics["loss/logprob_gap_num_tokens"] == 80
+
+
+def test_the_gap_of_supervised_steps_is_over_all_of_them(
+    policy: Policy, adapter_dir: Path, tmp_path: Path
+) -> None:
+    """Two mini-batches: the first one's log-probabilities agree, the second one's do not."""
+    weights = dict.fromkeys(range(1, 41), 1.0)
+    batches = [
+        gap_batch(policy, adapter_dir, gap, 40, step=3, advantages=weights) for gap in (0.0, 0.12)
+    ]
+    batch = Batch(groups=[group for each in batches for group in each.groups])
+    config = TrainConfig(objective="likelihood", batch_size=1)
+    task = train_task(adapter_dir, tmp_path / "1", batch, config, start_step=3, gap_bars=BARS)
+    with pytest.raises(GapTooLarge, match=r"0\.06 on average.*160 tokens of step 3"):
+        train(policy, task, BUDGET, lambda _: None)
 
 
 def test_a_high_gap_is_noted_and_one_of_few_or_stale_tokens_is_not_judged(

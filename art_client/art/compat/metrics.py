@@ -178,11 +178,8 @@ class MetricsBuilder:
         return self._flush()
 
     def take(self, more: Mapping[str, float]) -> tuple[dict[str, float], Callable[[], None]]:
-        """`flush` with more metrics, and a function that undoes it, for a row that cannot be written.
-
-        Raises:
-            ValueError: a key is refused, as by `add_metric`.
-        """
+        """`flush` with more metrics, and a function that undoes it, for a row that cannot be written. It raises the
+        ValueError of `add_metric`."""
         run, context = self._run, self.cost_context
         collected = dict(run.pending.get(context, {}))
         scenarios, before = set(run.scenarios.get(context, ())), dict(run.totals)
