@@ -63,7 +63,7 @@ class State:
     def _doing(self) -> frozenset[Doing]:
         engine, gate = self._processes.engine, self._processes.gate
         found: set[Doing] = {"waiting"} if gate.num_waiting else set()
-        if engine.state == "starting":
+        if engine.state == "starting" or (engine.base is None and self._base.download is not None):
             found.add("starting")
             return frozenset(found)
         phase = self._runner.phase

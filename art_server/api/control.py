@@ -23,8 +23,8 @@ from art.wire import (
     SessionReply,
     TrainRequest,
 )
-from art_server.api.auth import STRANGER, Caller
 from art_server.api.engine_args import no_effect, read_engine_args
+from art_server.api.look import visible
 from art_server.api.parameters import (
     JsonBody,
     LargeBody,
@@ -35,7 +35,6 @@ from art_server.api.parameters import (
     TheService,
     TrainableModel,
 )
-from art_server.engine.pause_gate import unnamed
 from art_server.errors import InvalidInput
 from art_server.service import Service
 
@@ -43,16 +42,6 @@ MAX_KEY_LENGTH = 200
 
 
 router = APIRouter()
-
-
-def visible(state: Health, caller: Caller) -> Health:
-    """Callers without a valid key see only the engine's state: the rest may contain file names and log lines. Keys of
-    some projects see no model's name."""
-    if caller is STRANGER:
-        return Health(engine=state.engine)
-    if caller.projects is None:
-        return state
-    return state.model_copy(update={"waits_for": unnamed(state.waits_for)})
 
 
 @router.get("/health")

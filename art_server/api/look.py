@@ -17,7 +17,8 @@ from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
 from art.wire import Health, JobInfo, JobState
-from art_server.api.auth import PAGE, Caller, TheCaller
+from art_server.api.auth import PAGE, STRANGER, Caller, TheCaller
+from art_server.engine.pause_gate import unnamed
 from art_server.errors import Forbidden, NotFound
 from art_server.observe import machine, rollouts, tokens
 from art_server.observe.runs import Runs
@@ -130,10 +131,20 @@ async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
     """What the server does now, as far as the caller's projects are concerned."""
     jobs = await live.jobs(caller.projects, PENDING, MAX_JOBS)
     return {
-        "health": live.health().model_dump(mode="json"),
+        "health": visible(live.health(), caller).model_dump(mode="json"),
         "activity": live.activity(),
         "jobs": [job.model_dump(mode="json") for job in jobs],
     }
+
+
+def visible(state: Health, caller: Caller) -> Health:
+    """Callers without a valid key see only the engine's state: the rest may contain file names and log lines. Keys of
+    some projects see no model's name."""
+    if caller is STRANGER:
+        return Health(engine=state.engine)
+    if caller.projects is None:
+        return state
+    return state.model_copy(update={"waits_for": unnamed(state.waits_for)})
 
 
 @router.get("/api/look/models/{project}/{name}/history")

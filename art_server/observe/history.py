@@ -5,8 +5,9 @@ import itertools
 import json
 import math
 import os
+import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,13 @@ class History:
     metrics: "dict[str, array[float]]"
     """NaN where a row lacks the metric. A column ends with the last row that has the metric."""
 
-    @staticmethod
-    def read(file: Path, only: Sequence[str] | None = None) -> "History":
-        """The history in a file; empty if there is none. `only` names the metrics that are kept; None: all."""
-        found = History([], [], {})
-        for row in read_rows(file):
-            if isinstance(row, dict):
-                found._add(row, row if only is None else {name: row.get(name) for name in only})
-        return found._by_step()
+    def copy(self) -> "History":
+        columns = {name: column[:] for name, column in self.metrics.items()}
+        return History(self.steps[:], self.recorded_at[:], columns)
 
-    def _add(self, row: dict[str, Any], kept: dict[str, Any]) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         num, metrics = len(self.steps), self.metrics
-        for name, value in kept.items():
+        for name, value in row.items():
             if type(value) in NUMBER_TYPES and name not in NO_METRICS:
                 column = metrics.get(name)
                 if column is None:
@@ -52,7 +48,7 @@ class History:
         self.steps.append(step if isinstance(step, int) else None)
         self.recorded_at.append(time if isinstance(time, str) else None)
 
-    def _by_step(self) -> "History":
+    def by_step(self) -> "History":
         """The rows in the order of their steps: a late evaluation of an early step is written last. A row without a step
         stays behind the row before it."""
         last, steps = 0, list[int]()
@@ -109,6 +105,41 @@ class History:
         return [(a, b) for a, b in values if a is not None and b is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class HistoryFile:
+    """A history.jsonl as far as it was read."""
+
+    history: History
+    """Its rows in the order of their steps."""
+    rows: History
+    """The same in the order of the file."""
+    num_bytes: int
+    checksum: int | None
+    """Of these bytes; None if the last line has no end yet."""
+
+    @staticmethod
+    def read(file: Path, before: "HistoryFile | None" = None) -> "HistoryFile":
+        """Reads a file; empty if there is none. Parses only what was appended to the bytes of `before`.
+
+        One line at a time: a long call of the JSON library would block the event loop. Lines that a crash cut short are
+        left out.
+        """
+        rows, num_bytes, checksum, line = History([], [], {}), 0, 0, b"\n"
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
+            beginning = lines.read(before.num_bytes if before is not None else 0)
+            if before is not None and before.checksum == (known := zlib.crc32(beginning)):
+                rows, num_bytes, checksum = before.rows.copy(), before.num_bytes, known
+            lines.seek(num_bytes)
+            for line in lines:
+                num_bytes, checksum = num_bytes + len(line), zlib.crc32(line, checksum)
+                with contextlib.suppress(ValueError):
+                    row = read_json(line)
+                    if isinstance(row, dict):
+                        rows.add(row)
+        is_whole = line.endswith(b"\n")
+        return HistoryFile(rows.by_step(), rows, num_bytes, checksum if is_whole else None)
+
+
 def number(value: object) -> float | None:
     """A finite number as float; None for anything else."""
     try:
@@ -125,19 +156,6 @@ def file_mark(file: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return stat.st_size, stat.st_mtime_ns
-
-
-def read_rows(file: Path) -> Iterator[Any]:
-    """The JSON lines of a file, one at a time: a long call of the JSON library would block the event loop. Lines that a
-    crash cut short are left out."""
-    try:
-        lines = file.open("rb")
-    except FileNotFoundError:
-        return
-    with lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                yield read_json(line)
 
 
 def read_json(line: bytes) -> Any:

@@ -3,14 +3,16 @@
 Reads a step's trajectories file and, for trained steps, the record of its tokens (`observe/tokens.py`).
 """
 
+import functools
 import itertools
 import json
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from art_server.errors import NotFound
-from art_server.observe.history import number, read_json
+from art_server.observe.history import file_mark, number, read_json
 from art_server.observe.tokens import opened_tokens
 from art_server.store.model_folder import ModelFolder
 
@@ -40,13 +42,13 @@ def groups(folder: ModelFolder, split: str, step: int, text: str = "") -> list[R
             ]
             if not rows:
                 continue
-        found.append(_group_row(group or {}, index, rows, rewards, is_unreadable=group is None))
+        row = _group_row(group or {}, index, rows, rewards)
+        is_dead = split == "train" and _is_dead(trajectories, rewards)
+        found.append(row | {"is_dead": is_dead, "is_unreadable": group is None})
     return found
 
 
-def _group_row(
-    group: Row, index: int, rows: list[Row], rewards: list[float], *, is_unreadable: bool
-) -> Row:
+def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) -> Row:
     return {
         "index": index,
         "rollouts": rows,
@@ -56,9 +58,20 @@ def _group_row(
         "logs": [str(each) for each in _values(group, "logs")],
         "mean": statistics.fmean(rewards) if rewards else None,
         "std": statistics.pstdev(rewards) if rewards else None,
-        "is_dead": len(set(rewards)) < 2,
-        "is_unreadable": is_unreadable,
     }
+
+
+def _is_dead(trajectories: list[Row], rewards: list[float]) -> bool:
+    """Whether a group trains nothing, by the rule of `art.gather.is_informative`."""
+    histories = [
+        each for row in trajectories for each in (row, *_list(row, "additional_histories"))
+    ]
+    of_turns = {number(reward) for each in histories for reward in _values(each, "turn_rewards")}
+    return (
+        len(set(rewards)) < 2
+        and len(of_turns - {None}) < 2
+        and not any(any(_values(each, "turn_advantages")) for each in histories)
+    )
 
 
 def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) -> Row:
@@ -76,7 +89,7 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
             param="rollout",
         )
     trajectory = trajectories[index]
-    histories = [_own_history(trajectory), *_list(trajectory, "additional_histories")]
+    histories = _histories(trajectory)
     turns = {
         f"{each.get('history')} {each.get('entry')}": each for each in _list(trajectory, "turns")
     }
@@ -103,8 +116,10 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
     }
 
 
-def _own_history(trajectory: Row) -> Row:
-    return {MESSAGES: _list(trajectory, "messages"), "tools": trajectory.get("tools")}
+def _histories(trajectory: Row) -> list[Row]:
+    """The rollout's conversation and its additional ones."""
+    own = {MESSAGES: _list(trajectory, "messages"), "tools": trajectory.get("tools")}
+    return [own, *_list(trajectory, "additional_histories")]
 
 
 def entry_row(entry: Row, trace: Row | None) -> Row:
@@ -181,12 +196,9 @@ def _group(folder: ModelFolder, split: str, step: int, index: int) -> Row:
         NotFound: there is no such group, or its line cannot be read.
     """
     file = folder.trajectories_file(split, step)
-    if file.exists():
-        with file.open("rb") as lines:
-            line = next(itertools.islice(lines, index, None), None) if index >= 0 else None
-        group = None if line is None else _read_group(line)
-        if group is not None:
-            return group
+    group = _group_at(file, index, file_mark(file))
+    if group is not None:
+        return group
     raise NotFound(
         f"model '{folder.project}/{folder.name}' has no readable group {index} of split '{split}' at step {step}",
         code="unknown_group",
@@ -194,12 +206,21 @@ def _group(folder: ModelFolder, split: str, step: int, index: int) -> Row:
     )
 
 
+@functools.lru_cache(1)
+def _group_at(file: Path, index: int, mark: tuple[int, int]) -> Row | None:
+    """The group of a line; None if it cannot be read. Kept for the group's other rollouts while the file has this mark."""
+    if index < 0 or not any(mark):
+        return None
+    with file.open("rb") as lines:
+        line = next(itertools.islice(lines, index, None), None)
+    return None if line is None else _read_group(line)
+
+
 def _line(trajectory: Row, index: int) -> Row:
-    """A rollout in the table of its group."""
-    entries = _list(trajectory, "messages")
-    choices = [each for each in entries if isinstance(each.get("message"), dict)]
-    answers = [*choices] or [each for each in entries if each.get("role") == "assistant"]
+    """A rollout in the table of its group: its counts, and the last answer of its first conversation."""
+    answers, *others = map(_answers, _histories(trajectory))
     last = entry_row(answers[-1], None) if answers else {}
+    answers = list(itertools.chain(answers, *others))
     calls = ", ".join(str(call["name"]) for call in last.get("tool_calls", []))
     text = last.get("text") or last.get("reasoning") or (f"→ {calls}" if calls else "")
     turns = _list(trajectory, "turns")
@@ -208,7 +229,7 @@ def _line(trajectory: Row, index: int) -> Row:
         "reward": number(trajectory.get("reward")),
         "metrics": _dict(trajectory, "metrics"),
         "num_turns": len(answers),
-        "num_tokens": sum(len(_values(choice, "token_ids")) for choice in choices) or None,
+        "num_tokens": sum(len(_values(answer, "token_ids")) for answer in answers) or None,
         "finish_reason": last.get("finish_reason"),
         "num_dropped": sum("dropped" in turn for turn in turns),
         "origins": sorted({str(turn["origin"]) for turn in turns if "origin" in turn}),
@@ -216,9 +237,16 @@ def _line(trajectory: Row, index: int) -> Row:
     }
 
 
+def _answers(history: Row) -> list[Row]:
+    """The choices of a conversation; without any, its assistant messages."""
+    entries = _list(history, MESSAGES)
+    choices = [each for each in entries if isinstance(each.get("message"), dict)]
+    return choices or [each for each in entries if each.get("role") == "assistant"]
+
+
 def _contains(trajectory: Row, text: str) -> bool:
     """Whether a message or a tool call of the rollout contains the text, which is casefolded."""
-    for history in [_own_history(trajectory), *_list(trajectory, "additional_histories")]:
+    for history in _histories(trajectory):
         for row in (entry_row(entry, None) for entry in _list(history, MESSAGES)):
             calls = (f"{call['name']} {call['arguments']}" for call in row["tool_calls"])
             if any(text in each.casefold() for each in (row["text"], row["reasoning"], *calls)):

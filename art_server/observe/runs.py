@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from art_server.errors import NotFound
-from art_server.observe.history import History, file_mark
+from art_server.observe.history import History, HistoryFile, file_mark
 from art_server.store.files import folder_size
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
 from art_server.store.registry import check_name
@@ -38,7 +36,7 @@ class Runs:
 
     def __init__(self, root: Path):
         self.root = root.absolute()
-        self._histories: OrderedDict[Path, tuple[tuple[int, int], History]] = OrderedDict()
+        self._histories: OrderedDict[Path, tuple[tuple[int, int], HistoryFile]] = OrderedDict()
         self._summaries: dict[Path, _Summary] = {}
         self._lock = threading.Lock()
 
@@ -70,13 +68,14 @@ class Runs:
             known = self._histories.get(file)
             if known is not None and known[0] == mark:
                 self._histories.move_to_end(file)
-                return known[1]
-        history = History.read(file)
+                return known[1].history
+        found = HistoryFile.read(file, known[1] if known is not None else None)
         with self._lock:
-            self._histories[file] = (mark, history)
+            self._histories[file] = (mark, found)
+            self._histories.move_to_end(file)
             while len(self._histories) > MAX_HISTORIES:
                 self._histories.popitem(last=False)
-        return history
+        return found.history
 
     def summary(self, folder: ModelFolder) -> dict[str, Any]:
         """A model in one line: names, newest step, rewards, best step, times."""
@@ -92,7 +91,7 @@ class Runs:
         }
 
     def _summarise(self, folder: ModelFolder, mark: tuple[int, ...]) -> _Summary:
-        history = History.read(folder.path / "history.jsonl", (*REWARDS, "sampled_step"))
+        history = self.history(folder)
         record = read_record(folder)
         times = [each for each in history.recorded_at if each is not None]
         fields = {
@@ -121,7 +120,7 @@ class Runs:
             try:
                 record = folder.read_checkpoint(step)
                 size = folder_size(folder.checkpoint_dir(step))
-            except (NotFound, OSError, ValidationError):  # deleted meanwhile, or broken
+            except (NotFound, OSError, ValueError):  # deleted meanwhile, or broken
                 continue
             found.append(
                 {
@@ -165,7 +164,7 @@ def read_record(folder: ModelFolder) -> ModelRecord | None:
     """A model's description; None if it cannot be read."""
     try:
         return folder.read()
-    except (OSError, ValidationError):
+    except (OSError, ValueError):
         return None
 
 

@@ -107,9 +107,9 @@ def tree(folder: ModelFolder, step: int, group: int) -> Row:
         for node in nodes:
             inside, members = slice(node["start"], node["stop"]), node.pop("sequences")
             node["text"] = record.text(tokens[members[0]][inside])
-            trained = np.stack([is_trained[each][inside] for each in members])
+            trained = np.logical_or.reduce([is_trained[each][inside] for each in members])
             node["num_trained"] = int(trained.sum())
-            node["trained"] = _spans(np.logical_or.reduce(trained), node["start"])
+            node["trained"] = _spans(trained, node["start"])
             node["rollouts"] = sorted({leaves[each][0] for each in members})
     return {
         "nodes": nodes,

@@ -91,10 +91,10 @@ def print_jobs(console: Console, jobs: Sequence[Row]) -> None:
 
 
 def job_progress(job: Row) -> str:
-    """What a job waits for, why it failed, or how far it is."""
+    """What a job waits for, how far it is, or why it failed. A job that is repeated keeps the error of its last start."""
     if job["waits_for"] is not None:
         return f"waits for {job['waits_for']}"
-    if job["error"] is not None:
+    if job["error"] is not None and job["state"] != "running":
         return job["error"]["message"]
     progress = job.get("progress") or {}
     of = f" {progress['completed']} of {progress['total']}" if progress.get("total") else ""

@@ -61,7 +61,8 @@ class Tail:
         ]
         seen = self._rows.get(model, rows[:-1])
         self._rows[model] = rows
-        yield from (row for place, row in enumerate(rows) if seen[place : place + 1] != [row])
+        known = {(row["step"], row["recorded_at"]): row for row in seen}
+        yield from (row for row in rows if known.get((row["step"], row["recorded_at"])) != row)
 
     def _job_changes(self, now: dict[str, Any]) -> Iterator[Row]:
         server = need_server(self._source)

@@ -231,6 +231,13 @@ async def test_a_key_sees_its_own_projects_only(root: Path, tmp_path: Path) -> N
         if "/models/" in path:
             async with client(app, "other-only") as http:
                 assert (await http.get(path)).status_code == 403, path
+    app.state.service._processes.gate.close("the next step of 'demo/webnav-8b'")
+    for key, reason in (
+        ("all", "the next step of 'demo/webnav-8b'"),
+        ("other-only", "the next step"),
+    ):
+        live = (await get(app, "/api/look/overview", key))["live"]
+        assert live["health"]["waits_for"] == reason
 
 
 async def test_logs_and_memory_are_refused_to_keys_for_some_projects(

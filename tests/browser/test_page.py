@@ -1,6 +1,7 @@
 """What the page shows, in Chromium: numbers as in the files, changes as they happen, addresses, keys, jobs."""
 
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from art.wire import ErrorDetail
 from art_server.observe import rollouts
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ModelFolder
@@ -202,6 +204,7 @@ def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> 
         assert seen == sorted((each["reward"] for each in group["rollouts"]), reverse=True)
     assert page.locator(".card.failure").count() == 1
     assert page.locator(".badge", has_text="dead").count() == 1
+    assert "groups with signal" in page.locator("#show option").all_inner_texts()
     page.get_by_label("Reward from").fill("0.3")
     wanted = sum(each["reward"] >= 0.3 for group in groups for each in group["rollouts"])
     page.wait_for_function("n => document.querySelectorAll('a.card').length === n", arg=wanted)
@@ -217,6 +220,8 @@ def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> 
     page.wait_for_function("() => document.querySelectorAll('section.rollouts').length === 1")
     page.get_by_label("Split").select_option("val")
     page.wait_for_function("() => location.hash.includes('/val/10')")
+    page.wait_for_function("() => document.querySelector('#split')?.value === 'val'")
+    assert "groups with signal" not in page.locator("#show option").all_inner_texts()
 
 
 @pytest.mark.parametrize("colour", ["logprob", "gap", "ratio", "advantage", "entropy"])
@@ -255,6 +260,16 @@ def test_tokens_have_the_colour_and_the_numbers_of_the_record(
             assert line in tip, tip
         assert float(re.findall(r"ratio ([\d.e-]+)", tip)[0]) == sequence["ratios"][index]
         assert float(re.findall(r"trainer's (\S+)", tip)[0]) == sequence["trainer_logprobs"][index]
+
+
+def test_a_ratio_that_is_rounded_to_zero_has_a_colour(page: Any, serve: Any, root: Path) -> None:
+    page.goto(serve(make_view(root)).url)
+    scale = page.evaluate(
+        """async () => (await import("/page/tokens.js")).scaleOf("ratio", [
+            { texts: ["a", "b"], ratios: [0, 2] },
+        ])"""
+    )
+    assert scale == pytest.approx(math.log(1e5))
 
 
 def test_turns_say_where_their_tokens_come_from(page: Any, serve: Any, root: Path) -> None:
@@ -347,6 +362,33 @@ def test_a_running_server_shows_its_time_and_its_jobs(page: Any, serve: Any, roo
     page.wait_for_selector("text=the disk is nearly full")
 
 
+def test_a_job_that_runs_again_shows_its_progress(page: Any, serve: Any, root: Path) -> None:
+    served = serve(make_live(root))
+    infos = served.app.state.service.infos
+    error = ErrorDetail(message="the trainer died")
+    infos["job-0"] = infos["job-0"].model_copy(update={"error": error})
+    page.goto(f"{served.url}#/jobs")
+    page.wait_for_selector("[data-job='job-0'] >> text=31 of 48")
+    assert "the trainer died" not in page.inner_text("main")
+
+
+def test_a_closed_page_follows_no_job(page: Any, serve: Any, root: Path) -> None:
+    """Even if it was closed while a refresh of it was under way."""
+    page.goto(f"{serve(make_live(root)).url}#/jobs")
+    page.wait_for_selector("text=31 of 48")
+    held: list[Any] = []
+    page.route("**/api/look/overview", lambda route: held.append(route))
+    page.wait_for_event("request", lambda request: request.url.endswith("/api/look/overview"))
+    page.evaluate(f"location.hash = '{RUN}/checkpoints'")
+    page.wait_for_selector("text=art export")
+    followed: list[str] = []
+    page.on("request", lambda request: followed.append(request.url))
+    with page.expect_response(lambda response: "state=done" in response.url):
+        held[0].continue_()
+    page.wait_for_timeout(300)
+    assert not [url for url in followed if "/events" in url]
+
+
 def test_a_click_survives_a_refresh_while_the_button_is_pressed(
     page: Any, serve: Any, root: Path
 ) -> None:
@@ -403,6 +445,13 @@ def test_an_error_is_shown_until_the_next_success(page: Any, serve: Any, root: P
     folder_of(root).add_history(NUM_STEPS + 1, {"train/reward": 0.987})
     page.wait_for_selector("#status:text-is('Connected')")
     page.wait_for_selector("[title='0.987']")
+
+
+def test_a_comparison_names_runs_that_are_gone(page: Any, serve: Any, root: Path) -> None:
+    page.goto(f"{serve(make_view(root)).url}#/compare?runs=demo/gone,demo/webnav-8b")
+    page.wait_for_selector(".js-plotly-plot")
+    assert "No such run: demo/gone" in page.inner_text("main")
+    assert captions(page)["Reward"] == {"demo/webnav-8b": rows_of(root)[NUM_STEPS]["train/reward"]}
 
 
 def test_hours_are_those_since_the_first_row(page: Any, serve: Any, root: Path) -> None:

@@ -1,13 +1,17 @@
 """Episodes in text environments, with a scripted policy."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import art
 from art.environments import ReasoningTask, play, reasoning_gym
+from art.environments.scorer import TIMEOUT_SECONDS
 from tests.client.conftest import Answer, FakeServer, Request
 
 pytestmark = pytest.mark.anyio
@@ -108,20 +112,85 @@ async def test_an_environment_that_fails_fails_its_rollout(policy: art.Model) ->
     assert len(group[0].trajectories) == 1 and "crashed" in group[0].exceptions[0].message
 
 
-class Dataset:
-    """Scores like a generator of reasoning-gym."""
+async def test_metrics_are_the_finite_numbers_of_the_information(policy: art.Model) -> None:
+    class Told(Guess):
+        def step(self, action: str) -> Any:
+            told = {"share": np.float32(0.5), "num": np.int64(3), "text": "3", "column": [1, 2]}
+            return "", 1.0, True, False, told | {"infinite": np.inf, "unknown": float("nan")}
 
-    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-        return float(answer == entry["answer"])
+    played = await play(policy, Told(1))
+    assert played.metrics == {"share": 0.5, "num": 3, "num_turns": 1, "truncated": False}
 
 
-def test_a_task_scores_the_tagged_answer() -> None:
-    task = ReasoningTask("1 + 1?", Dataset(), {"answer": "2"})
-    assert task.score(" 2\n") == 1.0
-    assert task.score("<answer>3</answer> no: <answer> 2 </answer>") == 1.0
-    assert task.score("2, I think") == 0.0
-    assert task.reset(seed=3) == ("1 + 1?", {})
-    assert task.step("2") == ("", 1.0, True, False, {"solved": True})
+async def test_tools_of_the_requests_are_the_trajectory_s(
+    policy: art.Model, server: FakeServer
+) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    played = await play(policy, Guess(1), tools=tools)
+    assert played.tools == tools == server.requests[0].json()["tools"]
+
+
+def make_task(generator: str, **settings: Any) -> ReasoningTask:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    (task,) = reasoning_gym(generator, size=1, seed=1, **settings)
+    return task
+
+
+async def test_a_task_scores_the_tagged_answer() -> None:
+    task = make_task("number_sorting")
+    right = task.entry["answer"]
+    assert task.score(f" {right}\n") == 1.0
+    assert task.score(f"<answer>3</answer> no: <answer> {right} </answer>") == 1.0
+    assert task.score(f"<answer>{right}</answer> or <answer>3") == 1.0
+    assert task.score(f"<answer>3</answer> {right}") == 0.0
+    assert task.reset(seed=3) == (task.question, {})
+    assert await task.step(right) == ("", 1.0, True, False, {"solved": True})
+
+
+def test_tags_that_end_nowhere_are_read_once() -> None:
+    task, began = make_task("number_sorting"), time.monotonic()
+    assert task.score("<answer>" * 100_000) == 0.0
+    assert time.monotonic() - began < 10
+
+
+async def test_an_answer_that_hangs_scores_zero_while_the_program_goes_on() -> None:
+    task, began = make_task("string_insertion"), time.monotonic()
+    scoring = asyncio.create_task(task.step("9**9**9**9"))
+    num_turns = 0
+    while not scoring.done():
+        await asyncio.sleep(0.01)
+        num_turns += 1
+    assert scoring.result()[1] == 0.0 and num_turns > 10
+    assert time.monotonic() - began < TIMEOUT_SECONDS + 20
+    assert task.score(task.entry["answer"]) == 1.0
+
+
+def test_code_in_an_answer_runs_in_a_limited_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_API_KEY", "secret")
+    task, file = make_task("string_insertion"), tmp_path / "written"
+    code = "__import__('os').environ.get('ART_API_KEY', 'none') + ' ' * (1 << 24)"
+    assert task.score(f"open({str(file)!r}, 'w').write({code})") == 0.0
+    assert file.read_text().startswith("none") and file.stat().st_size <= 1 << 20
+    file.unlink()
+    many = f"['x' * (1 << 31), open({str(file)!r}, 'w')]"
+    assert task.score(many) == 0.0 and not file.exists(), "it gets no memory"
+    assert task.score("__import__('os')._exit(0)") == 0.0
+    assert task.score(task.entry["answer"]) == 1.0
+
+
+def test_a_dead_scorer_fails_an_answer_and_starts_again() -> None:
+    task = make_task("string_insertion")
+    with pytest.raises(RuntimeError, match="has died"):
+        task.score("__import__('os').kill(__import__('os').getppid(), 9)")
+    assert task.score(task.entry["answer"]) == 1.0
+
+
+def test_a_dataset_that_the_scorer_cannot_make_is_an_error() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    with pytest.raises(RuntimeError, match="cannot make the dataset: ValueError"):
+        ReasoningTask("1 + 1?", "no_such_generator", {}, {"answer": "2"}).score("2")
 
 
 def test_generators_give_the_same_tasks_for_the_same_seed() -> None:
@@ -137,8 +206,10 @@ def test_generators_give_the_same_tasks_for_the_same_seed() -> None:
         reasoning_gym("no_such_generator")
 
 
-def test_an_answer_of_another_form_scores_zero() -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    (task,) = reasoning_gym("prime_factorization", size=1, seed=1)
-    assert task.score(task.entry["answer"]) == 1.0
-    assert task.score("two times three") == 0.0
+@pytest.mark.parametrize(
+    ("generator", "answer"),
+    [("prime_factorization", "two times three"), ("boxnet", "[1,2]"), ("game_of_life", "{}")],
+)
+def test_an_answer_of_another_form_scores_zero(generator: str, answer: str) -> None:
+    """Their errors are ValueError, AttributeError and KeyError."""
+    assert make_task(generator).score(answer) == 0.0

@@ -50,6 +50,8 @@ def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
         ("The answer is \N{MINUS SIGN}5", 5, 0.0),
         ("on 2024-05-15", 15, 1.0),
         ("10-15", 15, 1.0),
+        ("May 12,2024", 2024, 1.0),
+        ("3,1415", 1415, 1.0),
         ("x=-5", -5, 1.0),
         ("**-5**", -5, 1.0),
         (None, 0, 0.0),
@@ -108,6 +110,18 @@ def test_json_match_of_a_nested_answer_does_not_raise() -> None:
     schema = {"type": "array", "items": {"$ref": "#"}}
     assert json_match("[" * 5 + "]" * 5, schema) == 1.0
     assert json_match("[" * 900 + "]" * 900, schema) == 0.0, "deeper than the check can follow"
+
+
+def test_json_match_of_a_number_that_is_infinite_does_not_raise() -> None:
+    assert json_match("1.5", {"multipleOf": 0.5}) == 1.0
+    assert json_match("1e999", {"multipleOf": 0.5}) == 0.0
+
+
+def test_a_fence_before_many_line_breaks_is_read_once() -> None:
+    began = time.monotonic()
+    assert json_match("```" + "\n" * 100_000) == 0.0
+    assert json_match("```json \n\n 1 \n```") == 1.0
+    assert time.monotonic() - began < 5
 
 
 def test_json_match_refuses_what_is_no_schema() -> None:

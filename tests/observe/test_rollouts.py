@@ -57,6 +57,45 @@ def test_groups_have_the_rewards_of_the_file(folder: ModelFolder) -> None:
     assert first["num_tokens"] == sum(len(each["token_ids"]) for each in choices)
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_dead"),
+    [
+        ({}, True),
+        ({"turn_rewards": [0.5, None, 0.5]}, True),
+        ({"turn_rewards": [0.5, 1.0]}, False),
+        ({"turn_advantages": [0.0, None]}, True),
+        ({"turn_advantages": [1.0]}, False),
+        ({"additional_histories": [{"turn_advantages": [[0.5, -0.5]]}]}, False),
+    ],
+    ids=str,
+)
+def test_a_training_group_is_dead_where_nothing_in_it_trains(
+    tmp_path: Path, fields: dict[str, Any], is_dead: bool
+) -> None:
+    line = json.dumps({"trajectories": [{"reward": 1.0}, {"reward": 1.0, **fields}]}).encode()
+    folder = write(tmp_path, line)
+    (group,) = rollouts.groups(folder, "train", 1)
+    assert group["is_dead"] == is_dead
+    (folder.path / "trajectories" / "train").rename(folder.path / "trajectories" / "val")
+    (group,) = rollouts.groups(folder, "val", 1)
+    assert not group["is_dead"], "it was not meant to train"
+
+
+def test_turns_and_tokens_of_additional_histories_count(tmp_path: Path) -> None:
+    def choice(text: str, *token_ids: int) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text}
+        return {"message": message, "finish_reason": text, "token_ids": token_ids}
+
+    more = [{"messages_and_choices": [choice("b", 3), choice("c", 4, 5)]}, {}]
+    trajectory = {"messages": [choice("a", 1, 2)], "additional_histories": more}
+    (group,) = rollouts.groups(
+        write(tmp_path, json.dumps({"trajectories": [trajectory]}).encode()), "train", 1
+    )
+    (row,) = group["rollouts"]
+    assert (row["num_turns"], row["num_tokens"]) == (3, 5)
+    assert (row["text"], row["finish_reason"]) == ("a", "a")
+
+
 def test_text_is_searched_in_messages_and_tool_calls_in_any_case(folder: ModelFolder) -> None:
     found = rollouts.groups(folder, "train", 1, text="WINDOW.washit")
     assert [each["index"] for each in found] == [HOSTILE_GROUP]
@@ -156,6 +195,22 @@ def test_a_line_that_a_crash_cut_short_keeps_its_place(tmp_path: Path) -> None:
         rollouts.rollout(folder, "train", 1, 0, 0)
 
 
+def test_the_rollouts_of_a_group_are_parsed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = json.dumps({"trajectories": [{"messages": [], "reward": n} for n in range(8)]}).encode()
+    folder, parsed = write(tmp_path, line), list[bytes]()
+    read = rollouts.read_json
+    monkeypatch.setattr(rollouts, "read_json", lambda line: (parsed.append(line), read(line))[1])
+    found = [rollouts.rollout(folder, "train", 1, 0, index)["reward"] for index in range(8)]
+    assert found == list(range(8)) and len(parsed) == 1
+    folder.trajectories_file("train", 1).write_bytes(line.replace(b"7", b"7.5"))
+    assert rollouts.rollout(folder, "train", 1, 0, 7)["reward"] == 7.5
+    folder.trajectories_file("train", 1).unlink()
+    with pytest.raises(NotFound):
+        rollouts.rollout(folder, "train", 1, 0, 7)
+
+
 FIELDS = [
     "additional_histories",
     "arguments",
@@ -181,6 +236,8 @@ FIELDS = [
     "token_ids",
     "tool_calls",
     "trajectories",
+    "turn_advantages",
+    "turn_rewards",
     "turns",
 ]
 json_values = st.recursive(
@@ -267,9 +324,11 @@ def test_a_tree_has_each_shared_prefix_once(
     assert found["num_tree_tokens"] == len(prefixes)
     assert found["num_sequence_tokens"] == sum(len(each) for _, each in sequences)
     nodes = found["nodes"]
-    assert sum(node["num_trained"] for node in nodes) == sum(
-        trained[: found["num_sequence_tokens"]]
-    )
+    marks = iter(trained)
+    trained_prefixes = {
+        tuple(each[: n + 1]) for _, each in sequences for n in range(len(each)) if next(marks)
+    }
+    assert sum(node["num_trained"] for node in nodes) == len(trained_prefixes)
     paths = {None: ""}
     for node in nodes:
         parent = node["parent"]
@@ -285,7 +344,7 @@ def test_a_tree_has_each_shared_prefix_once(
         size = node["stop"] - node["start"]
         spans = node["trained"]
         assert all(node["start"] <= a < b <= node["stop"] for a, b in spans)
-        assert sum(b - a for a, b in spans) <= min(size, node["num_trained"])
+        assert sum(b - a for a, b in spans) == node["num_trained"] <= size
         of_node = [
             r
             for r, each in sequences

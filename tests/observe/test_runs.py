@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_server.errors import InvalidInput, NotFound
+from art_server.observe import history as parser
 from art_server.observe import runs as reader
-from art_server.observe.history import History
+from art_server.observe.history import HistoryFile
 from art_server.observe.runs import Runs
 from art_server.store.model_folder import ModelFolder
 from tests.observe.demo import HOSTILE_METRIC, KEPT_STEPS, make_demo
@@ -45,7 +46,7 @@ def test_a_row_that_was_written_late_stands_at_its_step(tmp_path: Path) -> None:
     ]
     file = tmp_path / "history.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    history = History.read(file)
+    history = HistoryFile.read(file).history
     assert history.steps == [0, 1, 2, None, 3]
     assert history.recorded_at == ["2026-01-03", "2026-01-01", "2026-01-02", None, "2026-01-04"]
     assert history.column("val/reward") == [0.5, None, None, None, None]
@@ -94,7 +95,7 @@ def test_the_ranking_is_that_of_the_model_folder(
     folder.path.mkdir(parents=True)
     file = folder.path / "history.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metric, steps = History.read(file).ranking()
+    metric, steps = HistoryFile.read(file).history.ranking()
     assert metric == folder.best_metric()
     assert steps == ([] if metric is None else folder.ranked_steps(metric))
 
@@ -114,6 +115,44 @@ def test_a_row_that_is_appended_or_merged_is_read(tmp_path: Path) -> None:
     assert history.column("val/reward")[2] == 0.125
     assert history.recorded_at[2] == made, "the step's time, not that of its late evaluation"
     assert runs.summary(folder)["val_reward"] == 0.125
+
+
+def test_only_rows_that_were_appended_are_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=5, rollouts=8)
+    parsed: list[bytes] = []
+    read = parser.read_json
+    monkeypatch.setattr(parser, "read_json", lambda line: (parsed.append(line), read(line))[1])
+    runs = Runs(tmp_path)
+    for step, num_parsed in ((5, 5), (6, 1), (0, 1), (7, 1), (3, 8)):
+        if step != 5:
+            folder.add_history(step, {"val/reward": step / 8})
+        parsed.clear()
+        assert runs.summary(folder)["num_rows"] == len(runs.history(folder).steps)
+        assert len(parsed) == num_parsed, "the merge into step 3 has changed the lines before"
+    assert runs.history(folder).steps == list(range(8))
+    assert runs.history(folder).last("val/reward") == 7 / 8
+
+
+contents = st.lists(
+    st.sampled_from(
+        [b'{"step": 2, "a": 1}\n', b'{"step": 1, "b": 2}\n', b'{"a": 3}\n', b'{"st', b"\n"]
+    )
+).map(b"".join)
+
+
+@given(contents, contents, st.integers(0, 60))
+def test_a_file_that_is_read_on_is_the_same_as_one_that_is_read_anew(
+    tmp_path_factory: pytest.TempPathFactory, first: bytes, then: bytes, num_kept: int
+) -> None:
+    file = tmp_path_factory.mktemp("history") / "history.jsonl"
+    file.write_bytes(first)
+    before = HistoryFile.read(file)
+    file.write_bytes(first[:num_kept] + then)
+    found, anew = HistoryFile.read(file, before).history, HistoryFile.read(file).history
+    assert found.names() == anew.names()
+    assert found.columns(found.names()) == anew.columns(found.names())
 
 
 def test_a_changed_description_is_read(tmp_path: Path) -> None:
@@ -156,7 +195,7 @@ def test_lines_that_are_no_rows_are_left_out(tmp_path: Path, line: bytes) -> Non
     file = tmp_path / "history.jsonl"
     good = b'{"step": 1, "train/reward": 0.5}\n'
     file.write_bytes(good + line + b"\n" + b'{"step": 3}')
-    history = History.read(file)
+    history = HistoryFile.read(file).history
     assert history.steps == [1, 3]
     assert history.column("train/reward") == [0.5, None]
 
@@ -167,7 +206,7 @@ def test_values_that_are_no_finite_numbers_are_none(tmp_path: Path) -> None:
         '{"step": 1, "a": NaN, "b": Infinity, "c": 1e999, "d": %s, "e": "text", "f": true}\n'
         '{"step": "x", "a": 2.5, "b": [1], "recorded_at": 7}\n' % ("9" * 400)
     )
-    history = History.read(file)
+    history = HistoryFile.read(file).history
     assert history.steps == [1, None] and history.recorded_at == [None, None]
     found = history.columns(["a", "b", "c", "d", "e", "f", "missing"])["metrics"]
     assert found["a"] == [None, 2.5] and found["f"] == [1.0, None]
@@ -179,15 +218,18 @@ def test_values_that_are_no_finite_numbers_are_none(tmp_path: Path) -> None:
 def test_halves_of_characters_become_question_marks(tmp_path: Path) -> None:
     file = tmp_path / "history.jsonl"
     file.write_text('{"step": 1, "x\\ud800y": 1, "\\ud83d\\ude00": 2}\n')
-    names = History.read(file).names()
+    names = HistoryFile.read(file).history.names()
     assert names == ["x?y", "😀"]
     assert "".join(names).encode(), "it can be sent"
 
 
-def test_a_model_without_files_is_empty_and_an_unreadable_one_is_listed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"not JSON", b"\xff\xfe JSON"])
+def test_a_model_without_files_is_empty_and_an_unreadable_one_is_listed(
+    tmp_path: Path, content: bytes
+) -> None:
     bare = tmp_path / "p" / "models" / "bare"
     bare.mkdir(parents=True)
-    (bare / "model.json").write_text("not JSON")
+    (bare / "model.json").write_bytes(content)
     runs = Runs(tmp_path)
     (folder,) = runs.folders()
     found = runs.summary(folder)
@@ -198,7 +240,7 @@ def test_a_model_without_files_is_empty_and_an_unreadable_one_is_listed(tmp_path
         None,
     )
     assert runs.checkpoints(folder) == [] and runs.splits(folder) == {}
-    assert runs.marks()["p/bare"].startswith("0-0-0-0-0-0-8-")
+    assert runs.marks()["p/bare"].startswith(f"0-0-0-0-0-0-{len(content)}-")
 
 
 def test_only_the_models_of_the_given_projects_are_read(tmp_path: Path) -> None:
@@ -211,9 +253,10 @@ def test_only_the_models_of_the_given_projects_are_read(tmp_path: Path) -> None:
 def test_checkpoints_have_sizes_rewards_and_one_best(tmp_path: Path) -> None:
     (folder,) = make_demo(tmp_path, runs=1, steps=12, rollouts=8)
     rows = {row["step"]: row for row in rows_of(folder)}
+    (folder.checkpoint_dir(8) / "checkpoint.json").write_bytes(b"\xff")
     (folder.checkpoint_dir(9) / "checkpoint.json").write_text("{")
     found = Runs(tmp_path).checkpoints(folder)
-    assert [each["step"] for each in found] == [7, 8, 10, 11, 12], "9 cannot be read"
+    assert [each["step"] for each in found] == [7, 10, 11, 12], "8 and 9 cannot be read"
     assert len(folder.steps()) == KEPT_STEPS
     for each in found:
         files = folder.checkpoint_dir(each["step"]).iterdir()

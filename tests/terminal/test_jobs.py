@@ -17,7 +17,7 @@ from art_server.store import files
 from art_server.store.model_folder import ModelFolder
 from art_server.terminal.run import make_console
 from art_server.terminal.sources import FolderSource, HttpSource
-from art_server.terminal.tables import print_event, print_jobs, print_status
+from art_server.terminal.tables import job_progress, print_event, print_jobs, print_status
 from art_server.terminal.tail import Tail
 from tests.api.test_art_wire import make
 from tests.jobs.test_queue import add
@@ -64,6 +64,14 @@ def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Server) -> N
         f"{waiting.job_id[:8]}  queued   p/run     -  0 s  waits for 1 earlier",
         " " * 37 + "job, of p/run",
     ]
+
+
+def test_a_job_that_runs_again_shows_its_progress() -> None:
+    progress = {"phase": "train", "completed": 3, "total": 8}
+    job = {"error": {"message": "it ran too long"}, "waits_for": None, "progress": progress}
+    assert job_progress(job | {"state": "running"}) == "train 3 of 8"
+    assert job_progress(job | {"state": "failed"}) == "it ran too long"
+    assert job_progress(job | {"state": "queued", "waits_for": "room"}) == "waits for room"
 
 
 def test_a_job_is_cancelled_by_its_first_digits(run: Run, server: Server) -> None:
@@ -203,6 +211,19 @@ def test_after_a_rollback_the_step_that_is_made_again_is_told(tmp_path: Path) ->
     model.add_history(2, {"train/reward": 0.9})
     again = next(events)
     assert (again["step"], again["metrics"]) == (2, {"train/reward": 0.9})
+
+
+def test_a_row_that_comes_late_is_told_alone(tmp_path: Path) -> None:
+    _, service = make(tmp_path)
+    service._queue.close()
+    model = ModelFolder(tmp_path, "p", "run")
+    for step in (2, 3, 4):
+        model.add_history(step, {"train/reward": step / 4})
+    events = Tail(FolderSource(tmp_path), None).events()
+    assert next(events)["step"] == 4
+    for step in (1, 5):
+        model.add_history(step, {"val/reward": 0.5})
+        assert next(events)["step"] == step
 
 
 def test_tail_waits_for_a_server_that_went_away(

@@ -5,6 +5,7 @@ registered. The layout is that of a server's folder:
     BASE_PATH/PROJECT/models/NAME/trajectories/SPLIT/0000.jsonl
 """
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterable
@@ -54,11 +55,11 @@ def _write(folder: Path, request: LogRequest) -> dict[str, float]:
     with _writing:
         rows = _rows(folder)
         row = history_row(step, metrics, datetime.now(UTC).isoformat())
-        place = next((place for place, each in enumerate(rows) if each.get("step") == step), None)
-        if place is None:
+        same = next((each for each in rows if each.get("step") == step), None)
+        if same is None:
             rows.append(row)
         else:
-            rows[place] = merged_row(rows[place], row)
+            same |= merged_row(same, row)
         text = "".join(json.dumps(each) + "\n" for each in rows)
         write_whole(folder / "history.jsonl", text.encode())
     return metrics
@@ -71,6 +72,8 @@ def sums(folder: Path) -> dict[str, float]:
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     history = folder / "history.jsonl"
-    if not history.exists():
-        return []
-    return [json.loads(line) for line in history.read_text().splitlines()]
+    rows: list[dict[str, Any]] = []
+    for line in history.read_bytes().splitlines() if history.exists() else ():
+        with contextlib.suppress(ValueError):  # a server that was killed may have left half a line
+            rows.append(json.loads(line))
+    return rows

@@ -4,6 +4,7 @@ import inspect
 from typing import Any, Protocol
 
 from art.model import Model
+from art.pool import to_finite
 from art.trajectories import Trajectory
 from art.types import Message
 
@@ -34,14 +35,16 @@ async def play(
     """One episode: the model answers each observation until the environment ends it, or after `max_turns` answers.
 
     The reward is the sum of the steps' rewards. The metrics are "num_turns", "truncated" (by the environment or by
-    `max_turns`), and the numbers in the last step's information. `sampling` goes into each request (max_tokens...).
+    `max_turns`), and the finite numbers in the last step's information. `sampling` goes into each request (max_tokens...).
     Rollouts run side by side, so each needs an environment of its own if this one has a state. What `reset` and `step`
     raise ends the rollout as failed.
     """
     observation, _ = await _result(environment.reset(seed=seed))
     system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     trajectory = Trajectory(
-        messages_and_choices=[*system, {"role": "user", "content": observation}], reward=0.0
+        messages_and_choices=[*system, {"role": "user", "content": observation}],
+        tools=sampling.get("tools"),
+        reward=0.0,
     )
     create: Any = model.openai_client().chat.completions.create
     name = model.get_inference_name()
@@ -59,9 +62,9 @@ async def play(
         is_over = bool(is_terminated or is_truncated)
         if not is_over and num_turns < max_turns:
             trajectory.messages_and_choices.append({"role": "user", "content": observation})
-    numbers = {key: value for key, value in information.items() if isinstance(value, int | float)}
+    numbers = {key: to_finite(value) for key, value in information.items()}
     trajectory.metrics |= {
-        **numbers,
+        **{key: number for key, number in numbers.items() if number is not None},
         "num_turns": num_turns,
         "truncated": bool(is_truncated or not is_over),
     }

@@ -1,12 +1,22 @@
 """`reasoning_gym`: the tasks of reasoning-gym's generators, which score their answers (extra `environments`)."""
 
+import asyncio
+import atexit
 import importlib
-import re
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+START, END = "<answer>", "</answer>"
+SCORER = Path(__file__).with_name("scorer.py")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,32 +24,93 @@ class ReasoningTask:
     """A question and its score. It is a text environment of one turn, so `play` and `art.evaluate` take it."""
 
     question: str
-    dataset: Any
-    """reasoning-gym's dataset."""
+    generator: str
+    settings: dict[str, Any]
+    """reasoning-gym's arguments for the generator's dataset: size, seed and the generator's own."""
     entry: dict[str, Any]
     """reasoning-gym's item: question, answer, metadata."""
 
     def score(self, text: str) -> float:
         """The generator's score from 0 to 1 of the text in the last <answer> tag, without one of the whole text.
 
-        0 for an answer that the generator cannot read.
+        0 for an answer that the generator cannot read or score within the limits of `scorer.py`. Blocks for some
+        milliseconds, at most for the limit on time.
+
+        Raises:
+            RuntimeError: the process that scores answers cannot make the dataset, or has died.
         """
-        tagged = ANSWER.findall(text)
-        answer = (tagged[-1] if tagged else text).strip()
-        try:
-            return float(self.dataset.score_answer(answer=answer, entry=self.entry))
-        except ValueError:  # such as prime_factorization's int("two")
-            return 0.0
+        end = text.rfind(END)
+        start = text.rfind(START, 0, max(end, 0))
+        answer = text if start < 0 else text[start + len(START) : end]
+        return _scorer.score(self.generator, self.settings, self.entry, answer.strip())
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """The question. The seed has no effect: a task is one question."""
         del seed
         return self.question, {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """The score of an answer, which ends the episode."""
-        score = self.score(action)
+        score = await asyncio.to_thread(self.score, action)
         return "", score, True, False, {"solved": score >= 1.0}
+
+
+class _Scorer:
+    """The program's one process that scores answers. It starts with the first answer, and again after it has died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        """The process that started it. A fork of the program starts its own."""
+        self._connection: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def score(self, *request: Any) -> float:
+        with self._lock:
+            connection = self._connect()
+            try:
+                connection.send(request)
+                reply: str | float = json.loads(connection.recv_bytes())
+            except (EOFError, OSError) as error:
+                connection.close()
+                raise RuntimeError("the process that scores answers has died") from error
+            except BaseException:
+                connection.close()  # a late reply would belong to another answer
+                raise
+        if isinstance(reply, str):
+            raise RuntimeError(f"the process that scores answers cannot make the dataset: {reply}")
+        return reply
+
+    def _connect(self) -> Any:  # Any: the arguments of `Connection` depend on Python's version
+        """The connection to the process. Starts it, without the environment, in a session that Ctrl-C does not reach."""
+        if self._connection and not self._connection.closed and self._owner == os.getpid():
+            return self._connection
+        self.close()
+        self._owner = os.getpid()
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(SCORER), str(theirs.fileno())],
+                cwd=tempfile.gettempdir(),
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._connection.send([os.path.abspath(each) for each in sys.path])
+        return self._connection
+
+    def close(self) -> None:
+        """Ends the process, if there is one. It ends with its connection."""
+        if self._process is not None:
+            self._connection.close()
+            self._process.wait()
+
+
+_scorer = _Scorer()
+atexit.register(_scorer.close)
 
 
 def reasoning_gym(
@@ -63,11 +134,12 @@ def reasoning_gym(
             "reasoning_gym needs pip install 'agent-reinforcement-trainer[environments]'",
             name=error.name,
         ) from error
+    settings = {"size": size, "seed": seed, **config}
     try:
-        dataset: Any = gym.create_dataset(name, size=size, seed=seed, **config)
+        dataset: Any = gym.create_dataset(name, **settings)
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(f"reasoning-gym cannot make '{name}' with {config}: {error}") from error
     return [
-        ReasoningTask(prompt.replace("{question}", entry["question"]), dataset, entry)
+        ReasoningTask(prompt.replace("{question}", entry["question"]), name, settings, entry)
         for entry in (dataset[index] for index in range(size))
     ]

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 NUMBER = re.compile(
-    r"(?:(?<!\w)[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII
+    r"(?a)(?:(?<!\w)[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 )
 """A decimal number, also with commas between thousands. Behind a letter or a digit "-" is no sign: "2024-05-15"."""
 MINUS = "\N{MINUS SIGN}"
 """Models also write this character."""
-FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 def exact_match(answer: str | None, expected: str, *, ignore_case: bool = False) -> float:
@@ -82,5 +82,5 @@ def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:  # Any: JSON
         raise ValueError(f"not a JSON schema: {error.message}") from error
     try:
         return bool(kind(schema).is_valid(value))
-    except RecursionError:  # the answer is nested deeper than the check can follow
+    except (RecursionError, OverflowError):  # nested too deeply, or 1e999 with "multipleOf"
         return False

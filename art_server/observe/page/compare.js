@@ -26,18 +26,23 @@ function axisOf(found, axis) {
 export async function compare(route) {
   const { settings } = route;
   const ids = [...new Set((settings.runs ?? "").split(",").filter((id) => id.includes("/")))];
-  const board = new Board(), grid = el("div", { class: "charts wide" }), tools = el("div", { class: "tools" });
-  let found = [];
+  const board = new Board(), grid = el("div", { class: "charts wide" }), tools = el("div", { class: "tools" }), missing = el("p", { class: "bad" });
+  let found = []; // of each run its history, or undefined if there is no such run
   const read = async () => {
     const metrics = [TOKENS, ...Object.keys(REWARDS), settings.metric ?? ""].filter(Boolean).map((name) => ["metric", name]);
-    found = await Promise.all(ids.map((id) => look(["models", ...id.split("/"), "history"], metrics)));
+    const answers = await Promise.allSettled(ids.map((id) => look(["models", ...id.split("/"), "history"], metrics)));
+    const failed = answers.find(({ reason }) => reason && reason.status !== 404);
+    if (failed) throw failed.reason;
+    found = answers.map(({ value }) => value);
   };
   const show = () => {
+    const gone = ids.filter((_, place) => !found[place]);
+    missing.textContent = gone.length ? `No such run: ${gone.join(", ")}` : "";
     for (const chart of board.charts) {
-      chart.set(ids.map((id, place) => ({
+      chart.set(ids.map((id, place) => [id, found[place]]).filter(([, history]) => history).map(([id, history]) => ({
         label: link(["run", ...id.split("/")], id),
-        x: axisOf(found[place], settings.by ?? "step"),
-        y: found[place].metrics[chart.options.metric] ?? [], // chosen while the numbers were on their way
+        x: axisOf(history, settings.by ?? "step"),
+        y: history.metrics[chart.options.metric] ?? [], // chosen while the numbers were on their way
       })));
       chart.read(null);
     }
@@ -57,13 +62,13 @@ export async function compare(route) {
     }
   };
   if (ids.length) await read();
-  const names = [...new Set(found.flatMap((each) => each.names))].sort();
+  const names = [...new Set(found.flatMap((each) => each?.names ?? []))].sort();
   tools.append(
     select("By", Object.entries(AXES), settings.by ?? "step", (by) => set({ by }), { id: "by" }),
     select("Also", [["", "choose a metric"], ...names], settings.metric ?? "", (metric) => set({ metric }), { id: "metric" }));
   const node = el("div", {}, el("nav", { "aria-label": "Breadcrumb", class: "crumbs" }, link([], "Runs"), " / compare"),
     el("h1", { tabindex: -1 }, "Comparison"),
-    ids.length ? [tools, grid] : empty("No runs are chosen.", "Mark some in the table of runs."));
+    ids.length ? [tools, missing, grid] : empty("No runs are chosen.", "Mark some in the table of runs."));
   if (ids.length) build();
   const refresh = async () => { await read(); show(); };
   return { title: "Comparison", node, up: "#/", watch: (marks) => ids.map((id) => marks.models[id]), refresh, close: () => board.close() };

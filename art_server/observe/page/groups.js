@@ -66,7 +66,7 @@ export async function groups(route) {
   offer();
   show();
   node.append(places, el("div", { class: "tools" }, bound("min", "Reward from"), bound("max", "to"),
-    select("Show", SHOW, settings.show ?? "", (value) => filter({ show: value }), { id: "show" }), search), list);
+    select("Show", split === "train" ? SHOW : SHOW.slice(0, -1), settings.show ?? "", (value) => filter({ show: value }), { id: "show" }), search), list);
   const refresh = async () => {
     const all = await readSplits();
     if (JSON.stringify(all) === JSON.stringify(splits)) return;

@@ -12,7 +12,7 @@ export async function jobs() {
   const list = el("div"), said = el("p", { role: "status" });
   const progress = new Map(), follows = new Map();
   let asked = null; // the job whose cancellation has to be confirmed
-  let found = { live: null }, ended = [], timer = null;
+  let found = { live: null }, ended = [], timer = null, isClosed = false;
 
   const refresh = async () => {
     found = await look(["overview"]);
@@ -21,6 +21,7 @@ export async function jobs() {
     show();
   };
   const follow = () => {
+    if (isClosed) return; // while a refresh was under way
     for (const job of found.live?.jobs.filter((each) => each.state === "running" && !follows.has(each.job_id)) ?? []) {
       const abort = new AbortController();
       follows.set(job.job_id, abort);
@@ -65,8 +66,8 @@ export async function jobs() {
   ].slice(0, columns.length), { "data-job": job.job_id });
   const detail = (job) => {
     const event = progress.get(job.job_id);
-    if (job.error) return el("span", { class: "bad" }, job.error.message);
     if (job.waits_for) return `waits for ${job.waits_for}`;
+    if (job.error && job.state !== "running") return el("span", { class: "bad" }, job.error.message);
     if (job.state !== "running" || !event?.phase) return plural(job.report.num_groups_trained, "group");
     const bar = event.total ? el("progress", { max: event.total, value: event.completed ?? 0, "aria-label": "Progress" }) : null;
     return el("span", { class: "line" }, event.phase, bar, event.total ? `${event.completed ?? 0} of ${event.total}` : null);
@@ -74,6 +75,10 @@ export async function jobs() {
   await refresh();
   return {
     title: "Jobs", node: el("div", {}, el("h1", { tabindex: -1 }, "Jobs"), said, list), up: "#/",
-    watch: (marks) => marks.jobs, refresh, every: REFRESH_SECONDS, close: () => follows.forEach((abort) => abort.abort()),
+    watch: (marks) => marks.jobs, refresh, every: REFRESH_SECONDS,
+    close: () => {
+      isClosed = true;
+      follows.forEach((abort) => abort.abort());
+    },
   };
 }

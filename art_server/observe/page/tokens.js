@@ -3,11 +3,13 @@
 
 import { el, short, signed, tips } from "./dom.js";
 
+const SMALLEST_RATIO = 1e-5; // what is smaller is rounded to 0, which has no logarithm
+
 // `of(sequence, i)`: the number of a token, or null. `least`: the smallest end of the scale; `fixed`: its end.
 export const COLOURS = {
   logprob: { label: "log-probability", of: (s, i) => s.sampled_logprobs[i], fixed: 5, ends: ["−5 or less", "0"] },
   gap: { label: "gap (trainer − sampled)", of: (s, i) => difference(s.trainer_logprobs?.[i], s.sampled_logprobs[i]), least: 1e-4 },
-  ratio: { label: "ratio", of: (s, i) => s.ratios?.[i], level: Math.log, least: 0.05 },
+  ratio: { label: "ratio", of: (s, i) => s.ratios?.[i], level: (ratio) => Math.log(Math.max(ratio, SMALLEST_RATIO)), least: 0.05 },
   advantage: { label: "advantage", of: (s, i) => s.advantages?.[i], least: 0.1 },
   entropy: { label: "entropy", of: (s, i) => s.entropies?.[i], least: 1, isPositive: true },
   trained: { label: "trained or not", of: (s, i) => (isTrained(s, i) ? 1 : s.sampled_logprobs[i] === null ? null : 0), fixed: 1, isKind: true },
