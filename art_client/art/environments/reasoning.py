@@ -37,7 +37,7 @@ class ReasoningTask:
         milliseconds, at most for the limit on time.
 
         Raises:
-            RuntimeError: the process that scores answers cannot make the dataset, or has died.
+            RuntimeError: the process that scores answers cannot make the dataset, or has died; or this is Windows.
         """
         end = text.rfind(END)
         start = text.rfind(START, 0, max(end, 0))
@@ -66,6 +66,8 @@ class _Scorer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def score(self, *request: Any) -> float:
+        if sys.platform == "win32":
+            raise RuntimeError("answers of reasoning_gym are scored on Linux and macOS: use WSL 2")
         with self._lock:
             connection = self._connect()
             try:

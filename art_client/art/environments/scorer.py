@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import pickle
-import resource
 import select
 import signal
 import sys
@@ -77,6 +76,8 @@ def score_in_child(program: Program, dataset: Any, entry: dict[str, Any], answer
 
 def limit_process() -> None:
     """Makes this process the leader of a session, which is killed as a whole, and limits it."""
+    import resource  # imported here, because Windows has none, where this module is only imported
+
     os.setsid()
     limits = {"CPU": TIMEOUT_SECONDS + 1, "FSIZE": MAX_OUTPUT_BYTES, "CORE": 0}
     if sys.platform == "linux":
