@@ -70,17 +70,18 @@ class _Scorer:
             raise RuntimeError("answers of reasoning_gym are scored on Linux and macOS: use WSL 2")
         with self._lock:
             connection = self._connect()
+            reply: str | float | None = None
             try:
                 connection.send(request)
-                reply: str | float = json.loads(connection.recv_bytes())
+                reply = json.loads(connection.recv_bytes())
             except (EOFError, OSError) as error:
-                connection.close()
                 raise RuntimeError("the process that scores answers has died") from error
-            except BaseException:
-                connection.close()  # a late reply would belong to another answer
-                raise
+            finally:
+                if reply is None:  # a late reply would belong to another answer
+                    connection.close()
         if isinstance(reply, str):
             raise RuntimeError(f"the process that scores answers cannot make the dataset: {reply}")
+        assert reply is not None, "else it was raised"
         return reply
 
     def _connect(self) -> Any:  # Any: the arguments of `Connection` depend on Python's version
