@@ -182,10 +182,8 @@ class BaseLoader:
                 loaded = await self._trainer.run(LoadTask())
                 millions = loaded.metrics.get("num_parameters", 0.0) / 1e6
                 self._progress.note(f"trainer: ready, {millions:,.1f} million parameters")
-            except (
-                TrainerError,
-                OSError,
-            ) as error:  # the first step tries again, and its job gets the error
+            except (TrainerError, OSError) as error:
+                # The first step tries again, and its job gets the error.
                 logger.warning("the trainer cannot load its base model: %s", error)
 
     def _plan(self, base: BaseModel, requested: Mapping[str, str]) -> Plan | None:

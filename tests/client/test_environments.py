@@ -180,6 +180,17 @@ def test_code_in_an_answer_runs_in_a_limited_process(
     assert task.score(task.entry["answer"]) == 1.0
 
 
+@pytest.mark.parametrize("text", ["nan", "1e999", "no number"])
+def test_what_an_answer_writes_as_its_score_is_a_number_or_zero(text: str) -> None:
+    task = make_task("string_insertion")
+    pipes = "[each for each in range(40, 2, -1) if os.path.exists(f'/proc/self/fd/{each}') and 'pipe' in os.readlink(f'/proc/self/fd/{each}')]"
+    code = (
+        f"[(lambda os: [os.write(each, {text.encode()!r}) for each in {pipes}])(__import__('os'))]"
+    )
+    assert task.score(code) == 0.0
+    assert task.score(task.entry["answer"]) == 1.0
+
+
 def test_a_dead_scorer_fails_an_answer_and_starts_again() -> None:
     task = make_task("string_insertion")
     with pytest.raises(RuntimeError, match="has died"):

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import json
+import math
 import os
 import pickle
 import select
@@ -71,7 +72,10 @@ def score_in_child(program: Program, dataset: Any, entry: dict[str, Any], answer
     with contextlib.suppress(OSError):  # its session has ended
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return float(digits or 0)
+    with contextlib.suppress(ValueError):  # the answer may have written something else
+        if math.isfinite(score := float(digits)):
+            return score
+    return 0.0
 
 
 def limit_process() -> None:
