@@ -24,12 +24,13 @@ from tool_agent import use_tools
 import art
 
 CITIES = ("Paris", "London", "Berlin", "Rome", "Madrid", "Vienna", "Oslo", "Cairo", "Tokyo", "Lima")
+HELD_OUT_CITIES = ("Athens", "Dublin", "Warsaw", "Lisbon", "Prague", "Delhi", "Seoul", "Quito")
 QUESTIONS = {
-    "get_population": ("How many people live in {city}?", "How many are there in {city}?"),
-    "get_time": ("What time is it in {city}?", "Is it late in {city}?"),
-    "get_weather": ("What is the weather in {city}?", "Is it warm in {city}?"),
+    "get_population": ("How big is {city}?", "How large is {city}?"),
+    "get_time": ("What time is it in {city}?",),
+    "get_weather": ("How hot is {city}?", "How warm is it in {city}?"),
 }
-"""The first question of a tool is one that art/tiny knows, the second is not."""
+"""art/tiny knows the question of the time. It was taught none of the others."""
 SERVER = mcp.StdioServerParameters(command=sys.executable, args=[__file__, "--serve"])
 
 world = MCPServer("world", log_level="WARNING")
@@ -61,7 +62,8 @@ class Question:
 
 def draw_question(seed: str) -> Question:
     rng = random.Random(seed)
-    name, city = rng.choice(list(QUESTIONS)), rng.choice(CITIES)
+    cities = HELD_OUT_CITIES if seed.startswith("held out") else CITIES
+    name, city = rng.choice(list(QUESTIONS)), rng.choice(cities)
     answer = {"get_population": get_population, "get_time": get_time, "get_weather": get_weather}
     return Question(rng.choice(QUESTIONS[name]).format(city=city), answer[name](city))
 
@@ -98,7 +100,7 @@ async def rollout(
 
 
 async def main() -> None:
-    parser = learner_parser("An agent with MCP's tools.", 8, {"art/tiny": 3e-4}, steps=12)
+    parser = learner_parser("An agent with MCP's tools.", 8, {"art/tiny": 1e-3}, steps=12)
     flags = parser.parse_args()
     async with mcp.Client(mcp.stdio_client(SERVER)) as client:
         await learn(flags, "mcp-tools", partial(rollout, client), draw_question)
