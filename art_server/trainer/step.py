@@ -97,6 +97,13 @@ class Known:
         )
 
 
+def seconds_since(started: float) -> float:
+    """Waits for the GPU first, so that the seconds include its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
 @dataclass(slots=True)
 class _Step:
     """An optimizer step in progress: `compute_gradient` collects here what its metrics need."""
@@ -119,10 +126,8 @@ class _Step:
         return values_S
 
     def timed(self, phase: str, started: float) -> None:
-        """Adds the seconds since `started` to the phase. It waits for the GPU, so that they include its work."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+        """Adds the seconds since `started` to the phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds_since(started)
 
 
 @dataclass(slots=True)
@@ -255,7 +260,7 @@ def train(
                 group["lr"] = own_rate * learning_rate_factor(config, steps_taken(optimizer))
             steps[-1]["loss/learning_rate"] = optimizer.param_groups[0]["lr"]
             optimizer.step()
-            steps[-1]["time/step_optimizer_s"] = time.perf_counter() - started
+            steps[-1]["time/step_optimizer_s"] = seconds_since(started)
         if memory.budget < most:
             budgets.learn(key, memory.budget)
         metrics |= merge_steps(steps) | of_job

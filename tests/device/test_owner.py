@@ -231,6 +231,35 @@ async def test_steps_without_trouble(case: str, tmp_path: Path) -> None:
     assert world.seen.count("engine starts") == 1
 
 
+@pytest.mark.parametrize("case", CASES)
+async def test_an_engine_that_dies_during_a_step_waits_for_the_device(
+    case: str, tmp_path: Path
+) -> None:
+    happens = {"trains": ["kill engine"] * 3, "backward": ["slow"] * 3}
+    world = make_world(case, happens)
+    await play(world, tmp_path)
+    assert_right(world)
+    assert world.seen.count("engine starts") == 4
+
+
+async def test_an_engine_that_works_is_not_hung_and_one_that_does_not_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request ends meanwhile in either case."""
+    monkeypatch.setattr(engine_module, "HANG_SECONDS", 0.4)
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        with house.gate.inside("p/a@0"):
+            for num_tokens in range(30):
+                house.engine._work_file.write_text(f"{num_tokens} tokens")
+                await asyncio.sleep(0.04)
+            assert world.seen.count("engine starts") == 1
+            while world.seen.count("engine starts") < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert_right(world)
+
+
 async def test_the_engine_wakes_while_the_step_is_written(tmp_path: Path) -> None:
     world = make_world("sleep", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):

@@ -78,6 +78,24 @@ def test_setup_installs_a_checkout_as_it_is(tmp_path: Path):
     ]
 
 
+def test_the_setup_script_refuses_an_old_driver_too(tmp_path: Path):
+    prepare_setup(tmp_path, "550.90.07")
+    for name in ("pyproject.toml", "constraints/gpu.txt", "scripts/setup", "scripts/uv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    result = subprocess.run(
+        ["bash", "scripts/setup"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "driver is 550, and torch's CUDA 13.0 needs 580 or newer" in result.stderr
+    assert not (tmp_path / "log").exists() and not (tmp_path / ".venv").exists()
+
+
 def test_setup_refuses_an_old_driver_before_it_installs_anything(tmp_path: Path):
     prepare_setup(tmp_path, "550.90.07")
     result = run_part("setup", tmp_path)

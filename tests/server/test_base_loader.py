@@ -11,7 +11,9 @@ import pytest
 
 from art_server import base_loader
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.errors import Conflict
+from art_server.device.plan import Card
+from art_server.device.probe import Gpu, Machine
+from art_server.errors import Conflict, InvalidInput
 from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.checkpoints.house import TINY_LORA, House, add_model, house, until
 
@@ -27,6 +29,7 @@ class Loading:
         self.engine.base, self.engine.state = None, "none"
         self.engine.start = self._start  # type: ignore[attr-defined]
         self.engine.stop = self._stop_engine
+        self.plans: list[Any] = []
         self.loader._trainer = self  # type: ignore[assignment]
         self.trained: Path | None = None
         """The base model of the trainer's process; None while there is none."""
@@ -38,7 +41,7 @@ class Loading:
         self.engine.base, self.engine.state = None, "none"
 
     def set_base(self, path: Path, plan: object) -> None:
-        del plan
+        self.plans.append(plan)
         self._next = path
 
     async def run(self, _: object) -> Any:
@@ -147,23 +150,54 @@ async def test_requests_wait_while_the_base_model_is_being_found(
         await made.loader.stop()
 
 
+GPUS = tuple(
+    Gpu(each, f"GPU-{each}", f"card {each}", gib << 30, (9, 0)) for each, gib in ((0, 80), (1, 24))
+)
+
+
 async def test_on_a_shared_card_the_trainer_loads_after_the_engine(tmp_path: Path) -> None:
     """vLLM measures the card's free memory when it starts."""
     async with house(tmp_path / "art") as here:
-        made = Loading(here)
-        is_ready = asyncio.Event()
+        made, is_ready = Loading(here), asyncio.Event()
+        made.loader._machine = Machine("cuda", GPUS, 256 << 30)
 
         async def wait_ready(timeout_seconds: float) -> None:
             await is_ready.wait()
 
         here.engine.wait_ready = wait_ready  # type: ignore[method-assign]
-        made.set_base(TINY_DIR, None)
-        warming = asyncio.create_task(made.loader._warm_trainer(after_engine=True))
+        await made.loader.load("art/tiny")
         await asyncio.sleep(0.05)
         assert made.trained is None
         is_ready.set()
         await until(lambda: made.trained == TINY_DIR)
-        warming.cancel()
+        (plan,) = made.plans
+        assert plan.is_base_resident and plan.training_card is None
+        await made.loader.stop()
+
+
+async def test_each_side_is_planned_on_its_own_card(tmp_path: Path) -> None:
+    async with house(tmp_path / "art", serve_devices=(0,), train_devices=(1,)) as here:
+        made = Loading(here)
+        made.loader._machine = Machine("cuda", GPUS, 256 << 30)
+        await made.loader.load("art/tiny")
+        await until(lambda: made.trained == TINY_DIR)
+        (plan,) = made.plans
+        assert plan.training_card == Card("card 1", 24 << 30, 256 << 30)
+        assert plan.handover == "none"
+        await made.loader.stop()
+
+
+async def test_a_base_model_that_cannot_be_trained_starts_nothing(tmp_path: Path) -> None:
+    quantised = tmp_path / "quantised"
+    shutil.copytree(TINY_DIR, quantised)
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (quantised / "config.json").write_text(json.dumps(config))
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+        with pytest.raises(InvalidInput, match="mxfp4"):
+            await made.loader.load(str(quantised))
+        assert here.engine.base is None and made.plans == []
 
 
 async def test_a_trainer_that_cannot_start_hinders_no_stop(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from art_server.trainer import attention as attention_module
 from art_server.trainer.attention import (
     ForestAttention,
+    default_kind,
     flex_padding,
     make_block_mask,
     make_segments,
@@ -29,6 +32,21 @@ def random_forest(seed: int, max_length: int = 30) -> Forest:
             opening + [rng.randrange(3) for _ in range(rng.randint(1, max_length // 2))]
         )
     return lay_out(sequences, sort_sequences(sequences, min_shared=rng.choice([1, 4])))
+
+
+def test_trees_use_flex_attention_on_cuda() -> None:
+    assert default_kind(torch.device("cuda")) == "flex"
+    assert default_kind(CPU) == "segments"
+
+
+def test_no_model_falls_back_to_all_scores_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above torch's recompile limit FlexAttention would compute heads x T x T scores."""
+    monkeypatch.setattr(attention_module, "_compiled_flex", [])
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        attention_module._flex()
+        assert torch._dynamo.config.recompile_limit == attention_module.MAX_GRAPHS > 8
+        assert torch._dynamo.config.fail_on_recompile_limit_hit
 
 
 def brute_force_mask(forest: Forest, window: int | None) -> torch.Tensor:

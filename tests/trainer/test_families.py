@@ -1,14 +1,23 @@
 """Each family of models trains a step, at toy size with random weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import random_batch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3ForCausalLM,
+)
 
 from art.wire import LoRAConfig, TrainConfig
+from art_server.base_models import TINY_DIR
 from art_server.device.model_size import read_model_size
 from art_server.shared.tasks import TrainTask
+from art_server.trainer.base import find_class, load_base
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.policy import Policy
 from art_server.trainer.step import train
@@ -50,6 +59,37 @@ def test_of_a_model_that_sees_only_the_language_model_is_adapted(tmp_path: Path)
     policy = Policy(str(tmp_path / "base"))
     policy.init_adapter(LoRAConfig(rank=4), 0)
     assert policy.parameters and all(".language_model." in name for name in policy.parameters)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    ],
+)
+def test_a_family_that_sees_has_a_class_that_writes(family: str, name: str) -> None:
+    assert find_class(AutoConfig.for_model(family)).__name__ == name
+
+
+def test_a_family_that_writes_no_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="generates text for the family 'vit'"):
+        find_class(AutoConfig.for_model("vit"))
+
+
+def test_weights_go_to_the_device_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by way of main memory, where vLLM keeps its own copy."""
+    asked: dict[str, Any] = {}
+    real = Qwen3ForCausalLM.from_pretrained
+
+    def load(*arguments: Any, **keywords: Any) -> Any:
+        asked.update(keywords)
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "from_pretrained", load)
+    load_base(str(TINY_DIR), torch.float32, torch.device("cpu"))
+    assert asked["device_map"] == {"": torch.device("cpu")}
 
 
 def test_an_adapter_of_a_mixtures_experts_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ import base64
 import json
 import math
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,6 +283,43 @@ def test_a_base_that_leaves_the_device_between_steps_trains_the_same(
             before = made
     for name in ("a2", "b2"):
         assert contents(tmp_path / "stay" / name) == contents(tmp_path / "leave" / name)
+
+
+@pytest.mark.parametrize("way", ["stay", "leave"])
+def test_the_base_leaves_before_the_step_is_written(
+    base_dir: Path, tmp_path: Path, make_batch, way: BetweenSteps
+) -> None:
+    """The engine wakes meanwhile."""
+    own = Policy(str(base_dir), torch.float32)
+    start(own, tmp_path / "0")
+    task = TrainTask(
+        lora=LoRAConfig(),
+        in_dir=str(tmp_path / "0"),
+        out_dir=str(tmp_path / "1"),
+        config=TrainConfig(),
+        batch=make_batch(1),
+    )
+    was_away: dict[str, bool] = {}
+
+    def report(progress: Progress) -> None:
+        was_away[progress.phase] = own._is_away
+        assert not (tmp_path / "1" / ADAPTER_FILE).exists()
+
+    train(own, task, BUDGET, report, between_steps=way)
+    assert was_away == {"train": False, "save": way == "leave"}
+    assert (tmp_path / "1" / ADAPTER_FILE).exists()
+
+
+def test_the_times_of_a_step_wait_for_the_gpu(
+    policy: Policy, tmp_path: Path, make_batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU computes while Python goes on."""
+    start(policy, tmp_path / "0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: time.sleep(0.05))
+    metrics = step(policy, tmp_path / "0", tmp_path / "1", make_batch(1), TrainConfig()).metrics
+    for phase in ("plan", "forward", "backward", "optimizer"):
+        assert metrics[f"time/step_{phase}_s"] >= 0.05, phase
 
 
 def test_the_copy_of_a_base_is_as_large_as_its_weights(base_dir: Path, tmp_path: Path) -> None:

@@ -219,6 +219,26 @@ def test_auto_is_peft(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded["event"] == "done"
 
 
+def test_without_unsloth_its_worker_starts_and_makes_step_0(base_dir: Path, tmp_path: Path) -> None:
+    """Unsloth is imported before the first task. If that fails, the process must not end."""
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    (folder / "unsloth.py").write_text("raise ImportError('no GPU')")
+    command = worker_command(WorkerConfig(base_model=str(base_dir), trainer="unsloth"))
+    tasks = [InitTask(lora=LORA, out_dir=str(tmp_path / "0")), LoadTask()]
+    done = subprocess.run(
+        command,
+        input="".join(task.model_dump_json() + "\n" for task in tasks),
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ready, made, failed = map(json.loads, done.stdout.splitlines())
+    assert (ready["event"], made["event"], failed["event"]) == ("ready", "done", "failed")
+    assert (tmp_path / "0" / "adapter_model.safetensors").exists()
+
+
 def test_adapter_that_peft_refuses_half_way_leaves_nothing_behind(
     base_dir: Path, tmp_path: Path, make_batch
 ) -> None:
@@ -357,6 +377,24 @@ def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
     _, failed = serve(SeenWorker, base_dir, bad, between_steps="leave")
     assert failed["code"] == "non_finite"
     assert workers[0]._policy is None
+
+
+def test_no_gradient_stays_between_steps(base_dir: Path, tmp_path: Path, make_batch) -> None:
+    workers: list[Worker] = []
+
+    class SeenWorker(Worker):
+        def serve(self, tasks: BinaryIO) -> None:
+            workers.append(self)
+            super().serve(tasks)
+
+    tasks = (
+        InitTask(lora=LORA, out_dir=str(tmp_path / "0")),
+        train_task(tmp_path / "0", tmp_path / "1", make_batch(1)),
+    )
+    *_, done = serve(SeenWorker, base_dir, *tasks)
+    assert done["event"] == "done"
+    policy = workers[0]._policy
+    assert policy is not None and all(each.grad is None for each in policy.parameters.values())
 
 
 @pytest.mark.parametrize("between_steps", ["leave", "reload"])

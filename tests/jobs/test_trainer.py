@@ -1,0 +1,60 @@
+"""What the trainer's process is told of the memory plan."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from art_server.base_models import TINY_DIR
+from art_server.children import Children
+from art_server.device.figures import read_figures
+from art_server.device.plan import GIB, Card, Demand, Plan, make_plan
+from art_server.jobs.trainer import MIN_TOKENS, Trainer
+from art_server.settings import ServerConfig
+from art_server.shared.tasks import WorkerConfig
+from tests.device.test_plan import SIZES
+
+
+def made(plan: Plan | None, folder: Path, **settings: int) -> WorkerConfig:
+    """The settings on the command line of the process."""
+    device = "cpu" if plan is None else "cuda"
+    config = ServerConfig(path=folder, **settings)  # type: ignore[arg-type]
+    trainer = Trainer(config, device, {}, Children(folder, folder))
+    trainer.set_base(TINY_DIR, plan)
+    return WorkerConfig.model_validate_json(trainer._command[-1])
+
+
+def planned(model: str, gib: float, host_gib: int = 256) -> Plan:
+    card = Card("a card", int(gib * GIB), host_gib * GIB)
+    return make_plan(card, Demand(model, SIZES[model], 2, 2, 16, 4), read_figures())
+
+
+def test_micro_batches_are_as_large_as_the_plan_says(tmp_path: Path) -> None:
+    plan = planned("4B", 79.1)
+    config = made(plan, tmp_path)
+    assert config.device == "cuda:0" and config.max_tokens_per_micro_batch == plan.tokens > 2048
+    assert config.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / plan.tokens)
+    given = made(plan, tmp_path, max_tokens_per_micro_batch=512)
+    assert given.max_tokens_per_micro_batch == 512
+    assert given.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / 512)
+
+
+def test_a_card_that_always_needs_checkpointing_gets_its_tokens_with_it(tmp_path: Path) -> None:
+    plan = replace(planned("4B", 79.1), tokens=0)
+    config = made(plan, tmp_path)
+    assert config.max_tokens_per_micro_batch == MIN_TOKENS
+    assert config.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / MIN_TOKENS)
+
+
+def test_the_base_stays_leaves_or_is_read_again_as_planned(tmp_path: Path) -> None:
+    stays, leaves = planned("4B", 79.1), planned("8B", 23.6)
+    assert stays.is_base_resident and not leaves.is_base_resident and leaves.has_host_copy
+    assert made(stays, tmp_path).between_steps == "stay"
+    assert made(leaves, tmp_path).between_steps == "leave"
+    assert made(replace(leaves, has_host_copy=False), tmp_path).between_steps == "reload"
+
+
+def test_on_a_cpu_the_worker_chooses_its_tokens(tmp_path: Path) -> None:
+    config = made(None, tmp_path)
+    assert config.device == "cpu" and config.between_steps == "stay"
+    assert config.max_tokens_per_micro_batch is None and config.checkpointing_factor is None
