@@ -22,6 +22,9 @@ def learner_parser(
     parser = flag_parser(description, groups, learning_rates)
     parser.set_defaults(steps=steps)
     parser.add_argument("--held-out", type=int, default=64, help="scenarios that are not trained")
+    parser.add_argument(
+        "--max-exceptions", type=float, default=0.1, help="share of rollouts that may fail"
+    )
     return parser
 
 
@@ -77,6 +80,7 @@ async def gather(
             for scenario in scenarios
         ),
         pbar_desc=f"step {step}",
+        max_exceptions=flags.max_exceptions,
         after_each=after_each,
     )
 
@@ -90,6 +94,8 @@ async def compare(
 ) -> art.Evaluation:
     """Prints the mean rewards of the newest step and of step `baseline` on held-out scenarios, with 95% intervals."""
     held_out = [draw(f"held out {number}") for number in range(flags.held_out)]
-    result = await art.evaluate(model, rollout, held_out, baseline=baseline)
+    result = await art.evaluate(
+        model, rollout, held_out, baseline=baseline, max_exceptions=flags.max_exceptions
+    )
     print(result)
     return result

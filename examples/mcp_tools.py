@@ -5,67 +5,29 @@ to the server. The reward is 1 for an answer with the number that the server ret
 the package `mcp`, which vLLM brings along with the server's extra. For a real model change `--model`; for another MCP
 server change SERVER, the scenarios and their answers.
 
-    python examples/mcp_tools.py [--model art/tiny] [--steps 12] [--server http://127.0.0.1:7623]
+    python examples/mcp_tools.py [--model art/tiny] [--steps 16] [--server http://127.0.0.1:7623]
 """
 
 import asyncio
-import random
 import sys
-import zlib
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mcp
+from cities import TOOLS, Question, draw_question
 from learning import learn, learner_parser
 from mcp.server.mcpserver import MCPServer
 from tool_agent import use_tools
 
 import art
 
-CITIES = ("Paris", "London", "Berlin", "Rome", "Madrid", "Vienna", "Oslo", "Cairo", "Tokyo", "Lima")
-HELD_OUT_CITIES = ("Athens", "Dublin", "Warsaw", "Lisbon", "Prague", "Delhi", "Seoul", "Quito")
-QUESTIONS = {
-    "get_population": ("How big is {city}?", "How large is {city}?"),
-    "get_time": ("What time is it in {city}?",),
-    "get_weather": ("How hot is {city}?", "How warm is it in {city}?"),
-}
-"""art/tiny knows the question of the time. It was taught none of the others."""
 SERVER = mcp.StdioServerParameters(command=sys.executable, args=[__file__, "--serve"])
 
 world = MCPServer("world", log_level="WARNING")
 
 
-@world.tool()
-def get_population(city: str) -> str:
-    """Get the population of a city."""
-    return str(zlib.crc32(city.encode()) % 100_000)
-
-
-@world.tool()
-def get_time(city: str) -> str:
-    """Get the time in a city."""
-    return f"{zlib.crc32(city.encode()) % 24:02}:{zlib.crc32(city.encode()) % 60:02}"
-
-
-@world.tool()
-def get_weather(city: str) -> str:
-    """Get the weather in a city."""
-    return f"{zlib.crc32(city.encode()) % 40} degrees"
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    text: str
-    answer: str
-
-
-def draw_question(seed: str) -> Question:
-    rng = random.Random(seed)
-    cities = HELD_OUT_CITIES if seed.startswith("held out") else CITIES
-    name, city = rng.choice(list(QUESTIONS)), rng.choice(cities)
-    answer = {"get_population": get_population, "get_time": get_time, "get_weather": get_weather}
-    return Question(rng.choice(QUESTIONS[name]).format(city=city), answer[name](city))
+for function in TOOLS:
+    world.add_tool(function)
 
 
 def to_tools(listed: mcp.types.ListToolsResult) -> art.types.Tools:
@@ -100,7 +62,7 @@ async def rollout(
 
 
 async def main() -> None:
-    parser = learner_parser("An agent with MCP's tools.", 8, {"art/tiny": 1e-3}, steps=12)
+    parser = learner_parser("An agent with MCP's tools.", 12, {"art/tiny": 1e-3}, steps=16)
     flags = parser.parse_args()
     async with mcp.Client(mcp.stdio_client(SERVER)) as client:
         await learn(flags, "mcp-tools", partial(rollout, client), draw_question)

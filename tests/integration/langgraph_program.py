@@ -2,7 +2,6 @@
 examples/frameworks (PYTHONPATH), with ART_SERVER_URL. Prints the step's report."""
 
 import asyncio
-import random
 from typing import Any
 
 import task
@@ -22,10 +21,9 @@ async def rollout(model: art.TrainableModel, question: task.Question) -> art.Tra
 
 async def main() -> None:
     model = art.TrainableModel(name="wrapped", project="frameworks", base_model="art/tiny")
-    rng = random.Random(2)
     async with art.Backend() as backend:
         await model.register(backend)
-        questions = [task.make_question(rng) for _ in range(4)]
+        questions = [task.draw_question(str(number)) for number in range(4)]
         groups = await art.gather_trajectory_groups(
             (
                 art.TrajectoryGroup(wrap_rollout(model, rollout)(model, each) for _ in range(8))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,3 +164,52 @@ def train_one_step(server: Server, name: str, **more: Any) -> dict[str, Any]:
     with server.client() as client:
         group = sampled_group(client, f"{PROJECT}/{name}")
         return train(client, name, [group], **more)[-1]
+
+
+# --- programs that compare before and after ---
+
+BEFORE_AND_AFTER = re.compile(
+    r"^Evaluation\((\S+)@(\d+): reward (\S+) \(95% .*@(\d+): reward (\S+) \(95% .*; difference ",
+    re.MULTILINE,
+)
+
+
+def done_jobs(server: Server, project: str, name: str = "art-tiny") -> list[dict[str, Any]]:
+    """The jobs of a model, oldest first."""
+    with server.client() as client:
+        jobs = client.get("/api/jobs", params={"state": "done"}).json()["jobs"]
+    return [job for job in reversed(jobs) if (job["project"], job["name"]) == (project, name)]
+
+
+def check_jobs(jobs: list[dict[str, Any]], steps: list[int]) -> None:
+    """The jobs made these steps from tokens that the server sampled, and some of them had a gradient."""
+    assert [job["step"] for job in jobs] == steps
+    reports = [job["report"] for job in jobs]
+    assert all(report["turns"].keys() <= {"ids", "ledger"} for report in reports), reports
+    assert sum(report["num_trained_tokens"] for report in reports) > 0, reports
+    assert not any(report["num_failed_rollouts"] for report in reports), reports
+
+
+# --- programs of other environments ---
+
+
+def run_program(server: Server, folder: Path, *command: str | Path, **more: str) -> str:
+    """What a program prints, with its own folder as working directory."""
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ["HOME"],
+        "ART_SERVER_URL": server.url,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it downloads prices
+        **more,
+    }
+    ran = subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.integration.live import Server
+from tests.integration.live import BEFORE_AND_AFTER, Server, check_jobs, done_jobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,17 +77,6 @@ FEWER = ["--groups", "2", "--group-size", "4", "--held-out", "4"]
 MORE = ["--groups", "8"]
 """For tasks that the base model nearly always, or never, does."""
 OF_PROGRAM = {"rock_paper_scissors": FEWER, "mcp_tools": MORE}
-BEFORE_AND_AFTER = re.compile(
-    r"^Evaluation\((\S+)@(\d+): reward (\S+) \(95% .*@(\d+): reward (\S+) \(95% .*; difference ",
-    re.MULTILINE,
-)
-
-
-def done_jobs(server: Server, project: str, name: str = "art-tiny") -> list[dict[str, Any]]:
-    """The jobs of a model, oldest first."""
-    with server.client() as client:
-        jobs = client.get("/api/jobs", params={"state": "done"}).json()["jobs"]
-    return [job for job in reversed(jobs) if (job["project"], job["name"]) == (project, name)]
 
 
 @pytest.mark.engine
@@ -107,15 +96,6 @@ def test_a_learner_trains_exact_tokens_and_compares_before_and_after(
     assert (after, before) == ("2", "0")
     check_jobs(done_jobs(server, program.replace("_", "-")), [1, 2])
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-def check_jobs(jobs: list[dict[str, Any]], steps: list[int]) -> None:
-    """The jobs made these steps from tokens that the server sampled, and some of them had a gradient."""
-    assert [job["step"] for job in jobs] == steps
-    reports = [job["report"] for job in jobs]
-    assert all(report["turns"].keys() <= {"ids", "ledger"} for report in reports), reports
-    assert sum(report["num_trained_tokens"] for report in reports) > 0, reports
-    assert not any(report["num_failed_rollouts"] for report in reports), reports
 
 
 @pytest.mark.engine

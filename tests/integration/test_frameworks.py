@@ -1,7 +1,6 @@
 """The examples of examples/frameworks, each as a separate program with the real server."""
 
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -10,14 +9,15 @@ from typing import Any
 import pytest
 
 from tests.collector import Collector, attributes
-from tests.integration.live import Server
+from tests.integration.live import BEFORE_AND_AFTER, Server, done_jobs, run_program
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "frameworks"
 EXAMPLES = ["openai", "anthropic", "langgraph", "llama_index", "openai_agents", "google_adk"]
-EXAMPLES += ["pydantic_ai"]
+EXAMPLES += ["pydantic_ai", "smolagents"]
+SHORT = ["--steps", "2", "--groups", "8", "--held-out", "4"]
 
 
 @pytest.fixture(scope="session")
@@ -27,41 +27,30 @@ def python() -> Path:
     return ROOT / ".venv-frameworks" / "bin" / "python"
 
 
-def run(server: Server, *command: str | Path, **more: str) -> list[dict[str, Any]]:
-    """The lines of JSON that a program prints, one for each step."""
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": os.environ["HOME"],
-        "ART_SERVER_URL": server.url,
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it downloads prices
-        **more,
-    }
-    ran = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-
-
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_trains_two_steps_on_exact_tokens(
-    server: Server, python: Path, example: str
+    server: Server, python: Path, tmp_path: Path, example: str
 ) -> None:
-    steps = run(server, python, FOLDER / f"with_{example}.py")
-    assert [step["step"] for step in steps] == [1, 2]
-    for report in (step["report"] for step in steps):
+    printed = run_program(server, tmp_path, python, FOLDER / f"with_{example}.py", *SHORT)
+    ((_, after, _, before, _),) = BEFORE_AND_AFTER.findall(printed)
+    assert (after, before) == ("2", "0")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    jobs = done_jobs(server, example.replace("_", "-"))
+    assert [job["step"] for job in jobs] == [1, 2]
+    # a tool call and an answer, of nearly every rollout; the agent of smolagents ends with the call
+    turns = 1 if example == "smolagents" else 1.5
+    for report in (job["report"] for job in jobs):
         assert report["turns"].keys() <= {"ids", "ledger"}, report
-        # a tool call and an answer, of nearly every rollout
-        assert sum(report["turns"].values()) >= 1.5 * report["num_trajectories"], report
+        assert sum(report["turns"].values()) >= turns * report["num_trajectories"], report
         assert report["num_trained_tokens"] > 0, report
         reasons = {dropped["reason"] for dropped in report["dropped"]}
         equal = "all rewards in the group are equal: no signal"
         assert reasons <= {equal, "the rollout failed"}, report
 
 
-def test_arts_names_for_langgraph_train_too(server: Server, python: Path) -> None:
+def test_arts_names_for_langgraph_train_too(server: Server, python: Path, tmp_path: Path) -> None:
     program = Path(__file__).with_name("langgraph_program.py")
-    (report,) = run(server, python, program, PYTHONPATH=str(FOLDER))
+    report = json.loads(run_program(server, tmp_path, python, program, PYTHONPATH=str(FOLDER)))
     assert report["turns"].keys() <= {"ids", "ledger"} and report["num_trained_tokens"] > 0
     assert sum(report["turns"].values()) >= 1.5 * report["num_trajectories"], report
 
@@ -74,26 +63,26 @@ asyncio.run(task.train("traced", with_langgraph.run_agent))
 
 
 def test_one_trace_joins_a_langgraph_rollout_with_the_step_that_it_trained(
-    server: Server, python: Path, collector: Collector
+    server: Server, python: Path, tmp_path: Path, collector: Collector
 ) -> None:
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "PYTHONPATH": str(FOLDER)}
-    first, second = run(server, python, "-c", TRACED, **endpoint)
+    run_program(server, tmp_path, python, "-c", TRACED, *SHORT, **endpoint)
     deadline = time.monotonic() + 20  # the server sends its spans every five seconds
     while len(jobs := spans(collector, "job")) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
-    for step, result in enumerate((first, second), 1):
+    for step, done in enumerate(done_jobs(server, "traced"), 1):
         (job,) = [each for each in jobs if attributes(each)["art.step"] == step]
-        assert attributes(job)["art.adapter"] == f"frameworks/traced@{step}"
+        assert attributes(job)["art.adapter"] == f"traced/art-tiny@{step}"
         names = {each.span_id: each.name for each in spans(collector, trace=job.trace_id)}
         rollouts = spans(collector, "rollout", job.trace_id)
-        assert len(rollouts) >= result["report"]["num_trajectories"]
-        chats = spans(collector, "chat frameworks/traced", job.trace_id)
+        assert len(rollouts) >= done["report"]["num_trajectories"]
+        chats = spans(collector, "chat traced/art-tiny", job.trace_id)
         of_rollouts = [each for each in chats if names[each.parent_span_id] == "rollout"]
         assert chats == of_rollouts and len(chats) >= 1.5 * len(rollouts), "tool calls and answers"
         assert {attributes(each)["art.adapter"] for each in chats} == {
-            f"frameworks/traced@{step - 1}"
+            f"traced/art-tiny@{step - 1}"
         }
-        (train,) = spans(collector, "train frameworks/traced", job.trace_id)
+        (train,) = spans(collector, "train traced/art-tiny", job.trace_id)
         assert job.parent_span_id == train.span_id
         phases = {each for each, parent in parents(collector, job) if parent == "job"}
         assert phases == {"queued", "pause", "train", "save", "load", "finish"}
@@ -105,7 +94,7 @@ def spans(collector: Collector, name: str | None = None, trace: bytes | None = N
     found = [each for each in found if name in (None, each.name)]
     if trace is not None:
         return found
-    return [each for each in found if "frameworks/traced" in str(attributes(each))]
+    return [each for each in found if "traced/art-tiny" in str(attributes(each))]
 
 
 def parents(collector: Collector, job: Any) -> list[tuple[str, str | None]]:

@@ -1,12 +1,14 @@
 """verifiers' tasksets train through the real package, in its own environment, against the real server."""
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.live import Server
-from tests.integration.test_frameworks import ROOT, run
+from tests.integration.live import Server, run_program
+from tests.integration.test_frameworks import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -18,10 +20,16 @@ def python() -> Path:
     return ROOT / ".venv-verifiers" / "bin" / "python"
 
 
+def run(server: Server, python: Path, program: Path, *flags: str) -> list[dict[str, Any]]:
+    """The lines of JSON that a program prints."""
+    folder = program.parent
+    printed = run_program(server, folder, python, program, *flags, PYTHONPATH=str(folder))
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
 def test_a_taskset_with_tools_trains(server: Server, python: Path) -> None:
     program = ROOT / "examples" / "tasksets" / "train.py"
-    folder = str(program.parent)
-    lines = run(server, python, program, "--steps", "4", "--held-out", "8", PYTHONPATH=folder)
+    lines = run(server, python, program, "--steps", "4", "--held-out", "8")
     before, *steps, after = lines
     assert 0.0 <= before["held_out"] <= 1.0 and 0.0 <= after["held_out"] <= 1.0
     for report in (step["report"] for step in steps):
@@ -35,7 +43,7 @@ def test_a_taskset_with_tools_trains(server: Server, python: Path) -> None:
 
 def test_several_agents_and_episodes_that_fail(server: Server, python: Path) -> None:
     program = Path(__file__).with_name("verifiers_program.py")
-    (found,) = run(server, python, program, PYTHONPATH=str(program.parent))
+    (found,) = run(server, python, program)
     by_task: dict[str, list[str]] = {}
     for group in found["groups"]:
         assert len(group["rewards"]) in (0, 4)
