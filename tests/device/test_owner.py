@@ -512,7 +512,7 @@ async def test_mutation_adapter_load_without_the_lock(
     monkeypatch.setattr(Engine, "load_adapter", load_adapter)
     monkeypatch.setattr(PauseGate, "wait_open", lambda *_: asyncio.sleep(0))
     monkeypatch.setattr(f"{__name__}.SECONDS", 3.0)
-    happens = {"backward": ["slow"] * 3, "adapter loads": ["slow"] * 3}
+    happens, said = {"backward": ["slow"] * 3, "adapter loads": ["slow"] * 3}, ""
     for index in range(20):  # until a request comes while a step trains
         said = await ruined(make_world("sleep", happens), tmp_path / str(index))
         if "illegal memory access" in said:
@@ -558,7 +558,7 @@ async def test_mutation_restart_during_a_step(
     monkeypatch.setattr(Engine, "start", unlocked)
     monkeypatch.setattr(Engine, "load_adapter", load_nothing)
     monkeypatch.setattr(f"{__name__}.SECONDS", 5.0)
-    happens = {"trains": ["kill engine"] * 3, "backward": ["slow"] * 3}
+    happens, said = {"trains": ["kill engine"] * 3, "backward": ["slow"] * 3}, ""
     for index in range(20):  # until the engine is started while a step trains
         said = await ruined(make_world("sleep", happens), tmp_path / str(index))
         if "vLLM is started with" in said:
