@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from art_server.jobs.resolve import TWICE
 from tests.collector import Collector, attributes
 from tests.integration.live import BEFORE_AND_AFTER, Server, done_jobs, run_program
 
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "frameworks"
 EXAMPLES = ["openai", "anthropic", "langgraph", "llama_index", "openai_agents", "google_adk"]
 EXAMPLES += ["pydantic_ai", "smolagents"]
+EQUAL = "all rewards in the group are equal: no signal"
 SHORT = ["--steps", "2", "--groups", "8", "--held-out", "4"]
 
 
@@ -44,8 +46,8 @@ def test_example_trains_two_steps_on_exact_tokens(
         assert sum(report["turns"].values()) >= turns * report["num_trajectories"], report
         assert report["num_trained_tokens"] > 0, report
         reasons = {dropped["reason"] for dropped in report["dropped"]}
-        equal = "all rewards in the group are equal: no signal"
-        assert reasons <= {equal, "the rollout failed"}, report
+        # A framework that rewrites an answer, as ADK does with half a call, makes a second history with the same opening.
+        assert reasons <= {EQUAL, "the rollout failed", TWICE}, report
 
 
 def test_arts_names_for_langgraph_train_too(server: Server, python: Path, tmp_path: Path) -> None:
