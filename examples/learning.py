@@ -20,11 +20,8 @@ def learner_parser(
 ) -> argparse.ArgumentParser:
     """The flags of every program, and the number of held-out scenarios."""
     parser = flag_parser(description, groups, learning_rates)
-    parser.set_defaults(steps=steps)
+    parser.set_defaults(steps=steps, max_exceptions=0.1)
     parser.add_argument("--held-out", type=int, default=64, help="scenarios that are not trained")
-    parser.add_argument(
-        "--max-exceptions", type=float, default=0.1, help="share of rollouts that may fail"
-    )
     return parser
 
 

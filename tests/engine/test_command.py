@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.device.figures import read_figures
-from art_server.device.plan import GIB, Card, Demand, make_plan
+from art_server.device.plan import make_plan
 from art_server.engine import command
 from art_server.engine.command import engine_command, engine_environment
 from art_server.settings import ServerConfig
 from art_server.shared import switches
-from tests.device.test_plan import SIZES
+from tests.device.test_plan import FIGURES, card, demand
 from tests.toy_models import make_model
 
 TINY = BaseModel("art/tiny", TINY_DIR)
@@ -49,9 +48,10 @@ def test_on_cuda_the_context_is_what_the_cache_holds_unless_it_is_given() -> Non
 
 @pytest.mark.parametrize("case", ["none", "kv_cache", "sleep"])
 def test_vllm_gets_its_share_of_the_plan_and_can_sleep_if_it_must(case: str) -> None:
-    model, gib = {"none": ("4B", 79.1), "kv_cache": ("14B", 79.1), "sleep": ("8B", 23.6)}[case]
-    card = Card("a card", int(gib * GIB), 256 * GIB)
-    plan = make_plan(card, Demand(model, SIZES[model], 2, 2, 16, 4), read_figures())
+    model, on = {"none": ("4B", "80 GB"), "kv_cache": ("14B", "80 GB"), "sleep": ("8B", "24 GB")}[
+        case
+    ]
+    plan = make_plan(card(on), demand(model), FIGURES)
     assert plan.handover == case and 0.05 < plan.utilization < 0.95
     made = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"), plan)
     assert float(value_of(made, "--gpu-memory-utilization")) == plan.utilization

@@ -74,9 +74,7 @@ def test_a_game_trains_plots_and_goes_on_where_it_stood(
 SHORT = ["--steps", "2", "--groups", "3", "--group-size", "6", "--held-out", "8"]
 FEWER = ["--groups", "2", "--group-size", "4", "--held-out", "4"]
 """For games of three rounds, whose rewards nearly always differ."""
-MORE = ["--groups", "8"]
-"""For tasks that the base model nearly always, or never, does."""
-OF_PROGRAM = {"rock_paper_scissors": FEWER, "mcp_tools": MORE}
+OF_PROGRAM = {"rock_paper_scissors": FEWER}
 
 
 @pytest.mark.engine

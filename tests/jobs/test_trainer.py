@@ -7,12 +7,11 @@ import pytest
 
 from art_server.base_models import TINY_DIR
 from art_server.children import Children
-from art_server.device.figures import read_figures
-from art_server.device.plan import GIB, Card, Demand, Plan, make_plan
+from art_server.device.plan import Plan, make_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
 from art_server.settings import ServerConfig
 from art_server.shared.tasks import WorkerConfig
-from tests.device.test_plan import SIZES
+from tests.device.test_plan import FIGURES, card, demand
 
 
 def made(plan: Plan | None, folder: Path, **settings: int) -> WorkerConfig:
@@ -24,13 +23,12 @@ def made(plan: Plan | None, folder: Path, **settings: int) -> WorkerConfig:
     return WorkerConfig.model_validate_json(trainer._command[-1])
 
 
-def planned(model: str, gib: float, host_gib: int = 256) -> Plan:
-    card = Card("a card", int(gib * GIB), host_gib * GIB)
-    return make_plan(card, Demand(model, SIZES[model], 2, 2, 16, 4), read_figures())
+def planned(model: str, on: str) -> Plan:
+    return make_plan(card(on), demand(model), FIGURES)
 
 
 def test_micro_batches_are_as_large_as_the_plan_says(tmp_path: Path) -> None:
-    plan = planned("4B", 79.1)
+    plan = planned("4B", "80 GB")
     config = made(plan, tmp_path)
     assert config.device == "cuda:0" and config.max_tokens_per_micro_batch == plan.tokens > 2048
     assert config.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / plan.tokens)
@@ -40,14 +38,14 @@ def test_micro_batches_are_as_large_as_the_plan_says(tmp_path: Path) -> None:
 
 
 def test_a_card_that_always_needs_checkpointing_gets_its_tokens_with_it(tmp_path: Path) -> None:
-    plan = replace(planned("4B", 79.1), tokens=0)
+    plan = replace(planned("4B", "80 GB"), tokens=0)
     config = made(plan, tmp_path)
     assert config.max_tokens_per_micro_batch == MIN_TOKENS
     assert config.checkpointing_factor == pytest.approx(plan.checkpointed_tokens / MIN_TOKENS)
 
 
 def test_the_base_stays_leaves_or_is_read_again_as_planned(tmp_path: Path) -> None:
-    stays, leaves = planned("4B", 79.1), planned("8B", 23.6)
+    stays, leaves = planned("4B", "80 GB"), planned("8B", "24 GB")
     assert stays.is_base_resident and not leaves.is_base_resident and leaves.has_host_copy
     assert made(stays, tmp_path).between_steps == "stay"
     assert made(leaves, tmp_path).between_steps == "leave"

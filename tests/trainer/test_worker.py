@@ -362,36 +362,35 @@ def test_a_signal_for_an_earlier_task_and_a_bad_first_checkpoint_leave_the_next_
     assert ends == ["done", "done", "failed", "done"] and len(loaded) == 1
 
 
-def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
-    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
-    workers: list[Worker] = []
+def kept_in(workers: list[Worker]) -> type[Worker]:
+    """A worker that adds itself to the list."""
 
     class SeenWorker(Worker):
         def serve(self, tasks: BinaryIO) -> None:
             workers.append(self)
             super().serve(tasks)
 
+    return SeenWorker
+
+
+def test_a_step_that_fails_does_not_stay_on_a_device_that_the_engine_wants(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
+    workers: list[Worker] = []
     bad = train_task(tmp_path / "0", tmp_path / "1", with_nan(make_batch(1)))
-    _, failed = serve(SeenWorker, base_dir, bad, between_steps="leave")
+    _, failed = serve(kept_in(workers), base_dir, bad, between_steps="leave")
     assert failed["code"] == "non_finite"
     assert workers[0]._policy is None
 
 
 def test_no_gradient_stays_between_steps(base_dir: Path, tmp_path: Path, make_batch) -> None:
     workers: list[Worker] = []
-
-    class SeenWorker(Worker):
-        def serve(self, tasks: BinaryIO) -> None:
-            workers.append(self)
-            super().serve(tasks)
-
     tasks = (
         InitTask(lora=LORA, out_dir=str(tmp_path / "0")),
         train_task(tmp_path / "0", tmp_path / "1", make_batch(1)),
     )
-    *_, done = serve(SeenWorker, base_dir, *tasks)
+    *_, done = serve(kept_in(workers), base_dir, *tasks)
     assert done["event"] == "done"
     policy = workers[0]._policy
     assert policy is not None and all(each.grad is None for each in policy.parameters.values())
