@@ -3,17 +3,29 @@
 import ast
 import asyncio
 import importlib
+import importlib.machinery
+import importlib.util
 import inspect
 import re
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from scripts.art_surface import Release, Surface, Uses, programs, read_program
 from scripts.import_graph import ROOT
 from tests.compat.table import COVERED, NO_EFFECT, REFUSED
-from tests.unit.test_measures import load_script
+
+
+def load_script(name: str) -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
 
 SCRIPT = load_script("compatibility")
 ENTRIES = SCRIPT.read_surface()
