@@ -120,7 +120,9 @@ class BaseLoader:
             InvalidInput: the base model cannot be found or trained, or does not fit.
             Conflict: another base model is loaded.
         """
-        base = await self._load(name, requested)
+        base = self._engine.base
+        if base is None or base.name != name or self._engine.state == "failed":
+            base = await self._load(name, requested)
         self.is_wanted = True
         return base
 

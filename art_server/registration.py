@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from art.wire import LoRAConfig, ModelInfo, RegisterRequest
 from art_server import base_models
@@ -15,7 +17,7 @@ from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.shared.tasks import InitTask
 from art_server.store import files
-from art_server.store.model_folder import CheckpointRecord, ModelRecord
+from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry, check_lora, check_rank
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ class Registration:
     _engine: Engine
     _trainer: Trainer
     _making: asyncio.Lock
-    """Held while a model is created or deleted."""
+    """Held while the files of a model are created or deleted, and across nothing else."""
     _max_lora_rank: int
 
     async def register(
@@ -59,24 +61,50 @@ class Registration:
         base = await self._base.load(request.base_model, requested)
         if model is not None and not self.is_on_base(model):
             raise self._other_base(model)
-        async with self._making:
-            model = self._registry.find(request.project, request.name)
-            if model is None:
-                record = ModelRecord(
-                    name=request.name,
-                    project=request.project,
-                    base_model=base.name,
-                    lora=request.lora or LoRAConfig(),
-                )
-                await self._write_first_step(record)
-                with files.disk_errors("the model"):
+        model = self._registry.find(request.project, request.name)  # it may be gone, or new
+        if model is None:
+            record = ModelRecord(
+                name=request.name,
+                project=request.project,
+                base_model=base.name,
+                lora=request.lora or LoRAConfig(),
+            )
+            model = await self._create(folder, record)
+            check_lora(model.record.lora, request.lora, model.id)
+        if always_logprobs and not model.record.always_logprobs:
+            async with self._making:
+                if self._registry.find(request.project, request.name) is model:
+                    record = model.record.model_copy(update={"always_logprobs": True})
                     await asyncio.to_thread(folder.create, record, self._engine.log_path)
-                model = self._registry.add(folder, record)
-                logger.info("registered %s on %s", model.id, record.base_model)
-            if always_logprobs and not model.record.always_logprobs:
-                model.record = model.record.model_copy(update={"always_logprobs": True})
-                await asyncio.to_thread(folder.create, model.record, self._engine.log_path)
+                    model.record = record
         return self.info(model)
+
+    async def _create(self, folder: ModelFolder, record: ModelRecord) -> Model:
+        """Creates a model with its step 0. If another request has created it meanwhile, that model is returned."""
+        content: Path | None = None
+        try:
+            if await asyncio.to_thread(lacks_first_step, folder):
+                content = await asyncio.to_thread(folder.new_first_checkpoint_dir)
+                await self._write_first_step(record, content)
+            async with self._making:
+                model = self._registry.find(record.project, record.name)
+                if model is None:
+                    with files.disk_errors("the model"):
+                        await asyncio.to_thread(self._publish, folder, record, content)
+                    model = self._registry.add(folder, record)
+                    logger.info("registered %s on %s", model.id, record.base_model)
+                return model
+        finally:
+            if content is not None:
+                await asyncio.to_thread(shutil.rmtree, content, ignore_errors=True)
+
+    def _publish(self, folder: ModelFolder, record: ModelRecord, content: Path | None) -> None:
+        if content is not None and lacks_first_step(folder):
+            # A registration that was cut off may have left one of another adapter shape.
+            folder.remove_steps(folder.steps())
+            folder.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+            folder.commit_checkpoint(content, CheckpointRecord(step=0))
+        folder.create(record, self._engine.log_path)
 
     def _other_base(self, model: Model) -> Conflict:
         loaded = f"'{self._engine.base.name}'" if self._engine.base is not None else "none"
@@ -87,23 +115,12 @@ class Registration:
             param="base_model",
         )
 
-    async def _write_first_step(self, record: ModelRecord) -> None:
-        folder = self._registry.folder(record.project, record.name)
-        if not folder.exists() and folder.steps() == [0]:
-            # A registration was cut off, perhaps one with another adapter shape.
-            await asyncio.to_thread(folder.remove_steps, [0])
-        if folder.newest_step() is not None:
-            return
-        temporary = await asyncio.to_thread(folder.new_checkpoint_dir)
+    async def _write_first_step(self, record: ModelRecord, content: Path) -> None:
         try:
-            await self._trainer.run(InitTask(lora=record.lora, out_dir=str(temporary)))
-            first = CheckpointRecord(step=0)
-            await asyncio.to_thread(folder.commit_checkpoint, temporary, first)
+            await self._trainer.run(InitTask(lora=record.lora, out_dir=str(content)))
         except TrainerError as error:
             what = f"cannot create an adapter of this shape for '{record.base_model}'"
             raise error.for_client(what, "lora") from error
-        finally:
-            folder.clear_temporary()
 
     def info(self, model: Model) -> ModelInfo:
         return ModelInfo(
@@ -140,3 +157,9 @@ class Registration:
         base, length = self._engine.base, self._engine.max_seq_length
         assert base is not None and length is not None, "known with the base"
         return Limits(vocab_size=base_models.vocab_size(base.path), max_seq_length=length)
+
+
+def lacks_first_step(folder: ModelFolder) -> bool:
+    """Whether the folder of a model that is not registered needs a step 0: it has no step, or only the step 0 of a
+    registration that was cut off."""
+    return folder.steps() in ([], [0])

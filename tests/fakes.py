@@ -67,7 +67,7 @@ class FakeEngine:
         elif self.state == "ready":
             self.adapters[name] = path
 
-    async def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         self.adapters.pop(name, None)
 
     def loaded_adapters(self) -> list[str]:

@@ -1,7 +1,8 @@
 """Lists, prunes, forks, rolls back and deletes the checkpoints of registered models.
 
-A step is removed in this order: it is marked, so that no request resolves to it; the engine unloads its adapter; its
-folder is deleted or set aside. No step is removed while requests use it.
+A step is removed in this order: it is marked, so that no request resolves to it; the engine stops serving its adapter;
+its folder is deleted or set aside. No step is removed while requests use it. Nothing here waits for the trainer or the
+device: a running step may take hours.
 """
 
 import asyncio
@@ -103,16 +104,16 @@ class Checkpoints:
             if step not in keep and not self._gate.uses(model.adapter_name(step))
         ]
         with marked_for_deletion(model, leaving):
-            await self._unload(model, leaving)
+            self._unload(model, leaving)
             await asyncio.to_thread(model.folder.remove_steps, leaving)
         if leaving:
             logger.info("%s: deleted steps %s", model.id, leaving)
         return leaving
 
-    async def _unload(self, model: Model, steps: Iterable[int]) -> None:
+    def _unload(self, model: Model, steps: Iterable[int]) -> None:
         names = {model.adapter_name(step) for step in steps}
         for name in names & set(self._engine.loaded_adapters()):
-            await self._engine.unload_adapter(name)
+            self._engine.unload_adapter(name)
 
     # --- changing what a model is ---
 
@@ -170,8 +171,8 @@ class Checkpoints:
             with marked_for_deletion(model, later):
                 try:
                     await self._wait_unused(model, later)
-                    await self._unload(model, later)
-                    await self._engine.forget_prompts()
+                    self._unload(model, later)
+                    self._engine.forget_prompts()
                     await self._while_idle(model, lambda: self._set_aside(model, step, later))
                 finally:
                     if model.step == step:  # a job in between may have made a newer step
@@ -208,10 +209,10 @@ class Checkpoints:
                     code="in_use",
                     param="name",
                 )
-            model.is_leaving = True  # these waits can be as long as another model's step
+            model.is_leaving = True
             try:
-                await self._unload(model, steps)
-                await self._engine.forget_prompts()
+                self._unload(model, steps)
+                self._engine.forget_prompts()
                 grave = await self._while_idle(model, lambda: self._bury(model))
             finally:
                 model.is_leaving = False

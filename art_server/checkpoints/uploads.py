@@ -140,7 +140,7 @@ class Uploads:
         if model is None:
             return self._registry.add(folder, description.of_model(project, name))
         # The cache may hold prompts of a deleted step with this number.
-        await self._engine.forget_prompts()
+        self._engine.forget_prompts()
         return model
 
     @contextlib.contextmanager

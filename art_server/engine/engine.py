@@ -148,6 +148,10 @@ class Engine:
         self._background = background
         self._adapters: dict[str, Path] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
+        self._leaving: set[str] = set()
+        """Adapters that vLLM still holds and nobody can request."""
+        self._has_stale_prompts = False
+        """vLLM's prefix cache may contain prompts of an adapter whose name will get other weights."""
         self._paused = False
         self._has_weights = True
         self._ended: str | None = None
@@ -319,6 +323,8 @@ class Engine:
         make_file(self._work_file)
         self.progress.note("engine: vLLM starts, which imports its code and loads the weights")
         self._process = await self._launch(self.base, self._run_dir)
+        self._leaving.clear()
+        self._has_stale_prompts = False
         self.num_starts += 1
         self._children.add(self._process.pid)
 
@@ -464,6 +470,7 @@ class Engine:
     async def pause(self) -> None:
         """Freezes vLLM and releases the memory that the plan's handover names; requests in flight continue after
         `resume`. The caller holds the device."""
+        await self._tidy()
         self._paused, self._has_weights = True, self._handover != "sleep"
         limit = SLEEP_SECONDS if self._handover == "sleep" else PAUSE_SECONDS
         await self._post_control(PAUSE[self._handover], limit)
@@ -526,6 +533,7 @@ class Engine:
 
     async def _load_alone(self, name: str, path: Path) -> None:
         async with self._owner.held():
+            await self._tidy()
             if self.state == "ready":
                 try:
                     await self._load(name, path)
@@ -542,17 +550,25 @@ class Engine:
             await self._post_load(name, path)
             self._adapters[name] = path
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter. Requests that use it must have ended."""
-        async with self._owner.held():
-            if self._adapters.pop(name, None) is not None and self.state == "ready":
-                with contextlib.suppress(*LOST):
-                    await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+    def unload_adapter(self, name: str) -> None:
+        """Serves an adapter no longer. Requests that use it must have ended. vLLM unloads it before the next pause or
+        load, because the caller must not wait for the device."""
+        if self._adapters.pop(name, None) is not None:
+            self._leaving.add(name)
 
-    async def forget_prompts(self) -> None:
-        """Empties vLLM's prefix cache, which finds prompts by their adapter's name: other weights will get that name.
-        Requests in flight are computed again."""
-        async with self._owner.held():
+    def forget_prompts(self) -> None:
+        """Has vLLM empty its prefix cache, which finds prompts by their adapter's name, before it loads other weights
+        under a name. Requests in flight are computed again."""
+        self._has_stale_prompts = True
+
+    async def _tidy(self) -> None:
+        """Does what `unload_adapter` and `forget_prompts` left. The caller holds the device, and vLLM is awake."""
+        while self._leaving and self.state == "ready":
+            name = self._leaving.pop()
+            with contextlib.suppress(*LOST):
+                await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+        if self._has_stale_prompts and self.state == "ready":
+            self._has_stale_prompts = False
             await self._post_control(
                 ("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS
             )

@@ -565,15 +565,15 @@ class JobRunner:
             logger.error("%s: %s", model.id, note)
         if not notes:
             logger.info("%s serves", name)
-            await self._unload_old(model, step)
+            self._unload_old(model, step)
         return notes
 
-    async def _unload_old(self, model: Model, step: int) -> None:
+    def _unload_old(self, model: Model, step: int) -> None:
         kept = {model.adapter_name(step - back) for back in range(ADAPTERS_KEPT_LOADED)}
         for loaded in self._engine.loaded_adapters():
             is_old = loaded.rpartition("@")[0] == model.id and loaded not in kept
             if is_old and not self._gate.uses(loaded):
-                await self._engine.unload_adapter(loaded)
+                self._engine.unload_adapter(loaded)
 
     async def _finish(self, model: Model, job: Job, step: int, notes: Sequence[str]) -> None:
         lines = await asyncio.to_thread(self._queue.trajectories, job.job_id)

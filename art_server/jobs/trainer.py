@@ -1,21 +1,34 @@
 """The trainer process for the server's base model."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from art_server.children import Children
 from art_server.device.plan import Plan
 from art_server.jobs.trainer_process import TrainerProcess, worker_command, worker_environment
 from art_server.settings import Device, ServerConfig
-from art_server.shared.tasks import BetweenSteps, WorkerConfig
+from art_server.shared.tasks import (
+    BetweenSteps,
+    CheckTask,
+    Done,
+    InitTask,
+    LoadTask,
+    Progress,
+    TrainTask,
+    WorkerConfig,
+)
 
 MIN_TOKENS = 64
 """Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where it is always needed."""
 
 
 class Trainer(TrainerProcess):
-    """The worker process that trains adapters of the server's base model."""
+    """The worker process that trains adapters of the server's base model.
+
+    A task without a device (init, check) never waits for a step: while the process is busy, a second one runs it, which
+    ends when no such task is left.
+    """
 
     def __init__(
         self, config: ServerConfig, device: Device, kept_to: Mapping[str, str], children: Children
@@ -25,6 +38,8 @@ class Trainer(TrainerProcess):
         super().__init__((), config.log_dir / "trainer.log", environment, children)
         self._config = config
         self._device: Device = device
+        self._aside = TrainerProcess((), config.log_dir / "trainer.log", environment, children)
+        self._num_aside = 0
 
     def set_base(self, path: Path, plan: Plan | None = None) -> None:
         """Sets the base model's folder and the GPU's memory plan (None on a CPU); the first task starts the process."""
@@ -45,6 +60,28 @@ class Trainer(TrainerProcess):
             budgets=str(self._config.server_dir / "budgets.json"),
         )
         self._command = worker_command(worker)
+        # Unsloth needs a GPU, and takes longer to import.
+        deviceless = WorkerConfig(base_model=str(path), trainer="peft", device="cpu", threads=1)
+        self._aside._command = worker_command(deviceless)
+
+    async def run(
+        self,
+        task: InitTask | CheckTask | LoadTask | TrainTask,
+        on_progress: Callable[[Progress], None] | None = None,
+        batch: bytes | None = None,
+    ) -> Done:
+        if self.is_busy and isinstance(task, InitTask | CheckTask):
+            return await self._run_aside(task)
+        return await super().run(task, on_progress, batch)
+
+    async def _run_aside(self, task: InitTask | CheckTask) -> Done:
+        self._num_aside += 1
+        try:
+            return await self._aside.run(task)
+        finally:
+            self._num_aside -= 1
+            if not self._num_aside:
+                await self._aside.stop()
 
 
 def _between_steps(plan: Plan | None) -> BetweenSteps:

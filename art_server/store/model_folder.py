@@ -173,6 +173,13 @@ class ModelFolder:
             folder.mkdir(parents=True)
         return folder
 
+    def new_first_checkpoint_dir(self) -> Path:
+        """Creates a temporary folder for step 0 beside the model's own folder, which may not exist yet."""
+        folder = self.path.with_name(f".{uuid.uuid4().hex}.tmp")
+        with files.disk_errors("a checkpoint"):
+            folder.mkdir(parents=True)
+        return folder
+
     def commit_checkpoint(self, temporary: Path, record: CheckpointRecord) -> None:
         """Publishes a finished checkpoint: writes checkpoint.json with the digests of its files, renames the folder,
         and deletes the optimizer state of older steps."""

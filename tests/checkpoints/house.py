@@ -53,7 +53,7 @@ def commit(folder: ModelFolder, adapter: Path, step: int, **fields: Any) -> None
 
 
 class RecordingEngine(FakeEngine):
-    """One that remembers what it was asked, and can be kept from unloading."""
+    """One that remembers what it was asked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,18 +61,17 @@ class RecordingEngine(FakeEngine):
         self.log_path = Path("engine.log")
         self.progress = StartProgress()
         self.asked: list[str] = []
-        self.may_unload = asyncio.Event()
-        self.may_unload.set()
+        self.when_unloading: Callable[[], object] = lambda: None
 
     def holds(self, *names: str) -> None:
         self.adapters = {name: Path(name) for name in names}
 
-    async def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         self.asked.append(f"unload {name}")
-        await self.may_unload.wait()
-        await super().unload_adapter(name)
+        self.when_unloading()
+        super().unload_adapter(name)
 
-    async def forget_prompts(self) -> None:
+    def forget_prompts(self) -> None:
         self.asked.append("forget")
 
     async def stop(self) -> None: ...

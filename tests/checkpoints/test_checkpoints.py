@@ -114,17 +114,19 @@ async def test_a_step_that_is_going_is_not_found_before_it_is_gone(
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here:
         here.engine.holds("p/a@0")
-        here.engine.may_unload.clear()
-        deleting = asyncio.create_task(post(here, "checkpoints/delete", {"keep": []}))
-        await until(lambda: "unload p/a@0" in here.engine.asked)
-        assert folder.steps() == [0, 1, 2], "still on disk"
-        for text in ("p/a@0", "a@1"):
-            with pytest.raises(NotFound) as error:
-                here.registry.resolve(text, "art/tiny", None)
-            assert error.value.code == "unknown_step"
-        assert here.registry.resolve("p/a", "art/tiny", None).step == 2
-        here.engine.may_unload.set()
-        assert (await deleting).json()["deleted"] == [0, 1]
+
+        def look() -> None:
+            assert folder.steps() == [0, 1, 2], "still on disk"
+            for text in ("p/a@0", "a@1"):
+                with pytest.raises(NotFound) as error:
+                    here.registry.resolve(text, "art/tiny", None)
+                assert error.value.code == "unknown_step"
+            assert here.registry.resolve("p/a", "art/tiny", None).step == 2
+
+        here.engine.when_unloading = look
+        reply = await post(here, "checkpoints/delete", {"keep": []})
+        assert reply.json()["deleted"] == [0, 1]
+        assert here.engine.asked == ["unload p/a@0"]
         assert here.registry.get("p", "a").deleting == set()
 
 
@@ -326,23 +328,25 @@ async def test_jobs_refuse_rollback_and_deletion(tmp_path: Path, tiny_adapter: P
 
 
 async def test_a_deletion_leaves_jobs_alone(tmp_path: Path, tiny_adapter: Path) -> None:
-    """It waits for another model's step. Meanwhile jobs find the model, and requests for inference do not."""
+    """While it runs jobs find the model, and requests for inference do not."""
     folder = add_model(tmp_path, tiny_adapter, steps=2)
     async with house(tmp_path) as here, here.client() as http:
         here.engine.holds("p/a@1")
-        here.engine.may_unload.clear()
         job = here.add_job()
         async with asyncio.timeout(5):  # at once
             assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
         here.queue.set_done(job, {}, here.queue.get(job).report)
-        deleting = asyncio.create_task(http.delete(MODEL))
-        await until(lambda: bool(here.engine.asked))
-        with pytest.raises(NotFound):
-            here.registry.resolve("a", "art/tiny", None)
-        job = here.add_job()
-        assert here.registry.get("p", "a").step == 1
-        here.engine.may_unload.set()
-        assert (await deleting).json()["error"]["code"] == "jobs_pending"
+        jobs: list[str] = []
+
+        def add_job() -> None:
+            with pytest.raises(NotFound):
+                here.registry.resolve("a", "art/tiny", None)
+            jobs.append(here.add_job())
+            assert here.registry.get("p", "a").step == 1
+
+        here.engine.when_unloading = add_job
+        assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
+        (job,) = jobs
         assert (folder.steps(), here.registry.resolve("a", "art/tiny", None).step) == ([0, 1], 1)
         here.queue.set_done(job, {}, here.queue.get(job).report)
         assert (await http.delete(MODEL)).status_code < 300

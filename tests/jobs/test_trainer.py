@@ -1,16 +1,19 @@
-"""What the trainer's process is told of the memory plan."""
+"""What the trainer's process is told of the memory plan, and which of two processes runs a task."""
 
+import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from art.wire import LoRAConfig, TrainConfig
 from art_server.base_models import TINY_DIR
 from art_server.children import Children
 from art_server.device.plan import Plan, make_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
 from art_server.settings import ServerConfig
-from art_server.shared.tasks import WorkerConfig
+from art_server.shared.tasks import CheckTask, InitTask, TrainTask, WorkerConfig
 from tests.device.test_plan import FIGURES, card, demand
 
 
@@ -56,3 +59,40 @@ def test_on_a_cpu_the_worker_chooses_its_tokens(tmp_path: Path) -> None:
     config = made(None, tmp_path)
     assert config.device == "cpu" and config.between_steps == "stay"
     assert config.max_tokens_per_micro_batch is None and config.checkpointing_factor is None
+
+
+WORKER = """
+import json, sys, time
+print('{"event":"ready"}', flush=True)
+for line in sys.stdin:
+    task = json.loads(line)
+    print(json.dumps({"event": "progress", "phase": sys.argv[1], "completed": 0, "total": 1}), flush=True)
+    if task["kind"] == "train":
+        time.sleep(1000)
+    print(json.dumps({"event": "done", "metrics": {}, "notes": [sys.argv[1]]}), flush=True)
+"""
+
+
+@pytest.mark.anyio
+async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) -> None:
+    trainer = Trainer(ServerConfig(path=tmp_path), "cpu", {}, Children(tmp_path, tmp_path))
+    trainer.set_base(TINY_DIR)
+    settings = WorkerConfig.model_validate_json(trainer._aside._command[-1])
+    assert (settings.base_model, settings.device) == (str(TINY_DIR), "cpu")
+    trainer._command = [sys.executable, "-c", WORKER, "main"]
+    trainer._aside._command = [sys.executable, "-c", WORKER, "aside"]
+    init = InitTask(lora=LoRAConfig(), out_dir=str(tmp_path))
+    check = CheckTask(lora=LoRAConfig(), folder=str(tmp_path))
+    begun = asyncio.Event()
+    step = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="1", config=TrainConfig())
+    async with asyncio.timeout(100):
+        assert (await trainer.run(init)).notes == ["main"], "nothing else runs: no second process"
+        assert trainer._aside.pid is None
+        training = asyncio.create_task(trainer.run(step, lambda _: begun.set()))
+        await begun.wait()
+        done = await asyncio.gather(trainer.run(init), trainer.run(check), trainer.run(init))
+        assert [each.notes for each in done] == [["aside"]] * 3
+        assert trainer._aside.pid is None, "it ended with its last task"
+        assert not training.done() and trainer.pid is not None
+    training.cancel()
+    await asyncio.wait([training])

@@ -1,0 +1,87 @@
+"""Registering, forking, deleting and uploading while a step trains: none of them waits for it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from art.wire import ForkRequest, LoRAConfig, RegisterRequest
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.errors import Conflict
+from art_server.shared.tasks import Done, InitTask
+from art_server.store.registry import Model
+from art_server.trainer.checkpoint import write_first_checkpoint
+from tests.checkpoints.house import TINY_LORA, House, house
+
+pytestmark = pytest.mark.anyio
+
+
+class SlowTrainer:
+    """Writes a step 0 once `aside` is set, as behind a running step or the start of a second process."""
+
+    def __init__(self) -> None:
+        self.aside = asyncio.Event()
+        self.shapes: list[LoRAConfig] = []
+
+    async def run(self, task: InitTask) -> Done:
+        self.shapes.append(task.lora)
+        await self.aside.wait()
+        out = Path(task.out_dir)
+        await asyncio.to_thread(write_first_checkpoint, str(TINY_DIR), task.lora, 0, out)
+        return Done(metrics={})
+
+
+@contextlib.asynccontextmanager
+async def made(root: Path) -> AsyncIterator[tuple[House, SlowTrainer]]:
+    async with house(root) as here:
+        trainer = SlowTrainer()
+        here.service._registration._trainer = trainer  # type: ignore[assignment]
+        yield here, trainer
+
+
+async def register(here: House, name: str, lora: LoRAConfig = TINY_LORA) -> Model:
+    request = RegisterRequest(project="p", name=name, base_model="art/tiny", lora=lora)
+    await here.service.register(request, {}, always_logprobs=True)
+    return here.registry.get("p", name)
+
+
+async def test_nothing_waits_for_the_step_0_of_another_model(tmp_path: Path) -> None:
+    async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
+        trainer.aside.set()
+        known = await register(here, "known")
+        trainer.aside.clear()
+        new = asyncio.create_task(register(here, "new"))
+        while len(trainer.shapes) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await register(here, "known") is known
+        fork = await here.service.fork(known, ForkRequest(project="p", name="fork"))
+        assert fork.folder.steps() == [0]
+        await here.service.delete_model(known)
+        assert here.registry.find("p", "new") is None and not new.done()
+        trainer.aside.set()
+        assert (await new).step == 0
+
+
+async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> None:
+    async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
+        wide = LoRAConfig(rank=8)
+        tasks = [
+            asyncio.create_task(register(here, "a", lora)) for lora in (TINY_LORA, TINY_LORA, wide)
+        ]
+        while len(trainer.shapes) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        trainer.aside.set()
+        one, two, other = await asyncio.gather(*tasks, return_exceptions=True)
+        assert one is two and isinstance(one, Model) and one.record.lora == TINY_LORA
+        assert isinstance(other, Conflict), "the third has another shape"
+        assert one.folder.steps() == [0]
+        assert [entry.name for entry in one.folder.path.parent.iterdir()] == ["a"]
+
+
+async def test_a_loaded_base_model_is_known_while_the_loader_is_busy(tmp_path: Path) -> None:
+    async with house(tmp_path) as here, asyncio.timeout(60):
+        loader = here.service._base
+        async with loader._lock:  # of a registration that names another base model
+            assert await loader.load("art/tiny") == BaseModel("art/tiny", TINY_DIR)
