@@ -17,6 +17,10 @@ class InvalidInput(ServerError):
     """The request is wrong."""
 
 
+class BadRequest(InvalidInput):
+    """An inference request is wrong, and vLLM would answer it with a 400."""
+
+
 class Unauthorized(ServerError):
     """No key, an unknown key, or an expired one."""
 

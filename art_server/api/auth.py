@@ -110,16 +110,16 @@ class Authentication:
             return
         try:
             caller = self._admit(scope)
-            usage = self._keys.enter(caller.limits) if caller.limits is not None else None
+            counted = self._keys.enter(caller.limits) if caller.limits is not None else None
         except ServerError as error:
             await answer(error)(scope, receive, send)
             return
-        scope.setdefault("state", {})["caller"] = caller
+        scope.setdefault("state", {}).update(caller=caller, counted=counted)
         try:
             await self._app(scope, receive, send)
         finally:
-            if usage is not None:
-                usage.num_running -= 1
+            if counted is not None:
+                counted.leave()
 
     def _admit(self, scope: Scope) -> Caller:
         session = take_session_path(scope)

@@ -13,6 +13,7 @@ from art.wire import NAME_RULE, ErrorBody, ErrorDetail
 from art_server import errors
 
 STATUS: Mapping[type[errors.ServerError], int] = {
+    errors.BadRequest: 400,
     errors.InvalidInput: 422,
     errors.Unauthorized: 401,
     errors.Forbidden: 403,

@@ -6,6 +6,7 @@ request that waits at the pause gate while a step runs is resolved again afterwa
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from art_server.api.auth import Caller
 from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
 from art_server.api.grammars import check_grammars
 from art_server.api.streaming import answer_stream
-from art_server.errors import InvalidInput
+from art_server.errors import BadRequest, InvalidInput
 from art_server.ledger import conversation
 from art_server.relay import InferenceRequest
 from art_server.service import Service
@@ -29,6 +30,9 @@ PATHS: Mapping[str, str] = {
     "/v1/messages": "messages",
 }
 """The routes that are forwarded, and the names of their APIs. vLLM's other routes cannot be reached."""
+
+MAX_CHOICES = 1024
+"""Choices of one request: `n` times the number of prompts. More are more than an engine samples at a time."""
 
 OPENING_ROLES = frozenset({"system", "developer", "user"})
 """A conversation of only these roles contains no answer."""
@@ -42,6 +46,8 @@ def install(app: FastAPI, service: Service) -> None:
         await service.wait_base()  # the limit and the names depend on it
         body = await read_body(request, v1_limit_mb(service.max_seq_length), SHORTER)
         inference = await beside(functools.partial(make_request, request), body)
+        if (counted := request.state.counted) is not None:
+            counted.grow(num_choices(inference.api, inference.body))
         if service.tracing is not None:
             inference.traceparent = request.headers.get("traceparent")
         service.resolve(inference)  # refuses an unknown name now, not after a wait
@@ -64,7 +70,8 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
     """The inference request that a body contains.
 
     Raises:
-        InvalidInput: the body is not a JSON object with a model, asks for beam search, or a grammar is above its limits.
+        InvalidInput: the body is not a JSON object with a model, asks for beam search or too many choices, or a grammar is
+            above its limits.
     """
     data = decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("model"), str):
@@ -74,6 +81,7 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
             param="model",
         )
     check_no_beam_search(data)
+    check_choices(PATHS[request.scope["path"]], data)
     check_grammars(data)
     caller: Caller = request.state.caller
     path = request.scope["path"]
@@ -114,6 +122,34 @@ def check_no_beam_search(body: dict[str, Any]) -> None:
             "with n",
             code="beam_search",
             param="use_beam_search",
+        )
+
+
+def num_choices(api: str, body: Mapping[str, Any]) -> int:
+    """The number of choices that a request asks for: `n` times the number of prompts."""
+    n, prompt = body.get("n"), body.get("prompt")
+    if api not in ("chat", "completions"):
+        return 1
+    if isinstance(n, str) and n.strip().isdecimal():  # vLLM reads such a text as a number
+        n = int(n)
+    num = int(n) if isinstance(n, int | float) and 1 < n < math.inf else 1
+    if api == "completions" and isinstance(prompt, list):
+        num *= sum(1 for each in prompt if not isinstance(each, int)) or 1
+    return num
+
+
+def check_choices(api: str, body: Mapping[str, Any]) -> None:
+    """Checks the number of choices.
+
+    Raises:
+        BadRequest: it is above the limit.
+    """
+    if (num := num_choices(api, body)) > MAX_CHOICES:
+        raise BadRequest(
+            f"n: the request asks for {num} choices (n times the number of prompts), above the limit of {MAX_CHOICES}: ask "
+            "for fewer in one request",
+            code="too_many_choices",
+            param="n",
         )
 
 

@@ -18,6 +18,7 @@ import json
 import logging
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -548,6 +549,8 @@ class OpenRequest:
     lost: dict[int, str] = field(default_factory=dict)
     """Choices without a record, with the reason."""
     _came: asyncio.Event = field(default_factory=asyncio.Event)
+    _patience: float = field(default_factory=lambda: RECORD_WAIT_SECONDS)
+    """Seconds that the answer may still wait for records, for all of its choices together."""
 
     def __enter__(self) -> "OpenRequest":
         self.ledger._open[self.request.request_id] = self
@@ -572,12 +575,17 @@ class OpenRequest:
 
     async def wait(self, index: int) -> Record | None:
         """The record of choice `index`, once it has arrived; None if there is none, and then `lost` has the reason."""
+        if index in self.records:
+            return self.records[index]
+        started = time.monotonic()
         try:
-            async with asyncio.timeout(RECORD_WAIT_SECONDS):
+            async with asyncio.timeout(self._patience):
                 while index not in self.records and index not in self.lost:
                     self._came.clear()
                     await self._came.wait()
         except TimeoutError:
             logger.error("no record came for choice %d of %s", index, self.request.request_id)
             self.lost[index] = f"no record came within {RECORD_WAIT_SECONDS:.0f} s"
+        finally:
+            self._patience = max(0.0, self._patience - (time.monotonic() - started))
         return self.records.get(index)

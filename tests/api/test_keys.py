@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from art.wire import Health
 from art_server.api.auth import Authentication
+from art_server.api.inference import num_choices
 from art_server.api.keys import Keys, Usage
 from art_server.api.model_keys import ModelKeys
 from art_server.errors import TooMany
@@ -209,3 +210,47 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     service._processes.engine.detail = "last log lines: a prompt"
     assert (await health(app, "/health", "localhost", None))["detail"] is not None
     assert await health(app, "/health", "evil.example", None) == bare
+
+
+async def test_choices_count_as_so_many_requests(tmp_path: Path) -> None:
+    keys = (
+        ApiKey(key="k", concurrent=8, requests_per_minute=20),
+        ApiKey(key="free"),
+    )
+    app, _ = make(tmp_path, api_keys=keys)
+    async with client(app, headers=bearer("k")) as http:
+        path = "/v1/completions"
+        body = {"model": "none", "prompt": ["a", "b", [1, 2]], "n": 3}
+        refused = await http.post(path, json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "n")
+        assert "9 choices" in error["message"] and "8 (`concurrent`)" in error["message"]
+        body["n"] = 2
+        assert (await http.post(path, json=body)).status_code == 404, "6 of 8"
+        assert app.state.keys._usages[keys[0].owner].num_running == 0
+        assert len(app.state.keys._usages[keys[0].owner].starts) == 7, "1, and 6"
+        await http.post("/v1/chat/completions", json={"model": "none", "messages": [], "n": "8"})
+        assert len(app.state.keys._usages[keys[0].owner].starts) == 15
+        chat = {"model": "none", "messages": [], "n": 8}
+        refused = await http.post("/v1/chat/completions", json=chat)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
+        many = {"model": "none", "prompt": ["a"] * 1000, "n": 2}
+        refused = await http.post(path, json=many, headers=bearer("free"))
+        assert refused.status_code == 400 and "2000 choices" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "num"),
+    [
+        ("chat", {}, 1),
+        ("chat", {"n": 4, "prompt": ["a", "b"]}, 4),
+        ("completions", {"prompt": [1, 2, 3], "n": 2}, 2),
+        ("completions", {"prompt": [[1], [2]], "n": 2.0}, 4),
+        ("completions", {"prompt": "text", "n": None}, 1),
+        ("completions", {"prompt": [], "n": -3}, 1),
+        ("chat", {"n": float("inf")}, 1),
+        ("responses", {"n": 9}, 1),
+    ],
+)
+def test_choices_are_prompts_times_n(api: str, body: dict[str, Any], num: int) -> None:
+    assert num_choices(api, body) == num

@@ -14,6 +14,7 @@ import pytest
 from art_server import clock
 from art_server.background import Background
 from art_server.ledger import conversation
+from art_server.ledger import ledger as ledger_module
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
@@ -365,3 +366,17 @@ def test_a_clock_that_is_set_drops_nothing_and_keeps_nothing_for_ever(
     later = clock.now() + 8 * 86400
     monkeypatch.setattr(clock, "now", lambda: later)
     assert ledger.prune() == 2, "what an earlier server made with a clock ahead ages from here"
+
+
+@pytest.mark.anyio
+async def test_an_answer_waits_once_for_all_of_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand choices without records would else wait a thousand times."""
+    monkeypatch.setattr(ledger_module, "RECORD_WAIT_SECONDS", 0.5)
+    ledger = Ledger(tmp_path / "l.sqlite")
+    with ledger.open_request(REQUEST) as opened:
+        async with asyncio.timeout(60):
+            for index in range(1000):
+                assert await opened.wait(index) is None
+        assert len(opened.lost) == 1000 and "no record came" in opened.lost[999]
