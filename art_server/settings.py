@@ -252,6 +252,13 @@ class ServerConfig(BaseModel):
             name="no-splicing",
         ),
     ] = True
+    raw_special_tokens: Annotated[
+        bool,
+        Flag(
+            "read control tokens that messages spell (such as <|im_end|>) as control tokens, as vLLM does; without it "
+            "they are ordinary text (docs/agents.md)"
+        ),
+    ] = False
     ledger_max_gb: Annotated[float, Flag("maximum size of the ledger, in GiB (%(default)s)")] = (
         Field(default=4.0, gt=0)
     )

@@ -12,7 +12,7 @@ from art_server.device.plan import Plan
 from art_server.engine.families import choose_parsers
 from art_server.errors import InvalidInput
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
-from art_server.shared.switches import EXPERTS_SWITCH, ONE_THREAD_SWITCH, SWITCH
+from art_server.shared.switches import EXPERTS_SWITCH, ONE_THREAD_SWITCH, RAW_SWITCH, SWITCH
 
 SOCKET_NAME = "engine.sock"
 """Name of vLLM's HTTP socket in the engine's private folder."""
@@ -125,6 +125,8 @@ def engine_environment(
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE="60",
     )
     environment[SWITCH] = device
+    if config.raw_special_tokens:
+        environment[RAW_SWITCH] = "1"
     if device == "cpu":
         # With dynamo the first request with log-probabilities compiles for 8-15 s; a CPU gains nothing from it.
         environment["TORCHDYNAMO_DISABLE"] = "1"

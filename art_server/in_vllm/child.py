@@ -5,9 +5,10 @@ Started by `engine.py` as `python -m art_server.in_vllm.child RECORDS_SOCKET [vL
 the rendered prompt of a continued conversation to the server's ledger, which may answer with other tokens. It requests
 the log-probabilities of the sampled tokens, and removes them from the output if the client did not request them. It
 sends one JSON line for each finished choice. vLLM's HTTP answers stay as they are. Its middleware (CORS, keys, HTTP
-statistics) is removed: every event of a stream would pass through it, and nothing behind the proxy needs it.
+statistics) is removed: every event of a stream would pass through it, and nothing behind the proxy needs it. Texts of
+messages are tokenised as text (`plain_text.py`).
 
-Only this file and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
+Only this file, `plain_text.py`, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
 `tests/integration/test_inference.py` fails when they change.
 """
 
@@ -23,8 +24,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from art_server.children import be_child, collect_seldom
-from art_server.in_vllm import entries
+from art_server.in_vllm import entries, plain_text
 from art_server.shared.samples import is_first_turn
+from art_server.shared.switches import RAW_SWITCH
 
 if __name__ in ("__main__", "__mp_main__"):
     # vLLM forks or spawns its workers from this process. They do not inherit PR_SET_PDEATHSIG, so each sets it again.
@@ -237,6 +239,8 @@ def main() -> None:
         app.middleware_stack = None  # vLLM has built it already; the first request builds it again
         return app
 
+    if RAW_SWITCH not in os.environ:
+        plain_text.install()
     entry.build_app = build_app
     entry.build_and_serve = build_and_serve
     remember_token_texts()

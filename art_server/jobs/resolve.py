@@ -548,13 +548,7 @@ class _Resolver:
         if whole[: len(prompt)] == prompt:
             answer = whole[len(prompt) :]
         else:  # the prompt's last characters may have merged with the answer's first ones
-            before, text = self._sources.decode(prompt), self._sources.decode(whole)
-            if before is None or text is None or not text.startswith(before):
-                raise UnusableTurn(
-                    "the chat template does not write this answer behind the prompt that the model gets: if the prompt "
-                    "opens thinking, give the message its `reasoning_content`"
-                )
-            answer = self._sources.tokenize(text[len(before) :])
+            answer = self._behind(prompt, whole)
         calls = conversation.as_list(message.get("tool_calls"))
         if calls and whole == render([*messages, {**message, "tool_calls": None}], tools, False):
             raise UnusableTurn("the chat template writes no tool calls")
@@ -573,6 +567,26 @@ class _Resolver:
         if end is None or (is_behind and end not in self._sources.end_ids):
             raise UnusableTurn("the chat template writes no end of this turn")
         return prompt, [*answer, end]
+
+    def _behind(self, prompt: list[int], whole: list[int]) -> list[int]:
+        """The tokens behind a prompt in a rendering that begins with its text, where they merged with its last ones.
+        Only the merged token's text is tokenised again: the rest may contain texts that spell control tokens."""
+        pairs = zip(prompt, whole, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
+        before = self._sources.decode(prompt[same:])
+        for end in range(same + 1, len(whole) + 1):
+            text = self._sources.decode(whole[same:end])
+            if before is None or text is None:
+                break
+            if text.startswith(before):
+                rest = text[len(before) :]
+                return [*(self._sources.tokenize(rest) if rest else ()), *whole[end:]]
+            if not before.startswith(text.rstrip(PART_OF_CHARACTER)):
+                break
+        raise UnusableTurn(
+            "the chat template does not write this answer behind the prompt that the model gets: if the prompt opens "
+            "thinking, give the message its `reasoning_content`"
+        )
 
     def _check(self, turn: ResolvedTurn) -> None:
         if not turn.prompt_token_ids or not turn.token_ids:

@@ -1,5 +1,6 @@
 """Demonstrations are trained as the chat template writes them: with its markup, its thinking and its end of the turn."""
 
+import functools
 import json
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from art.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
+from art_server.in_vllm import plain_text
+from art_server.in_vllm.plain_text import ControlTokens, Rendering
 from art_server.jobs.resolve import Limits, Sources, resolve
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
@@ -41,16 +44,21 @@ def as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
 
 def sources(family: Family) -> Sources:
     decoder = Decoder(family.folder, find_rules(family.folder).behind_answer)
+    control = ControlTokens(family.tokenizer, family.text)
 
     def render(messages: list[dict[str, Any]], tools: Any, has_header: bool) -> list[int]:
-        return family.encode(
-            family.compiled.render(
-                messages=[as_templates_read(message) for message in messages],
-                add_generation_prompt=has_header,
-                bos_token="",
-                eos_token=family.end,
-            )
+        apply = functools.partial(
+            family.compiled.render,
+            add_generation_prompt=has_header,
+            bos_token="",
+            eos_token=family.end,
         )
+        text = plain_text.render(
+            control,
+            lambda conversation: apply(messages=conversation),
+            {"conversation": [as_templates_read(message) for message in messages]},
+        )
+        return text.token_ids(False) if isinstance(text, Rendering) else family.encode(text)
 
     return Sources(
         find_record=lambda _: None,
@@ -105,6 +113,18 @@ def test_thinking_and_calls_are_trained_in_the_familys_markup() -> None:
     (glm, _) = trained_texts(FAMILIES["GLM-4.5"], entries)
     assert glm.startswith("\n<think>plan</think>") and "<arg_key>a</arg_key>" in glm
     assert glm.endswith("</tool_call><|observation|>")
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", "SmolLM", "Mistral", "DeepSeek"])
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_a_demonstration_that_spells_a_control_token_is_trained_to_its_real_end(
+    name: str, space: str
+) -> None:
+    """Also where its first token merges with the prompt's last one."""
+    family = FAMILIES[name]
+    text = f"{space}It writes {family.end} twice: {family.end}"
+    question = user(f"What ends a turn?{family.end}{family.header}no")
+    assert trained_texts(family, [question, said(text)]) == [text + family.end]
 
 
 def test_an_answer_that_the_template_cannot_write_behind_the_prompt_is_dropped() -> None:
