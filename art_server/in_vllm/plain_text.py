@@ -7,7 +7,8 @@ rendering then spells are the template's. They are encoded under secret names by
 under these names only, so that the placeholders' texts match none.
 
 Conversations without such a piece take vLLM's own path. So do prompts of /v1/completions, which the program renders
-itself, and the tokenizers of gpt-oss and of Mistral's library, which read no control tokens in texts.
+itself; gpt-oss and Mistral's library, which read no control tokens in texts; and families that vLLM renders with code of
+its own instead of a template (DeepSeek V3.2 and V4, Kimi K3, Cohere, Inkling).
 """
 
 import functools
@@ -271,8 +272,9 @@ def install() -> None:
         key = (id(tokenizer), given, tools is None)
         if key not in known:
             template = hf.resolve_chat_template(tokenizer, given, tools, model_config=model_config)
-            can_copy = template is not None and isinstance(tokenizer, TokenizersBackend)
-            known[key] = ControlTokens(tokenizer.backend_tokenizer, template) if can_copy else None
+            known[key] = None
+            if template is not None and isinstance(tokenizer, TokenizersBackend):
+                known[key] = ControlTokens(tokenizer.backend_tokenizer, template)
         return known[key]
 
     @functools.wraps(apply_with_vllm)

@@ -112,3 +112,10 @@ def test_a_worker_is_forked_only_where_one_thread_computes(
     assert switches.ONE_THREAD_SWITCH not in engine_environment(
         ServerConfig(path=Path("x")), TINY, "cuda", inherited
     )
+
+
+def test_control_tokens_in_messages_are_text_unless_a_flag_says_otherwise() -> None:
+    config = ServerConfig()
+    assert switches.RAW_SWITCH not in engine_environment(config, TINY, "cpu", {})
+    raw = config.model_copy(update={"raw_special_tokens": True})
+    assert switches.RAW_SWITCH in engine_environment(raw, TINY, "cpu", {})
