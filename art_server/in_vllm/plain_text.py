@@ -11,13 +11,17 @@ itself; gpt-oss and Mistral's library, which read no control tokens in texts; an
 its own instead of a template (DeepSeek V3.2 and V4, Kimi K3, Cohere, Inkling).
 """
 
+import asyncio
 import functools
+import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Spans = list[tuple[int, int]]
 """Start and end of parts of a text, in order."""
@@ -272,9 +276,15 @@ def install() -> None:
         key = (id(tokenizer), given, tools is None)
         if key not in known:
             template = hf.resolve_chat_template(tokenizer, given, tools, model_config=model_config)
-            known[key] = None
+            control = None
             if template is not None and isinstance(tokenizer, TokenizersBackend):
-                known[key] = ControlTokens(tokenizer.backend_tokenizer, template)
+                control = ControlTokens(tokenizer.backend_tokenizer, template)
+            elif template is not None:
+                logger.warning(
+                    "tokenizer %r cannot be copied: texts of messages are read as vLLM reads them",
+                    tokenizer,
+                )
+            known[key] = control
         return known[key]
 
     @functools.wraps(apply_with_vllm)
@@ -308,7 +318,9 @@ def install() -> None:
 
     @functools.wraps(tokenize_async)
     async def tokenized_async(self: Any, prompt: Any, params: Any) -> Any:
-        return await tokenize_async(self, with_ids(prompt, params), params)
+        if isinstance(prompt.get("prompt"), Rendering):
+            prompt = await asyncio.to_thread(with_ids, prompt, params)
+        return await tokenize_async(self, prompt, params)
 
     renderer._tokenize_singleton_prompt = tokenized
     renderer._tokenize_singleton_prompt_async = tokenized_async
