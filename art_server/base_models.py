@@ -272,11 +272,22 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def read_template(folder: Path) -> str:
-    """The model's chat template; empty if it has none."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text()
+def read_template(folder: Path, *, has_tools: bool = False) -> str:
+    """The chat template for a conversation with or without tools; empty if the model has none.
+
+    A model can have several by name: "default", and "tool_use" for conversations with tools. They are files, or a list in
+    tokenizer_config.json. Source: transformers, `PreTrainedTokenizerBase.get_chat_template` and `from_pretrained`.
+    """
+    more = folder / "additional_chat_templates"
+    named = {file.stem: file.read_text() for file in sorted(more.glob("*.jinja"))}
+    if (file := folder / "chat_template.jinja").exists():
+        named["default"] = file.read_text()
     config = folder / "tokenizer_config.json"
-    template = json.loads(config.read_text()).get("chat_template") if config.exists() else None
-    return template if isinstance(template, str) else ""
+    if not named and config.exists():
+        found = json.loads(config.read_text()).get("chat_template")
+        if isinstance(found, list):
+            named = {each["name"]: each["template"] for each in found}
+        elif isinstance(found, str):
+            named = {"default": found}
+    default = named.get("default", "")
+    return named.get("tool_use", default) if has_tools else default

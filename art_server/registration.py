@@ -89,6 +89,8 @@ class Registration:
             async with self._making:
                 model = self._registry.find(record.project, record.name)
                 if model is None:
+                    # A name that differs by case only may have been registered meanwhile.
+                    self._registry.folder(record.project, record.name)
                     with files.disk_errors("the model"):
                         await asyncio.to_thread(self._publish, folder, record, content)
                     model = self._registry.add(folder, record)

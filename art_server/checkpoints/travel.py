@@ -42,7 +42,7 @@ from art_server.store.model_folder import (
     copy_content,
     list_model_folders,
 )
-from art_server.store.registry import check_name
+from art_server.store.registry import check_case, check_name
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 """Schemes without folders. fsspec would create a missing bucket as if it were one."""
@@ -183,6 +183,7 @@ def store_in_folder(
     from art_server.settings import ServerConfig
     from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
 
+    check_case(list_model_folders(root.absolute()), folder)
     base = find_base_model(description.base_model, base_models.CACHE_DIR)
     try:
         check_checkpoint(str(base.path), description.lora, content)

@@ -52,8 +52,8 @@ def choose_parsers(folder: Path) -> Parsers:
     known = BY_ARCHITECTURE.get(model_type(folder))
     if known is not None:
         return Parsers(known[0], known[1], {})
-    template = read_template(folder)
-    tool = next((name for mark, name in BY_MARKUP if mark in template), DEFAULT_TOOL_PARSER)
+    template, of_tools = read_template(folder), read_template(folder, has_tools=True)
+    tool = next((name for mark, name in BY_MARKUP if mark in of_tools), DEFAULT_TOOL_PARSER)
     if "<think>" not in template:
         return Parsers(tool, None, {})
     is_off = "enable_thinking" in template and not thinks_by_default(template)

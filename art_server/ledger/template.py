@@ -4,7 +4,7 @@ The rules are found by rendering a few conversations once per base model, so the
 template that cannot be rendered here is assumed to strip nothing and to keep no thinking.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,22 @@ class TemplateRules:
 
 
 def find_rules(folder: Path) -> TemplateRules:
-    """The rules of the template in a model's folder."""
+    """The rules of the template in a model's folder. Of two templates, one of them for conversations with tools, those
+    that both have."""
+    rules, with_tools = (
+        _find_rules(read_template(folder, has_tools=has_tools)) for has_tools in (False, True)
+    )
+    common = {
+        each.name: getattr(rules, each.name)
+        for each in fields(TemplateRules)
+        if getattr(rules, each.name) == getattr(with_tools, each.name)
+    }
+    return TemplateRules(**common)
+
+
+def _find_rules(template: str) -> TemplateRules:
     try:
-        rendered = template_renderer(read_template(folder))
+        rendered = template_renderer(template)
     except jinja2.TemplateError:
         return TemplateRules()
 

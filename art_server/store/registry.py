@@ -6,6 +6,7 @@ load it at its next start (`JobRunner._serve`).
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,6 +96,29 @@ def check_name(value: str, field: str) -> str:
     return value
 
 
+def check_case(known: Sequence[ModelFolder], new: ModelFolder) -> None:
+    """Checks that no project or model has the same name as the new one but for case: on some systems both would be one
+    folder.
+
+    Raises:
+        Conflict: there is one; the message has its name.
+    """
+    projects = {each.project for each in known}
+    names = {each.name for each in known if each.project == new.project}
+    for what, param, name, existing in (
+        ("project", "project", new.project, projects),
+        ("model", "name", new.name, names),
+    ):
+        same = [each for each in sorted(existing) if each.lower() == name.lower()]
+        if same and name not in same:
+            raise Conflict(
+                f"{what} '{name}' differs from the existing {what} '{same[0]}' by case only, and on some systems both are "
+                f"one folder: use '{same[0]}', or another name",
+                code="name_differs_by_case",
+                param=param,
+            )
+
+
 class Registry:
     """All models under the server's path, read once at start."""
 
@@ -153,8 +177,15 @@ class Registry:
         return model
 
     def folder(self, project: str, name: str) -> ModelFolder:
-        """The folder of a model that may not exist yet; both names are checked."""
-        return ModelFolder(self._root, check_name(project, "project"), check_name(name, "name"))
+        """The folder of a model that may not exist yet; both names are checked.
+
+        Raises:
+            InvalidInput: a name is not valid.
+            Conflict: the folder of another model differs by case only.
+        """
+        folder = ModelFolder(self._root, check_name(project, "project"), check_name(name, "name"))
+        check_case([model.folder for model in list(self._models.values())], folder)
+        return folder
 
     def add(self, folder: ModelFolder, record: ModelRecord) -> Model:
         """Registers a model whose folder holds model.json and a checkpoint."""

@@ -214,6 +214,8 @@ async def test_a_fork_that_cannot_be_made_makes_nothing(tmp_path: Path, tiny_ada
             (refused | {"step": 9}, 404, "unknown_step"),
             (refused | {"name": "../b"}, 422, "bad_name"),
             (refused | {"name": "leftover"}, 409, "model_exists"),
+            (refused | {"name": "A"}, 409, "name_differs_by_case"),
+            (refused | {"project": "P"}, 409, "name_differs_by_case"),
         ):
             reply = await post(here, "fork", body)
             assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)

@@ -384,6 +384,8 @@ def test_an_adapter_that_does_not_fit_makes_no_model(
     assert "does not fit base model 'art/tiny'" in said
     assert "project" in refused(capsys, *import_it, "b")
     assert "not a name" in refused(capsys, *import_it, "q/../b")
+    by_case = refused(capsys, *import_it, "P/b", "--base-model", "art/tiny")
+    assert "project 'P' differs from the existing project 'p' by case only" in by_case
     assert "cannot be read" in refused(capsys, "import", tmp_path, "--path", path, "--model", "q/b")
     (tmp_path / "other" / ADAPTER_FILE).unlink()
     (tmp_path / "other" / "adapter_model.bin").write_bytes(b"\x80\x04pickle")

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from art_server.base_models import TINY_DIR
+from art_server.base_models import TINY_DIR, read_template
 from art_server.engine.families import Parsers, choose_parsers, thinks_by_default
+from art_server.ledger.template import find_rules
 
 ASK = "{% for m in messages %}{{ m.content }}{% endfor %}"
 QWEN3 = ASK + (  # thinks unless told not to
@@ -36,6 +37,49 @@ def test_parsers_are_chosen_by_family(
     tmp_path: Path, template: str, model_type: str, expected: Parsers
 ) -> None:
     assert choose_parsers(folder(tmp_path, template, model_type)) == expected
+
+
+NAMED = [
+    {"name": "default", "template": OFF},
+    {"name": "tool_use", "template": ASK + "[TOOL_CALLS]"},
+    {"name": "rag", "template": "rag"},
+]
+
+
+def test_templates_by_name_are_those_of_transformers(tmp_path: Path) -> None:
+    """As Hermes 3 and Command R publish them: a list; and as transformers saves them: files."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": NAMED}))
+    for _ in range(2):
+        assert read_template(tmp_path) == OFF
+        assert read_template(tmp_path, has_tools=True) == ASK + "[TOOL_CALLS]"
+        assert choose_parsers(tmp_path) == Parsers("mistral", "qwen3", {"enable_thinking": False})
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
+        (tmp_path / "chat_template.jinja").write_text(OFF)
+        (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+        for each in NAMED[1:]:
+            file = tmp_path / "additional_chat_templates" / f"{each['name']}.jinja"
+            file.write_text(each["template"])
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
+    assert read_template(tmp_path, has_tools=True) == OFF
+
+
+def test_rules_that_the_template_for_tools_does_not_share_are_not_assumed(tmp_path: Path) -> None:
+    strips = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>"
+        "{% if m.reasoning_content %}{{ m.reasoning_content }}{% endif %}{% endfor %}"
+    )
+    keeps = strips.replace(" | trim", "")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "default", "template": strips}]})
+    )
+    alone = find_rules(tmp_path)
+    assert (alone.left, alone.right, alone.keeps_before_user) == (None, None, True)
+    named = [{"name": "default", "template": strips}, {"name": "tool_use", "template": keeps}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    both = find_rules(tmp_path)
+    assert (both.left, both.right, both.keeps_before_user) == ("", "", True)
+    assert both.behind_answer == alone.behind_answer == "<end><user>question<end>"
 
 
 def test_the_embedded_model_does_not_think_unless_asked() -> None:

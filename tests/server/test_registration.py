@@ -80,6 +80,20 @@ async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> N
         assert [entry.name for entry in one.folder.path.parent.iterdir()] == ["a"]
 
 
+async def test_of_names_that_differ_by_case_the_first_is_registered(tmp_path: Path) -> None:
+    async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
+        tasks = [asyncio.create_task(register(here, name)) for name in ("Agent", "agent")]
+        while len(trainer.shapes) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        trainer.aside.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        (refused,) = (each for each in found if isinstance(each, Conflict))
+        (model,) = here.registry.all()
+        assert refused.code == "name_differs_by_case"
+        assert f"the existing model '{model.record.name}'" in refused.message
+        assert [entry.name for entry in model.folder.path.parent.iterdir()] == [model.record.name]
+
+
 async def test_a_loaded_base_model_is_known_while_the_loader_is_busy(tmp_path: Path) -> None:
     async with house(tmp_path) as here, asyncio.timeout(60):
         loader = here.service._base

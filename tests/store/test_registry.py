@@ -53,6 +53,33 @@ def test_a_bare_name_in_two_projects_asks_for_the_project(tmp_path: Path) -> Non
     assert found is not None and found.id == "q/a", "unique among what the key may see"
 
 
+@pytest.mark.parametrize(
+    ("project", "name", "existing"),
+    [
+        ("demo", "b", "project 'Demo'"),
+        ("DEMO", "Agent", "project 'Demo'"),
+        ("Demo", "agent", "model 'Agent'"),
+    ],
+)
+def test_names_that_differ_by_case_only_are_refused(
+    tmp_path: Path, project: str, name: str, existing: str
+) -> None:
+    make_model(tmp_path, "Demo", "Agent")
+    registry = Registry(tmp_path)
+    with pytest.raises(Conflict, match=f"the existing {existing} by case only") as refused:
+        registry.folder(project, name)
+    assert refused.value.code == "name_differs_by_case"
+    assert refused.value.param == ("project" if project != "Demo" else "name")
+    for other in (("Demo", "Agent"), ("Demo", "b"), ("other", "agent")):
+        assert (registry.folder(*other).project, registry.folder(*other).name) == other
+
+
+def test_projects_that_exist_in_both_cases_keep_working(tmp_path: Path) -> None:
+    for project in ("Demo", "demo"):
+        make_model(tmp_path, project, "a")
+    assert Registry(tmp_path).folder("demo", "new").project == "demo"
+
+
 def test_models_of_other_projects_are_not_even_named(tmp_path: Path) -> None:
     make_model(tmp_path, "secret", "a")
     with pytest.raises(NotFound) as error:
