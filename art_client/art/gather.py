@@ -5,7 +5,7 @@ or a share of all rollouts if between 0 and 1), and one warning names their numb
 cancels the running rollouts, and the first error is raised. Groups tolerate a tenth by default. `gather_trajectories`
 raises the first failure by default, because it returns tolerated failures among the trajectories.
 
-`min_informative` refills dead groups. A group whose rewards are all equal trains nothing, so the next one is sampled in
+`min_informative` refills dead groups. A group whose rewards are all equal has no signal, so the next one is sampled in
 its place. An iterator keeps the groups that were not taken, for the next call. Source: dynamic sampling, Yu et al. 2025,
 arXiv:2503.14476, section 3.2.
 
@@ -28,8 +28,8 @@ from art.pool import (
     RolloutPool,
     close_unstarted,
     run_all,
-    to_finite,
 )
+from art.signal import group_has_signal
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
 
 logger = logging.getLogger(__name__)
@@ -122,13 +122,13 @@ async def _refill(
 
 
 def is_informative(group: TrajectoryGroup) -> bool:
-    """Whether the rewards of trajectories, or of turns, are not all equal, or a turn has an advantage of its own."""
+    """Whether the rewards of trajectories, or of turns, differ by more than rounding, or a turn has an advantage of its
+    own."""
     histories = [each for t in group for each in (t, *t.additional_histories)]
-    of_turns = {to_finite(reward) for each in histories for reward in each.turn_rewards or []}
-    return (
-        len({to_finite(trajectory.reward) for trajectory in group} - {None}) > 1
-        or len(of_turns - {None}) > 1
-        or any(any(each.turn_advantages or []) for each in histories)
+    return group_has_signal(
+        [trajectory.reward for trajectory in group],
+        [each.turn_rewards for each in histories],
+        [each.turn_advantages for each in histories],
     )
 
 

@@ -219,11 +219,12 @@ class LossConfig(Displayed, Body):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = log reference - log policy. k1: -d. k2: d^2 / 2. k3: exp(d) - d - 1."""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """loss: a term of the loss. reward: subtracted from each trajectory's reward. advantage: beta * (mean KL - KL of
-    the token) is added to each token's advantage. The last two compute KL from the sampler's log-probabilities."""
+    """loss: a term of the loss, over all groups. reward: subtracted from each trajectory's reward. advantage: beta *
+    (mean KL - KL of the token) is added to each token's advantage. The last two compute KL from the sampler's
+    log-probabilities, and change only groups whose rewards differ."""
 
     entropy_bonus: float = Field(default=0.0, ge=0)
-    """Weight of the entropy at trained tokens, which is subtracted from the loss."""
+    """Weight of the entropy at the sampled tokens of all groups, which is subtracted from the loss."""
 
     overlong: Literal["keep", "mask", "soft_penalty"] = "keep"
     """keep: train conversations that were cut at a length limit as they are. mask: leave them out. soft_penalty: add a

@@ -38,7 +38,13 @@ from art_server.jobs.turns import (
 )
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record
-from art_server.shared.advantages import is_masked, trained_tokens
+from art_server.shared.advantages import (
+    GroupTokens,
+    has_advantage,
+    is_identical,
+    is_masked,
+    trained_tokens,
+)
 from art_server.shared.tasks import (
     Batch,
     Distribution,
@@ -771,8 +777,26 @@ def _summary(
             for position, _ in tokens
         ),
         sampled_steps=dict(sorted(report.steps.items())),
-        notes=report.notes(config),
+        notes=report.notes(config) + _group_notes(batch, found),
     )
+
+
+def _group_notes(batch: Batch, found: Sequence[GroupTokens | None]) -> list[str]:
+    """What is special about the batch's groups, of which `found` has the trained tokens."""
+    notes: list[str] = []
+    num_dead = sum(tokens is not None and not has_advantage(tokens) for tokens in found)
+    if num_dead:
+        notes.append(
+            f"{num_dead} groups have no signal, because all their rewards are equal: only the KL divergence and the "
+            "entropy in the loss train their tokens, which have the advantage 0"
+        )
+    num_identical = sum(map(is_identical, batch.groups))
+    if num_identical:
+        notes.append(
+            f"in {num_identical} groups all trajectories have the same sampled tokens, so that nothing tells the better "
+            "answer. Check for temperature 0, one seed for the group or cached answers; the policy may also have collapsed"
+        )
+    return notes
 
 
 def _left_out(batch: Batch, report: Report, num_failed: int, config: TrainConfig) -> list[Dropped]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from art.signal import group_has_signal
 from art_server.errors import NotFound
 from art_server.observe.history import file_mark, number, read_json
 from art_server.observe.tokens import opened_tokens
@@ -43,7 +44,7 @@ def groups(folder: ModelFolder, split: str, step: int, text: str = "") -> list[R
             if not rows:
                 continue
         row = _group_row(group or {}, index, rows, rewards)
-        is_dead = split == "train" and _is_dead(trajectories, rewards)
+        is_dead = split == "train" and not _has_signal(trajectories)
         found.append(row | {"is_dead": is_dead, "is_unreadable": group is None})
     return found
 
@@ -61,16 +62,14 @@ def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) ->
     }
 
 
-def _is_dead(trajectories: list[Row], rewards: list[float]) -> bool:
-    """Whether a group trains nothing, by the rule of `art.gather.is_informative`."""
+def _has_signal(trajectories: list[Row]) -> bool:
     histories = [
         each for row in trajectories for each in (row, *_list(row, "additional_histories"))
     ]
-    of_turns = {number(reward) for each in histories for reward in _values(each, "turn_rewards")}
-    return (
-        len(set(rewards)) < 2
-        and len(of_turns - {None}) < 2
-        and not any(any(_values(each, "turn_advantages")) for each in histories)
+    return group_has_signal(
+        [row.get("reward") for row in trajectories],
+        [_values(each, "turn_rewards") for each in histories],
+        [_values(each, "turn_advantages") for each in histories],
     )
 
 

@@ -8,11 +8,13 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from art.signal import has_signal
 from art.wire import LossConfig
 from art_server.shared.tasks import TokenSequence, TrainableGroup, TrainableTrajectory
 
 STD_FLOOR = 1e-6
-"""Added to a standard deviation, so that rewards that differ only by rounding do not get advantages near 1."""
+"""Added to a standard deviation, as published implementations do. Whether a difference is more than rounding is decided
+before (`art.signal`)."""
 
 GroupTokens: TypeAlias = list[list[list[tuple[int, float]]]]
 """By trajectory and sequence: the positions of trained tokens, with their advantages."""
@@ -23,7 +25,10 @@ def trained_tokens(
     config: LossConfig | None = None,
     penalties: Sequence[float] | None = None,
 ) -> list[GroupTokens | None]:
-    """The trained tokens of each group; None if none of them has an advantage: the group has no signal.
+    """The trained tokens of each group; None for a group that is left out.
+
+    A group without signal, in which no token has an advantage, is left out unless other terms of the loss train it
+    (`trains_without_signal`): then its tokens have the advantage 0.
 
     `penalties`, one for each trajectory, are subtracted from the rewards. Whether a group has signal is decided without
     them.
@@ -48,9 +53,19 @@ def trained_tokens(
     outcomes, turns = scale_over_batch(outcomes, config), scale_over_batch(turns, config)
     made = [_group_tokens(*each, config) for each in zip(groups, outcomes, turns, strict=True)]
     if penalties is None:
-        return [tokens if _has_advantage(tokens) else None for tokens in made]
+        keeps = has_tokens if trains_without_signal(config) else has_advantage
+        return [tokens if keeps(tokens) else None for tokens in made]
     without = trained_tokens(groups, config)
-    return [None if each is None else tokens for each, tokens in zip(without, made, strict=True)]
+    return [
+        tokens if each is not None and has_advantage(each) else each
+        for each, tokens in zip(without, made, strict=True)
+    ]
+
+
+def trains_without_signal(config: LossConfig) -> bool:
+    """Whether the loss has a term besides the policy gradient, which trains tokens without an advantage, too: the KL
+    divergence from the reference, or the entropy."""
+    return (config.beta > 0 and config.kl_in == "loss") or config.entropy_bonus > 0
 
 
 def _has_signal(group: TrainableGroup, config: LossConfig) -> bool:
@@ -58,7 +73,7 @@ def _has_signal(group: TrainableGroup, config: LossConfig) -> bool:
     with trained tokens may have one after it."""
     outcomes_G = group_advantages(penalised_rewards(group, config), config)
     tokens = _group_tokens(group, outcomes_G, turn_advantages(group, config), config)
-    return any(map(any, tokens)) if _is_batch_baseline(config) else _has_advantage(tokens)
+    return has_tokens(tokens) if _is_batch_baseline(config) else has_advantage(tokens)
 
 
 def _is_batch_baseline(config: LossConfig) -> bool:
@@ -66,7 +81,11 @@ def _is_batch_baseline(config: LossConfig) -> bool:
     return config.baseline == "none" and config.scaling == "batch_std"
 
 
-def _has_advantage(tokens: GroupTokens) -> bool:
+def has_tokens(tokens: GroupTokens) -> bool:
+    return any(map(any, tokens))
+
+
+def has_advantage(tokens: GroupTokens) -> bool:
     return any(
         advantage
         for of_trajectory in tokens
@@ -88,6 +107,20 @@ def _group_tokens(
         _trajectory_tokens(each, outcome, [next(turns) for _ in turn_rewards(each)], config)
         for each, outcome in zip(group.trajectories, outcomes_G, strict=True)
     ]
+
+
+def is_identical(group: TrainableGroup) -> bool:
+    """Whether several trajectories of the group can be trained, and all of these have the same sampled tokens."""
+    sampled = (
+        [
+            [sequence.token_ids[position] for position in trained_positions(sequence)]
+            for sequence in each.sequences
+        ]
+        for each in group.trajectories
+        if each.sequences
+    )
+    first, second = next(sampled, []), next(sampled, None)
+    return any(first) and second == first and all(each == first for each in sampled)
 
 
 def is_masked(sequence: TokenSequence, config: LossConfig) -> bool:
@@ -172,10 +205,11 @@ def group_advantages(
     """The advantage of each trajectory of a group, or None where the group has no signal. `what` names the rewards in
     errors.
 
-    It has none if its rewards are all equal, as with a single trajectory. With baseline="none" it has none if all are 0;
-    with scaling="batch_std", too, it always has signal, because the mean of the batch is subtracted later.
+    It has none if its rewards are equal but for rounding (`art.signal`), as with a single trajectory. With
+    baseline="none" it has none if all are 0; with scaling="batch_std", too, it always has signal, because the mean of
+    the batch is subtracted later.
     baseline: group_mean is reward - mean, leave_one_out is reward - mean of the others, none is the reward.
-    scaling: group_std divides by (population standard deviation + STD_FLOOR), unless all rewards are equal.
+    scaling: group_std divides by (population standard deviation + STD_FLOOR), unless the rewards are equal.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Ahmadian et al. 2024,
     arXiv:2402.14740, eq. 8 (leave one out).
 
@@ -186,8 +220,8 @@ def group_advantages(
     if not all(math.isfinite(reward) for reward in rewards_G):
         raise FloatingPointError(f"{what} must be finite numbers, got {list(rewards_G)[:8]}")
     size = len(rewards_G)
-    is_equal = not size or max(rewards_G) == min(rewards_G)
-    is_zero = not any(rewards_G) and not _is_batch_baseline(config)
+    is_equal = not has_signal(rewards_G)
+    is_zero = not has_signal([0.0, *rewards_G]) and not _is_batch_baseline(config)
     if not size or (is_zero if config.baseline == "none" else is_equal):
         return None
     mean = sum(rewards_G) / size
@@ -214,14 +248,15 @@ def scale_over_batch(
 ) -> list[list[float] | None]:
     """The advantages, with scaling="batch_std" normalised over all groups: (advantage - mean) / (std + STD_FLOOR).
 
-    None marks a group without signal, which does not count. If all advantages are equal, no group has signal.
+    None marks a group without signal, which does not count. If all advantages are equal but for rounding, no group has
+    signal.
 
     Source: Hu 2025, arXiv:2501.03262, section 3.2 (global advantage normalisation).
     """
     values = [value for group in advantages if group is not None for value in group]
     if config.scaling != "batch_std" or not values:
         return list(advantages)
-    if max(values) == min(values):
+    if not has_signal(values):
         return [None] * len(advantages)
     mean = sum(values) / len(values)
     deviations = [value - mean for value in values]

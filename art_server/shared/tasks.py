@@ -190,7 +190,7 @@ class Done(Record):
     event: Literal["done"] = "done"
     metrics: dict[str, float]
     unchanged: bool = False
-    """True if no group had signal: the weights are those of in_dir."""
+    """True if no token was trained: the weights are those of in_dir."""
     notes: list[str] = []
     """Decisions and observations of the trainer, as sentences for the job's report."""
     environment: dict[str, str] = {}

@@ -16,6 +16,8 @@ import torch
 from art.wire import LossConfig
 from art_server.shared.advantages import (
     GroupTokens,
+    has_advantage,
+    is_identical,
     is_masked,
     penalised_rewards,
     trained_positions,
@@ -51,6 +53,8 @@ class TrainSequence:
     steps: list[int | None]
     """The model's step that sampled each trained token, by its record in the ledger; None without a record."""
     advantages: list[float]
+    has_signal: bool
+    """Whether a token of the sequence's group has an advantage; without, other terms of the loss train the group."""
     trajectory: int
     """Index among all trajectories of the batch."""
     number: int
@@ -64,6 +68,9 @@ class TrainBatch:
     sequences: list[TrainSequence]
     num_groups: int
     num_groups_trainable: int
+    """Those with signal: a token has an advantage."""
+    num_groups_identical: int
+    """Those whose trajectories all have the same sampled tokens."""
     num_trajectories: int
     num_tokens: int
     """Trained tokens: the denominator of token normalisation."""
@@ -144,7 +151,7 @@ class MicroBatch:
 def make_train_batch(
     batch: Batch, config: LossConfig | None = None, penalties: Sequence[float] | None = None
 ) -> TrainBatch:
-    """The trained sequences of all groups with signal, with the advantages of their tokens.
+    """The trained sequences of all groups, with the advantages of their tokens (`trained_tokens`).
 
     `penalties`, one for each trajectory of the batch, are subtracted from the rewards. Whether a group has signal is
     decided without them.
@@ -155,12 +162,13 @@ def make_train_batch(
     """
     config = config or LossConfig()
     sequences: list[TrainSequence] = []
-    num_groups_trainable = num_tokens_unpredicted = num_masked = first = 0
+    num_groups_trainable = num_identical = num_tokens_unpredicted = num_masked = first = 0
     numbers = itertools.count()
     tokens_of_groups = trained_tokens(batch.groups, config, penalties)
     for group, tokens in zip(batch.groups, tokens_of_groups, strict=True):
+        num_identical += is_identical(group)
         if tokens is not None:
-            num_groups_trainable += 1
+            num_groups_trainable += has_advantage(tokens)
             num_tokens_unpredicted += sum(
                 bool(sequence.logprobs) and sequence.logprobs[0] is not None
                 for each in group.trajectories
@@ -176,6 +184,7 @@ def make_train_batch(
         sequences=sequences,
         num_groups=len(batch.groups),
         num_groups_trainable=num_groups_trainable,
+        num_groups_identical=num_identical,
         num_trajectories=first,
         num_tokens=sum(len(sequence.targets) for sequence in sequences),
         num_tokens_unpredicted=num_tokens_unpredicted,
@@ -345,8 +354,9 @@ def _cut_group(
     numbered = [[(next(numbers), s) for s in each.sequences] for each in group.trajectories]
     if tokens is None:
         return []
+    has_signal = has_advantage(tokens)
     return [
-        _cut_sequence(sequence, chosen, trajectory, number)
+        _cut_sequence(sequence, chosen, has_signal, trajectory, number)
         for trajectory, of_trajectory in enumerate(zip(numbered, tokens, strict=True), first)
         for (number, sequence), chosen in zip(*of_trajectory, strict=True)
         if chosen
@@ -354,7 +364,11 @@ def _cut_group(
 
 
 def _cut_sequence(
-    sequence: TokenSequence, chosen: Sequence[tuple[int, float]], trajectory: int, number: int
+    sequence: TokenSequence,
+    chosen: Sequence[tuple[int, float]],
+    has_signal: bool,
+    trajectory: int,
+    number: int,
 ) -> TrainSequence:
     """The sequence with its trained positions and their advantages."""
     trained = [(index, sequence.logprobs[index]) for index, _ in chosen]
@@ -371,6 +385,7 @@ def _cut_sequence(
         ],
         steps=[steps[index] for index, _ in trained],
         advantages=[value for _, value in chosen],
+        has_signal=has_signal,
         trajectory=trajectory,
         number=number,
     )

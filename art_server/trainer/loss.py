@@ -143,15 +143,16 @@ def kl_estimate(
 
 
 def shape_advantages(
-    advantages_S: torch.Tensor, kl_S: torch.Tensor, beta: float, is_unknown_S: torch.Tensor
+    advantages_S: torch.Tensor, kl_S: torch.Tensor, beta: float, is_kept_S: torch.Tensor
 ) -> torch.Tensor:
-    """advantage + beta * (mean KL - KL of the token). A token without sampled log-probability keeps its advantage.
+    """advantage + beta * (mean KL - KL of the token). Tokens with `is_kept_S` keep their advantage and are not in the
+    mean: those without sampled log-probability, and those of groups without signal.
 
     Source: ART's `kl_penalty_coef` with `kl_penalty_source="sample"`.
     """
-    known_S = ~is_unknown_S
-    mean = (kl_S * known_S).sum() / known_S.sum().clamp(min=1)
-    return torch.where(known_S, advantages_S + beta * (mean - kl_S), advantages_S)
+    shaped_S = ~is_kept_S
+    mean = (kl_S * shaped_S).sum() / shaped_S.sum().clamp(min=1)
+    return torch.where(shaped_S, advantages_S + beta * (mean - kl_S), advantages_S)
 
 
 def _clip(

@@ -17,6 +17,7 @@ def data_metrics(trained: TrainBatch) -> dict[str, float]:
         "data/step_num_groups_submitted": float(trained.num_groups),
         "data/step_num_groups_trainable": float(trained.num_groups_trainable),
         "data/step_num_groups_dead": float(trained.num_groups - trained.num_groups_trainable),
+        "data/groups_identical": float(trained.num_groups_identical),
         "data/step_num_trajectories": float(trained.num_trajectories),
         "data/step_num_trajectories_masked": float(trained.num_trajectories_masked),
         "data/step_num_rows": float(len(trained.sequences)),

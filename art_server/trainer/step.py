@@ -171,7 +171,7 @@ def train(
 ) -> Done:
     """Takes the steps of one job from in_dir to out_dir; returns metrics and notes.
 
-    A batch without signal writes the same weights and optimizer state again. Unless `between_steps` is "stay", the
+    A batch without trained tokens writes the same weights and optimizer state again. Unless `between_steps` is "stay", the
     policy leaves the device before "save" is reported. `budgets` stores what fitted after memory ran out.
 
     Raises:
@@ -324,7 +324,7 @@ def divide(task: TrainTask, trained: TrainBatch, notes: list[str]) -> list[Part]
     num = min(config.mini_batches, len(sequences_of))
     if num < config.mini_batches:
         notes.append(
-            f"mini_batches is {config.mini_batches}, and {num} groups carry a signal: each pass takes {num} optimizer steps"
+            f"mini_batches is {config.mini_batches}, and {num} groups are trained: each pass takes {num} optimizer steps"
         )
     chance = random.Random(task.seed)
     parts: list[Part] = []
@@ -378,7 +378,8 @@ def _has_gap(task: TrainTask, trained: TrainBatch) -> bool:
 
 
 def shape(task: TrainTask, trained: TrainBatch, known: Known) -> TrainBatch:
-    """The batch with the KL penalty in its advantages; unchanged where KL is a term of the loss, or off.
+    """The batch with the KL penalty in the advantages of groups with signal; unchanged where KL is a term of the loss, or
+    off.
 
     This KL compares the sampled log-probabilities with the reference's.
     """
@@ -396,7 +397,11 @@ def shape(task: TrainTask, trained: TrainBatch, known: Known) -> TrainBatch:
         for name, value in zip(names, kl_S.tolist(), strict=True):
             penalties[name] += config.beta * value
         return make_train_batch(task.batch, config, penalties)
-    shaped_S = shape_advantages(tokens.advantages_S, kl_S, config.beta, tokens.is_unknown_S)
+    is_dead_S = torch.tensor(
+        [not sequence.has_signal for sequence in trained.sequences for _ in sequence.targets]
+    )
+    is_kept_S = tokens.is_unknown_S | is_dead_S
+    shaped_S = shape_advantages(tokens.advantages_S, kl_S, config.beta, is_kept_S)
     parts = shaped_S.split([len(sequence.targets) for sequence in trained.sequences])
     shaped = [
         replace(sequence, advantages=part.tolist())

@@ -499,7 +499,7 @@ def test_sampling_that_changes_probabilities_is_noted_once() -> None:
         return dataclasses.replace(found, sampling={"temperature": 0.4, "top_p": 1.0, "n": 8})
 
     _, report = run([[bare("c-0")], [bare("c-1")]], find=find)
-    (note,) = report.notes
+    note, _ = report.notes
     assert "temperature 0.4" in note and "top_p" not in note
 
 
@@ -643,6 +643,45 @@ def test_equal_turn_rewards_of_equal_rewards_are_no_signal() -> None:
     assert report.num_groups_trained == 0
 
 
+def test_rewards_that_differ_by_rounding_are_reported_as_equal() -> None:
+    turns = [[choice([1], [2])], [choice([1], [3])]]
+    _, report = run(turns, [0.1 + 0.2, 0.3])
+    assert (report.num_groups_trained, report.num_trained_tokens) == (0, 0)
+    (dropped,) = report.dropped
+    assert dropped.reason.startswith("all rewards in the group are equal")
+
+
+@pytest.mark.parametrize("config", [TrainConfig(beta=0.1), TrainConfig(entropy_bonus=0.1)])
+def test_groups_that_kl_or_entropy_train_are_not_reported_as_left_out(config: TrainConfig) -> None:
+    turns = [[choice([1], [2])], [choice([1], [3, 4])]]
+    _, report = run(turns, [1.0, 1.0], config=config)
+    assert (report.num_groups_trained, report.num_trajectories_trained) == (1, 2)
+    assert (report.num_trained_tokens, report.dropped) == (3, [])
+    (note,) = report.notes
+    assert note.startswith("1 groups have no signal, because all their rewards are equal")
+    _, report = run(turns, [1.0, 0.0], config=config)
+    assert report.notes == []
+    cut = [choice([1], [2]) | {"finish_reason": "length"}]
+    masks = config.model_copy(update={"overlong": "mask"})
+    _, report = run([turns[0], cut], [1.0, 1.0], config=masks)
+    assert report.num_trained_tokens == 1, "what a mask leaves out is in no term of the loss"
+
+
+SAME_ANSWERS = (
+    "in 1 groups all trajectories have the same sampled tokens, so that nothing tells the better answer. Check for "
+    "temperature 0, one seed for the group or cached answers; the policy may also have collapsed"
+)
+
+
+def test_a_group_of_equal_answers_is_noted() -> None:
+    """One seed for the group, or one cached answer: the rewards differ, and no token is better than another."""
+    cached = choice([1], [2, 3])
+    _, report = run([[cached], [cached], [cached]], [0.0, 1.0, 0.5])
+    assert report.notes == [SAME_ANSWERS] and report.num_groups_trained == 1
+    _, report = run([[cached], [cached], [choice([1], [2, 4])]], [0.0, 1.0, 0.5])
+    assert report.notes == []
+
+
 # --- scored as it was sampled ----------------------------------------------------------------------------------------
 
 
@@ -669,7 +708,7 @@ def test_tokens_are_scored_under_what_they_were_sampled_from() -> None:
     assert (one.temperature, one.logit_bias) == (0.7, {4: 1.5})
     assert unpack_set(base64.b64decode(one.kept or "")).tolist() == [2, 9]
     assert unpack_set(base64.b64decode(other.kept or "")).tolist() == [3, 4]
-    assert report.notes == [] and report.num_tokens_without_logprob == 0
+    assert report.notes == [SAME_ANSWERS] and report.num_tokens_without_logprob == 0
     raw, raw_report = run(entries, find=lambda _: found, config=TrainConfig(sampling="raw"))
     assert raw.groups[0].trajectories[0].sequences[0].logprobs == [None, -0.5, -0.5]
     assert raw.distributions == []
@@ -702,8 +741,10 @@ def test_what_the_engine_cannot_tell_counts_as_without_a_log_probability(
     (row,) = batch.groups[0].trajectories[0].sequences
     assert (row.logprobs, row.recompute) == ([None] * 3, [1, 2])
     assert report.num_tokens_without_logprob == 4
-    (note,) = report.notes
-    assert note.startswith("4 tokens were sampled with") and "ratio 1" in note
+    note, same = report.notes
+    assert (
+        same == SAME_ANSWERS and note.startswith("4 tokens were sampled with") and "ratio 1" in note
+    )
     # A turn that is not trained is not counted.
     _, report = run([[bare("c-0")]], histories=[[bare("c-0")]], find=lambda _: found)
     assert report.notes[0].startswith("2 tokens were sampled with")

@@ -9,6 +9,7 @@ from art.wire import TrainConfig
 from art_server.shared.advantages import (
     STD_FLOOR,
     group_advantages,
+    is_identical,
     overlong_penalty,
     scale_over_batch,
     trained_tokens,
@@ -71,10 +72,102 @@ def test_turn_rewards_beyond_arithmetic_are_refused(scaling: Any) -> None:
         turn_advantages(group([1e200], [0.0]), TrainConfig(scaling=scaling))
 
 
-def test_rewards_that_differ_by_rounding_get_small_advantages() -> None:
-    advantages = group_advantages([0.3, 0.1 + 0.2])
-    assert advantages is not None
-    assert max(map(abs, advantages)) < 1e-9
+FLOAT32_MEANS = [0.699999988079071, 0.7, 0.7000000476837158]
+"""0.7 as sums of scores in float32 give it."""
+
+CONFIGS = [
+    TrainConfig(baseline=baseline, scaling=scaling)
+    for baseline in ("group_mean", "leave_one_out")
+    for scaling in ("group_std", "batch_std", "none")
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda each: f"{each.baseline} {each.scaling}")
+@pytest.mark.parametrize(
+    "rewards", [[0.3, 0.1 + 0.2], FLOAT32_MEANS, [1e6, 1e6 + 0.5], [0.0, 9e-7], [-1e-12, 1e-12]]
+)
+def test_rewards_that_differ_by_rounding_are_equal(
+    rewards: list[float], config: TrainConfig
+) -> None:
+    assert group_advantages(rewards, config) is None
+    assert advantages([group([], *[[]] * (len(rewards) - 1), rewards=rewards)], config) == [None]
+    of_turns = group(rewards, [])
+    assert turn_advantages(of_turns, config) is None
+    assert advantages([of_turns], config) == [None]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda each: f"{each.baseline} {each.scaling}")
+@pytest.mark.parametrize("rewards", [[0.5, 0.500002], [1e6, 1e6 + 2], [0.0, 2e-6], [-1e-3, 1e-3]])
+def test_small_differences_above_rounding_are_a_signal(
+    rewards: list[float], config: TrainConfig
+) -> None:
+    low, high = group_advantages(rewards, config) or (0, 0)
+    assert low < 0 < high
+
+
+@pytest.mark.parametrize("scaling", ["group_std", "none"])
+def test_without_baseline_rounding_around_zero_is_no_signal(scaling: Any) -> None:
+    config = TrainConfig(baseline="none", scaling=scaling)
+    assert group_advantages([1e-12, -3e-8], config) is None
+    assert group_advantages(FLOAT32_MEANS, config) == FLOAT32_MEANS, "not divided by their noise"
+
+
+def test_a_batch_whose_rewards_differ_by_rounding_has_no_signal() -> None:
+    config = TrainConfig(baseline="none", scaling="batch_std")
+    groups = [group([], rewards=[each]) for each in FLOAT32_MEANS]
+    assert advantages(groups, config) == [None] * 3
+
+
+KL, ENTROPY = TrainConfig(beta=0.1), TrainConfig(entropy_bonus=0.01)
+
+
+@pytest.mark.parametrize("config", [KL, ENTROPY], ids=["kl", "entropy"])
+def test_other_terms_of_the_loss_keep_groups_without_signal_at_advantage_zero(
+    config: TrainConfig,
+) -> None:
+    dead, live = group([], [], rewards=[1.0, 1.0]), group([], [], rewards=[0.0, 1.0])
+    single, of_turns = group([]), group([0.5], [0.5])
+    kept, low_and_high, alone, turns = advantages([dead, live, single, of_turns], config)
+    assert kept == turns == [[0.0, 0.0]] * 2 and alone == [[0.0, 0.0]]
+    assert low_and_high == [pytest.approx([-1, -1], abs=1e-5), pytest.approx([1, 1], abs=1e-5)]
+    assert advantages([dead], TrainConfig()) == [None]
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "advantage"])
+def test_a_kl_penalty_in_rewards_or_advantages_leaves_groups_without_signal_out(
+    kl_in: Any,
+) -> None:
+    dead = group([], [], rewards=[1.0, 1.0])
+    config = TrainConfig(beta=0.1, kl_in=kl_in)
+    assert advantages([dead], config) == [None]
+    assert trained_tokens([dead], config, [0.0, 5.0]) == [None]
+    with_entropy = TrainConfig(beta=0.1, kl_in=kl_in, entropy_bonus=0.1)
+    (tokens,) = trained_tokens([dead], with_entropy, [0.0, 5.0])
+    assert tokens == [[[(1, 0.0), (2, 0.0)]]] * 2, "a penalty alone is no signal"
+
+
+def test_groups_of_equal_answers_are_told_from_others() -> None:
+    def answers(*token_ids: list[int]) -> TrainableGroup:
+        rows = [
+            [TokenSequence(token_ids=[9, *each], logprobs=[None, *[-1.0] * len(each)])] * bool(each)
+            for each in token_ids
+        ]
+        return TrainableGroup(
+            trajectories=[TrainableTrajectory(reward=i, sequences=r) for i, r in enumerate(rows)]
+        )
+
+    assert is_identical(answers([1, 2], [1, 2], [1, 2]))
+    assert is_identical(answers([1, 2], [], [1, 2])), "one could not be trained"
+    for different in (
+        answers([1, 2], [1, 2], [1, 3]),
+        answers([1, 2], [1]),
+        answers([1]),
+        answers(),
+    ):
+        assert not is_identical(different)
+    context = TokenSequence(token_ids=[1, 2], logprobs=[None, None])
+    empty = TrainableTrajectory(reward=0, sequences=[context])
+    assert not is_identical(TrainableGroup(trajectories=[empty, empty])), "nothing was sampled"
 
 
 @pytest.mark.parametrize("rewards", [[1e308, -1e308], [math.nan, 1.0], [math.inf, 1.0]])

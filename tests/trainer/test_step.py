@@ -18,7 +18,7 @@ from torch._inductor.exc import InductorError
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from art.wire import LoRAConfig, TrainConfig
-from art_server.shared.advantages import group_advantages
+from art_server.shared.advantages import group_advantages, trained_positions
 from art_server.shared.kept_set import pack_set
 from art_server.shared.tasks import (
     Batch,
@@ -93,7 +93,9 @@ def plain_loss_and_gradients(
     for group in batch.groups:
         advantages = group_advantages([trajectory.reward for trajectory in group.trajectories])
         if advantages is None:
-            continue
+            if not config.beta:
+                continue
+            advantages = [0.0] * len(group.trajectories)
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
             for sequence in trajectory.sequences:
                 ids = torch.tensor([sequence.token_ids])
@@ -187,10 +189,18 @@ def near_policy(policy: Policy, adapter_dir: Path, batch: Batch, noise: float = 
     )
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(),
+        TrainConfig(beta=0.1, kl_in="reward"),
+        TrainConfig(beta=0.1, kl_in="advantage"),
+    ],
+    ids=["plain", "reward", "advantage"],
+)
 def test_dead_groups_change_neither_gradient_nor_metrics_of_the_loss(
-    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch, config: TrainConfig
 ) -> None:
-    config = TrainConfig(beta=0.1)
     live = make_batch(11)
     dead = [
         TrainableGroup(
@@ -212,6 +222,230 @@ def test_dead_groups_change_neither_gradient_nor_metrics_of_the_loss(
     assert mixed.metrics["data/step_num_groups_submitted"] == 6
     assert mixed.metrics["data/step_num_groups_trainable"] == 3
     assert mixed.metrics["data/step_num_trajectories"] == 18
+
+
+def with_equal_rewards(batch: Batch) -> Batch:
+    groups = [
+        TrainableGroup(
+            trajectories=[each.model_copy(update={"reward": 1.0}) for each in group.trajectories]
+        )
+        for group in batch.groups
+    ]
+    return Batch(groups=groups)
+
+
+@pytest.mark.parametrize("num_live", [0, 2])
+@pytest.mark.parametrize("budget", [40, BUDGET])
+def test_kl_is_over_the_tokens_of_all_groups(
+    policy: Policy,
+    base_dir: Path,
+    adapter_dir: Path,
+    tmp_path: Path,
+    make_batch,
+    num_live: int,
+    budget: int,
+) -> None:
+    live, dead = make_batch(3, num_groups=2), with_equal_rewards(make_batch(4))
+    batch = Batch(groups=[*live.groups[:num_live], *dead.groups])
+    batch = near_policy(policy, adapter_dir, batch)
+    config = TrainConfig(beta=0.3, max_grad_norm=1e9)
+    done = step(policy, adapter_dir, tmp_path / "out", batch, config, budget=budget)
+    loss, expected = plain_loss_and_gradients(base_dir, adapter_dir, batch, config)
+    assert done.metrics["loss/train"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in gradients(policy).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5 * largest)
+    assert not done.unchanged
+    assert done.metrics["data/step_num_groups_trainable"] == num_live
+    assert done.metrics["data/step_num_groups_dead"] == 3
+
+    pulls = [
+        kl_of(policy, adapter_dir, sequence)
+        for group in batch.groups
+        for each in group.trajectories
+        for sequence in each.sequences
+    ]
+    mean = float(torch.cat(pulls).mean())
+    assert done.metrics["loss/kl_policy_ref"] == pytest.approx(mean, rel=1e-4)
+
+
+def kl_of(policy: Policy, folder: Path, sequence: TokenSequence) -> torch.Tensor:
+    """k3 at the sampled tokens of a sequence."""
+    policy.load_adapter(LoRAConfig(), folder)
+    own = policy.sequence_logprobs(sequence.token_ids)
+    with torch.no_grad(), policy.model.disable_adapter():
+        reference = policy.sequence_logprobs(sequence.token_ids)
+    differences = (reference - own).detach()
+    kl = differences.exp() - differences - 1
+    return kl[[index - 1 for index in trained_positions(sequence)]]
+
+
+@pytest.mark.parametrize("normalisation", ["tokens", "trajectory", "constant"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_groups_without_signal_weigh_the_kl_term_as_any_other(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch, normalisation: Any, ratio: Any
+) -> None:
+    """The gradient is that of the same batch with the policy's term of the dead groups taken away by hand: their
+    advantages are given as 0, and a token of a further group has an advantage that no gradient can see."""
+    config = TrainConfig(beta=0.3, max_grad_norm=1e9, normalisation=normalisation, ratio=ratio)
+    live, dead = make_batch(5).groups, with_equal_rewards(make_batch(6)).groups
+    step(policy, adapter_dir, tmp_path / "both", Batch(groups=[*live, *dead]), config)
+    found = gradients(policy)
+    zeros = [
+        TrainableGroup(
+            trajectories=[
+                TrainableTrajectory(
+                    reward=index,
+                    sequences=[
+                        sequence.model_copy(
+                            update={"advantages": dict.fromkeys(trained_positions(sequence), 0.0)}
+                        )
+                        for sequence in each.sequences
+                    ],
+                )
+                for index, each in enumerate(group.trajectories)
+            ]
+        )
+        for group in dead
+    ]
+    # One group with the live and the dead trajectories, whose advantages are given: live by any rule.
+    given = [
+        each.model_copy(
+            update={
+                "sequences": [
+                    sequence.model_copy(
+                        update={"advantages": dict.fromkeys(trained_positions(sequence), advantage)}
+                    )
+                    for sequence in each.sequences
+                ]
+            }
+        )
+        for group in live
+        for each, advantage in zip(
+            group.trajectories,
+            group_advantages([each.reward for each in group.trajectories]) or [],
+            strict=True,
+        )
+    ]
+    merged = TrainableGroup(
+        trajectories=[*given, *(each for group in zeros for each in group.trajectories)]
+    )
+    step(policy, adapter_dir, tmp_path / "merged", Batch(groups=[merged]), config)
+    for name, gradient in gradients(policy).items():
+        torch.testing.assert_close(gradient, found[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_collapsed_policy_returns_towards_the_reference(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path
+) -> None:
+    """All rewards are equal, so that only KL is left. The exact divergence falls over the policy's own samples."""
+    ids = torch.tensor([[3, 4, 5]] * 16)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model = adapted(base_dir, adapter_dir)
+        for _ in range(12):
+            following = model(input_ids=ids).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, following.multinomial(1, generator=chance)], -1)
+        own = model(input_ids=ids).logits.log_softmax(-1)
+    sampled = own[:, :-1].gather(-1, ids[:, 1:, None])[:, 2:, 0]
+    trajectories = [
+        TrainableTrajectory(
+            reward=1.0,
+            sequences=[TokenSequence(token_ids=row, logprobs=[None, None, None, *logprobs])],
+        )
+        for row, logprobs in zip(ids.tolist(), sampled.tolist(), strict=True)
+    ]
+    batch = Batch(groups=[TrainableGroup(trajectories=trajectories)])
+
+    def divergence(folder: Path) -> float:
+        with torch.no_grad():
+            model = adapted(base_dir, folder)
+            own = model(input_ids=ids).logits[:, 2:-1].log_softmax(-1)
+            with model.disable_adapter():
+                reference = model(input_ids=ids).logits[:, 2:-1].log_softmax(-1)
+        return float((own.exp() * (own - reference)).sum(-1).mean())
+
+    config = TrainConfig(beta=0.1, learning_rate=1e-3)
+    folder, seen = adapter_dir, []
+    for index in range(5):
+        done = step(policy, folder, tmp_path / str(index), batch, config)
+        folder = tmp_path / str(index)
+        seen.append(done.metrics["loss/kl_policy_ref"])
+    before, after = divergence(adapter_dir), divergence(folder)
+    assert seen[-1] < 0.7 * seen[0] and after < 0.7 * before, (seen, before, after)
+
+
+def adapted(base_dir: Path, folder: Path) -> PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, str(folder)).eval()
+
+
+def test_an_entropy_bonus_acts_on_groups_without_signal(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    batch = near_policy(policy, adapter_dir, with_equal_rewards(make_batch(8)))
+    config = TrainConfig(entropy_bonus=0.1, learning_rate=3e-3)
+    folder, entropies = adapter_dir, []
+    for index in range(8):
+        done = step(policy, folder, tmp_path / str(index), batch, config)
+        folder = tmp_path / str(index)
+        entropies.append(done.metrics["loss/entropy"])
+        assert done.metrics["loss/train"] == pytest.approx(-0.1 * entropies[-1], rel=1e-5)
+    assert entropies[-1] > entropies[0] + 0.1, entropies
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "advantage"])
+def test_kl_in_rewards_or_advantages_leaves_groups_without_signal_to_the_entropy(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch, kl_in: Any
+) -> None:
+    """Whether a group has signal does not depend on the entropy bonus, which only keeps its tokens."""
+    live, dead = make_batch(9).groups, with_equal_rewards(make_batch(10)).groups
+    config = TrainConfig(
+        beta=0.5, kl_in=kl_in, kl_estimator="k1", preset="dr_grpo", max_grad_norm=9
+    )
+    small = config.model_copy(update={"entropy_bonus": 1e-9})
+    step(policy, adapter_dir, tmp_path / "alone", Batch(groups=live), config)
+    expected = gradients(policy)
+    done = step(policy, adapter_dir, tmp_path / "mixed", Batch(groups=[*dead, *live]), small)
+    assert done.metrics["data/step_num_groups_dead"] == len(dead)
+    found = gradients(policy)
+    # The constant normalisation divides by twice the trajectories.
+    for name, gradient in found.items():
+        torch.testing.assert_close(2 * gradient, expected[name], rtol=1e-3, atol=1e-6)
+
+
+def test_a_group_of_equal_answers_is_counted(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    groups = make_batch(11).groups
+    first = groups[0].trajectories[0].sequences
+    same = [each.model_copy(update={"sequences": first}) for each in groups[0].trajectories]
+    batch = Batch(groups=[TrainableGroup(trajectories=same), *groups[1:]])
+    done = step(policy, adapter_dir, tmp_path / "out", batch, TrainConfig())
+    assert done.metrics["data/groups_identical"] == 1
+    assert done.metrics["data/step_num_groups_trainable"] == 3
+
+
+def test_rewards_that_differ_by_rounding_leave_the_weights_as_they_are(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    means = [0.699999988079071, 0.7, 0.7000000476837158]  # of float32
+    groups = [
+        TrainableGroup(
+            trajectories=[
+                each.model_copy(update={"reward": reward})
+                for each, reward in zip(group.trajectories, means, strict=True)
+            ]
+        )
+        for group in make_batch(12).groups
+    ]
+    done = step(policy, adapter_dir, tmp_path / "out", Batch(groups=groups), TrainConfig())
+    assert done.unchanged and done.metrics["data/step_num_groups_dead"] == 3
+    before, after = (
+        load_file(adapter_dir / ADAPTER_FILE),
+        load_file(tmp_path / "out" / ADAPTER_FILE),
+    )
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_first_step_moves_each_weight_by_the_learning_rate_against_its_gradient(
@@ -1035,7 +1269,7 @@ def test_more_mini_batches_than_groups_with_signal_are_as_many_as_groups_and_are
     done = step(policy, adapter_dir, tmp_path / "out", make_batch(33), config)
     assert done.metrics["data/step_num_gradient_steps"] == 3
     assert done.notes == [
-        "mini_batches is 5, and 3 groups carry a signal: each pass takes 3 optimizer steps"
+        "mini_batches is 5, and 3 groups are trained: each pass takes 3 optimizer steps"
     ]
 
 

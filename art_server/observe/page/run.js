@@ -15,7 +15,7 @@ const CHARTS = [
     "loss/policy_ratio_p99": "policy/start p99",
   }, note: "1 is no difference. By default trainer/engine counts as at most 2, and the clip begins at 1.2." },
   { title: "Entropy", lines: { "loss/entropy": "nats" }, note: "Mean over trained tokens. At 0 the policy no longer explores." },
-  { title: "Dead groups", lines: { "data/step_num_groups_dead": "dead", "data/step_num_groups_submitted": "submitted" }, note: "A group whose rewards are all equal trains nothing." },
+  { title: "Dead groups", lines: { "data/step_num_groups_dead": "dead", "data/step_num_groups_submitted": "submitted" }, note: "Where all rewards of a group are equal, its tokens have no advantage." },
   { title: "Shared-token saving", lines: { "data/step_shared_token_saving": "share" }, note: "Tokens that rollouts share and that were computed once." },
   { title: "Clipped tokens", lines: { "loss/clipped_token_fraction": "share" }, note: "Tokens whose ratio is outside the clip, without gradient." },
   { title: "Seconds of a step", lines: /^time\/job_(.*)_s$/, isStacked: true, note: "Phases of the job, on top of each other." },
