@@ -8,6 +8,8 @@
 Invalid arguments raise ValueError or TypeError.
 """
 
+from collections.abc import Callable
+
 
 class ArtError(Exception):
     """A call to an art-server failed."""
@@ -53,3 +55,11 @@ class ArtJobError(ArtError):
         self.job_id = job_id
         self.code = code
         """Identifier of the error, for programs."""
+
+
+def text_of(error: object, show: Callable[[object], str] = str) -> str:
+    """`str(error)`, or `show(error)`. An exception of a program can fail at this; its text is then a note of that."""
+    try:
+        return show(error)
+    except Exception as failure:
+        return f"<{type(error).__name__}, whose text raises {type(failure).__name__}>"

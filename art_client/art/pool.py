@@ -13,6 +13,8 @@ from typing import Any, Protocol, Self, SupportsFloat, TypeVar
 
 from tqdm.auto import tqdm
 
+from art.errors import text_of
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -75,11 +77,11 @@ class RolloutPool:
         self._bar.close()
         if self._num_failed and error is None:
             logger.warning(
-                "%d of %d rollouts failed; the first: %r. They have no reward and are not trained. The exceptions in "
+                "%d of %d rollouts failed; the first: %s. They have no reward and are not trained. The exceptions in "
                 "the result show where they failed; max_exceptions=0 raises the first",
                 self._num_failed,
                 self._num_expected,
-                self._first_error,
+                text_of(self._first_error, repr),
             )
 
     @property

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+from art.errors import text_of
+
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -36,7 +38,8 @@ def retry(
             error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)
         ):
             raise error
-        logger.warning("%s failed (attempt %d of %d): %r", name, attempt, max_attempts, error)
+        shown = text_of(error, repr)
+        logger.warning("%s failed (attempt %d of %d): %s", name, attempt, max_attempts, shown)
         if on_retry is not None:
             on_retry(error, attempt)
         return delay * backoff_factor ** (attempt - 1)

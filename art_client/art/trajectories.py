@@ -25,12 +25,23 @@ from pydantic import (
 from art import types
 from art.compat.tolerance import Tolerant
 from art.display import Displayed, Short
+from art.errors import text_of
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
 from art.wire import FailureBody, is_none
 
 
-class History(Tolerant, Displayed, BaseModel):
+class WithNumbers(BaseModel):
+    """For records with numbers of programs: they are dumped as Python's."""
+
+    @field_serializer(
+        "reward", "turn_rewards", "turn_advantages", "metrics", "metadata", check_fields=False
+    )
+    def _dump_numbers(self, value: Any) -> Any:
+        return _to_plain(value)
+
+
+class History(Tolerant, Displayed, WithNumbers):
     """One conversation: a sub-agent's, or the part after a context reset."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -122,16 +133,8 @@ class Trajectory(History):
     def __str__(self) -> str:
         return f"Trajectory(reward={self.reward}, metrics={self.metrics}, metadata={self.metadata})"
 
-    @field_serializer("reward")
-    def _dump_reward(self, reward: Any) -> Any:
-        return _to_number(reward)
 
-    @field_serializer("metrics")
-    def _dump_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        return {name: _to_number(value) for name, value in metrics.items()}
-
-
-class TrajectoryGroup(Tolerant, Displayed, BaseModel):
+class TrajectoryGroup(Tolerant, Displayed, WithNumbers):
     """Trajectories of one scenario, compared with each other. Failed rollouts are in `exceptions`; they get no reward.
 
     A group built from trajectories is complete. A group built from coroutines has no `trajectories` until it is
@@ -242,10 +245,6 @@ class TrajectoryGroup(Tolerant, Displayed, BaseModel):
         )  # raises if the group was not awaited: it would be dumped without trajectories
         return handler(self)
 
-    @field_serializer("metrics")
-    def _dump_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        return {name: _to_number(value) for name, value in metrics.items()}
-
 
 async def _run_one(
     rollouts: RolloutPool, entry: Trajectory | Awaitable[object]
@@ -284,7 +283,7 @@ def _to_failure(error: BaseException | FailureBody) -> FailureBody:
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return FailureBody(
         type=module + kind.__qualname__,
-        message=_escaped(str(error)),
+        message=_escaped(text_of(error)),
         traceback=_escaped("".join(traceback.format_exception(error))),
     )
 
@@ -352,11 +351,20 @@ def _get(value: Any, name: str) -> Any:
     return getattr(value, name, None)
 
 
-def _to_number(value: Any) -> Any:
-    """NumPy and torch scalars as floats. Other values stay as they are: validation of the request reports them."""
+def _to_plain(value: Any) -> Any:
+    """NumPy and torch scalars as Python's numbers, also in lists and dictionaries. Other values stay as they are:
+    validation of the request reports them."""
+    if isinstance(value, dict):
+        entries = cast(dict[Any, Any], value)
+        return {name: _to_plain(each) for name, each in entries.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(each) for each in cast(list[Any], value)]
     if isinstance(value, (bool, int, float)) or not isinstance(value, SupportsFloat):
         return value
-    return float(value)
+    try:
+        return value.item() if hasattr(value, "item") else float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array
+        return value
 
 
 def _seconds_since(start: datetime) -> float:

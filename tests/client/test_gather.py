@@ -254,6 +254,36 @@ async def test_what_is_no_number_is_not_shown_and_ends_no_gather(
     assert "size=3]" in capsys.readouterr().err
 
 
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+async def test_an_exception_without_text_costs_no_other_rollout(caplog: pytest.LogCaptureFixture):
+    async def fails() -> art.Trajectory:
+        raise Textless
+
+    groups = (art.TrajectoryGroup([rollout(1), fails(), rollout(0)]) for _ in range(2))
+    gathered = await art.gather_trajectory_groups(groups, max_exceptions=2)
+    assert rewards(gathered) == [[1, 0], [1, 0]]
+    assert failures(gathered[0]) == ["<Textless, whose text raises ValueError>"]
+    assert gathered[0].exceptions[0].type.endswith("Textless")
+    assert "in fails" in gathered[0].exceptions[0].traceback
+    assert "2 of 6 rollouts failed; the first: <Textless, whose text raises" in caplog.text
+    with pytest.raises(Textless):
+        await art.gather_trajectory_groups([art.TrajectoryGroup([fails()])], max_exceptions=0)
+
+    async def failing_judge(group: art.TrajectoryGroup) -> art.TrajectoryGroup:
+        raise Textless
+
+    (kept,) = await art.gather_trajectory_groups(
+        [group_of(1, 0)], after_each=failing_judge, max_exceptions=1
+    )
+    assert failures(kept) == ["<Textless, whose text raises ValueError>"]
+
+
 async def test_the_error_that_is_raised_is_the_first_one_with_its_own_context():
     async def fails(index: int) -> art.Trajectory:
         await asyncio.sleep(0.002 * index)
@@ -502,6 +532,9 @@ async def test_a_failing_source_of_groups_is_raised():
         ([{"turn_rewards": [0.5, 1.0]}, {}], True),
         ([{"additional_histories": [{"turn_advantages": [None, -1.0]}]}], True),
         ([{"reward": math.nan}, {"reward": math.nan}], False),
+        ([{"reward": 0.1 + 0.2}, {"reward": 0.3}], False),
+        ([{"turn_rewards": [0.7]}, {"turn_rewards": [0.7000000476837158]}], False),
+        ([{"turn_advantages": [0.0, [0.0, 0.0]]}], False),
     ],
 )
 def test_a_group_is_informative_where_rewards_differ(fields: list[dict], is_expected: bool):

@@ -4,7 +4,9 @@ import json
 import math
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
@@ -12,6 +14,8 @@ from openai.types.chat.chat_completion import Choice
 
 import art
 from art import wire
+from art.bodies import build_train_request
+from art.wire import TrainConfig
 
 CHOICE: Any = {  # Any: a choice in JSON, which the declared types leave out
     "finish_reason": "stop",
@@ -169,6 +173,44 @@ def test_number_like_rewards_and_metrics_are_dumped_as_numbers():
     dumped = trajectory.model_dump(mode="json")
     assert dumped["reward"] == 0.5
     assert dumped["metrics"] == {"score": 0.5, "won": True}
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.float64(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.array(0.5), 0.5),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([2]), 2),
+    ],
+    ids=repr,
+)
+def test_scalars_of_other_libraries_are_taken_wherever_a_program_sets_numbers(
+    value: Any, plain: float
+):
+    trajectory = art.Trajectory(additional_histories=[art.History()])
+    for history in (trajectory, *trajectory.additional_histories):
+        history.turn_rewards = [value, None]
+        history.turn_advantages = [value, [value, 1.0], None]
+    trajectory.reward = value
+    trajectory.metrics["m"] = value
+    nested = {"a": value, "b": [value, {"c": (value, "text")}], "d": None}
+    trajectory.metadata = nested
+    group = art.TrajectoryGroup([trajectory], metadata=nested, metrics={"m": value})
+    config = TrainConfig()
+    (sent,) = json.loads(build_train_request([group], config))["groups"]
+    (row,) = sent["trajectories"]
+    for history in (row, *row["additional_histories"]):
+        assert history["turn_rewards"] == [plain, None]
+        assert history["turn_advantages"] == [plain, [plain, 1.0], None]
+    expected = {"a": plain, "b": [plain, {"c": [plain, "text"]}], "d": None}
+    assert row["metadata"] == sent["metadata"] == expected
+    assert row["reward"] == row["metrics"]["m"] == sent["metrics"]["m"] == plain
+    assert type(row["metadata"]["a"]) is type(plain), "a flag stays a flag"
+    assert json.loads(trajectory.model_dump_json())["metadata"] == expected
 
 
 async def test_durations_add_up_in_the_metrics():

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, cast
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from art.errors import text_of
 from art.rewards.answers import Verdict
 from art.rewards.judge import Judge, JudgeModel, to_judge
 from art.trajectories import Trajectory, TrajectoryGroup
@@ -119,7 +120,9 @@ async def ruler_score_group(
     except Exception as error:  # of any kind: a judge can be a function of the program
         if not swallow_exceptions:
             raise
-        logger.warning("a group is left out, the judge failed: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "a group is left out, the judge failed: %s: %s", type(error).__name__, text_of(error)
+        )
         return None
     scored = [_with_score(*each) for each in zip(group, verdicts, strict=True)]
     update = {"trajectories": scored, "exceptions": [*group.exceptions], "logs": [*group.logs]}
