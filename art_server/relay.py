@@ -54,6 +54,8 @@ class InferenceRequest:
     """The ids of tool calls, choices and responses that the conversation contains."""
     before_tool: frozenset[bytes] = frozenset()
     """The digests of the conversation before each answer that no user message follows."""
+    requested_at: int | None = None
+    """When the server received the request (`clock.tick`)."""
     model: Model | None = None
     step: int | None = None
     adapter: str = ""
@@ -185,6 +187,7 @@ class Relay:
             before=inference.before,
             named=self._ledger.callers(inference.named) if inference.named else frozenset(),
             before_tool=inference.before_tool,
+            requested_at=inference.requested_at,
         )
 
     @staticmethod

@@ -535,7 +535,8 @@ class SessionReply(Reply):
     num_choices: int
     """Number of choices in the histories."""
     unused: dict[str, int] = {}
-    """Number of excluded choices by reason: not fully delivered, or discarded for another choice of the same prompt."""
+    """Number of excluded choices by reason: not fully delivered, passed over for another choice of the same
+    conversation, or asked for again."""
 
 
 # --- health -------------------------------------------------------------------------------------------------------

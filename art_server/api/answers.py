@@ -19,6 +19,7 @@ from starlette.background import BackgroundTask
 from starlette.types import Receive
 
 from art.wire import STEP_HEADER
+from art_server.api.grammars import FIELDS
 from art_server.ledger import conversation
 from art_server.ledger.ledger import OpenRequest
 from art_server.ledger.records import choice_id
@@ -152,6 +153,11 @@ def keep_turn(
     turn = {
         "messages": inference.messages,
         "tools": tools if isinstance(tools, list) else None,
+        "constraints": {
+            name: inference.body[name]
+            for name in FIELDS
+            if name != "tools" and name in inference.body
+        },
         "choices": kept,
     }
     opened.ledger.keep_turn(opened.request.request_id, turn)

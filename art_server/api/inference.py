@@ -112,6 +112,7 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
         is_first_turn=is_first_turn,
         named=() if is_first_turn else conversation.names_in(messages, data),
         before_tool=conversation.before_tool(messages, digests),
+        requested_at=request.state.arrived_at,
     )
 
 

@@ -1,9 +1,11 @@
-"""Bursts of requests: new ones start for a bounded time in each turn of the event loop."""
+"""Bursts of requests: new ones start for a bounded time in each turn of the event loop. Each gets its time of arrival."""
 
 import asyncio
 import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from art_server import clock
 
 TURN_SECONDS = 0.06
 """Time in which requests start in one turn. Until its first wait a request takes about a millisecond of the event loop, so
@@ -12,7 +14,8 @@ the burst of an engine that samples 64 sequences is not split."""
 
 class Pacing:
     """ASGI middleware. Hundreds of requests that arrive together would block the event loop until each has started;
-    here the others wait for the next turn, and timers and answers have theirs in between."""
+    here the others wait for the next turn, and timers and answers have theirs in between. `state.arrived_at` of a request
+    is its `clock.tick`, before it waits."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -22,6 +25,7 @@ class Pacing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            scope.setdefault("state", {})["arrived_at"] = clock.tick()
             await self._start()
         await self._app(scope, receive, send)
 

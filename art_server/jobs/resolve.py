@@ -265,9 +265,10 @@ class _Resolver:
             sequences += [
                 sequence.model_copy(update={"truncated": is_truncated}) for sequence in made
             ]
-        if sequences:
-            add_rewards(sequences[-1], rewards)
-        else:
+            if sequences:  # of turns behind the history's last trained one
+                add_rewards(sequences[-1], rewards)
+                rewards.clear()
+        if not sequences:
             self._report.drop(NO_TURN, where)
         traces.sort(key=lambda trace: (trace.history, trace.entry))
         return TrainableTrajectory(reward=trajectory.reward, sequences=sequences), traces
@@ -442,6 +443,7 @@ class _Resolver:
             drawn,
             record.request.step,
             unusual(record.sampling) if is_unscored else {},
+            requested_at=record.request.requested_at,
         )
 
     def _found_by_words(

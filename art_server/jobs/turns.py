@@ -29,6 +29,8 @@ class ResolvedTurn:
     """One for each token, from the client."""
     rewards_before: list[float] = field(default_factory=list)
     """Rewards of dropped turns between the turn before and this one."""
+    requested_at: int | None = None
+    """When the turn was requested (`clock.tick`), from its record."""
 
 
 class UnusableTurn(Exception):
@@ -95,6 +97,8 @@ def join_turns(
     """
     sequences: list[TokenSequence] = []
     places: list[Place] = []
+    is_timed = all(turn.requested_at is not None for turn in turns)
+    requested_at = 0
     for turn in turns:
         is_joined = bool(sequences) and starts_with(turn.prompt_token_ids, sequences[-1].token_ids)
         if not is_joined:
@@ -118,6 +122,11 @@ def join_turns(
             sequence.rewards[sampled[-1]] = turn.reward
         tokens.extend(turn.token_ids)
         sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
+        if is_timed:
+            requested_at = max(
+                requested_at, turn.requested_at or 0
+            )  # a turn follows those before it
+            sequence.turns.append((len(tokens), requested_at))
         places.append(Place(len(sequences) - 1, sampled.start, sampled.stop, is_joined))
     return sequences, places
 
@@ -136,6 +145,7 @@ def _empty_sequence() -> TokenSequence:
         recompute=[],
         advantages={},
         rewards={},
+        turns=[],
     )
 
 

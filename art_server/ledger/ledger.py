@@ -95,6 +95,7 @@ class Ledger:
         self._unanswered: list[int] = []
         """The numbers of prompts whose requests ended without a record, for `prune`."""
         self._fill_index()
+        clock.tick(after=self._storage.newest_event(MAX_PROMPTS))
 
     def close(self) -> None:
         with self._lock:
@@ -371,10 +372,11 @@ class Ledger:
         return frozenset(name for name in callers if name is not None)
 
     def mark_delivered(self, request_id: str) -> None:
-        """Marks the choices of a request whose answer was sent in full."""
+        """Marks the choices of a request whose answer was sent in full at this moment."""
         with self._lock, tolerated("the delivery of an answer"):
             self._storage.db.execute(
-                f"UPDATE records SET is_delivered = 1 WHERE {OF_REQUEST}", of_request(request_id)
+                f"UPDATE records SET is_delivered = 1, delivered_at = ? WHERE {OF_REQUEST}",
+                (clock.tick(), *of_request(request_id)),
             )
 
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:

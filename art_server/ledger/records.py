@@ -28,6 +28,8 @@ class Request:
     """Ids of choices that the request refers to: by `art.id`, by a tool call's id or by an earlier response's id."""
     before_tool: frozenset[bytes] = frozenset()
     """Digests of the conversation before each answer that no user message follows."""
+    requested_at: int | None = None
+    """When the server received the request (`clock.tick`). None: recorded by an earlier version."""
 
     @property
     def scope(self) -> str:
@@ -63,6 +65,9 @@ class Record:
     text: str = ""
     """The sampled text; not stored."""
     is_delivered: bool = False
+    """The answer was sent in full."""
+    delivered_at: int | None = None
+    """When it was (`clock.tick`). None: it was not, or an earlier version sent it."""
 
     @property
     def after(self) -> bytes:

@@ -1,12 +1,21 @@
 """Builds the conversations of a trajectory from the choices that one model sampled in a session.
 
 A request continues the choice whose conversation, with the answer, its messages begin with; of several, the longest.
-A choice that no request continues ends a conversation. Two kinds of choice are excluded and counted: choices that the
-agent did not receive in full, and choices that it discarded for another answer to the same conversation.
+A choice that no request continues ends a conversation. Choices that the agent did not receive in full are excluded and
+counted. So are those that it discarded, as the order of its requests and of the answers' deliveries shows:
+
+    asked again    the same conversation was requested again after the agent last used the answer: after it received the
+                   answer, and everything that continues it
+    passed over    no request continues the answer, and one that came after the answer's own request continues another
+                   answer to the same conversation
+
+Choices of one request, and of requests that overlap, are branches. Conversations are the same if messages, tools and
+the constraints of the answer (a JSON schema) are equal: the same text with another schema is another question.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from art.wire import HistoryBody, SessionReply
@@ -14,19 +23,33 @@ from art_server.ledger import conversation
 from art_server.ledger.records import Record
 
 NOT_DELIVERED = "the answer did not reach the agent in full"
-DISCARDED = "the agent continued with another answer to the same conversation"
+ASKED_AGAIN = "the agent asked the same conversation again after it had the answer"
+PASSED_OVER = "the agent continued with another answer to the same conversation"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SessionTurn:
     """A recorded choice, with its request as the agent sent it."""
 
     record: Record
+    requested_at: int
+    delivered_at: int | None
+    """None: it was not delivered."""
     messages: list[dict[str, Any]]
     prefixes: list[bytes]
     """Digests of all beginnings of `messages`."""
     tools: list[dict[str, Any]] | None
+    asked: tuple[bytes, str]
+    """Equal for equal conversations."""
     choice: dict[str, Any]
+    parent: "SessionTurn | None" = None
+    """The turn that this one continues."""
+    children: list["SessionTurn"] = field(default_factory=list)
+    """The turns that continue this one."""
+    last_used_at: int = 0
+    """The last request or delivery of this turn and of all that continue it."""
+    discarded: str | None = None
+    """Why the agent discarded the answer, or an earlier one of its conversation."""
 
     @property
     def ends(self) -> set[bytes]:
@@ -34,72 +57,122 @@ class SessionTurn:
         received = conversation.message_digest(self.choice["message"])
         return {self.record.after, conversation.after(self.record.request.before, received)}
 
+    @property
+    def is_end(self) -> bool:
+        """Whether the choice ends a conversation of the trajectory."""
+        is_continued = any(child.delivered_at is not None for child in self.children)
+        return self.delivered_at is not None and self.discarded is None and not is_continued
+
+    @property
+    def first(self) -> "SessionTurn":
+        """The turn that began the conversation."""
+        turn = self
+        while turn.parent is not None:
+            turn = turn.parent
+        return turn
+
 
 def session_trajectory(found: Sequence[tuple[Record, dict[str, Any]]]) -> SessionReply:
-    """The conversations of a session, in the order in which they began."""
-    turns = [make_turn(record, kept) for record, kept in found]
+    """The conversations of a session, in the order in which their first requests came."""
+    turns = sorted(make_turns(found), key=lambda turn: turn.requested_at)
+    link_turns(turns)
+    mark_discarded(turns)
+    began = {id(turn): number for number, turn in enumerate(turns)}
+    ends = sorted((turn for turn in turns if turn.is_end), key=lambda turn: began[id(turn.first)])
+    used: set[str] = set()
+    histories = [make_history(turn, used) for turn in ends]
+    unused: dict[str, int] = {}
+    for turn in turns:
+        if turn.record.choice_id not in used:
+            is_lost = turn.delivered_at is None
+            reason = NOT_DELIVERED if is_lost else turn.discarded or PASSED_OVER
+            unused[reason] = unused.get(reason, 0) + 1
+    return SessionReply(histories=histories, num_choices=len(used), unused=unused)
+
+
+def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTurn]:
+    """The turns of a session. Requests of an earlier version, without times, count as made one after the other."""
+    turns: list[SessionTurn] = []
+    places: dict[str, int] = {}
+    for number, (record, kept) in enumerate(found):
+        place = places.setdefault(record.request.request_id, number - len(found))
+        requested = record.request.requested_at
+        requested = place if requested is None else requested
+        delivered = requested if record.delivered_at is None else record.delivered_at
+        asked = json.dumps([kept["tools"], kept.get("constraints") or {}], sort_keys=True)
+        messages = kept["messages"]
+        turns.append(
+            SessionTurn(
+                record=record,
+                requested_at=requested,
+                delivered_at=delivered if record.is_delivered else None,
+                messages=messages,
+                prefixes=conversation.prefix_digests(messages),
+                tools=kept["tools"],
+                asked=(record.request.before, asked),
+                choice=kept["choices"][record.choice_id.rpartition("-")[2]],
+            )
+        )
+    return turns
+
+
+def link_turns(turns: Sequence[SessionTurn]) -> None:
+    """Sets what the turns, in the order of their requests, continue, and when they were last used."""
     by_end: dict[bytes, list[SessionTurn]] = {}
     for turn in turns:
         for end in turn.ends:
             by_end.setdefault(end, []).append(turn)
-    parents = {id(turn): find_parent(turn, by_end) for turn in turns}
-    continued = {id(parents[id(turn)]) for turn in turns if turn.record.is_delivered}
-    taken_up = {turn.record.request.before for turn in turns if id(turn) in continued}
-    unused: dict[str, int] = {}
-    ends: list[SessionTurn] = []
     for turn in turns:
-        if id(turn) in continued:
-            continue
-        if not turn.record.is_delivered:
-            unused[NOT_DELIVERED] = unused.get(NOT_DELIVERED, 0) + 1
-        elif turn.record.request.before in taken_up:
-            unused[DISCARDED] = unused.get(DISCARDED, 0) + 1
-        else:
-            ends.append(turn)
-    began = {id(turn): number for number, turn in enumerate(turns)}
-    ends.sort(key=lambda turn: began[id(first_turn(turn, parents))])
-    used: set[str] = set()
-    histories = [make_history(turn, parents, used) for turn in ends]
-    return SessionReply(histories=histories, num_choices=len(used), unused=unused)
-
-
-def make_turn(record: Record, kept: dict[str, Any]) -> SessionTurn:
-    index = record.choice_id.rpartition("-")[2]
-    messages = kept["messages"]
-    return SessionTurn(
-        record=record,
-        messages=messages,
-        prefixes=conversation.prefix_digests(messages),
-        tools=kept["tools"],
-        choice=kept["choices"][index],
-    )
+        turn.parent = find_parent(turn, by_end)
+        if turn.parent is not None:
+            turn.parent.children.append(turn)
+    for turn in reversed(turns):
+        own = turn.requested_at if turn.delivered_at is None else turn.delivered_at
+        turn.last_used_at = max([own, *(child.last_used_at for child in turn.children)])
 
 
 def find_parent(turn: SessionTurn, by_end: dict[bytes, list[SessionTurn]]) -> SessionTurn | None:
-    """The turn that this one continues. Among equal answers, the one that the record names, else the latest."""
+    """The earlier turn that this one continues. Among equal answers, the one that the record names, else the latest that
+    was delivered before this turn's request, else the latest."""
     for prefix in reversed(turn.prefixes):
-        if equal := by_end.get(prefix):
-            continued = turn.record.continues
-            return next((one for one in equal if one.record.choice_id == continued), equal[-1])
+        equal = [one for one in by_end.get(prefix, ()) if one.requested_at < turn.requested_at]
+        if equal:
+            named = [one for one in equal if one.record.choice_id == turn.record.continues]
+            had = [
+                one for one in equal if (one.delivered_at or turn.requested_at) < turn.requested_at
+            ]
+            return (named or had or equal)[-1]
     return None
 
 
-def first_turn(turn: SessionTurn, parents: dict[int, SessionTurn | None]) -> SessionTurn:
-    """The turn that began the conversation."""
-    while (parent := parents[id(turn)]) is not None:
-        turn = parent
-    return turn
+def mark_discarded(turns: Sequence[SessionTurn]) -> None:
+    """Sets why the agent discarded each of these turns, which are in the order of their requests."""
+    by_asked: dict[tuple[bytes, str], list[SessionTurn]] = {}
+    for turn in turns:
+        by_asked.setdefault(turn.asked, []).append(turn)
+    for equal in by_asked.values():
+        # An answer that never came replaces none.
+        asked_at = max((t.requested_at for t in equal if t.delivered_at is not None), default=None)
+        continued_at = max((c.requested_at for t in equal for c in t.children), default=None)
+        for turn in equal:
+            if asked_at is not None and asked_at > turn.last_used_at:
+                turn.discarded = ASKED_AGAIN
+            elif (
+                not turn.children and continued_at is not None and continued_at > turn.requested_at
+            ):
+                turn.discarded = PASSED_OVER
+    for turn in turns:
+        if turn.parent is not None and turn.parent.discarded is not None:
+            turn.discarded = turn.parent.discarded
 
 
-def make_history(
-    turn: SessionTurn, parents: dict[int, SessionTurn | None], used: set[str]
-) -> HistoryBody:
+def make_history(turn: SessionTurn, used: set[str]) -> HistoryBody:
     """The conversation that ends with `turn`; recorded choices replace the messages that repeat them."""
     earlier: dict[bytes, SessionTurn] = {}
-    parent = parents[id(turn)]
+    parent = turn.parent
     while parent is not None:
         earlier |= dict.fromkeys(parent.ends, parent)
-        parent = parents[id(parent)]
+        parent = parent.parent
     entries: list[dict[str, Any]] = []
     for message, prefix in zip(turn.messages, turn.prefixes[1:], strict=True):
         if prefix in earlier:

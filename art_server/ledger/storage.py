@@ -55,7 +55,9 @@ CREATE TABLE IF NOT EXISTS records (
     -- beginnings: where else later renderings may continue, as pairs: 1 if they leave out thinking there, and the hash
     -- sampled_from: log-probabilities (nil: the raw ones), kept, sets (each itself or its number); empty: raw, no sets
     beginnings BLOB,
-    sampled_from BLOB
+    sampled_from BLOB,
+    requested_at INTEGER,  -- clock.tick; null: by an earlier version
+    delivered_at INTEGER
 );
 CREATE INDEX IF NOT EXISTS prompts_by_parent ON prompts (parent) WHERE parent IS NOT NULL;
 CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
@@ -113,7 +115,9 @@ class Storage:
     def __init__(self, file: Path):
         self.db = open_database(file, SCHEMA, is_durable=False)
         self.db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
-        add_columns(self.db, "records", {"sampled_from": "BLOB", "beginnings": "BLOB"})
+        added = {"sampled_from": "BLOB", "beginnings": "BLOB"}
+        added |= {"requested_at": "INTEGER", "delivered_at": "INTEGER"}
+        add_columns(self.db, "records", added)
         add_columns(self.db, "prompts", {"cut": "INTEGER", "tail": "BLOB", "put_back": "BLOB"})
         self._sets: dict[int, bytes] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
@@ -264,9 +268,19 @@ class Storage:
                 "sampling": json.dumps(record.sampling, separators=(",", ":")),
                 "sampled_from": self._store_sampled(record),
                 "beginnings": _pack_beginnings(prompt),
+                "requested_at": request.requested_at,
             },
             or_else="REPLACE",
         )
+
+    def newest_event(self, num: int) -> int:
+        """The latest request or delivery of the `num` newest records; 0 if there is none."""
+        (newest,) = self.db.execute(
+            "SELECT MAX(MAX(COALESCE(requested_at, 0), COALESCE(delivered_at, 0))) FROM"
+            " (SELECT requested_at, delivered_at FROM records ORDER BY number DESC LIMIT ?)",
+            (num,),
+        ).fetchone()
+        return newest or 0
 
     def select(self, where: str, *values: Any) -> list[Record]:
         rows = self.db.execute(f"SELECT * FROM records WHERE {where} ORDER BY number", values)
@@ -279,7 +293,7 @@ class Storage:
             choice_id=row["choice_id"],
             request=Request(
                 **{name: row[name] for name in ("request_id", "api", "project", "name", "step")},
-                **{name: row[name] for name in ("owner", "session", "before")},
+                **{name: row[name] for name in ("owner", "session", "before", "requested_at")},
             ),
             prompt_token_ids=self.load_prompt(row["prompt"]).tolist(),
             token_ids=unpack(row["tokens"], "i").tolist(),
@@ -294,6 +308,7 @@ class Storage:
             link=row["link"],
             said=row["said"],
             is_delivered=bool(row["is_delivered"]),
+            delivered_at=row["delivered_at"],
         )
 
     def _store_sampled(self, record: Record) -> bytes | None:

@@ -3,6 +3,7 @@
 Only this file decides which groups have signal, so that forward passes, denominators and counts agree.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -137,23 +138,38 @@ def _trajectory_tokens(
     its own turn and all later turns (`of_turns`).
     """
     made: list[list[tuple[int, float]]] = []
-    turns = iter(of_turns)
-    remaining = sum(of_turns)
-    for sequence in trajectory.sequences:
+    is_timed = all(sequence.turns for sequence in trajectory.sequences)
+    places = [
+        _place(number, end, sequence, is_timed)
+        for number, sequence in enumerate(trajectory.sequences)
+        for end in sorted(sequence.rewards)
+    ]
+    in_order = sorted(zip(places, of_turns, strict=True))
+    places.sort()
+    behind = [*itertools.accumulate((value for _, value in reversed(in_order)), initial=0.0)][::-1]
+    for number, sequence in enumerate(trajectory.sequences):
         tokens: list[tuple[int, float]] = []
-        ends = sorted(sequence.rewards)
         for position in trained_positions(sequence):
-            while ends and ends[0] < position:
-                remaining -= next(turns)
-                ends.pop(0)
-            advantage = sequence.advantages.get(position, outcome + remaining)
+            advantage = sequence.advantages.get(position)
+            if advantage is None:
+                place = _place(number, position, sequence, is_timed) if places else (0, 0, 0)
+                advantage = outcome + behind[bisect.bisect_left(places, place)]
             # In SFT an advantage is a weight, and a token of weight 0 is context.
             if advantage or config.objective == "policy":
                 tokens.append((position, advantage))
-        for _ in ends:
-            remaining -= next(turns)
         made.append([] if is_masked(sequence, config) else tokens)
     return made
+
+
+def _place(
+    number: int, position: int, sequence: TokenSequence, is_timed: bool
+) -> tuple[int, int, int]:
+    """Where a position is in the order of the trajectory's turns: that of their requests where all are known
+    (`is_timed`), else that of the sequences. A position of context belongs to the turn behind it, if there is one."""
+    if not is_timed:
+        return 0, number, position
+    turn = bisect.bisect_right(sequence.turns, position, key=lambda turn: turn[0])
+    return sequence.turns[min(turn, len(sequence.turns) - 1)][1], number, position
 
 
 def trained_positions(sequence: TokenSequence) -> list[int]:

@@ -86,6 +86,8 @@ class TokenSequence(Record):
     """Advantages by position, as the client gave them. Other tokens have the trajectory's and their turns'."""
     rewards: dict[int, float] = {}
     """Rewards of turns, by the position of the turn's last token (process supervision)."""
+    turns: list[tuple[int, int]] = []
+    """Of each turn the index behind its last token, and when it was requested (`clock.tick`). Empty: not all are known."""
 
 
 class TrainableTrajectory(Record):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from art_server import clock
 from art_server.api import pacing
 from art_server.api.pacing import Pacing
 
@@ -18,6 +19,8 @@ class Starts:
         self.turn = 0
         self.turns: list[int] = []
         self.order: list[int] = []
+        self.arrived_at: list[int] = []
+        self.started_at: list[int] = []
 
     async def count_turns(self) -> None:
         while True:
@@ -27,6 +30,8 @@ class Starts:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.turns.append(self.turn)
         self.order.append(scope["number"])
+        self.arrived_at.append(scope["state"]["arrived_at"])
+        self.started_at.append(clock.tick())
 
 
 async def burst(num_requests: int, cancelled: range = range(0)) -> Starts:
@@ -53,6 +58,16 @@ async def test_a_burst_that_takes_long_starts_in_turns_and_in_order(
     starts = await burst(50)
     assert starts.order == list(range(50))
     assert len(set(starts.turns)) == 50
+
+
+async def test_requests_of_a_burst_have_arrived_before_the_second_of_them_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else an answer to the first could count as delivered before the last was requested."""
+    monkeypatch.setattr(pacing, "TURN_SECONDS", 0.0)
+    starts = await burst(50)
+    assert sorted(starts.arrived_at) == starts.arrived_at
+    assert starts.arrived_at[-1] < starts.started_at[1]
 
 
 async def test_cancelled_requests_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

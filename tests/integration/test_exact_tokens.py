@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any, cast
 
 import httpx
+import openai
 import pytest
 from tokenizers import Tokenizer
 
@@ -14,6 +15,7 @@ from art_server.base_models import TINY_DIR
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record
+from art_server.ledger.sessions import ASKED_AGAIN
 from tests.integration.live import PROJECT, Server, register, train
 from tests.integration.test_inference import WEATHER_TOOL, sse_data
 
@@ -284,6 +286,42 @@ def test_choices_that_nothing_continues_are_left_out_and_counted(
     assert reply["num_choices"] == 2 and len(reply["histories"]) == 1
     reason = "the agent continued with another answer to the same conversation"
     assert reply["unused"] == {reason: 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shows_error", [False, True], ids=["as LangChain", "as instructor"])
+def test_of_retries_of_the_last_turn_the_used_answer_is_trained(
+    server: Server, model: str, shows_error: bool, stream: bool
+) -> None:
+    """LangChain's `with_retry` sends the same messages again. instructor adds the bad answer and its error."""
+    session = f"retries-{shows_error}-{stream}"
+    client = openai.OpenAI(base_url=f"{server.url}/s/{session}/v1", api_key="none")
+
+    def ask(messages: list[Any]) -> str:
+        """The answer's text; sent once, so that each request of the session is one of the agent's."""
+        asked: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 6}
+        if not stream:
+            made = client.chat.completions.create(**asked)
+            return made.choices[0].message.content
+        chunks = client.chat.completions.create(**asked, stream=True)
+        return "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
+
+    messages: list[Any] = [QUESTION, {"role": "assistant", "content": ask([QUESTION])}, QUESTION]
+    heard: list[str] = []
+    for attempt in range(3):
+        heard.append(ask(messages))
+        if shows_error and attempt < 2:
+            messages += [
+                {"role": "assistant", "content": heard[-1]},
+                {"role": "user", "content": f"1 validation error: {heard[-1]!r} is no JSON"},
+            ]
+    reply = session_of(server, session)
+    (history,) = reply["histories"]
+    trained = [e["message"]["content"] for e in history["messages_and_choices"] if "art" in e]
+    if shows_error:  # the policy reads its bad answers, which are turns of its conversation
+        assert trained[1:] == heard and reply["unused"] == {}
+    else:
+        assert trained[1:] == heard[-1:] and reply["unused"] == {ASKED_AGAIN: 2}
 
 
 def test_a_client_that_hangs_up_leaves_nothing_to_train(server: Server, model: str) -> None:

@@ -474,6 +474,81 @@ def test_the_reward_of_a_dropped_turn_counts_for_the_turns_before_it() -> None:
     assert tokens == [[[(2, 4.0), (5, 3.0)]], [[(2, -2.5)]]]
 
 
+MAIN_AND_SUB_AGENT = [
+    # name, prompt, tokens, time of the request, reward: the sub-agent works between the main agent's turns
+    [("m1", [1], [2], 10, 1.0), ("m2", [1, 2, 3], [4], 40, 8.0)],
+    [("s1", [5], [6], 20, 2.0), ("s2", [5, 6, 7], [8], 30, 4.0)],
+]
+
+
+def rewards_to_go(histories: list[list[Any]]) -> dict[int, float]:
+    """What a trajectory's rewards of turns give each sampled token, by the token."""
+    records = {
+        name: dataclasses.replace(
+            known := record(name, prompt, tokens),
+            request=dataclasses.replace(known.request, requested_at=at),
+        )
+        for history in histories
+        for name, prompt, tokens, at, _ in history
+    }
+    bodies: list[dict[str, Any]] = [
+        {
+            "messages_and_choices": [bare(name) for name, *_ in history],
+            "turn_rewards": [reward for *_, reward in history],
+        }
+        for history in histories
+    ]
+    body = bodies[0] | {"reward": 0.0, "additional_histories": bodies[1:]}
+    group = TrajectoryGroupBody.model_validate({"trajectories": [body]})
+    config = TrainConfig(scaling="none", baseline="none")
+    batch = resolve([group], config, "p/a", sources(find_record=records.get), LIMITS).batch
+    (tokens,) = trained_tokens(batch.groups, config)
+    assert tokens is not None
+    return {
+        row.token_ids[position]: advantage
+        for row, of_row in zip(batch.groups[0].trajectories[0].sequences, tokens[0], strict=True)
+        for position, advantage in of_row
+    }
+
+
+def test_rewards_of_turns_count_for_the_turns_that_were_requested_before() -> None:
+    expected = {2: 15.0, 6: 14.0, 8: 12.0, 4: 8.0}
+    assert rewards_to_go(MAIN_AND_SUB_AGENT) == expected
+    assert rewards_to_go(MAIN_AND_SUB_AGENT[::-1]) == expected, "however the histories are listed"
+
+
+def test_without_the_time_of_each_request_histories_follow_each_other() -> None:
+    main, sub = MAIN_AND_SUB_AGENT
+    unknown = [(*turn[:3], None, turn[4]) for turn in sub]
+    assert rewards_to_go([main, unknown]) == {2: 15.0, 4: 14.0, 6: 6.0, 8: 4.0}
+
+
+def test_the_reward_of_a_dropped_last_turn_is_no_later_than_its_history() -> None:
+    """The sub-agent's last turn is the base model's, before the main agent's second."""
+    main, sub = MAIN_AND_SUB_AGENT
+    records = {name: record(name, prompt, tokens) for name, prompt, tokens, *_ in (*main, *sub)}
+    for name, _, _, at, _ in (*main, *sub):
+        found = records[name]
+        records[name] = dataclasses.replace(
+            found, request=dataclasses.replace(found.request, requested_at=at)
+        )
+    side = {
+        "messages_and_choices": [*(bare(name) for name, *_ in sub), bare("x", model=None)],
+        "turn_rewards": [2.0, 4.0, 16.0],
+    }
+    body = {
+        "messages_and_choices": [bare(name) for name, *_ in main],
+        "turn_rewards": [1.0, 8.0],
+        "reward": 0.0,
+        "additional_histories": [side],
+    }
+    group = TrajectoryGroupBody.model_validate({"trajectories": [body]})
+    config = TrainConfig(scaling="none", baseline="none")
+    batch = resolve([group], config, "p/a", sources(find_record=records.get), LIMITS).batch
+    (tokens,) = trained_tokens(batch.groups, config)
+    assert tokens == [[[(1, 31.0), (3, 8.0)], [(1, 30.0), (3, 28.0)]]]
+
+
 def test_the_report_of_supervised_training_counts_no_context() -> None:
     """As `train_sft` sends it: weight 0 makes a message context."""
     question = {"role": "user", "content": "q"}

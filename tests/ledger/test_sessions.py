@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from art.wire import SessionReply
+from art_server import clock
 from art_server.api.streaming import add_deltas
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
-from art_server.ledger.sessions import session_trajectory
+from art_server.ledger.sessions import (
+    ASKED_AGAIN,
+    NOT_DELIVERED,
+    PASSED_OVER,
+    session_trajectory,
+)
 from art_server.shared.samples import Sample
 
 USER = {"role": "user", "content": "q"}
@@ -32,10 +38,17 @@ class Agent:
         delivered: bool = True,
         received: dict[str, Any] | None = None,
         unseen: str | None = None,
+        at: int | None = None,
+        constraints: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> None:
+        """`at` is the time of the request; the answer is delivered at once."""
         request_id = f"{next(self._numbers):032x}"
         before = conversation.prefix_digests(messages)[-1]
-        request = Request(request_id, "chat", self.project, "a", 0, self.project, "s", before)
+        request = Request(
+            *(request_id, "chat", self.project, "a", 0, self.project, "s", before),
+            requested_at=clock.tick() if at is None else at,
+        )
         with self.ledger.open_request(request):
             self.ledger.take_prompt(request_id, 0, [1, 2])
             sample = Sample("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
@@ -49,7 +62,12 @@ class Agent:
             "message": received or {"role": "assistant", "content": said},
             "art": {"id": f"{request_id}-0"},
         }
-        turn = {"messages": messages, "tools": None, "choices": {"0": choice}}
+        turn = {
+            "messages": messages,
+            "tools": tools,
+            "constraints": constraints or {},
+            "choices": {"0": choice},
+        }
         self.ledger.keep_turn(request_id, turn)
         if delivered:
             self.ledger.mark_delivered(request_id)
@@ -119,6 +137,166 @@ def test_a_choice_that_the_agent_did_not_see_end_is_left_out(tmp_path: Path) -> 
     agent.ask([USER], "seen", unseen="unseen")
     assert len(agent.ledger.find_session("p", "a", "s")) == 1
     assert agent.reply().num_choices == 1
+
+
+def answers(reply: SessionReply) -> list[list[str]]:
+    """The trained answers of each conversation."""
+    return [
+        [e["message"]["content"] for e in h.messages_and_choices if "finish_reason" in e]
+        for h in reply.histories
+    ]
+
+
+def test_of_a_last_turn_that_is_asked_again_only_the_last_answer_counts(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "look")
+    for text in ("{not json", "{not json", "still not", "{}"):
+        agent.ask([USER, said("look"), USER], text)
+    reply = agent.reply()
+    assert answers(reply) == [["look", "{}"]]
+    assert reply.num_choices == 2 and reply.unused == {ASKED_AGAIN: 3}
+
+
+def test_answers_that_are_sampled_at_the_same_time_are_branches(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    times = [clock.tick() for _ in range(3)]
+    for text, at in zip("abc", times, strict=True):
+        agent.ask([USER], text, at=at)
+    assert answers(agent.reply()) == [["a"], ["b"], ["c"]]
+
+
+def test_of_partly_overlapping_requests_those_before_the_last_delivery_stay(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    first, second = clock.tick(), clock.tick()
+    agent.ask([USER], "a", at=first)
+    third = clock.tick()
+    agent.ask([USER], "b", at=second)
+    agent.ask([USER], "c", at=third)
+    reply = agent.reply()
+    assert answers(reply) == [["b"], ["c"]] and reply.unused == {ASKED_AGAIN: 1}
+
+
+def test_an_agent_may_go_on_with_the_second_last_of_several_answers(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    for text in ("a", "b", "c"):
+        agent.ask([USER], text)
+    agent.ask([USER, said("b"), USER], "end")
+    reply = agent.reply()
+    assert answers(reply) == [["b", "end"]]
+    assert sum(reply.unused.values()) == 2
+
+
+def test_an_answer_that_is_continued_by_a_lost_request_only_is_not_passed_over(
+    tmp_path: Path,
+) -> None:
+    agent = Agent(tmp_path)
+    first, second = clock.tick(), clock.tick()
+    agent.ask([USER], "a", at=first)
+    agent.ask([USER], "b", at=second)
+    agent.ask([USER, said("a"), USER], "lost", delivered=False)
+    reply = agent.reply()
+    assert answers(reply) == [["a"]]
+    assert reply.unused == {PASSED_OVER: 1, NOT_DELIVERED: 1}
+
+
+def test_a_repeat_that_never_came_discards_nothing(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "a")
+    agent.ask([USER], "lost", delivered=False)
+    reply = agent.reply()
+    assert answers(reply) == [["a"]] and reply.unused == {NOT_DELIVERED: 1}
+
+
+def test_a_retry_that_shows_the_error_continues_the_bad_answer(tmp_path: Path) -> None:
+    """As instructor does: the policy reads its bad answer, so that answer is part of the conversation."""
+    agent = Agent(tmp_path)
+    error = {"role": "user", "content": "that is no JSON"}
+    agent.ask([USER], "bad")
+    agent.ask([USER, said("bad"), error], "worse")
+    agent.ask([USER, said("bad"), error], "good")
+    reply = agent.reply()
+    assert answers(reply) == [["bad", "good"]] and reply.unused == {ASKED_AGAIN: 1}
+
+
+def test_an_agent_that_begins_again_discards_its_first_attempt(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "plan")
+    agent.ask([USER, said("plan"), USER], "bad end")
+    agent.ask([USER], "other plan")
+    agent.ask([USER, said("other plan"), USER], "good end")
+    reply = agent.reply()
+    assert answers(reply) == [["other plan", "good end"]] and reply.unused == {ASKED_AGAIN: 2}
+
+
+def test_an_attempt_that_begins_again_and_ends_at_once_counts(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.ask([USER], "plan")
+    agent.ask([USER, said("plan"), USER], "bad end")
+    agent.ask([USER], "good end")
+    assert answers(agent.reply()) == [["good end"]]
+
+
+def test_an_attempt_with_equal_answers_is_told_from_the_one_before_it(tmp_path: Path) -> None:
+    """Equal answers to one conversation: a request continues the one that was there, not the one that came later."""
+    agent = Agent(tmp_path)
+    for end in ("bad end", "good end"):
+        agent.ask([USER], "plan")
+        agent.ask([USER, said("plan"), USER], end)
+    reply = agent.reply()
+    assert answers(reply) == [["plan", "good end"]] and reply.unused == {ASKED_AGAIN: 2}
+
+
+def test_attempts_that_run_at_the_same_time_are_both_kept(tmp_path: Path) -> None:
+    """Two sub-agents with the same task, one begun while the other had its first answer already."""
+    agent = Agent(tmp_path)
+    agent.ask([USER], "left")
+    agent.ask([USER], "right")
+    agent.ask([USER, said("left"), USER], "left end")
+    agent.ask([USER, said("right"), USER], "right end")
+    reply = agent.reply()
+    assert answers(reply) == [["left", "left end"], ["right", "right end"]]
+    assert reply.unused == {}
+
+
+def test_the_same_messages_with_another_schema_or_other_tools_are_another_question(
+    tmp_path: Path,
+) -> None:
+    agent = Agent(tmp_path)
+    for name in ("Person", "Place"):
+        agent.ask([USER], name, constraints={"response_format": {"json_schema": {"name": name}}})
+    agent.ask([USER], "tool", tools=[{"type": "function", "function": {"name": "look"}}])
+    assert answers(agent.reply()) == [["Person"], ["Place"], ["tool"]]
+
+
+def test_conversations_are_in_the_order_of_their_first_requests(tmp_path: Path) -> None:
+    """The second conversation's answer is recorded first, because it is shorter."""
+    agent = Agent(tmp_path)
+    first, second = clock.tick(), clock.tick()
+    agent.ask([{"role": "user", "content": "short"}], "s", at=second)
+    agent.ask([{"role": "user", "content": "long"}], "l", at=first)
+    assert answers(agent.reply()) == [["l"], ["s"]]
+
+
+def test_requests_of_an_earlier_version_count_as_one_after_the_other(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    for text in ("bad", "good"):
+        agent.ask([USER], text)
+    agent.ledger._storage.db.execute("UPDATE records SET requested_at = NULL, delivered_at = NULL")
+    assert answers(agent.reply()) == [["good"]]
+    agent.ask([USER], "better")
+    reply = agent.reply()
+    assert answers(reply) == [["better"]] and reply.unused == {ASKED_AGAIN: 2}
+
+
+def test_times_grow_across_restarts_although_the_clock_was_set_back(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    ahead = clock.tick() + 10**9
+    agent.ask([USER], "bad", at=ahead)
+    agent.ledger._storage.db.execute("UPDATE records SET delivered_at = ?", (ahead + 1,))
+    agent.ledger.close()
+    agent.ledger = Ledger(tmp_path / "l.sqlite")
+    agent.ask([USER], "good")
+    assert answers(agent.reply()) == [["good"]]
 
 
 def test_projects_do_not_see_each_other_s_sessions(tmp_path: Path) -> None:
