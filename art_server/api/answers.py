@@ -137,7 +137,7 @@ def keep_turn(
 ) -> None:
     """Stores a turn of a session: the request's messages, and its choices as the agent receives them. `choices` holds
     choices that are already built; the others are built from the sampled text."""
-    if inference.session is None:
+    if inference.session is None or not opened.records:
         return
     kept: dict[str, dict[str, Any]] = {}
     for index, record in opened.records.items():

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 DIGEST_BYTES = 16
@@ -257,6 +258,27 @@ def prefix_digests(messages: Sequence[Message]) -> list[bytes]:
     for message in messages:
         digests.append(extend(digests[-1], message))
     return digests
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversation:
+    """A conversation as its last message and the conversation before it, which others with the same beginning share."""
+
+    before: "Conversation | None"
+    message: Message
+    digest: bytes
+
+    def __iter__(self) -> Iterator["Conversation"]:
+        """The conversation and its beginnings, longest first."""
+        each: Conversation | None = self
+        while each is not None:
+            yield each
+            each = each.before
+
+
+def grow(before: Conversation | None, message: Message) -> Conversation:
+    """A conversation with `message` added."""
+    return Conversation(before, message, extend(before.digest if before else EMPTY, message))
 
 
 def extend(before: bytes, message: Message) -> bytes:

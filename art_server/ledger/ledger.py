@@ -19,7 +19,6 @@ import logging
 import sqlite3
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +39,7 @@ from art_server.ledger.splice import (
 from art_server.ledger.storage import IN_LIST, OF_REQUEST, Storage, of_request, places, unpack
 from art_server.ledger.template import TemplateRules, find_rules
 from art_server.shared.samples import Sample
-from art_server.store.database import database_errors, insert, transaction
+from art_server.store.database import database_errors, transaction
 
 logger = logging.getLogger(__name__)
 
@@ -381,10 +380,8 @@ class Ledger:
 
     def keep_turn(self, request_id: str, turn: dict[str, Any]) -> None:
         """Stores a session's request and its choices as the agent has them."""
-        blob = zlib.compress(json.dumps(turn).encode(), 1)
         with self._lock, tolerated("a session's turn"):
-            turn_row = {"request_id": request_id, "body": blob}
-            insert(self._storage.db, "turns", turn_row, or_else="REPLACE")
+            self._storage.store_turn(request_id, turn)
 
     # --- finding ---
 
@@ -397,18 +394,25 @@ class Ledger:
     def find_session(
         self, project: str, name: str, session: str
     ) -> list[tuple[Record, dict[str, Any]]]:
-        """The choices that one model sampled in a session, in order, each with its turn as the agent has it. Choices
-        whose end did not reach the agent are left out. Reads one at a time, because requests wait meanwhile."""
+        """The choices that one model sampled in a session, in order, without tokens, each with its turn as the agent has
+        it (`Storage.load_turn`). Choices whose end did not reach the agent are left out. Reads one turn at a time,
+        because requests wait meanwhile."""
         with self._lock:
             rows = self._storage.db.execute(
-                "SELECT choice_id, body FROM records JOIN turns USING (request_id)"
-                " WHERE session = ? AND project = ? AND name = ? ORDER BY records.number",
+                "SELECT choice_id, request_id FROM records WHERE session = ? AND project = ? AND name = ? ORDER BY number",
                 (session, project, name),
             ).fetchall()
         found: list[tuple[Record, dict[str, Any]]] = []
-        for choice, body in rows:
-            turn = json.loads(zlib.decompress(body))
-            record = self.find(choice) if choice.rpartition("-")[2] in turn["choices"] else None
+        turns: dict[str, dict[str, Any] | None] = {}
+        known: dict[int, conversation.Conversation] = {}
+        for choice, request_id in rows:
+            with self._lock:
+                if request_id not in turns:
+                    turns[request_id] = self._storage.load_turn(request_id, known)
+                turn = turns[request_id]
+                if turn is None or choice.rpartition("-")[2] not in turn["choices"]:
+                    continue
+                record = self._storage.find_heading(choice)
             if record is not None:
                 found.append((record, turn))
         return found

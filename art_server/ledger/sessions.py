@@ -13,6 +13,7 @@ Choices of one request, and of requests that overlap, are branches. Conversation
 the constraints of the answer (a JSON schema) are equal: the same text with another schema is another question.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any
 
 from art.wire import HistoryBody, SessionReply
 from art_server.ledger import conversation
+from art_server.ledger.conversation import Conversation
 from art_server.ledger.records import Record
 
 NOT_DELIVERED = "the answer did not reach the agent in full"
@@ -35,13 +37,14 @@ class SessionTurn:
     requested_at: int
     delivered_at: int | None
     """None: it was not delivered."""
-    messages: list[dict[str, Any]]
-    prefixes: list[bytes]
-    """Digests of all beginnings of `messages`."""
+    conversation: Conversation | None
+    """The request's messages; None: it has none."""
     tools: list[dict[str, Any]] | None
     asked: tuple[bytes, str]
     """Equal for equal conversations."""
     choice: dict[str, Any]
+    ends: set[bytes]
+    """Digests of the conversation that the choice ends: as it was sampled, and as the agent received it."""
     parent: "SessionTurn | None" = None
     """The turn that this one continues."""
     children: list["SessionTurn"] = field(default_factory=list)
@@ -50,12 +53,6 @@ class SessionTurn:
     """The last request or delivery of this turn and of all that continue it."""
     discarded: str | None = None
     """Why the agent discarded the answer, or an earlier one of its conversation."""
-
-    @property
-    def ends(self) -> set[bytes]:
-        """Digests of the conversation that the choice ends: as it was sampled, and as the agent received it."""
-        received = conversation.message_digest(self.choice["message"])
-        return {self.record.after, conversation.after(self.record.request.before, received)}
 
     @property
     def is_end(self) -> bool:
@@ -100,20 +97,30 @@ def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTu
         requested = place if requested is None else requested
         delivered = requested if record.delivered_at is None else record.delivered_at
         asked = json.dumps([kept["tools"], kept.get("constraints") or {}], sort_keys=True)
-        messages = kept["messages"]
+        choice = kept["choices"][record.choice_id.rpartition("-")[2]]
+        received = conversation.message_digest(choice["message"])
         turns.append(
             SessionTurn(
                 record=record,
                 requested_at=requested,
                 delivered_at=delivered if record.is_delivered else None,
-                messages=messages,
-                prefixes=conversation.prefix_digests(messages),
+                conversation=conversation_of(kept),
                 tools=kept["tools"],
                 asked=(record.request.before, asked),
-                choice=kept["choices"][record.choice_id.rpartition("-")[2]],
+                choice=choice,
+                ends={record.after, conversation.after(record.request.before, received)},
             )
         )
     return turns
+
+
+def conversation_of(kept: dict[str, Any]) -> Conversation | None:
+    """A turn's messages; an earlier version stored them as a list."""
+    return (
+        kept["conversation"]
+        if "messages" not in kept
+        else functools.reduce(conversation.grow, kept["messages"], None)
+    )
 
 
 def link_turns(turns: Sequence[SessionTurn]) -> None:
@@ -134,8 +141,10 @@ def link_turns(turns: Sequence[SessionTurn]) -> None:
 def find_parent(turn: SessionTurn, by_end: dict[bytes, list[SessionTurn]]) -> SessionTurn | None:
     """The earlier turn that this one continues. Among equal answers, the one that the record names, else the latest that
     was delivered before this turn's request, else the latest."""
-    for prefix in reversed(turn.prefixes):
-        equal = [one for one in by_end.get(prefix, ()) if one.requested_at < turn.requested_at]
+    for beginning in turn.conversation or ():
+        equal = [
+            one for one in by_end.get(beginning.digest, ()) if one.requested_at < turn.requested_at
+        ]
         if equal:
             named = [one for one in equal if one.record.choice_id == turn.record.continues]
             had = [
@@ -174,11 +183,11 @@ def make_history(turn: SessionTurn, used: set[str]) -> HistoryBody:
         earlier |= dict.fromkeys(parent.ends, parent)
         parent = parent.parent
     entries: list[dict[str, Any]] = []
-    for message, prefix in zip(turn.messages, turn.prefixes[1:], strict=True):
-        if prefix in earlier:
-            used.add(earlier[prefix].record.choice_id)
-            entries.append(earlier[prefix].choice)
+    for beginning in reversed([*(turn.conversation or ())]):
+        if (made := earlier.get(beginning.digest)) is not None:
+            used.add(made.record.choice_id)
+            entries.append(made.choice)
         else:
-            entries.append(message)
+            entries.append(beginning.message)
     used.add(turn.record.choice_id)
     return HistoryBody(messages_and_choices=[*entries, turn.choice], tools=turn.tools)

@@ -1,6 +1,7 @@
 """The ledger's SQLite file: prompts, records, kept sets and sessions' turns. Callers hold the ledger's lock.
 
-A prompt is stored as the choice that it continues plus its new tokens, so a conversation of many turns is stored once.
+A prompt is stored as the choice that it continues plus its new tokens, and a turn's messages as those of a known
+conversation plus the new ones. So a conversation of many turns is stored once.
 """
 
 import array
@@ -80,9 +81,24 @@ CREATE TABLE IF NOT EXISTS calls (
 );
 CREATE TABLE IF NOT EXISTS turns (
     request_id TEXT PRIMARY KEY,
-    body BLOB NOT NULL
+    body BLOB NOT NULL,  -- choices and constraints; of an earlier version also messages and tools
+    conversation INTEGER,  -- the messages
+    tools INTEGER  -- as the only message of a conversation
 );
+CREATE TABLE IF NOT EXISTS conversations (
+    number INTEGER PRIMARY KEY,
+    digest BLOB NOT NULL UNIQUE,
+    parent INTEGER,  -- the conversation before the last message
+    message BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS conversations_by_parent ON conversations (parent) WHERE parent IS NOT NULL;
 """
+
+INDEXES = """
+CREATE INDEX IF NOT EXISTS turns_by_conversation ON turns (conversation) WHERE conversation IS NOT NULL;
+CREATE INDEX IF NOT EXISTS turns_by_tools ON turns (tools) WHERE tools IS NOT NULL;
+"""
+"""On columns that a file of an earlier version lacks."""
 
 CACHED_PROMPTS = 512
 """Prompts kept in memory, the most recently used: a conversation's next turn needs the prompt of its last turn."""
@@ -98,6 +114,12 @@ CACHED_SETS = 4096
 
 USED_SECONDS = 3600.0
 """A kept set's `used_at` is updated when it is older than this."""
+
+HEADING = (
+    "choice_id, request_id, api, project, name, step, owner, session, before, requested_at, finish_reason, created_at,"
+    " continues, link, said, is_delivered, delivered_at"
+)
+"""The columns of `find_heading`."""
 
 IN_LIST = "IN (SELECT value FROM json_each(?))"
 WITHOUT_RECORD = "NOT EXISTS (SELECT 1 FROM records WHERE prompt = prompts.number)"
@@ -119,6 +141,8 @@ class Storage:
         added |= {"requested_at": "INTEGER", "delivered_at": "INTEGER"}
         add_columns(self.db, "records", added)
         add_columns(self.db, "prompts", {"cut": "INTEGER", "tail": "BLOB", "put_back": "BLOB"})
+        add_columns(self.db, "turns", {"conversation": "INTEGER", "tools": "INTEGER"})
+        self.db.executescript(INDEXES)
         self._sets: dict[int, bytes] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
@@ -286,15 +310,30 @@ class Storage:
         rows = self.db.execute(f"SELECT * FROM records WHERE {where} ORDER BY number", values)
         return [self._record(row) for row in rows.fetchall()]
 
+    def find_heading(self, choice_id: str) -> Record | None:
+        """A record without tokens, log-probabilities and sampling parameters; None if there is none."""
+        row = self.db.execute(
+            f"SELECT {HEADING} FROM records WHERE choice_id = ?", (choice_id,)
+        ).fetchone()
+        if row is None:
+            return None
+        return Record(
+            row["choice_id"],
+            _request(row),
+            *([], [], []),
+            finish_reason=row["finish_reason"],
+            sampling={},
+            **{name: row[name] for name in ("created_at", "continues", "link", "said")},
+            is_delivered=bool(row["is_delivered"]),
+            delivered_at=row["delivered_at"],
+        )
+
     def _record(self, row: sqlite3.Row) -> Record:
         logprobs = unpack(row["logprobs"], "d").tolist()
         sampled_logprobs, kept, sets = self._load_sampled(row["sampled_from"], logprobs)
         return Record(
             choice_id=row["choice_id"],
-            request=Request(
-                **{name: row[name] for name in ("request_id", "api", "project", "name", "step")},
-                **{name: row[name] for name in ("owner", "session", "before", "requested_at")},
-            ),
+            request=_request(row),
             prompt_token_ids=self.load_prompt(row["prompt"]).tolist(),
             token_ids=unpack(row["tokens"], "i").tolist(),
             logprobs=logprobs,
@@ -369,6 +408,88 @@ class Storage:
             self._sets[stored] = packed
         return packed
 
+    # --- sessions ---
+
+    def store_turn(self, request_id: str, turn: dict[str, Any]) -> None:
+        """Stores a session's request. `turn` has its messages, its tools, and what is stored as it is."""
+        rest = {name: value for name, value in turn.items() if name not in ("messages", "tools")}
+        with transaction(self.db):
+            tools = turn.get("tools")
+            row = {
+                "request_id": request_id,
+                "body": zlib.compress(json.dumps(rest).encode(), 1),
+                "conversation": self._store_conversation(turn["messages"]),
+                "tools": None if tools is None else self._store_conversation([{"tools": tools}]),
+            }
+            insert(self.db, "turns", row, or_else="REPLACE")
+
+    def _store_conversation(self, messages: Sequence[Any]) -> int | None:
+        """The number of a conversation, of which only what is new is written; None without messages."""
+        bodies = [json.dumps(message).encode() for message in messages]
+        digests = [conversation.EMPTY]
+        for body in bodies:
+            digests.append(conversation.digest(digests[-1], body))
+        number: int | None = None
+        known = len(bodies)
+        while known and number is None:
+            row = self.db.execute(
+                "SELECT number FROM conversations WHERE digest = ?", (digests[known],)
+            ).fetchone()
+            number, known = (row[0], known) if row is not None else (None, known - 1)
+        for body, name in zip(bodies[known:], digests[known + 1 :], strict=True):
+            packed = zlib.compress(body, 1 if len(body) > SMALL_BYTES else 0)
+            row = {"digest": name, "parent": number, "message": packed}
+            number = insert(self.db, "conversations", row)
+        return number
+
+    def load_turn(
+        self, request_id: str, known: dict[int, conversation.Conversation]
+    ) -> dict[str, Any] | None:
+        """What `store_turn` stored, with a `conversation` instead of messages, or as an earlier version stored it; None
+        if there is nothing. `known` holds the conversations that were loaded before, by number."""
+        row = self.db.execute(
+            "SELECT body, conversation, tools FROM turns WHERE request_id = ?", (request_id,)
+        ).fetchone()
+        if row is None:
+            return None
+        turn = json.loads(zlib.decompress(row["body"]))
+        if "messages" in turn:
+            return turn
+        tools = self._load_conversation(row["tools"], known)
+        return turn | {
+            "conversation": self._load_conversation(row["conversation"], known),
+            "tools": None if tools is None else tools.message["tools"],
+        }
+
+    def _load_conversation(
+        self, number: int | None, known: dict[int, conversation.Conversation]
+    ) -> conversation.Conversation | None:
+        new: list[tuple[int, bytes]] = []
+        while number is not None and number not in known:
+            parent, message = self.db.execute(
+                "SELECT parent, message FROM conversations WHERE number = ?", (number,)
+            ).fetchone()
+            new.append((number, message))
+            number = parent
+        made = None if number is None else known[number]
+        for number, message in reversed(new):
+            made = known[number] = conversation.grow(made, json.loads(zlib.decompress(message)))
+        return made
+
+    def _drop_conversations(self, numbers: Iterable[int | None]) -> None:
+        """Deletes those of the conversations that no turn and no longer conversation needs, and then those before them."""
+        left = {number for number in numbers if number is not None}
+        while left:
+            dropped = self.db.execute(
+                f"DELETE FROM conversations WHERE number {IN_LIST}"
+                " AND NOT EXISTS (SELECT 1 FROM conversations AS longer WHERE longer.parent = conversations.number)"
+                " AND NOT EXISTS (SELECT 1 FROM turns WHERE conversation = conversations.number)"
+                " AND NOT EXISTS (SELECT 1 FROM turns WHERE turns.tools = conversations.number)"
+                " RETURNING parent",
+                (json.dumps(list(left)),),
+            ).fetchall()
+            left = {parent for (parent,) in dropped if parent is not None}
+
     # --- keeping within bounds ---
 
     def size(self) -> int:
@@ -403,11 +524,13 @@ class Storage:
             self.db.execute(f"DELETE FROM records WHERE choice_id {IN_LIST}", (choices,))
             self.db.execute(f"DELETE FROM prompts WHERE parent {IN_LIST}", (choices,))
             self._drop_unused(prompts, in_use)
-            self.db.execute(
+            turns = self.db.execute(
                 f"DELETE FROM turns WHERE request_id {IN_LIST} AND NOT EXISTS (SELECT 1 FROM records WHERE"
-                " choice_id > turns.request_id || '-' AND choice_id < turns.request_id || '.')",
+                " choice_id > turns.request_id || '-' AND choice_id < turns.request_id || '.')"
+                " RETURNING conversation, tools",
                 (requests,),
-            )
+            ).fetchall()
+            self._drop_conversations(number for row in turns for number in row)
             self.db.execute(
                 "DELETE FROM kept_sets WHERE used_at < COALESCE("
                 " (SELECT created_at FROM records ORDER BY number LIMIT 1), 1e99) - ?",
@@ -426,6 +549,11 @@ class Storage:
             f"DELETE FROM prompts WHERE number {IN_LIST} AND NOT number {IN_LIST} AND {WITHOUT_RECORD}",
             (numbers, in_use),
         )
+
+
+def _request(row: sqlite3.Row) -> Request:
+    names = ("request_id", "api", "project", "name", "step", "owner", "session", "before")
+    return Request(**{name: row[name] for name in (*names, "requested_at")})
 
 
 def signed(hashed: int) -> int:

@@ -33,7 +33,9 @@ def model(server: Server) -> str:
 def session_records(server: Server, session: str, name: str = "exact") -> list[Record]:
     """The records of a session, read from the ledger file of the running server."""
     with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
-        return [record for record, _ in ledger.find_session(PROJECT, name, session)]
+        found = ledger.find_session(PROJECT, name, session)
+        records = [ledger.find(heading.choice_id) for heading, _ in found]
+        return [record for record in records if record is not None]
 
 
 def session_of(server: Server, session: str, name: str = "exact") -> dict[str, Any]:

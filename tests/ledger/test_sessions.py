@@ -1,17 +1,20 @@
 """From records to conversations, on a ledger without an engine."""
 
-import array
+import hashlib
 import itertools
 import json
+import zlib
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from art.wire import SessionReply
 from art_server import clock
 from art_server.api.streaming import add_deltas
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
-from art_server.ledger.records import Request
+from art_server.ledger.records import Record, Request
 from art_server.ledger.sessions import (
     ASKED_AGAIN,
     NOT_DELIVERED,
@@ -342,7 +345,7 @@ def test_requests_are_served_while_a_long_session_is_read(tmp_path: Path) -> Non
     for number in range(9):
         agent.ask([{"role": "user", "content": f"q{number}"}], "yes")
     held: list[int] = []
-    lock, load = agent.ledger._lock, agent.ledger._storage.load_prompt
+    lock, load = agent.ledger._lock, agent.ledger._storage.find_heading
 
     class Counted:
         def __enter__(self) -> None:
@@ -352,11 +355,119 @@ def test_requests_are_served_while_a_long_session_is_read(tmp_path: Path) -> Non
         def __exit__(self, *error: Any) -> None:
             lock.__exit__(*error)
 
-    def load_counted(number: int) -> "array.array[int]":
+    def load_counted(choice_id: str) -> Record | None:
         held[-1] += 1
-        return load(number)
+        return load(choice_id)
 
     agent.ledger._lock = Counted()  # type: ignore[assignment]
-    agent.ledger._storage.load_prompt = load_counted  # type: ignore[method-assign]
+    agent.ledger._storage.find_heading = load_counted  # type: ignore[method-assign]
     assert len(agent.ledger.find_session("p", "a", "s")) == 9
     assert sum(held) == 9 and max(held) == 1
+
+
+def talk(agent: Agent, num_turns: int) -> None:
+    """A conversation whose messages differ, with tools."""
+    messages: list[dict[str, Any]] = []
+    tools = [{"type": "function", "function": {"name": "look", "description": "d" * 500}}]
+    for number in range(num_turns):
+        noise = hashlib.sha256(f"{number}".encode()).hexdigest() * 8
+        messages = [*messages, {"role": "user", "content": noise}]
+        agent.ask(messages, f"answer {number}", tools=tools)
+        messages = [*messages, said(f"answer {number}")]
+
+
+def stored_bytes(agent: Agent) -> int:
+    """What turns and their messages take."""
+    database = agent.ledger._storage.db
+    sums = [
+        database.execute(f"SELECT TOTAL(LENGTH({column})) FROM {table}").fetchone()[0]
+        for table, column in (("turns", "body"), ("conversations", "message"))
+    ]
+    return int(sum(sums))
+
+
+def test_a_session_grows_with_its_conversation_and_not_with_its_square(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    for number, num_turns in enumerate((10, 20, 40, 80)):
+        (tmp_path / f"{number}").mkdir()
+        agent = Agent(tmp_path / f"{number}")
+        talk(agent, num_turns)
+        sizes.append(stored_bytes(agent))
+        (history,) = agent.reply().histories
+        assert len(history.messages_and_choices) == 2 * num_turns
+        assert history.tools is not None and len(history.tools) == 1
+        (num,) = agent.ledger._storage.db.execute("SELECT COUNT(*) FROM conversations").fetchone()
+        assert num == 2 * num_turns, (
+            "each message once (the last answer is no message), and the tools"
+        )
+    assert all(2.1 * less > more for less, more in itertools.pairwise(sizes)), sizes
+
+
+def test_a_long_session_is_read_without_its_beginning_for_each_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(tmp_path)
+    talk(agent, 100)
+    extended: list[bytes] = []
+    extend = conversation.extend
+    monkeypatch.setattr(
+        conversation, "extend", lambda before, m: extended.append(before) or extend(before, m)
+    )
+    assert agent.reply().num_choices == 100
+    assert len(extended) == 200, "one for each message, and one for the tools"
+
+
+def test_messages_stay_as_long_as_a_turn_needs_them(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    talk(agent, 3)
+    agent.ask([USER], "alone")
+    storage = agent.ledger._storage
+
+    def count() -> int:
+        return storage.db.execute("SELECT COUNT(*) FROM conversations").fetchone()[0]
+
+    def drop(number: int) -> None:
+        storage.drop([number], [])
+
+    assert count() == 5 + 1 + 1
+    drop(1)
+    assert count() == 7, "later turns begin with the messages of the first"
+    drop(3)
+    assert count() == 5, "the last question and the answer before it are gone"
+    assert agent.reply().num_choices == 2
+    drop(2)
+    assert count() == 1, "and then the whole conversation with its tools"
+    assert answers(agent.reply()) == [["alone"]]
+    drop(4)
+    assert count() == 0
+
+
+def test_turns_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    """Its file stores the messages of each request with the turn, and lacks the columns of this version."""
+    agent = Agent(tmp_path)
+    talk(agent, 2)
+    database = agent.ledger._storage.db
+    for request_id, body in database.execute("SELECT request_id, body FROM turns").fetchall():
+        found = agent.ledger._storage.load_turn(request_id, {})
+        assert found is not None
+        kept = json.loads(zlib.decompress(body))
+        messages = [each.message for each in found["conversation"]][::-1]
+        old = {"messages": messages, "tools": found["tools"], "choices": kept["choices"]}
+        blob = zlib.compress(json.dumps(old).encode(), 1)
+        database.execute("UPDATE turns SET body = ? WHERE request_id = ?", (blob, request_id))
+    database.executescript(
+        "DROP INDEX turns_by_conversation; DROP INDEX turns_by_tools; DROP TABLE conversations;"
+        "ALTER TABLE turns DROP COLUMN conversation; ALTER TABLE turns DROP COLUMN tools;"
+        "ALTER TABLE records DROP COLUMN requested_at; ALTER TABLE records DROP COLUMN delivered_at;"
+    )
+    agent.ledger.close()
+    agent.ledger = Ledger(tmp_path / "l.sqlite")
+    (history,) = agent.reply().histories
+    assert len(history.messages_and_choices) == 4 and history.tools is not None
+    agent.ask(
+        [*(m for e in history.messages_and_choices if (m := e.get("message", e))), USER], "on"
+    )
+    reply = agent.reply()
+    assert reply.num_choices == 3 and len(reply.histories) == 1
+    agent.ledger._storage.drop([1, 2, 3], [])
+    assert stored_bytes(agent) == 0
