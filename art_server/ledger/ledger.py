@@ -31,6 +31,7 @@ from art_server.ledger.records import Match, Prompt, Record, Request, choice_id
 from art_server.ledger.splice import (
     MAX_PROMPTS,
     Answer,
+    Hashes,
     PromptIndex,
     Reading,
     continue_answer,
@@ -144,7 +145,7 @@ class Ledger:
         with self._lock:
             prompt = self._make_prompt(opened.request, rendered)
             opened.prompts[position] = prompt
-        return prompt.token_ids if prompt.link == "spliced" else None
+        return prompt.token_ids.tolist() if prompt.link == "spliced" else None
 
     def take_samples(self, samples: Sequence[tuple[str, int, int, Sample]]) -> None:
         """Stores choices in one transaction, given as (request id, choice index, prompt number, sample). Choices of
@@ -158,7 +159,7 @@ class Ledger:
                         continue
                     taken = opened.prompts.get(position)
                     if sample.rendered is not None and (
-                        taken is None or taken.token_ids != sample.rendered
+                        taken is None or taken.token_ids != array.array("i", sample.rendered)
                     ):
                         # After a rollback SQLite reuses prompt numbers that the index in memory still holds.
                         undo.callback(self._fill_index)
@@ -189,10 +190,11 @@ class Ledger:
             "one log-probability per sampled token"
         )
         text = self._text(sample)
+        prompt.listed = prompt.listed or prompt.token_ids.tolist()
         return Record(
             choice_id=choice_id(request.request_id, index),
             request=request,
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=prompt.listed,
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             finish_reason=sample.finish_reason,
@@ -216,20 +218,22 @@ class Ledger:
         return self._decoder.decode(ids[:-1] if has_ended else ids)
 
     def _make_prompt(
-        self, request: Request, rendered: list[int], *, is_rendered: bool = False
+        self, request: Request, token_ids: Sequence[int], *, is_rendered: bool = False
     ) -> Prompt:
         """Stores the prompt that is sampled from; with `is_rendered` that is the rendering, without splicing."""
+        rendered = array.array("i", token_ids)
         hashes = prefix_hashes(rendered)
-        made = Prompt(0, rendered, rendered, hashes, self._beginnings(rendered))
+        beginnings = [(int(hashes[length]), each) for length, each in self._beginnings(rendered)]
+        made = Prompt(0, rendered, rendered, beginnings)
         if self._decoder is not None and not is_rendered:
-            self._continue(made, request, self._decoder)
+            self._continue(made, hashes, request, self._decoder)
         made.number = self._storage.store_prompt(made)
-        for length, is_thinking in made.beginnings:
+        for hashed, is_thinking in made.beginnings:
             index = self._without_thinking if is_thinking else self._index
-            index.add(request.scope, hashes[length], made.number)
+            index.add(request.scope, hashed, made.number)
         return made
 
-    def _beginnings(self, rendered: list[int]) -> list[tuple[int, bool]]:
+    def _beginnings(self, rendered: Sequence[int]) -> list[tuple[int, bool]]:
         """Lengths at which later renderings may continue this one, and whether they leave out thinking there: its end;
         the start of thinking that it opens; one less than these, because white space may merge with the next token."""
         lengths = [(len(rendered), False)]
@@ -244,12 +248,11 @@ class Ledger:
             if length > 1 and self._decoder.is_space(rendered[length - 1])
         ]
 
-    def _continue(self, made: Prompt, request: Request, decoder: Decoder) -> None:
+    def _continue(self, made: Prompt, hashes: Hashes, request: Request, decoder: Decoder) -> None:
         """Finds the answer that a rendered prompt continues, and splices its tokens into `made`."""
-        plain = ((*found, False) for found in self._index.beginnings(request.scope, made.hashes))
+        plain = ((*found, False) for found in self._index.beginnings(request.scope, hashes))
         opened = (
-            (*found, True)
-            for found in self._without_thinking.beginnings(request.scope, made.hashes)
+            (*found, True) for found in self._without_thinking.beginnings(request.scope, hashes)
         )
         longest_first = heapq.merge(plain, opened, key=lambda found: -found[0])
         if len(self._texts) > CACHED_TEXTS:
@@ -258,10 +261,9 @@ class Ledger:
             decoder.end_ids, decoder.decode_behind, self._rules, self._is_splicing, self._texts
         )
         own = self._own_prompts(request)
-        whole = array.array("i", made.rendered)
         for length, known, is_thinking_left_out in itertools.islice(longest_first, MAX_BEGINNINGS):
-            beginning = whole[:length]
-            mine = own.get((is_thinking_left_out, made.hashes[length]), {})
+            beginning = made.rendered[:length]
+            mine = own.get((is_thinking_left_out, int(hashes[length])), {})
             openings: dict[int, Sequence[int]] = {}
             for number in mine or known:
                 rendering = self._storage.load_rendering(number)

@@ -1,5 +1,6 @@
 """The ledger's data: a request, the choices sampled for it, and its prompt."""
 
+import array
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,18 +93,19 @@ class Prompt:
     """A rendered prompt from the engine's process, and what it continues."""
 
     number: int
-    token_ids: list[int]
+    token_ids: "array.array[int]"
     """The tokens that the engine samples from."""
-    rendered: list[int]
+    rendered: "array.array[int]"
     """The tokens that the chat template made."""
-    hashes: list[int]
-    """The hash of each beginning of `rendered` (`splice.prefix_hashes`)."""
     beginnings: list[tuple[int, bool]]
-    """Lengths at which later renderings may continue `rendered`, and whether they leave out its thinking there."""
+    """Where later renderings may continue `rendered`, first at its end: the hash of `rendered` up to there
+    (`splice.prefix_hashes`), and whether they leave out its thinking there."""
     continues: str | None = None
     link: Link | None = None
     length: int = 0
     """Of a spliced prompt: how many first tokens of `rendered` belong to the earlier prompt."""
+    listed: list[int] | None = None
+    """`token_ids` for records; all choices of the prompt share it."""
     put_back: bytes | None = None
     """If thinking that the agent did not send was put back: the digest of the conversation before the first such answer."""
 

@@ -19,12 +19,14 @@ Sampled tokens replace a rendering if their text equals it character for charact
 Otherwise the rendering stays: an edited answer is new context, and thinking that the template drops stays dropped.
 """
 
+import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from art_server.ledger import conversation
 from art_server.ledger.template import TemplateRules
@@ -43,6 +45,11 @@ MAX_PROMPTS = 20_000
 MAX_SAME = 32
 """Prompts with different tokens that are remembered for one rendering. The ledger finds those of a session, and those of
 named choices, however many there are."""
+
+BUCKET_BITS = 20
+"""Of 2**20 buckets MAX_PROMPTS hashes fill one in fifty."""
+
+Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never vanish modulo 2**64
 _powers = np.ones(1, dtype=np.uint64)
@@ -72,13 +79,13 @@ class Continuation:
 
     choice_id: str
     link: Link
-    token_ids: list[int] | None
+    token_ids: "array.array[int] | None"
     """The prompt to sample from; None: the rendered one."""
     puts_back: bool = False
     """Whether the answer's thinking, which the agent did not send, is put back."""
 
 
-def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+def prefix_hashes(token_ids: Sequence[int]) -> Hashes:
     """The polynomial hashes (modulo 2**64) of all beginnings: entry i is that of the first i tokens."""
     global _powers
     if len(_powers) <= len(token_ids):
@@ -87,9 +94,10 @@ def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
             steps[0] = 1
             _powers = np.cumprod(steps)
     ids = np.asarray(token_ids, dtype=np.uint64) + np.uint64(1)
+    hashes = np.zeros(len(ids) + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        sums = np.cumsum(ids * _powers[: len(ids)])
-    return [0, *sums.tolist()]
+        np.cumsum(ids * _powers[: len(ids)], out=hashes[1:])
+    return hashes
 
 
 class PromptIndex:
@@ -97,25 +105,29 @@ class PromptIndex:
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, int], tuple[int, ...]] = OrderedDict()
+        self._filled = np.zeros(1 << BUCKET_BITS, dtype=np.uint16)
+        """The number of known hashes by their first bits, so that a long prompt needs few look-ups."""
 
     def add(self, scope: str, rendered_hash: int, prompt_number: int) -> None:
-        key = (scope, rendered_hash)
-        numbers = self._known.pop(key, ())
-        self._known[key] = (prompt_number, *(n for n in numbers if n != prompt_number))[:MAX_SAME]
+        key = (scope, int(rendered_hash))
+        numbers = self._known.pop(key, None)
+        if numbers is None:
+            self._filled[key[1] >> (64 - BUCKET_BITS)] += 1
+        same = (prompt_number, *(n for n in numbers or () if n != prompt_number))
+        self._known[key] = same[:MAX_SAME]
         while len(self._known) > MAX_PROMPTS:
-            self._known.popitem(last=False)
+            (_, oldest), _ = self._known.popitem(last=False)
+            self._filled[oldest >> (64 - BUCKET_BITS)] -= 1
 
-    def beginnings(
-        self, scope: str, hashes: Sequence[int]
-    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def beginnings(self, scope: str, hashes: Hashes) -> Iterator[tuple[int, tuple[int, ...]]]:
         """The known beginnings of a prompt that are shorter than it, longest first: length and prompt numbers."""
-        if not self._known:
-            return
-        for length in range(len(hashes) - 2, 0, -1):
-            numbers = self._known.get((scope, hashes[length]))
+        buckets = (hashes[1:-1] >> np.uint64(64 - BUCKET_BITS)).astype(np.intp)
+        for index in reversed(np.flatnonzero(self._filled[buckets]).tolist()):
+            key = (scope, int(hashes[index + 1]))
+            numbers = self._known.get(key)
             if numbers is not None:
-                self._known.move_to_end((scope, hashes[length]))
-                yield length, numbers
+                self._known.move_to_end(key)
+                yield index + 1, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +146,7 @@ class Reading:
 
 
 def continue_answer(
-    rendered: Sequence[int],
+    rendered: "array.array[int]",
     length: int,
     find: Callable[[bytes], Sequence[Answer]],
     reading: Reading,
@@ -171,8 +183,8 @@ def continue_answer(
     # The rendered end of the turn stays: in some model families it is the next role's header.
     taken = [*sampled_ids, sampled_end] if sampled_end == rendered[end] else sampled_ids
     new = rendered[end + 1 :] if len(taken) > len(sampled_ids) else rendered[end:]
-    whole = [*answer.prompt_token_ids, *taken, *new]
-    if whole == list(rendered):
+    whole = array.array("i", answer.prompt_token_ids) + array.array("i", taken) + new
+    if whole == rendered:
         return Continuation(answer.choice_id, "exact", None)
     if not reading.is_splicing:
         return Continuation(answer.choice_id, "retokenized", None)

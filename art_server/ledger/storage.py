@@ -157,7 +157,7 @@ class Storage:
     # --- prompts ---
 
     def store_prompt(self, prompt: Prompt) -> int:
-        ids = array.array("i", prompt.token_ids)
+        ids = prompt.token_ids
         name = conversation.digest(ids.tobytes())
         row = self.db.execute("SELECT number FROM prompts WHERE digest = ?", (name,)).fetchone()
         if row is not None:
@@ -174,7 +174,7 @@ class Storage:
                 if prompt.link == "spliced" and parent is not None:
                     cut = len(self.load_rendering(past[0])) - prompt.length
         if prompt.link == "spliced":
-            tail = pack(array.array("i", prompt.rendered[prompt.length if parent else 0 :]))
+            tail = pack(prompt.rendered[prompt.length if parent else 0 :])
         row = {
             "digest": name,
             "parent": parent,
@@ -280,7 +280,7 @@ class Storage:
                 "session": request.session,
                 "created_at": record.created_at,
                 "prompt": prompt.number,
-                "rendered": signed(prompt.hashes[-1]),
+                "rendered": signed(prompt.beginnings[0][0]),
                 "continues": record.continues,
                 "link": record.link,
                 "before": request.before,
@@ -571,8 +571,8 @@ def places(rendered: int, beginnings: bytes | None) -> list[tuple[bool, int]]:
 def _pack_beginnings(prompt: Prompt) -> bytes | None:
     """The beginnings shorter than the whole prompt; None if there are none."""
     values = array.array("q")
-    for length, is_thinking in prompt.beginnings[1:]:
-        values.extend([int(is_thinking), signed(prompt.hashes[length])])
+    for hashed, is_thinking in prompt.beginnings[1:]:
+        values.extend([int(is_thinking), signed(hashed)])
     return values.tobytes() or None
 
 
