@@ -30,7 +30,7 @@ class Starts:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.turns.append(self.turn)
         self.order.append(scope["number"])
-        self.arrived_at.append(scope["state"]["arrived_at"])
+        self.arrived_at.append(scope.get("state", {}).get("arrived_at", 0))
         self.started_at.append(clock.tick())
 
 

@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import sqlite3
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from art_server.ledger import ledger as ledger_module
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
+from art_server.ledger.splice import prefix_hashes
 from art_server.shared.kept_set import pack_set
 from art_server.shared.samples import Sample
 
@@ -380,3 +382,16 @@ async def test_an_answer_waits_once_for_all_of_its_records(
             for index in range(1000):
                 assert await opened.wait(index) is None
         assert len(opened.lost) == 1000 and "no record came" in opened.lost[999]
+
+
+def test_an_open_request_holds_few_bytes_for_each_token_of_its_prompt(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    rendered = [300 + number % 200 for number in range(50_000)]
+    prefix_hashes(rendered)  # the powers, which all prompts share
+    with ledger.open_request(REQUEST):
+        tracemalloc.start()
+        ledger.take_prompt(REQUEST.request_id, 0, rendered)
+        ledger._storage.forget()
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert held < 8 * len(rendered)

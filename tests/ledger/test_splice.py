@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from art_server.ledger import splice
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
 from art_server.ledger.splice import PromptIndex, prefix_hashes
@@ -285,6 +286,18 @@ def test_other_keys_and_models_are_never_spliced_in() -> None:
     longer = prefix_hashes([*family.render([{"role": "user", "content": "q"}]), 9])
     assert list(index.beginnings("me", longer)) == [(len(longer) - 2, (1,))]
     assert list(index.beginnings("you", longer)) == []
+
+
+def test_the_index_finds_what_it_holds_and_forgets_the_oldest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(splice, "MAX_PROMPTS", 3)
+    index = PromptIndex()
+    hashes = prefix_hashes(range(2000))
+    for number, length in enumerate((10, 500, 1000, 1500, 1999)):
+        index.add("me", hashes[length], number)
+    assert list(index.beginnings("me", hashes)) == [(1999, (4,)), (1500, (3,)), (1000, (2,))]
+    assert index._filled.sum() == 3, "buckets of forgotten prompts are empty again"
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.integers(0, 2**31 - 1)))
