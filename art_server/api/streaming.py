@@ -219,8 +219,7 @@ def take_events(buffer: bytes) -> tuple[bytes, bytes]:
 
 
 def add_deltas(received: dict[int, dict[str, Any]], events: bytes) -> None:
-    """Adds the deltas of a chat stream's events to the choices in `received`. They are built from the deltas because
-    vLLM's streaming parser may split a text differently from a parser of the whole text."""
+    """Adds the deltas of a chat stream's events to the choices in `received`."""
     for event in events.split(EVENT_END)[:-1]:
         data = event.partition(b"data: ")[2]
         if not data.startswith(b"{"):

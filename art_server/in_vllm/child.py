@@ -4,12 +4,12 @@ Started by `engine.py` as `python -m art_server.in_vllm.child RECORDS_SOCKET [vL
 (chat, completions, responses, messages; streaming or not) samples through `engine_client.generate`. The wrapper sends
 the rendered prompt of a continued conversation to the server's ledger, which may answer with other tokens. It requests
 the log-probabilities of the sampled tokens, and removes them from the output if the client did not request them. It
-sends one JSON line for each finished choice. vLLM's HTTP answers stay as they are. Its middleware (CORS, keys, HTTP
-statistics) is removed: every event of a stream would pass through it, and nothing behind the proxy needs it. Texts of
-messages are tokenised as text (`plain_text.py`).
+sends one JSON line for each finished choice. vLLM's middleware (CORS, keys, HTTP statistics) is removed: every event of
+a stream would pass through it, and nothing behind the proxy needs it. Texts of messages are tokenised as text
+(`plain_text.py`). Streams say what whole answers say (`whole_answers.py`).
 
-Only this file, `plain_text.py`, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
-`tests/integration/test_inference.py` fails when they change.
+Only this file, these two, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
+`tests/integration/test_inference.py` and `tests/in_vllm` fail when they change.
 """
 
 import asyncio
@@ -222,6 +222,8 @@ def main() -> None:
     """Runs vLLM's API server with the wrapped engine client until it is stopped."""
     from vllm.entrypoints.launchers.api_server import entry
 
+    from art_server.in_vllm import whole_answers
+
     ledger = LedgerClient(sys.argv.pop(1))
     serve_with_vllm = entry.build_and_serve
 
@@ -244,6 +246,7 @@ def main() -> None:
     entry.build_app = build_app
     entry.build_and_serve = build_and_serve
     remember_token_texts()
+    whole_answers.install()
     collect_seldom()
     entry.main()
 

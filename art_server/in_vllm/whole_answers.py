@@ -1,0 +1,421 @@
+"""Streams that say what the whole answer says: vLLM's parsers of whole answers, for streams too.
+
+vLLM's incremental parsers give other messages than its parsers of whole answers: invalid JSON as a call's arguments,
+no text of a call that was cut. Here a stream sends text as it comes up to the first mark that can begin a call, or that
+a parser might read otherwise. The rest, with complete calls, comes at the choice's end from the parser of whole answers.
+
+`Opening` decides from the text alone what is sent early, whatever its parts, and a whole answer runs through the same
+code. Where vLLM's parser contradicts what a stream has sent by then, `reconciled` decides for both.
+"""
+
+import functools
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    FunctionCall,
+)
+from vllm.entrypoints.openai.chat_completion import serving
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionNamedToolChoiceParam,
+    ChatCompletionResponse,
+)
+from vllm.parser import ParserManager
+from vllm.parser.abstract_parser import DelegatingParser, Parser
+from vllm.parser.engine.parser_engine_config import ParserState
+from vllm.renderers.chat_utils import make_tool_call_id
+
+CALL_MARKS = {
+    "DeepSeekV3ToolParser": ("<｜tool▁calls▁begin｜>",),
+    "Hermes2ProToolParser": ("<tool_call>",),
+    "Llama3JsonToolParser": ("{", "<|python_tag|>"),
+    "Llama4PythonicToolParser": ("[", "<|python_start|>"),
+}
+"""What begins a call, by the class of the tool parser. Parsers with a grammar of vLLM's own name their marks."""
+UNKNOWN_CALL_MARKS = ("<", "[", "{", "functools")
+"""The marks of a tool parser that is not listed. A text with one of them waits for the answer's end."""
+PLAIN_STATES = (ParserState.CONTENT, ParserState.REASONING)
+TAIL_TOKENS = 16
+"""So many tokens at a prompt's end hold the marks of thinking that a template writes there."""
+
+
+class Message(NamedTuple):
+    """What an answer says."""
+
+    reasoning: str | None
+    content: str | None
+    calls: list[FunctionCall] | None
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The texts that a parser does not hand on as they are."""
+
+    call: frozenset[str]
+    other: frozenset[str]
+    think_start: str | None
+    think_end: str | None
+
+    @functools.cached_property
+    def first_characters(self) -> frozenset[str]:
+        return frozenset(mark[0] for mark in self._all)
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._all, key=len, reverse=True)
+        return re.compile("|".join(re.escape(mark) for mark in longest_first) or r"(?!)")
+
+    @functools.cached_property
+    def beginnings(self) -> frozenset[str]:
+        """Of each mark, what is shorter than it."""
+        return frozenset(mark[:size] for mark in self._all for size in range(1, len(mark)))
+
+    @functools.cached_property
+    def longest(self) -> int:
+        return max((len(mark) for mark in self._all), default=0)
+
+    @functools.cached_property
+    def _all(self) -> frozenset[str]:
+        thinking = {mark for mark in (self.think_start, self.think_end) if mark}
+        return self.call | self.other | thinking
+
+    def find(self, text: str) -> tuple[int, str | None]:
+        """Where the first mark of a text is, and which. None: from there the text may still become a mark."""
+        found = self.pattern.search(text)
+        for size in range(min(self.longest - 1, len(text)), 0, -1):
+            begin = len(text) - size
+            if found is not None and found.start() < begin:
+                break
+            if text[begin:] in self.beginnings:
+                return begin, None
+        return (found.start(), found.group()) if found else (len(text), None)
+
+
+make_marks = functools.lru_cache(maxsize=64)(Marks)
+
+
+class Opening:
+    """The part of an answer's text that a stream sends before the answer's end.
+
+    It depends on the text, not on its parts: white space waits for what follows, as does the beginning of a mark.
+    """
+
+    def __init__(self, marks: Marks, is_thinking: bool, keeps_space: bool, sends_content: bool):
+        self._marks = marks
+        self._keeps_space = keeps_space
+        self._sends_content = sends_content
+        self.is_thinking = is_thinking
+        """Whether the text so far is thinking."""
+        self.reasoning = ""
+        self.content = ""
+        self.rest = ""
+        """What waits."""
+        self.is_call = not sends_content
+        """Whether what waits may be a call."""
+        self._is_open = is_thinking or sends_content
+        self._is_fresh = True
+
+    def add(self, text: str) -> None:
+        marks = self._marks
+        is_plain = not self.rest and marks.first_characters.isdisjoint(text)
+        self.rest += text
+        if self._is_open and is_plain:
+            self._send(len(text), keep=bool(marks.first_characters))
+            return
+        while self._is_open and self.rest:
+            begin, mark = self._marks.find(self.rest)
+            if mark is None:
+                self._send(begin, keep=True)
+                return
+            if self.is_thinking and mark == self._marks.think_end:
+                self._send(begin, keep=not self._keeps_space)
+                self.rest = self.rest.lstrip() if not self._keeps_space else self.rest
+                self.rest = self.rest.removeprefix(mark)
+                self.is_thinking = self._is_fresh = False
+                self._is_open = self._sends_content
+            elif mark == self._marks.think_start and not begin and self._is_fresh:
+                self.rest = self.rest[len(mark) :]
+                self.is_thinking = True
+                self._is_fresh = False
+            else:
+                self._send(begin, keep=True)
+                self.is_call = self.is_call or mark in self._marks.call
+                self._is_open = False
+
+    def _send(self, end: int, keep: bool) -> None:
+        """Sends the text before `end`, without white space at its end if that is to be kept."""
+        text = self.rest[:end]
+        text = text.rstrip() if keep else text
+        self.rest = self.rest[len(text) :]
+        self._is_fresh = self._is_fresh and not text
+        if self.is_thinking:
+            self.reasoning += text
+        else:
+            self.content += text
+
+
+def reconciled(opening: Opening, whole: Message) -> Message:
+    """What an answer says, which begins with what a stream has sent: what vLLM's parser says, where it can.
+
+    A call is complete or is text: no call has arguments that are not JSON, and no text of a call is lost.
+    """
+    reasoning, content, calls = whole
+    if not all(is_json(call.arguments) for call in calls or ()):
+        calls = None
+    if opening.is_thinking:
+        if not (reasoning or "").startswith(opening.reasoning):
+            return Message(opening.reasoning + opening.rest, None, calls)
+        is_lost = opening.is_call and not calls and (reasoning or "").rstrip() == opening.reasoning
+        return Message(reasoning, opening.rest.lstrip() if is_lost else content, calls)
+    if opening.reasoning or opening.content:
+        reasoning = opening.reasoning or None
+    sent, space = opening.content, leading_space(opening.content)
+    if not calls and opening.is_call:
+        content = sent + opening.rest
+    elif not (content or "").startswith(sent):
+        if (content or "").startswith(sent[len(space) :]):
+            content = space + (content or "")
+        else:
+            content = sent if calls else sent + opening.rest
+    return Message(reasoning, content or None, calls or None)
+
+
+def leading_space(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+class WholeAnswers(DelegatingParser):
+    """Comes before a parser class of vLLM's in the order of inheritance. vLLM makes a parser for each choice."""
+
+    _opening: Opening | None = None
+    _is_answering = False
+    """Whether the prompt's end has ended the thinking."""
+    _opened = ""
+    """The beginning of thinking at the prompt's end."""
+
+    def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+        super().set_prompt_token_ids(prompt_token_ids)
+        start, end = self._think_marks()
+        if end is None:
+            return
+        tail = self.model_tokenizer.decode(list(prompt_token_ids[-TAIL_TOKENS:]))
+        self._is_answering = tail.rstrip().endswith(end)
+        if start is not None and tail.rfind(start) > tail.rfind(end):
+            self._opened = tail[tail.rfind(start) :]
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+        opening = self._make_opening(request)
+        opening.add(model_output)
+        return self._read(opening, model_output, request, enable_auto_tools)
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> DeltaMessage | None:
+        if self._opening is None:
+            if prompt_token_ids is not None:
+                self.set_prompt_token_ids(prompt_token_ids)
+            self._opening = self._make_opening(request)
+            self._texts: list[str] = []
+        opening = self._opening
+        sent = len(opening.reasoning), len(opening.content)
+        opening.add(delta_text)
+        self._texts.append(delta_text)
+        message = Message(opening.reasoning, opening.content, None)
+        if finished:
+            has_tools = self._tool_parser is not None
+            message = self._read(opening, "".join(self._texts), request, has_tools)
+        return delta_of(message, *sent, request)
+
+    def _read(self, opening: Opening, text: str, request: Any, auto_tools: bool) -> Message:
+        """What a whole answer says."""
+        reasoning_parser = self._reasoning_parser
+        if self._is_answering:
+            self._reasoning_parser = None
+        elif reasoning_parser is not None and not self._thinks_unasked(request):
+            text = self._opened + text
+        try:
+            whole = super().parse(text, request, auto_tools)
+        finally:
+            self._reasoning_parser = reasoning_parser
+        return reconciled(opening, Message(*whole))
+
+    def _make_opening(self, request: Any) -> Opening:
+        tool, reasoning = self._tool_parser, self._reasoning_parser
+        is_forced = tool is not None and request.tool_choice not in (None, "auto", "none")
+        call, other = frozenset[str](), frozenset[str]()
+        if tool is not None and not is_forced:
+            if tool.engine_based_streaming:
+                call, other = grammar_marks(tool)
+            elif request.tool_choice != "none":
+                call = frozenset(CALL_MARKS.get(type(tool).__name__, UNKNOWN_CALL_MARKS))
+        start = end = None
+        is_thinking, keeps_space = False, True
+        if reasoning is not None and not self._is_answering:
+            start, end = self._think_marks()
+            if reasoning.engine_based_streaming:
+                starts, others = grammar_marks(reasoning)
+                call, other = call | starts, other | others
+            other |= {mark for mark in (start, end) if mark}
+            unasked = self._thinks_unasked(request)
+            is_thinking = unasked or bool(self._opened)
+            start = self._whole_think_start(start, request)
+            begin = "" if unasked else start or ""
+            keeps_space = self._split(f"{begin}x\n{end}y", request) == ("x\n", "y")
+        marks = make_marks(call, other, start, end)
+        return Opening(marks, is_thinking, keeps_space, not is_forced)
+
+    def _think_marks(self) -> tuple[str | None, str | None]:
+        parser = self._reasoning_parser
+        return (parser.reasoning_start_str, parser.reasoning_end_str) if parser else (None, None)
+
+    def _split(self, text: str, request: Any) -> tuple[str | None, str | None]:
+        assert self._reasoning_parser is not None
+        return self._reasoning_parser.extract_reasoning(text, request)
+
+    def _thinks_unasked(self, request: Any) -> bool:
+        """Whether the parser takes a text without a mark for thinking."""
+        return self._split("x", request)[0] == "x"
+
+    def _whole_think_start(self, start: str | None, request: Any) -> str | None:
+        """What the parser takes away at the beginning of thinking. None: nothing that is known."""
+        wholes = (f"{start}thought\n", start) if start else ()  # Gemma 4 has a title
+        return next((mark for mark in wholes if self._split(f"{mark}x", request)[0] == "x"), None)
+
+
+def grammar_marks(parser: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """What begins a call in a parser with a grammar of vLLM's, and the other texts that it does not hand on."""
+    config = parser._parser_engine.parser_engine_config
+    call: set[str] = set()
+    other = set(parser.model_tokenizer.all_special_tokens) - config.preserve_tokens
+    for (state, terminal), transition in config.transitions.items():
+        if state in PLAIN_STATES:
+            spellings = config.terminals.get(terminal, ())
+            marks = call if transition.next_state not in PLAIN_STATES else other
+            marks.update((spellings,) if isinstance(spellings, str) else spellings)
+            if terminal in config.token_id_terminals:
+                marks.add(config.token_id_terminals[terminal])
+    return frozenset(call), frozenset(other - call)
+
+
+class HeldAnswers(Parser):
+    """Comes before a parser class of vLLM's that parses whole answers in its own way: an answer with tools is sent at
+    its end. Without tools the stream is vLLM's own."""
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> DeltaMessage | None:
+        if not request.tools:
+            return super().parse_delta(
+                delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
+            )
+        held: list[tuple[str, list[int]]] = self.__dict__.setdefault("_held", [])
+        if not held and prompt_token_ids is not None:
+            self.set_prompt_token_ids(prompt_token_ids)
+        held.append((delta_text, delta_token_ids))
+        if not finished:
+            return None
+        text = "".join(part for part, _ in held)
+        ids = [token for _, tokens in held for token in tokens]
+        return delta_of(Message(*self.parse(text, request, True, ids)), 0, 0, request)
+
+
+def delta_of(
+    message: Message, sent_reasoning: int, sent_content: int, request: Any
+) -> DeltaMessage | None:
+    """What of a message was not sent yet."""
+    fields: dict[str, Any] = {}
+    if request.include_reasoning and (reasoning := (message.reasoning or "")[sent_reasoning:]):
+        fields["reasoning"] = reasoning
+    if content := (message.content or "")[sent_content:]:
+        fields["content"] = content
+    if message.calls and request.tool_choice != "none":
+        fields["tool_calls"] = [
+            DeltaToolCall(
+                index=index,
+                id=call.id or make_tool_call_id(),
+                type="function",
+                function=DeltaFunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for index, call in enumerate(message.calls)
+        ]
+    return DeltaMessage(**fields) if fields else None
+
+
+def finish_reason(choice: Any, request: Any, engine_reason: str | None) -> str:
+    """As in vLLM's streams: `tool_calls` if the model ended by itself after calls that it was free to make."""
+    is_named = isinstance(request.tool_choice, ChatCompletionNamedToolChoiceParam)
+    if choice.message.tool_calls and engine_reason == "stop" and not is_named:
+        return "tool_calls"
+    return engine_reason or "stop"
+
+
+def with_finish_reasons(full_generator: Any) -> Any:
+    """Wraps vLLM's whole chat answer, which calls every answer with calls `tool_calls`, cut or not."""
+
+    async def chat_completion_full_generator(
+        self: Any, request: Any, result_generator: AsyncIterator[Any], *args: Any, **options: Any
+    ) -> Any:
+        last = None
+
+        async def watched() -> AsyncIterator[Any]:
+            nonlocal last
+            async for last in result_generator:
+                yield last
+
+        answer = await full_generator(self, request, watched(), *args, **options)
+        if last is not None and isinstance(answer, ChatCompletionResponse):
+            for choice, output in zip(answer.choices, last.outputs, strict=True):
+                choice.finish_reason = finish_reason(choice, request, output.finish_reason)
+        return answer
+
+    return chat_completion_full_generator
+
+
+def whole_parser(chosen: type[Parser] | None) -> type[Parser] | None:
+    """A parser class of vLLM's, changed."""
+    if chosen is None:
+        return None
+    is_delegating = getattr(chosen, "parse", None) is DelegatingParser.parse
+    before = WholeAnswers if is_delegating else HeldAnswers
+    return type(chosen.__name__, (before, chosen), {})
+
+
+def install() -> None:
+    """Changes the parsers and the chat answers of this process."""
+    get_parser = ParserManager.get_parser
+    ParserManager.get_parser = lambda *args, **options: whole_parser(get_parser(*args, **options))
+    serving.OpenAIServingChat.chat_completion_full_generator = with_finish_reasons(
+        serving.OpenAIServingChat.chat_completion_full_generator
+    )

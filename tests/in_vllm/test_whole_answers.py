@@ -1,0 +1,546 @@
+"""A stream says what the whole answer says: vLLM's own serving code with our parsers, on texts that a test writes."""
+
+import asyncio
+import functools
+import importlib
+import itertools
+import json
+import logging
+import os
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from art_server.base_models import TINY_DIR
+
+EXAMPLES = int(os.environ.get("STREAM_EXAMPLES", "120"))
+"""Outputs for each parser; `STREAM_EXAMPLES=2000` for a thorough run."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+J = '{"name": "look", "arguments": {"city": "Paris", "days": 3}}'
+SWAPPED = '{"arguments": {"days": 3, "city": "Paris"}, "name": "look"}'
+LLAMA = '{"name": "look", "parameters": {"city": "Paris"}}'
+XML = (
+    "<tool_call>\n<function=look>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+)
+GLM = "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+    '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+GEMMA = '<|tool_call>call:look{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+    '{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="look">\n<parameter name="city">Paris</parameter>\n'
+    "</invoke>\n</minimax:tool_call>"
+)
+SEED = (
+    "<seed:tool_call>\n<function=look>\n<parameter=city>Paris</parameter>\n</function>\n"
+    "</seed:tool_call>"
+)
+
+
+class Case(NamedTuple):
+    """A pair of parsers that the server chooses, and its family's marks."""
+
+    tool: str
+    reasoning: str | None
+    calls: tuple[str, ...]
+    marks: tuple[str, ...]
+    think: tuple[str, str] = ("<think>", "</think>")
+    thinks: bool | None = None
+    """The argument `enable_thinking` of its template."""
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {} if self.thinks is None else {"enable_thinking": self.thinks}
+
+
+HERMES = ("<tool_call>", "</tool_call>", "<tool", '{"name": "look", ', '"arguments": {')
+HERMES_CALLS = (f"<tool_call>\n{J}\n</tool_call>", f"<tool_call>{SWAPPED}</tool_call>")
+XML_MARKS = ("<tool_call>", "</tool_call>", "<function=look>", "</function>", "<parameter=city>")
+CASES = {
+    "hermes": Case("hermes", None, HERMES_CALLS, HERMES),
+    "hermes-qwen3": Case("hermes", "qwen3", HERMES_CALLS, HERMES),
+    "hermes-qwen3-off": Case("hermes", "qwen3", HERMES_CALLS, HERMES, thinks=False),
+    "qwen3_xml": Case("qwen3_xml", None, (XML,), XML_MARKS),
+    "qwen3_xml-qwen3": Case("qwen3_xml", "qwen3", (XML,), XML_MARKS),
+    "llama3_json": Case(
+        "llama3_json", None, (LLAMA, f"<|python_tag|>{LLAMA}; {J}"), ("<|python_tag|>", "; ", "{")
+    ),
+    "llama4_pythonic": Case(
+        "llama4_pythonic",
+        None,
+        ('[look(city="Paris", days=3), look(days=1)]', "<|python_start|>[look()]<|python_end|>"),
+        ("[", "]", "<|python_start|>", "look(", ")"),
+    ),
+    "mistral": Case(
+        "mistral",
+        None,
+        (f"[TOOL_CALLS][{J}]", '[TOOL_CALLS]look[ARGS]{"city": "Paris"}'),
+        ("[TOOL_CALLS]", "[ARGS]", "[TOOL", f"[{J}, "),
+    ),
+    "deepseek_v3": Case(
+        "deepseek_v3",
+        "deepseek_r1",
+        (DEEPSEEK,),
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+        ),
+    ),
+    "gemma4": Case(
+        "gemma4",
+        "gemma4",
+        (GEMMA,),
+        ("<|tool_call>", "<tool_call|>", '<|"|>', "thought\n", "call:look{"),
+        ("<|channel>", "<channel|>"),
+    ),
+    "glm45": Case("glm45", "glm45", (GLM,), ("<tool_call>", "<arg_key>", "</arg_value>")),
+    "kimi_k2": Case(
+        "kimi_k2",
+        "kimi_k2",
+        (KIMI,),
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+    ),
+    "minimax_m2": Case(
+        "minimax_m2", "minimax_m2", (MINIMAX,), ("<minimax:tool_call>", '<invoke name="look">')
+    ),
+    "seed_oss": Case(
+        "seed_oss",
+        "seed_oss",
+        (SEED,),
+        ("<seed:tool_call>", "</seed:tool_call>", "<function=look>"),
+        ("<seed:think>", "</seed:think>"),
+    ),
+}
+PROSE = (
+    "I will look. ",
+    "\n\n",
+    " ",
+    "ünï ☃ 🙂",
+    "a < b",
+    "x[0] = {1}",
+    "```json\n",
+    '"',
+    "\\ud83c",
+    "}",
+)
+SPECIAL = [
+    "<|python_tag|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[THINK]",
+    "[/THINK]",
+    "<seed:think>",
+    "</seed:think>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    "<seed:tool_call>",
+    "</seed:tool_call>",
+]
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Any:
+    """vLLM's modules, with our parsers and answers."""
+    openai = "vllm.entrypoints.openai"
+    names = {
+        "chat": f"{openai}.chat_completion.serving",
+        "chat_protocol": f"{openai}.chat_completion.protocol",
+        "responses": f"{openai}.responses.serving",
+        "responses_protocol": f"{openai}.responses.protocol",
+        "context": f"{openai}.responses.context",
+        "messages": "vllm.entrypoints.anthropic.serving",
+        "outputs": "vllm.outputs",
+        "parser": "vllm.parser",
+        "metadata": "vllm.entrypoints.generate.base.protocol",
+        "ours": "art_server.in_vllm.whole_answers",
+        "tokenizers": "vllm.tokenizers.hf",
+        "transformers": "transformers",
+    }
+    with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own deprecations
+        modules = SimpleNamespace(**{key: importlib.import_module(n) for key, n in names.items()})
+        modules.own_parser = modules.parser.ParserManager.get_parser
+        modules.ours.install()
+        tokenizer = modules.transformers.AutoTokenizer.from_pretrained(TINY_DIR)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    modules.tokenizer = modules.tokenizers.get_cached_tokenizer(tokenizer)
+    return modules
+
+
+@functools.cache
+def parser_class(tool: str, reasoning: str | None) -> Any:
+    """The class that vLLM gets from its manager, which `install` has changed."""
+    return importlib.import_module("vllm.parser").ParserManager.get_parser(tool, reasoning, True)
+
+
+class Output(NamedTuple):
+    """A choice that the engine made."""
+
+    text: str
+    parts: tuple[str, ...]
+    """The text as it came."""
+    finish_reason: str
+    stop_reason: str | None = None
+
+
+async def results(vllm: Any, choices: Sequence[Output], prompt: list[int], streamed: bool) -> Any:
+    """The engine's outputs of a request with as many choices."""
+    parts = [choice.parts if streamed else (choice.text,) for choice in choices]
+    for step in range(max(map(len, parts))):
+        outputs = []
+        for index, (choice, texts) in enumerate(zip(choices, parts, strict=True)):
+            if step < len(texts):
+                is_last = step == len(texts) - 1
+                ids = vllm.tokenizer.encode(texts[step], add_special_tokens=False)
+                outputs.append(
+                    vllm.outputs.CompletionOutput(
+                        index=index,
+                        text=texts[step],
+                        token_ids=[*ids, vllm.tokenizer.eos_token_id] if is_last else ids,
+                        cumulative_logprob=None,
+                        logprobs=None,
+                        finish_reason=choice.finish_reason if is_last else None,
+                        stop_reason=choice.stop_reason if is_last else None,
+                    )
+                )
+        yield vllm.outputs.RequestOutput(
+            request_id="r",
+            prompt=None,
+            prompt_token_ids=prompt,
+            prompt_logprobs=None,
+            outputs=outputs,
+            finished=step == max(map(len, parts)) - 1,
+        )
+
+
+def serving(vllm: Any, kind: type, case: Case) -> Any:
+    """vLLM's class for an API, without an engine."""
+    made = object.__new__(kind)
+    made.__dict__ |= {
+        "parser_cls": parser_class(case.tool, case.reasoning),
+        "model_config": None,
+        "response_role": "assistant",
+        "enable_auto_tools": True,
+        "enable_force_include_usage": False,
+        "enable_log_outputs": False,
+        "enable_per_request_metrics": False,
+        "enable_prompt_tokens_details": False,
+        "_include_reasoning_tokens_details": case.reasoning is not None,
+        "request_logger": None,
+        "system_fingerprint": None,
+        "use_harmony": False,
+        "_effective_chat_template_kwargs": lambda request: case.kwargs,
+    }
+    return made
+
+
+def chat_request(vllm: Any, **fields: Any) -> Any:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
+    return vllm.chat_protocol.ChatCompletionRequest.model_validate(body | fields)
+
+
+async def chat(
+    vllm: Any, case: Case, choices: Sequence[Output], request: Any, prompt: list[int]
+) -> tuple[Any, list[str]]:
+    """The whole answer, and the events of the stream."""
+    handler = serving(vllm, vllm.messages.AnthropicServingMessages, case)
+    metadata = vllm.metadata.RequestResponseMetadata(request_id="r")
+
+    def options(streamed: bool) -> dict[str, Any]:
+        return {
+            "request": request,
+            "result_generator": results(vllm, choices, prompt, streamed),
+            "request_id": "r",
+            "model_name": "m",
+            "conversation": [],
+            "tokenizer": vllm.tokenizer,
+            "request_metadata": metadata,
+        }
+
+    parser = handler._make_parser(request, vllm.tokenizer, case.kwargs)
+    whole = await handler.chat_completion_full_generator(**options(False), parser=parser)
+    events = [
+        event
+        async for event in handler.chat_completion_stream_generator(
+            **options(True), chat_template_kwargs=case.kwargs
+        )
+    ]
+    return whole, events
+
+
+class Said(NamedTuple):
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str]]
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+def whole_said(answer: Any) -> list[Said]:
+    return [
+        Said(
+            choice.message.reasoning or "",
+            choice.message.content or "",
+            [(call.function.name, call.function.arguments) for call in choice.message.tool_calls],
+            choice.finish_reason,
+            choice.stop_reason,
+        )
+        for choice in answer.choices
+    ]
+
+
+def streamed_said(events: list[str], num_choices: int) -> list[Said]:
+    found = [Said("", "", [], None, None) for _ in range(num_choices)]
+    for event in events:
+        if event.startswith("data: {"):
+            for choice in json.loads(event.removeprefix("data: "))["choices"]:
+                said, delta = found[choice["index"]], choice["delta"]
+                for call in delta.get("tool_calls") or ():
+                    assert call["index"] == len(said.calls) and call["id"]
+                    said.calls.append((call["function"]["name"], call["function"]["arguments"]))
+                found[choice["index"]] = Said(
+                    said.reasoning + (delta.get("reasoning") or ""),
+                    said.content + (delta.get("content") or ""),
+                    said.calls,
+                    choice.get("finish_reason") or said.finish_reason,
+                    choice.get("stop_reason") or said.stop_reason,
+                )
+    return found
+
+
+@st.composite
+def outputs(draw: st.DrawFn, case: Case) -> Output:
+    """A text of the family's marks and calls: whole, cut anywhere, with letters changed; and how it came."""
+    pieces = st.sampled_from([*PROSE, *case.calls, *case.calls, *case.marks, *case.think])
+    text = "".join(draw(st.lists(pieces | st.text(max_size=3), max_size=6)))
+    if case.reasoning is not None and draw(st.booleans()):
+        text = f"{draw(st.sampled_from(['', case.think[0]]))}hm\n{case.think[1]}\n\n{text}"
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(st.sampled_from(["", "}", "\n", "<", '"'])) + text[at + 1 :]
+    text = text[: draw(st.integers(0, len(text)))] if draw(st.booleans()) else text
+    text = text.encode(errors="ignore").decode()
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=12)))
+    if draw(st.booleans()):
+        cuts = list(range(1, len(text)))
+    bounds = [0, *(cut for cut in cuts if cut < len(text)), len(text)]
+    parts = [text[a:b] for a, b in itertools.pairwise(bounds)]
+    reason = draw(st.sampled_from(["stop", "length"]))
+    return Output(text, (*parts, *draw(st.sampled_from([(), ("",)]))), reason)
+
+
+PROMPTS = ("", "<think>\n", "<think>\n\n</think>\n\n", "<|channel>thought\n", "</think>")
+NAMED = {"type": "function", "function": {"name": "look"}}
+CHOICES = ("auto", "auto", "auto", "none", "required", NAMED)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """A request's fields about tools."""
+    choice = draw(st.sampled_from(CHOICES))
+    if choice == "none" and draw(st.booleans()):
+        return {"tools": None}
+    return {"tool_choice": choice, "parallel_tool_calls": draw(st.booleans())}
+
+
+def for_each(*strategies: st.SearchStrategy[Any]) -> Any:
+    """The same outputs in each run: a failure is found again."""
+
+    def decorate(check: Callable[..., None]) -> Callable[[], None]:
+        limits = settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )
+        return limits(given(*strategies)(check))
+
+    return decorate
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """vLLM logs each call that it cannot parse."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chat_and_messages_streams_say_what_whole_answers_say(vllm: Any, name: str) -> None:
+    case = CASES[name]
+
+    @for_each(st.lists(outputs(case), min_size=1, max_size=2), st.sampled_from(PROMPTS), requests())
+    def check(made: list[Output], opened: str, fields: dict[str, Any]) -> None:
+        request = chat_request(
+            vllm, n=len(made), stream=True, stream_options={"include_usage": True}, **fields
+        )
+        prompt = vllm.tokenizer.encode(f"<|im_start|>assistant\n{opened}")
+        whole, events = asyncio.run(chat(vllm, case, made, request, prompt))
+        said = whole_said(whole)
+        assert streamed_said(events, len(made)) == said, made
+        for choice, output in zip(said, made, strict=True):
+            assert choice.finish_reason != "tool_calls" or output.finish_reason == "stop"
+            for _, arguments in choice.calls:
+                json.loads(arguments)
+        if len(made) == 1:
+            assert asyncio.run(messages_streamed(vllm, case, events)) == messages_whole(
+                vllm, case, whole
+            )
+
+    check()
+
+
+def messages_whole(vllm: Any, case: Case, answer: Any) -> tuple[list[dict[str, Any]], Any]:
+    """The blocks of a whole answer of the Messages API, and why it ended."""
+    handler = serving(vllm, vllm.messages.AnthropicServingMessages, case)
+    made = handler.messages_full_converter(answer)
+    blocks = [
+        {
+            key: value
+            for key in ("type", "text", "thinking", "name", "input")
+            if (value := getattr(block, key, None)) is not None
+        }
+        for block in made.content
+    ]
+    return [block for block in blocks if block != {"type": "text", "text": ""}], made.stop_reason
+
+
+async def messages_streamed(
+    vllm: Any, case: Case, events: list[str]
+) -> tuple[list[dict[str, Any]], Any]:
+    """What the Messages API makes of a chat stream."""
+
+    async def again() -> AsyncIterator[str]:
+        for event in events:
+            yield event
+
+    handler = serving(vllm, vllm.messages.AnthropicServingMessages, case)
+    blocks: list[dict[str, Any]] = []
+    stop = None
+    async for event in handler.message_stream_converter(again()):
+        data = json.loads(event.partition("data: ")[2])
+        if data["type"] == "content_block_start":
+            blocks.append({"json": "", **data["content_block"]})
+        elif data["type"] == "content_block_delta":
+            for key, value in data["delta"].items():
+                key = "json" if key == "partial_json" else key
+                if key in ("json", "text", "thinking"):
+                    blocks[-1][key] += value
+        elif data["type"] == "message_delta":
+            stop = data["delta"]["stop_reason"]
+    for block in blocks:
+        arguments = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(arguments)
+        block.pop("id", None)
+        block.pop("signature", None)
+    return blocks, stop
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_responses_streams_say_what_whole_answers_say(vllm: Any, name: str) -> None:
+    case = CASES[name]
+
+    @for_each(outputs(case), st.sampled_from(PROMPTS), requests())
+    def check(made: Output, opened: str, fields: dict[str, Any]) -> None:
+        tools = [{"type": "function", **TOOL["function"]}]
+        choice = fields.get("tool_choice", "auto")
+        choice = choice if isinstance(choice, str) else {"type": "function", "name": "look"}
+        body = {"model": "m", "input": "hi", **fields, "tools": tools, "tool_choice": choice}
+        request = vllm.responses_protocol.ResponsesRequest.model_validate(body)
+        prompt = vllm.tokenizer.encode(f"<|im_start|>assistant\n{opened}")
+        whole, streamed = asyncio.run(responses(vllm, case, made, request, prompt))
+        assert streamed == whole, made
+
+    check()
+
+
+async def responses(
+    vllm: Any, case: Case, output: Output, request: Any, prompt: list[int]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The items of the whole answer, and those that the stream has made."""
+    handler = serving(vllm, vllm.responses.OpenAIServingResponses, case)
+
+    async def contexts(context: Any, streamed: bool) -> AsyncIterator[Any]:
+        async for result in results(vllm, [output], prompt, streamed):
+            context.append_output(result)
+            yield context
+
+    def make_context() -> Any:
+        parser = parser_class(case.tool, case.reasoning)(
+            vllm.tokenizer, request.tools, chat_template_kwargs=case.kwargs
+        )
+        parser.set_prompt_token_ids(prompt)
+        return vllm.context.SimpleContext(response_parser=parser)
+
+    context = make_context()
+    async for _ in contexts(context, False):
+        pass
+    whole = handler._make_response_output_items(
+        request, context.final_output.outputs[0], vllm.tokenizer, context.response_parser
+    )
+    context = make_context()
+    events = handler._process_simple_streaming_events(
+        request, None, contexts(context, True), context, "m", vllm.tokenizer, None, 0, lambda e: e
+    )
+    async for _ in events:
+        pass
+    return items_of(whole), items_of(context.streamed_output_items)
+
+
+def items_of(items: list[Any]) -> list[dict[str, Any]]:
+    """Output items, without what is made anew for each."""
+    made_anew = ("id", "call_id", "status", "logprobs")
+    found = [item.model_dump(mode="json") for item in items]
+    return [
+        {
+            key: [{k: v for k, v in part.items() if k not in made_anew} for part in value]
+            if isinstance(value, list)
+            else value
+            for key, value in item.items()
+            if key not in made_anew
+        }
+        for item in found
+    ]
