@@ -41,6 +41,7 @@ CALL_MARKS = {
 UNKNOWN_CALL_MARKS = ("<", "[", "{", "functools")
 """The marks of a tool parser that is not listed. A text with one of them waits for the answer's end."""
 PLAIN_STATES = (ParserState.CONTENT, ParserState.REASONING)
+MAX_READINGS = 64
 TAIL_TOKENS = 16
 """So many tokens at a prompt's end hold the marks of thinking that a template writes there."""
 
@@ -97,7 +98,15 @@ class Marks:
         return (found.start(), found.group()) if found else (len(text), None)
 
 
-make_marks = functools.lru_cache(maxsize=64)(Marks)
+@dataclass(frozen=True)
+class Reading:
+    """How a parser reads the texts of a kind of request."""
+
+    marks: Marks
+    thinks_unasked: bool
+    """Whether it takes a text without a mark for thinking."""
+    keeps_space: bool
+    """Whether it keeps the white space at the end of thinking."""
 
 
 class Opening:
@@ -163,16 +172,21 @@ class Opening:
 def reconciled(opening: Opening, whole: Message) -> Message:
     """What an answer says, which begins with what a stream has sent: what vLLM's parser says, where it can.
 
-    A call is complete or is text: no call has arguments that are not JSON, and no text of a call is lost.
+    A call is complete or is text: no call has arguments that are not JSON, and no text of a call is lost. Half a
+    surrogate pair in a call is replaced: it can be neither sent nor tokenized.
     """
     reasoning, content, calls = whole
     if not all(is_json(call.arguments) for call in calls or ()):
         calls = None
+    for call in calls or ():
+        call.name, call.arguments = paired(call.name), paired_json(call.arguments)
     if opening.is_thinking:
         if not (reasoning or "").startswith(opening.reasoning):
-            return Message(opening.reasoning + opening.rest, None, calls)
-        is_lost = opening.is_call and not calls and (reasoning or "").rstrip() == opening.reasoning
-        return Message(reasoning, opening.rest.lstrip() if is_lost else content, calls)
+            reasoning = opening.reasoning + ("" if calls else opening.rest)
+            content = None
+        elif opening.is_call and not calls and (reasoning or "").rstrip() == opening.reasoning:
+            content = opening.rest.lstrip()
+        return Message(reasoning, content or None, calls or None)
     if opening.reasoning or opening.content:
         reasoning = opening.reasoning or None
     sent, space = opening.content, leading_space(opening.content)
@@ -193,19 +207,39 @@ def leading_space(text: str) -> str:
 def is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
+
+
+def paired(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def paired_json(text: str) -> str:
+    """JSON without half a surrogate pair, written out or escaped."""
+    if "\\ud" in text.lower():
+        written = json.dumps(json.loads(text), ensure_ascii=False)
+        text = text if paired(written) == written else written
+    return paired(text)
 
 
 class WholeAnswers(DelegatingParser):
     """Comes before a parser class of vLLM's in the order of inheritance. vLLM makes a parser for each choice."""
 
+    _readings: dict[Any, Reading]
+    """Of the class, as `whole_parser` makes it."""
     _opening: Opening | None = None
+    _is_streaming = False
     _is_answering = False
     """Whether the prompt's end has ended the thinking."""
     _opened = ""
     """The beginning of thinking at the prompt's end."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._template_kwargs = repr(options.get("chat_template_kwargs"))
 
     def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
         super().set_prompt_token_ids(prompt_token_ids)
@@ -242,22 +276,32 @@ class WholeAnswers(DelegatingParser):
                 self.set_prompt_token_ids(prompt_token_ids)
             self._opening = self._make_opening(request)
             self._texts: list[str] = []
+            self._num_thinking = 0
         opening = self._opening
         sent = len(opening.reasoning), len(opening.content)
         opening.add(delta_text)
         self._texts.append(delta_text)
+        if opening.is_thinking:
+            self._num_thinking += len(delta_token_ids)
         message = Message(opening.reasoning, opening.content, None)
+        self._is_streaming = not finished
         if finished:
             has_tools = self._tool_parser is not None
             message = self._read(opening, "".join(self._texts), request, has_tools)
         return delta_of(message, *sent, request)
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """While a stream lasts, those so far: vLLM would read all tokens again with each event of a Messages stream."""
+        if self._is_streaming:
+            return self._num_thinking
+        return super().count_reasoning_tokens(token_ids)
 
     def _read(self, opening: Opening, text: str, request: Any, auto_tools: bool) -> Message:
         """What a whole answer says."""
         reasoning_parser = self._reasoning_parser
         if self._is_answering:
             self._reasoning_parser = None
-        elif reasoning_parser is not None and not self._thinks_unasked(request):
+        elif self._opened and not self._reading(request).thinks_unasked:
             text = self._opened + text
         try:
             whole = super().parse(text, request, auto_tools)
@@ -266,46 +310,58 @@ class WholeAnswers(DelegatingParser):
         return reconciled(opening, Message(*whole))
 
     def _make_opening(self, request: Any) -> Opening:
+        reading = self._reading(request)
+        is_thinking = reading.thinks_unasked or bool(self._opened and not self._is_answering)
+        return Opening(
+            reading.marks, is_thinking, reading.keeps_space, not self._is_forced(request)
+        )
+
+    def _is_forced(self, request: Any) -> bool:
+        return self._tool_parser is not None and request.tool_choice not in (None, "auto", "none")
+
+    def _reading(self, request: Any) -> Reading:
+        """Remembered, because a parser is made for each choice and needs milliseconds to show how it reads."""
+        key = (
+            self._template_kwargs,
+            self._is_answering,
+            self._is_forced(request),
+            request.tool_choice == "none",
+        )
+        if key not in self._readings:
+            if len(self._readings) >= MAX_READINGS:
+                self._readings.clear()
+            self._readings[key] = self._find_reading(request)
+        return self._readings[key]
+
+    def _find_reading(self, request: Any) -> Reading:
         tool, reasoning = self._tool_parser, self._reasoning_parser
-        is_forced = tool is not None and request.tool_choice not in (None, "auto", "none")
         call, other = frozenset[str](), frozenset[str]()
-        if tool is not None and not is_forced:
+        if tool is not None and not self._is_forced(request):
             if tool.engine_based_streaming:
                 call, other = grammar_marks(tool)
             elif request.tool_choice != "none":
                 call = frozenset(CALL_MARKS.get(type(tool).__name__, UNKNOWN_CALL_MARKS))
-        start = end = None
-        is_thinking, keeps_space = False, True
-        if reasoning is not None and not self._is_answering:
-            start, end = self._think_marks()
-            if reasoning.engine_based_streaming:
-                starts, others = grammar_marks(reasoning)
-                call, other = call | starts, other | others
-            other |= {mark for mark in (start, end) if mark}
-            unasked = self._thinks_unasked(request)
-            is_thinking = unasked or bool(self._opened)
-            start = self._whole_think_start(start, request)
-            begin = "" if unasked else start or ""
-            keeps_space = self._split(f"{begin}x\n{end}y", request) == ("x\n", "y")
-        marks = make_marks(call, other, start, end)
-        return Opening(marks, is_thinking, keeps_space, not is_forced)
+        if reasoning is None or self._is_answering:
+            return Reading(Marks(call, other, None, None), False, True)
+
+        def thinking(text: str) -> str | None:
+            return reasoning.extract_reasoning(text, request)[0]
+
+        if reasoning.engine_based_streaming:
+            calls, others = grammar_marks(reasoning)
+            call, other = call | calls, other | others
+        start, end = self._think_marks()
+        other |= {mark for mark in (start, end) if mark}
+        starts = (f"{start}thought\n", start) if start else ()  # Gemma 4's thinking has a title
+        whole_start = next((mark for mark in starts if thinking(f"{mark}x") == "x"), None)
+        unasked = thinking("x") == "x"
+        begin = "" if unasked else whole_start or ""
+        keeps_space = thinking(f"{begin}x\n{end}y") == "x\n"
+        return Reading(Marks(call, other, whole_start, end), unasked, keeps_space)
 
     def _think_marks(self) -> tuple[str | None, str | None]:
         parser = self._reasoning_parser
         return (parser.reasoning_start_str, parser.reasoning_end_str) if parser else (None, None)
-
-    def _split(self, text: str, request: Any) -> tuple[str | None, str | None]:
-        assert self._reasoning_parser is not None
-        return self._reasoning_parser.extract_reasoning(text, request)
-
-    def _thinks_unasked(self, request: Any) -> bool:
-        """Whether the parser takes a text without a mark for thinking."""
-        return self._split("x", request)[0] == "x"
-
-    def _whole_think_start(self, start: str | None, request: Any) -> str | None:
-        """What the parser takes away at the beginning of thinking. None: nothing that is known."""
-        wholes = (f"{start}thought\n", start) if start else ()  # Gemma 4 has a title
-        return next((mark for mark in wholes if self._split(f"{mark}x", request)[0] == "x"), None)
 
 
 def grammar_marks(parser: Any) -> tuple[frozenset[str], frozenset[str]]:
@@ -409,7 +465,7 @@ def whole_parser(chosen: type[Parser] | None) -> type[Parser] | None:
         return None
     is_delegating = getattr(chosen, "parse", None) is DelegatingParser.parse
     before = WholeAnswers if is_delegating else HeldAnswers
-    return type(chosen.__name__, (before, chosen), {})
+    return type(chosen.__name__, (before, chosen), {"_readings": {}})
 
 
 def install() -> None:
