@@ -191,7 +191,7 @@ def reconciled(opening: Opening, whole: Message) -> Message:
         reasoning = opening.reasoning or None
     sent, space = opening.content, leading_space(opening.content)
     if not calls and opening.is_call:
-        content = sent + opening.rest
+        content = (sent + opening.rest) if (sent + opening.rest).strip() else None
     elif not (content or "").startswith(sent):
         if (content or "").startswith(sent[len(space) :]):
             content = space + (content or "")

@@ -555,6 +555,8 @@ def test_what_vllm_says_of_a_whole_answer_stays(vllm: Any) -> None:
                 ours = changed(vllm.tokenizer, request.tools, chat_template_kwargs=case.kwargs)
                 text = before + call
                 reasoning, content, calls = own.parse(text, request, True)
+                if case.tool == "llama3_json":  # vLLM loses the text before a call
+                    content = before.rstrip() or None
                 said = ours.parse(text, request, True)
                 assert said[:2] == (reasoning, content), (case, text)
                 assert [(c.name, c.arguments) for c in said[2] or ()] == [

@@ -120,7 +120,7 @@ def said_again(api: str, answer: Any) -> list[dict[str, Any]]:
         ]
         said = [{"role": "assistant", "content": blocks}]
         return [*said, {"role": "user", "content": results}] if results else said
-    message: dict[str, Any] = {"role": "assistant", "content": None}
+    message: dict[str, Any] = {"role": "assistant", "content": "" if events else None}
     parts = (
         [choice["delta"] for event in events for choice in event["choices"]]
         if events
