@@ -48,7 +48,7 @@ def message_of(client: Any, body: dict[str, Any], stream: bool) -> dict[str, Any
         (CALL, {}, "tool_calls", 1),
         (f"I look.\n{SWAPPED}\n{CALL}", {}, "tool_calls", 2),
         (f"I look.\n{SWAPPED}\n{CALL}", {"parallel_tool_calls": False}, "tool_calls", 1),
-        (CALL, {"max_tokens": 40}, "length", 0),
+        (CALL, {"max_tokens": 9}, "length", 0),
         (CALL, {"stop": ['"Pa']}, "stop", 0),
         (CALL, {"stop": ["</tool_call>"]}, "tool_calls", 1),
         ('<tool_call>{"name": "get_weather", "arguments": {"city": </tool_call>', {}, "stop", 0),
