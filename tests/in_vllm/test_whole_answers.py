@@ -231,7 +231,9 @@ async def results(
         for index, (choice, texts) in enumerate(zip(choices, parts, strict=True)):
             if step < len(texts):
                 is_last = step == len(texts) - 1
-                ids = vllm.tokenizer.encode(texts[step], add_special_tokens=False)
+                came = texts[step : step + 1] if streamed else choice.parts
+                encoded = [vllm.tokenizer.encode(part, add_special_tokens=False) for part in came]
+                ids = [token for part in encoded for token in part]
                 outputs.append(
                     vllm.outputs.CompletionOutput(
                         index=index,
