@@ -34,6 +34,12 @@ WITHOUT_ADAPTERS = ("llama4", "llama4_text")
 """Families whose adapters vLLM applies wrongly: it reorders the weights of Llama 4's queries and keys when it loads
 them, but not the weights of their adapters."""
 
+BY_LENGTH = ("longrope", "su", "dynamic")
+"""Kinds of rotary embeddings whose factors transformers and Unsloth choose by the longest sequence of a call, vLLM by its
+context. `trainer/rope.py` fixes transformers' modules."""
+OWN_ROPE = ("phimoe",)
+"""Families whose module in transformers makes this choice in its own code, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
@@ -182,7 +188,8 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
     """Checks that this `--trainer` can train an adapter of the base model and that vLLM can serve it.
 
     Raises:
-        InvalidInput: the weights are quantised in a way that prevents training, or vLLM applies the adapters wrongly.
+        InvalidInput: the weights are quantised in a way that prevents training, vLLM applies the adapters wrongly, or
+            the trainer's positions would depend on what else it computes.
     """
     config = json.loads((base.path / "config.json").read_text())
     quantized = config.get("quantization_config") or {}
@@ -208,6 +215,24 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
             code="not_trainable",
             param="base_model",
         )
+    by_length = sorted(_rope_kinds(config.get("text_config", config)).intersection(BY_LENGTH))
+    if by_length and (trainer == "unsloth" or config.get("model_type") in OWN_ROPE):
+        remedy = (
+            "start the server with --trainer peft" if trainer == "unsloth" else "use another model"
+        )
+        raise InvalidInput(
+            f"base_model '{base.name}' has rotary embeddings of the kind '{by_length[0]}', whose factors would depend on "
+            f"which sequences train together: {remedy}",
+            code="not_trainable",
+            param="base_model",
+        )
+
+
+def _rope_kinds(text_config: Mapping[str, Any]) -> set[str]:
+    """The kinds of rotary embeddings in a configuration, which has one for all layers or one for each type of layer."""
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+    each = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return {str(part.get("rope_type") or part.get("type")) for part in each}
 
 
 def model_type(folder: Path) -> str:

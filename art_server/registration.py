@@ -105,7 +105,7 @@ class Registration:
             # A registration that was cut off may have left one of another adapter shape.
             folder.remove_steps(folder.steps())
             folder.checkpoints_dir.mkdir(parents=True, exist_ok=True)
-            folder.commit_checkpoint(content, CheckpointRecord(step=0))
+            folder.commit_checkpoint(content, CheckpointRecord(step=0, optimizer_steps=0))
         folder.create(record, self._engine.log_path)
 
     def _other_base(self, model: Model) -> Conflict:

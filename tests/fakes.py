@@ -107,7 +107,10 @@ class FakeTrainer:
             folder = Path(task.out_dir)
             (folder / "adapter_config.json").write_text("{}")
             (folder / "adapter_model.safetensors").write_bytes(b"weights")
-        return Done(metrics={"loss/train": 0.5})
+        if not isinstance(task, TrainTask):
+            return Done(metrics={"loss/train": 0.5})
+        (Path(task.out_dir) / "optimizer.safetensors").write_bytes(b"moments")
+        return Done(metrics={"loss/train": 0.5}, optimizer_steps=(task.optimizer_steps or 0) + 1)
 
     @property
     def was_cancelled(self) -> bool:

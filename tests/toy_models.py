@@ -72,13 +72,52 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """transformers' name of each family, and its settings beyond SHAPE. vLLM reads some fields that transformers lacks."""
 
+ORIGINAL = 32
+"""Positions before a rotary embedding was stretched to those of SHAPE."""
+HALF = SHAPE["head_dim"] // 2
+ROPES: dict[str, dict[str, Any]] = {
+    "phi3 longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * HALF,
+        "long_factor": [1.0 + index / 2 for index in range(HALF)],
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "llama dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama linear": {"rope_type": "linear", "factor": 4.0},
+    "llama yarn": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "llama llama3": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "ministral3 yarn": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
+"""Kinds of rotary embeddings (after the family's name), and an attention whose temperature grows with the position."""
+
 WITHOUT_TREES = ("gemma2", "gpt_oss", "qwen3_5_text")
 """Families that train each sequence alone: soft-capped scores, attention sinks, layers with a recurrent state."""
 
 
-def make_model(family: str, folder: Path) -> Path:
-    """Writes the model into a new folder, in float32; returns the folder."""
-    config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family]))
+def make_model(name: str, folder: Path) -> Path:
+    """Writes the model of FAMILIES or ROPES into a new folder, in float32; returns the folder."""
+    family = name.partition(" ")[0]
+    settings = SHAPE | FAMILIES.get(family, {})
+    if name in ROPES:
+        settings |= {"rope_parameters": {"rope_theta": 10000.0, **ROPES[name]}}
+        if "original_max_position_embeddings" in ROPES[name]:
+            settings |= {"original_max_position_embeddings": ORIGINAL}
+    config = AutoConfig.for_model(family, **settings)
     config.dtype = "float32"
     torch.manual_seed(0)
     model = find_class(config)(config)

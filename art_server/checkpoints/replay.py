@@ -121,6 +121,12 @@ def changed_inputs(folder: Path, record: StepRecord, base: Path) -> list[str]:
     ]
 
 
+def number_in(settings: dict[str, str], name: str) -> int | None:
+    """A number of the record's environment; None if the step had none, or an earlier version made it."""
+    value = settings.get(name, "None")
+    return None if value == "None" else int(value)
+
+
 async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -> Done:
     """Runs the step in a trainer process with the record's settings; the result is in `temporary`/step.
 
@@ -147,6 +153,8 @@ async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -
         out_dir=str(temporary / "step"),
         config=record.config,
         start_step=record.start_step,
+        optimizer_steps=number_in(settings, "optimizer_steps"),
+        max_seq_length=number_in(settings, "max_seq_length"),
         seed=record.seed,
         checkpointing=settings.get("checkpointing") == "True",
     )

@@ -480,6 +480,8 @@ class JobRunner:
                 out_dir=str(temporary),
                 config=config,
                 start_step=step - 1,
+                optimizer_steps=model.folder.read_checkpoint(step - 1).optimizer_steps,
+                max_seq_length=self._engine.max_seq_length,
                 seed=seed_of(model, step),
                 gap_bars=self._gap_bars,
                 # The kernel kills a process that takes too much memory. Two deaths may have another reason.
@@ -492,6 +494,7 @@ class JobRunner:
                 job_id=job.job_id,
                 metrics=metrics,
                 unchanged=done.unchanged,
+                optimizer_steps=done.optimizer_steps,
                 notes=done.notes,
                 environment=done.environment,
             )
@@ -590,6 +593,8 @@ class JobRunner:
         await asyncio.to_thread(model.folder.keep_tokens, step)
         await asyncio.to_thread(self._write_record, model, job, record)
         await asyncio.to_thread(model.folder.add_history, step, metrics, job.job_id)
+        # Here, because the row says which earlier step is the best.
+        await asyncio.to_thread(model.folder.prune_optimizer_state)
         await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
         self._report(JobNews(job, "done", done=DoneStep(model, step, metrics, report)))
         self._notify()

@@ -162,6 +162,11 @@ class TrainTask(Record):
     """The server has it as JSON and inserts it without parsing (`TrainerProcess.run`)."""
     start_step: int = 0
     """The model's step in in_dir. Tokens sampled at this step measure the gap between engine and trainer."""
+    optimizer_steps: int | None = None
+    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint of an earlier version: those of its
+    optimizer state."""
+    max_seq_length: int | None = None
+    """The engine's context, on which some rotary embeddings depend. None: the model's number of positions."""
     seed: int = 0
     """Fixes the order of groups when the job takes several optimizer steps."""
     gap_bars: GapBars | None = None
@@ -193,11 +198,14 @@ class Done(Record):
     metrics: dict[str, float]
     unchanged: bool = False
     """True if no token was trained: the weights are those of in_dir."""
+    optimizer_steps: int | None = None
+    """Of a train task: optimizer steps that made the adapter in out_dir."""
     notes: list[str] = []
     """Decisions and observations of the trainer, as sentences for the job's report."""
     environment: dict[str, str] = {}
     """Of a train task: versions, device, thread count, number type, tokens at a time (at the start and, after memory ran
-    out, at the end) and gradient checkpointing, which decide its last bits."""
+    out, at the end), gradient checkpointing, the engine's context and optimizer steps before it, which decide its last
+    bits."""
 
 
 class Failed(Record):

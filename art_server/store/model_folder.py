@@ -2,7 +2,7 @@
 
 model.json               the registration
 history.jsonl            one row per step; history.rolled-back.jsonl has the rows that rollbacks removed
-checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps), checkpoint.json
+checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps and the best), checkpoint.json
 checkpoints/%04d/replay/ all that the step was made from (`jobs/step_record.py`)
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
 trajectories/SPLIT/%04d.jsonl
@@ -39,7 +39,7 @@ TOKENS_FILE = "tokens.safetensors"
 CONTENT_FILES = (CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE)
 """The files of a checkpoint whose digests checkpoint.json holds."""
 OPTIMIZER_STEPS_KEPT = 2
-"""Optimizer state is kept for the newest two steps: one to continue from, one to roll back to."""
+"""Optimizer state is kept for the newest two steps, one to continue from and one to roll back to, and for the best."""
 
 
 class ModelRecord(BaseModel):
@@ -65,6 +65,9 @@ class CheckpointRecord(BaseModel):
     """The job that made the step; a restarted server does not train this job again."""
     metrics: dict[str, float] = {}
     unchanged: bool = False
+    optimizer_steps: int | None = None
+    """Optimizer steps since step 0, from which the learning rate's schedule counts. None: an earlier version wrote the
+    checkpoint, and they are those of its optimizer state."""
     notes: list[str] = []
     """Decisions that the trainer made by itself, as sentences."""
     created_at: float = 0.0
@@ -181,14 +184,19 @@ class ModelFolder:
         return folder
 
     def commit_checkpoint(self, temporary: Path, record: CheckpointRecord) -> None:
-        """Publishes a finished checkpoint: writes checkpoint.json with the digests of its files, renames the folder,
-        and deletes the optimizer state of older steps."""
+        """Publishes a finished checkpoint: writes checkpoint.json with the digests of its files, renames the folder."""
         made = {"files": content_digests(temporary), "created_at": record.created_at or clock.now()}
         described = record.model_copy(update=made)
         files.write_json(temporary / DESCRIPTION_FILE, described.model_dump(mode="json"))
         files.publish_folder(temporary, self.checkpoint_dir(record.step))
+
+    def prune_optimizer_state(self) -> None:
+        """Deletes the optimizer state of all steps but the newest two and the best by the history."""
+        metric = self.best_metric()
+        best = self.best_step(metric) if metric is not None else None
         for step in self.steps()[:-OPTIMIZER_STEPS_KEPT]:
-            (self.checkpoint_dir(step) / OPTIMIZER_FILE).unlink(missing_ok=True)
+            if step != best:
+                (self.checkpoint_dir(step) / OPTIMIZER_FILE).unlink(missing_ok=True)
 
     def fault(self, step: int) -> str | None:
         """What is wrong with a step's files; None if nothing is. Only the optimizer state may be missing."""

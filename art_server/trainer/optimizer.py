@@ -68,5 +68,5 @@ def load_optimizer(
 
 
 def steps_taken(optimizer: torch.optim.AdamW) -> int:
-    """The number of optimizer steps so far, over all of the model's jobs."""
+    """The number of optimizer steps that the moments are made of, over all jobs since they were zero."""
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)

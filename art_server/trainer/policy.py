@@ -28,6 +28,7 @@ from art_server.trainer.head import Scores, max_logits, score_targets, whole_pie
 from art_server.trainer.host_copy import HostCopy
 from art_server.trainer.lora import fuse_lora
 from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens, free_cached_memory
+from art_server.trainer.rope import fix_rope
 from art_server.trainer.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -52,6 +53,7 @@ class Policy:
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.base_model = base_model
         self._base = self._load_base()
+        self.use_context(None)
         self.num_parameters = self._base.num_parameters()
         """Parameters of the base, without the adapter."""
         self._model: PeftModel | None = None
@@ -176,6 +178,10 @@ class Policy:
         self._base.set_attn_implementation(
             TREE_ATTENTION if shared else usual_attention(type(self._base))
         )
+
+    def use_context(self, max_seq_length: int | None) -> None:
+        """Computes positions as an engine with this context does (`rope.py`); None is the model's number of positions."""
+        fix_rope(self._base, max_seq_length)
 
     def use_checkpointing(self, enabled: bool) -> None:
         """Keeps only each layer's input for backward and recomputes the rest: less memory, a third more time."""

@@ -1,4 +1,7 @@
-"""The learning rate of a step: constant by default, with warm-up, cosine, or a value from the model's width."""
+"""The learning rate of a step: constant by default, with warm-up, cosine, or a value from the model's width.
+
+After a rollback, a fork or an import AdamW may have lost its moments. The schedule continues, and the rate rises anew.
+"""
 
 import math
 
@@ -6,6 +9,12 @@ from art.wire import TrainConfig
 
 WIDTH_POWERS = {"qwen": 0.0775, "llama": 0.781}
 """How fast the best rate falls with the model's width, by family. Other families use qwen's."""
+
+FRESH_MOMENTS_STEPS = 10
+"""Optimizer steps over which the rate rises after AdamW's moments were lost: 1 / (1 - beta1), the steps over which it
+averages gradients. Its first step from zero moments moves every weight by the whole rate: for gradients that are noise
+4.4 times the length of its later steps (sqrt((1 + beta1) / (1 - beta1))). With this rise no step is longer than 1.5
+times these (`tests/trainer/test_schedule.py`)."""
 
 
 def base_learning_rate(config: TrainConfig, model_type: str, hidden_size: int) -> tuple[float, str]:
@@ -37,3 +46,14 @@ def learning_rate_factor(config: TrainConfig, step: int) -> float:
     length = max(1, config.schedule_steps - config.warmup_steps)
     done = min(1.0, (step - config.warmup_steps) / length)
     return (1 + math.cos(math.pi * done)) / 2
+
+
+def fresh_moments_factor(step: int, moments_age: int) -> float:
+    """The factor on the rate at a model's optimizer step, from 0, for moments of `moments_age` steps.
+
+    1 for moments as old as the model: at its own start `warmup_steps` decides.
+    Source: Ma and Yarats 2019, arXiv:1910.04209, on the length of Adam's first steps.
+    """
+    if moments_age >= step:
+        return 1.0
+    return min(1.0, (moments_age + 1) / FRESH_MOMENTS_STEPS)

@@ -60,7 +60,12 @@ from art_server.trainer.metrics import (
 )
 from art_server.trainer.optimizer import steps_taken
 from art_server.trainer.policy import Policy
-from art_server.trainer.schedule import base_learning_rate, learning_rate_factor
+from art_server.trainer.schedule import (
+    FRESH_MOMENTS_STEPS,
+    base_learning_rate,
+    fresh_moments_factor,
+    learning_rate_factor,
+)
 from art_server.trainer.token_record import TokenRecord
 
 logger = logging.getLogger(__name__)
@@ -180,8 +185,11 @@ def train(
     """
     config = task.config
     policy.return_to_device()
+    policy.use_context(task.max_seq_length)
     rate, rule = base_learning_rate(config, policy.model_type, policy.hidden_size)
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
+    taken, age = task.optimizer_steps, steps_taken(optimizer)
+    taken = age if taken is None else taken
     num_too_stale = 0
     if config.max_staleness is not None:
         whole, oldest = task.batch, task.start_step - config.max_staleness
@@ -216,6 +224,11 @@ def train(
         )
 
     if trained.sequences:
+        if taken and not age:
+            notes.append(
+                f"the optimizer state of step {task.start_step} is not kept: the moments of AdamW start at zero, and the "
+                f"learning rate rises to its schedule's value over {FRESH_MOMENTS_STEPS} optimizer steps"
+            )
         parts = divide(task, trained, notes)
         known = memory.run(
             lambda budget: look_ahead(policy, task, trained, len(parts), budget, report, notes)
@@ -256,10 +269,12 @@ def train(
             own_rate = (
                 config.learning_rate[number] if isinstance(config.learning_rate, list) else rate
             )
+            own_rate *= learning_rate_factor(config, taken) * fresh_moments_factor(taken, age)
             for group in optimizer.param_groups:
-                group["lr"] = own_rate * learning_rate_factor(config, steps_taken(optimizer))
-            steps[-1]["loss/learning_rate"] = optimizer.param_groups[0]["lr"]
+                group["lr"] = own_rate
+            steps[-1]["loss/learning_rate"] = own_rate
             optimizer.step()
+            taken, age = taken + 1, age + 1
             steps[-1]["time/step_optimizer_s"] = seconds_since(started)
         if memory.budget < most:
             budgets.learn(key, memory.budget)
@@ -285,9 +300,15 @@ def train(
         "max_tokens_at_end": str(memory.budget),
         "checkpointing": str(has_checkpointing),
         "checkpointing_factor": str(policy.checkpointing_factor),
+        "max_seq_length": str(task.max_seq_length),
+        "optimizer_steps": str(task.optimizer_steps),
     }
     return Done(
-        metrics=metrics, unchanged=not trained.sequences, notes=notes, environment=environment
+        metrics=metrics,
+        unchanged=not trained.sequences,
+        optimizer_steps=taken,
+        notes=notes,
+        environment=environment,
     )
 
 

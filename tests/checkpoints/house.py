@@ -32,7 +32,8 @@ TINY_LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
 
 
 def add_model(root: Path, adapter: Path, name: str = "a", steps: int = 1) -> ModelFolder:
-    """A model in project p, on art/tiny, with so many steps of the same weights; train/reward of step k is k / 10."""
+    """A model in project p, on art/tiny, with so many steps of the same weights; train/reward of step k is k / 10, and each
+    took three optimizer steps."""
     folder = ModelFolder(root, "p", name)
     record = ModelRecord(name=name, project="p", base_model="art/tiny", lora=TINY_LORA)
     for step in range(steps):
@@ -48,7 +49,8 @@ def commit(folder: ModelFolder, adapter: Path, step: int, **fields: Any) -> None
     content = folder.checkpoints_dir / ".made"
     copy_content(adapter, content)
     job = f"job {step}" if step else None
-    described = CheckpointRecord(step=step, job_id=job, **{"created_at": 1.0, **fields})
+    made = {"created_at": 1.0, "optimizer_steps": 3 * step, **fields}
+    described = CheckpointRecord(step=step, job_id=job, **made)
     folder.commit_checkpoint(content, described)
 
 

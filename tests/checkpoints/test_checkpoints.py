@@ -190,6 +190,7 @@ async def test_a_fork_begins_at_its_source_s_step(tmp_path: Path, tiny_adapter: 
         assert forked is not None and forked.folder.steps() == [2]
         files = forked.folder.read_checkpoint(2)
         assert files.job_id is None and files.files == folder.read_checkpoint(2).files
+        assert files.optimizer_steps == 6, "the learning rate's schedule continues"
         assert (forked.folder.checkpoint_dir(2) / OPTIMIZER_FILE).exists()
         assert forked.folder.history() == []
         reply = (await post(here, "fork", {"name": "c", "project": "p"})).json()

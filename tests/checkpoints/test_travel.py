@@ -351,10 +351,12 @@ def test_a_step_that_was_set_aside_comes_back_with_its_number(path: Path, tmp_pa
     run(*import_it, "q/b", "--path", path)
     folder = model(path, "b")
     assert folder.steps() == [2] and (folder.checkpoint_dir(2) / OPTIMIZER_FILE).exists()
+    assert folder.read_checkpoint(2).optimizer_steps == 6
     (aside / OPTIMIZER_FILE).unlink()  # as the server does when it makes newer steps
     with serving(tmp_path / "other") as (url, _):
         run(*import_it, "q/b", "--url", url)
-    assert model(tmp_path / "other", "b").steps() == [2]
+    folder = model(tmp_path / "other", "b")
+    assert folder.steps() == [2] and folder.read_checkpoint(2).optimizer_steps == 6
 
 
 def test_a_folder_that_is_not_there_is_named(
@@ -487,7 +489,8 @@ def test_a_checkpoint_goes_to_an_address_and_back(scheme: str, path: Path, tmp_p
     with serving(tmp_path / "third") as (url, _):
         run("copy", address, "q/c", "--url", url)
         run("copy", "q/c", f"{scheme}://{tmp_path}/again", "--url", url)
-    assert model(tmp_path / "third", "c").steps() == [1]
+    folder = model(tmp_path / "third", "c")
+    assert folder.steps() == [1] and folder.read_checkpoint(1).optimizer_steps == 3
 
 
 def test_of_a_folder_of_checkpoints_the_newest_complete_one_is_copied(

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,4 +271,33 @@ def test_a_family_whose_adapters_vllm_applies_wrongly_is_refused(tmp_path: Path)
     (tmp_path / "config.json").write_text('{"model_type": "llama4"}')
     with pytest.raises(InvalidInput, match="vLLM applies wrongly") as refused:
         check_trainable(BaseModel("a base", tmp_path))
+    assert refused.value.code == "not_trainable"
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "trainer", "is_refused"),
+    [
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "peft", False),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "unsloth", True),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "unsloth", True),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "unsloth", True),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "unsloth", False),
+        ("llama", {"rope_scaling": None}, "unsloth", False),
+        ("phimoe", {"rope_scaling": {"type": "longrope"}}, "auto", True),
+        (
+            "x",
+            {"text_config": {"rope_parameters": {"a": {"rope_type": "dynamic"}}}},
+            "unsloth",
+            True,
+        ),
+    ],
+)
+def test_positions_that_would_depend_on_neighbours_are_refused(
+    family: str, rope: dict[str, Any], trainer: str, is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **rope}))
+    if not is_refused:
+        return check_trainable(BaseModel("a base", tmp_path), trainer)
+    with pytest.raises(InvalidInput, match="which sequences train together") as refused:
+        check_trainable(BaseModel("a base", tmp_path), trainer)
     assert refused.value.code == "not_trainable"

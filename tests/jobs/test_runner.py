@@ -66,16 +66,23 @@ class House:
         folder = self.registry.folder("p", name)
         record = ModelRecord(name=name, project="p", base_model=base_model, lora=LoRAConfig())
         first = folder.new_checkpoint_dir()
-        folder.commit_checkpoint(first, CheckpointRecord(step=0))
+        folder.commit_checkpoint(first, CheckpointRecord(step=0, optimizer_steps=0))
         folder.create(record, self.folder / "engine.log")
         return self.registry.add(folder, record)
 
-    def add_job(self, name: str, key: str | None = None) -> str:
+    def add_job(
+        self,
+        name: str,
+        key: str | None = None,
+        reward: float = 0.25,
+        sampled_step: int | None = None,
+    ) -> str:
         groups = [TrajectoryGroupBody(trajectories=[])]
         payload = Payload.make(Batch(groups=[]), groups)
-        metrics = {"train/reward": 0.25}
+        report = JobReport(sampled_steps={} if sampled_step is None else {sampled_step: 8})
+        metrics = {"train/reward": reward}
         return self.queue.add(
-            "p", name, key, "digest", TrainConfig(), payload, JobReport(), metrics
+            "p", name, key, "digest", TrainConfig(), payload, report, metrics
         ).job_id
 
     def state(self, job: str) -> str:
@@ -105,6 +112,22 @@ async def running(
     yield house
     await house.background.stop()
     house.queue.close()
+
+
+async def test_steps_count_the_optimizers_steps_and_keep_the_best_steps_state(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, "a") as house:
+        model = house.registry.get("p", "a")
+        for number, reward in enumerate((0.1, 0.9, 0.2, 0.3, 0.4), 1):
+            job = house.add_job("a", reward=reward, sampled_step=number - 1)
+            assert await house.wait(job) == ["done"]
+        steps = model.folder.steps()
+        counts = [model.folder.read_checkpoint(step).optimizer_steps for step in steps]
+        assert counts == [0, 1, 2, 3, 4, 5]
+        assert [task.optimizer_steps for task in house.trainer.tasks] == [0, 1, 2, 3, 4]
+        state = [model.folder.checkpoint_dir(step) / "optimizer.safetensors" for step in steps]
+        assert [file.exists() for file in state] == [False, True, False, False, True, True]
 
 
 async def test_a_job_becomes_a_step(tmp_path: Path) -> None:

@@ -123,14 +123,24 @@ def test_a_restarted_registry_forgets_unfinished_checkpoints(tmp_path: Path) -> 
     assert sorted(entry.name for entry in folder.checkpoints_dir.iterdir()) == ["0000", "0001"]
 
 
-def test_optimizer_state_is_kept_for_the_newest_two_steps(tmp_path: Path) -> None:
+def test_optimizer_state_is_kept_for_the_newest_two_steps_and_the_best(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "p", "a", steps=4)
-    have = [
-        step
-        for step in folder.steps()
-        if (folder.checkpoint_dir(step) / "optimizer.safetensors").exists()
-    ]
-    assert have == [2, 3]
+
+    def have() -> list[int]:
+        folder.prune_optimizer_state()
+        return [
+            step
+            for step in folder.steps()
+            if (folder.checkpoint_dir(step) / "optimizer.safetensors").exists()
+        ]
+
+    folder.add_history(2, {"train/reward": 0.9, "sampled_step": 1.0})
+    assert have() == [1, 2, 3]
+    folder.add_history(3, {"train/reward": 0.95, "sampled_step": 2.0})
+    commit(folder, 4)
+    assert have() == [2, 3, 4], "the best step became another one"
+    commit(folder, 5)
+    assert have() == [2, 4, 5]
 
 
 def test_the_best_step_is_the_highest_mean_among_kept_ones(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def step(
     lora: LoRAConfig | None = None,
     budget: int = BUDGET,
     between_steps: BetweenSteps = "stay",
+    optimizer_steps: int | None = None,
 ) -> Done:
     task = TrainTask(
         lora=lora or LoRAConfig(),
@@ -62,6 +63,7 @@ def step(
         out_dir=str(out_dir),
         config=config,
         batch=batch,
+        optimizer_steps=optimizer_steps,
     )
     return train(policy, task, budget, lambda _: None, between_steps=between_steps)
 
@@ -720,6 +722,55 @@ def test_optimizer_state_of_another_adapter_is_refused(
     )
     with pytest.raises(ValueError, match=r"optimizer\.safetensors holds"):
         step(policy, mixed, tmp_path / "out", make_batch(2), TrainConfig())
+
+
+COSINE = TrainConfig(learning_rate=1e-3, warmup_steps=5, schedule="cosine", schedule_steps=100)
+
+
+def test_the_schedule_counts_the_models_steps_and_not_those_of_its_moments(
+    policy: Policy, tmp_path: Path, make_batch
+) -> None:
+    """A checkpoint after 90 optimizer steps whose optimizer state is gone, as after a rollback, a fork or an import."""
+    start(policy, tmp_path / "0")
+    done = step(policy, tmp_path / "0", tmp_path / "1", make_batch(1), COSINE, optimizer_steps=90)
+    of_schedule = 1e-3 * (1 + math.cos(math.pi * 85 / 95)) / 2
+    assert done.metrics["loss/learning_rate"] == pytest.approx(of_schedule / 10)
+    assert done.optimizer_steps == 91
+    assert [note for note in done.notes if "optimizer state of step 0 is not kept" in note]
+
+    done = step(policy, tmp_path / "1", tmp_path / "2", make_batch(2), COSINE, optimizer_steps=91)
+    of_schedule = 1e-3 * (1 + math.cos(math.pi * 86 / 95)) / 2
+    assert done.metrics["loss/learning_rate"] == pytest.approx(of_schedule * 2 / 10)
+    assert (done.optimizer_steps, done.notes) == (92, [])
+
+
+def test_a_model_at_its_own_start_has_its_own_warm_up_only(
+    policy: Policy, tmp_path: Path, make_batch
+) -> None:
+    start(policy, tmp_path / "0")
+    config = COSINE.model_copy(update={"passes": 2})
+    done = step(policy, tmp_path / "0", tmp_path / "1", make_batch(1), config, optimizer_steps=0)
+    assert done.metrics["loss/learning_rate"] == pytest.approx(1e-3 * (1 / 5 + 2 / 5) / 2)
+    assert (done.optimizer_steps, done.notes) == (2, [])
+
+
+def test_a_checkpoint_of_an_earlier_version_counts_by_its_optimizer_state(
+    policy: Policy, tmp_path: Path, make_batch
+) -> None:
+    start(policy, tmp_path / "0")
+    for index in range(3):
+        done = step(
+            policy, tmp_path / str(index), tmp_path / str(index + 1), make_batch(index), COSINE
+        )
+        assert done.metrics["loss/learning_rate"] == pytest.approx(1e-3 * (index + 1) / 5)
+        assert (done.optimizer_steps, done.notes) == (index + 1, [])
+
+
+def test_a_batch_without_signal_takes_no_optimizer_step(policy: Policy, tmp_path: Path) -> None:
+    start(policy, tmp_path / "0")
+    nothing = Batch(groups=[])
+    done = step(policy, tmp_path / "0", tmp_path / "1", nothing, COSINE, optimizer_steps=7)
+    assert (done.unchanged, done.optimizer_steps, done.notes) == (True, 7, [])
 
 
 def test_rewarded_token_becomes_likelier(policy: Policy, tmp_path: Path) -> None:

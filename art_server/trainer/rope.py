@@ -1,0 +1,57 @@
+"""Rotary embeddings whose factors do not depend on the call.
+
+transformers chooses the factors of LongRoPE and dynamic NTK by the longest position of a call. A micro-batch holds many
+sequences, so a sequence's log-probabilities would depend on its neighbours. vLLM chooses once, by its context. These
+are vLLM's choices (0.32, vllm/model_executor/layers/rotary_embedding: phi3_long_rope_scaled_rope.py and
+dynamic_ntk_scaling_rope.py). Other kinds (linear, yarn, llama3, proportional) are the same for every call.
+"""
+
+import math
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+FIXED = "fixed"
+"""transformers' `dynamic_rope_update` leaves a module with this `rope_type` alone."""
+
+
+def fix_rope(model: torch.nn.Module, max_seq_length: int | None) -> None:
+    """Fixes the factors to those of an engine with a context of `max_seq_length` tokens; None is the model's number of
+    positions. A later call with another context replaces them."""
+    for module in model.modules():
+        each: Any = module  # Any: rotary modules of transformers have no common class
+        kind = getattr(each, "rope_type", None)
+        if isinstance(kind, str):
+            each.rope_type = _fix(each, kind, None, max_seq_length)
+        elif isinstance(kind, dict):
+            each.rope_type = {
+                layer: _fix(each, of_layer, layer, max_seq_length)
+                for layer, of_layer in kind.items()
+            }
+
+
+def _fix(module: Any, kind: str, layer: str | None, max_seq_length: int | None) -> str:
+    """Fixes the factors of one type of layers (None: of all), if they depend on the call. Returns the `rope_type`."""
+    config = module.config
+    parameters = config.rope_parameters if layer is None else config.rope_parameters[layer]
+    positions = config.max_position_embeddings
+    if parameters["rope_type"] == "longrope":
+        original = parameters["original_max_position_embeddings"]
+        length, stretch = max_seq_length or positions, positions / original
+        usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+        scale = parameters.get("long_mscale" if length > original else "short_mscale") or usual
+    elif parameters["rope_type"] == "dynamic" and "factor" in parameters:
+        # transformers stretches from `positions` on, vLLM from the trained positions, if they are named.
+        length = positions**2 / parameters.get("max_trained_positions", positions)
+        scale = 1.0
+    else:  # with an alpha the factors are final when the module is made
+        return FIXED if parameters["rope_type"] == "dynamic" else kind
+    inv_freq, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+        config, seq_len=length, layer_type=layer
+    )
+    prefix = "" if layer is None else f"{layer}_"
+    buffer = getattr(module, f"{prefix}inv_freq")
+    setattr(module, f"{prefix}inv_freq", inv_freq.to(buffer))
+    setattr(module, f"{prefix}attention_scaling", scale)
+    return FIXED
