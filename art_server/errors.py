@@ -37,6 +37,14 @@ class Conflict(ServerError):
     """The request contradicts the current state."""
 
 
+class RecordsMissing(Conflict):
+    """Choices came without tokens, and the ledger does not have their records."""
+
+    def __init__(self, message: str, ids: list[str]):
+        super().__init__(message, code="records_missing", param="groups")
+        self.ids = ids
+
+
 class TooLarge(ServerError):
     """The body is above the server's limit."""
 

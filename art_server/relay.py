@@ -71,13 +71,26 @@ class InferenceRequest:
         """Whether several choices are requested, so that each event of a stream belongs to one of them."""
         return self.body.get("n") not in (None, 1)
 
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the answer contains token ids: for requests that ask for them or for log-probabilities, and for models of
+        programs that read both unasked."""
+        logprobs = self.body.get("logprobs")
+        is_asked = bool(self.body.get("return_token_ids")) or (
+            logprobs is not None and logprobs is not False
+        )
+        return is_asked or (self.model is not None and self.model.record.always_logprobs)
+
     def art_field(self, opened: OpenRequest, index: int) -> dict[str, Any]:
-        """The `art` field of a choice, with the id of its record; without a record, `unrecorded` is the reason."""
-        mark = {
+        """The `art` field of a choice, with the id of its record and the number of its tokens; without a record,
+        `unrecorded` is the reason."""
+        mark: dict[str, Any] = {
             "id": choice_id(opened.request.request_id, index),
             "step": self.step,
             "model": self.model.id if self.model is not None else None,
         }
+        if index in opened.records:
+            mark["num_tokens"] = len(opened.records[index].token_ids)
         return mark | ({"unrecorded": opened.lost[index]} if index in opened.lost else {})
 
 

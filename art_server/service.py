@@ -1,6 +1,7 @@
 """The server without HTTP: builds its parts, and has one method for each operation that a client can request."""
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -19,8 +20,10 @@ from art_server.settings import Device, ServerConfig
 from art_server.state import State
 from art_server.store.registry import Model, Registry
 
+logger = logging.getLogger(__name__)
+
 PRUNE_SECONDS = 60.0
-"""Between two removals of old records from the ledger and old jobs from the queue."""
+"""Between two removals of old records from the ledger, old jobs from the queue, and old rollouts."""
 
 
 class Service:
@@ -132,7 +135,16 @@ class Service:
         while True:
             await asyncio.to_thread(self._processes.ledger.prune)
             await asyncio.to_thread(self._queue.prune)
+            await asyncio.to_thread(self._prune_rollouts)
             await asyncio.sleep(PRUNE_SECONDS)
+
+    def _prune_rollouts(self) -> None:
+        """Deletes the oldest rollouts of models above `--rollouts-max-gb`. An error of the disk is logged."""
+        for model in self._registry.all():
+            try:
+                model.folder.prune_rollouts(int(self._config.rollouts_max_gb * 2**30))
+            except OSError as error:
+                logger.error("old rollouts of %s could not be deleted: %s", model.id, error)
 
     async def wait_ready(self) -> None:
         """Returns when the engine serves.

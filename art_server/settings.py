@@ -238,6 +238,14 @@ class ServerConfig(BaseModel):
     ] = Field(default=50, ge=0)
     """Fifty adapters take 0.5 GB at 135M parameters, 8 GB at 8B and rank 16. A run's reward shows within fewer steps
     that the run went wrong."""
+    rollouts_max_gb: Annotated[
+        float,
+        Flag(
+            "maximum size of the rollouts and token records that each model keeps, in GiB; the oldest steps' are deleted "
+            "(%(default)s)"
+        ),
+    ] = Field(default=20.0, gt=0)
+    """A step of 512 rollouts with 8,000 sampled tokens each takes about 0.15 GB."""
     max_body_mb: Annotated[int, Flag("maximum size of a request body, in MB (%(default)s)")] = (
         Field(default=512, ge=1)
     )

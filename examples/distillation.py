@@ -9,6 +9,7 @@ a real model change `--model`, take a larger model with the same tokenizer as th
 
 import argparse
 import asyncio
+from functools import partial
 
 from learning import compare, gather, learner_parser, train
 from program import make_backend, make_model, plot, report, train_config
@@ -23,7 +24,8 @@ async def teach(
     """Trains the student up to step `--steps`. Returns its mean reward before each step."""
     rewards: list[float] = []
     for step in range(await student.get_step(), flags.steps):
-        groups = await gather(student, flags, rollout, str, step)
+        # The teacher scores tokens, so the student's choices carry theirs.
+        groups = await gather(student, flags, partial(rollout, logprobs=True), str, step)
         groups = await art.distill(groups, teacher)
         result = await student.train(groups, config=train_config(flags))
         rewards.append(report(result, student.name, ("teacher_gap", "paper")))

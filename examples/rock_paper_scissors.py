@@ -24,7 +24,9 @@ LEARNING_RATES = {"art/tiny": 1e-3}
 TOOLS = [tool("play", "Play a round.", kind={"type": "string", "enum": list(BEATS)})]
 
 
-async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
+async def rollout(
+    model: art.TrainableModel, seed: str, *, logprobs: bool = False
+) -> art.Trajectory:
     """A game of NUM_ROUNDS rounds. The seed determines the opponent's moves."""
     rng = random.Random(seed)
     opponent = rng.choices(list(BIAS), list(BIAS.values()), k=NUM_ROUNDS)
@@ -45,7 +47,7 @@ async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
 
         options = " or ".join(f"kind={kind}" for kind in rng.sample(list(BEATS), len(BEATS)))
         game.messages_and_choices.append({"role": "user", "content": f"Play a round: {options}"})
-        await use_tools(model, game, functions(play=play))
+        await use_tools(model, game, functions(play=play), logprobs=logprobs)
         if len(moves) <= number:
             moves.append("none")
     game.reward = sum(points) / NUM_ROUNDS

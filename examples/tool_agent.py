@@ -30,15 +30,19 @@ def functions(**known: Callable[..., str]) -> Call:
     return call
 
 
-async def use_tools(model: art.TrainableModel, trajectory: art.Trajectory, call: Call) -> str:
+async def use_tools(
+    model: art.TrainableModel, trajectory: art.Trajectory, call: Call, *, logprobs: bool = False
+) -> str:
     """Adds the model's tool calls, their results and its answer to the trajectory, whose `tools` are offered. Returns
-    the answer's text; empty if the model still calls tools in its turn MAX_TURNS."""
+    the answer's text; empty if the model still calls tools in its turn MAX_TURNS. `logprobs`: choices carry their tokens
+    and log-probabilities."""
     for _ in range(MAX_TURNS):
         completion = await model.openai_client().chat.completions.create(
             model=model.get_inference_name(),
             messages=trajectory.messages(),
             tools=trajectory.tools or [],
             max_tokens=64,
+            logprobs=logprobs,
             # By default Qwen3 thinks at length. Templates without this switch ignore it.
             extra_body={"chat_template_kwargs": {"enable_thinking": False}},
         )

@@ -4,10 +4,12 @@
 
 import asyncio
 import builtins
+import functools
+import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Self, TypeAlias, TypeVar
 
 import httpx
@@ -27,6 +29,8 @@ from art.trackers.reporting import OnStep, Reporting
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
 from art.wire import (
+    DIGEST_HEADER,
+    IDEMPOTENCY_HEADER,
     CheckpointList,
     DeleteCheckpointsReply,
     DeleteCheckpointsRequest,
@@ -175,15 +179,16 @@ class Backend(Buckets):
         """
         config, groups = _to_config(config, options), [*groups, *trajectory_groups]
         with tracing.training(self._model_inference_name(model)) as link:
-            body = await asyncio.to_thread(build_train_request, groups, config, expected_step)
+            build = functools.partial(build_train_request, groups, config, expected_step)
             key = idempotency_key or link or uuid.uuid4().hex
-            result = await self._train(model, body, key, verbose)
+            result = await self._train(model, build, key, verbose)
         await self._reporting.trained(_names(model), groups, result)
         return result
 
     async def _train(
-        self, model: TrainableModel, body: bytes, key: str, verbose: bool
+        self, model: TrainableModel, build: Callable[..., bytes], key: str, verbose: bool
     ) -> TrainResult:
+        """Trains what `build` makes a body of, given the ids of the choices that the body contains whole."""
         report = JobReport()
 
         def take(event: JobEvent) -> None:
@@ -194,8 +199,20 @@ class Backend(Buckets):
         # disable=None: shown on a terminal. A notebook's stderr is none.
         is_shown = verbose or hasattr(builtins, "__IPYTHON__")
         with tqdm(desc="train", disable=False if is_shown else None) as bar:
-            path = f"{_model_path(model)}/train"
-            event = await self._connection.follow_job(path, body, key, take)
+            path, headers = f"{_model_path(model)}/train", {IDEMPOTENCY_HEADER: key}
+            whole: set[str] = set()
+            while True:
+                body = await asyncio.to_thread(build, whole=whole)
+                try:
+                    event = await self._connection.follow_job(path, body, headers, take)
+                    break
+                except ArtStatusError as error:
+                    missing = set(error.ids) - whole
+                    if error.code != "records_missing" or not missing:
+                        raise
+                    logger.info("train: %d choices are sent with their tokens", len(missing))
+                    headers.setdefault(DIGEST_HEADER, hashlib.sha256(body).hexdigest())
+                    whole |= missing
         if event.event == "error":
             raise _to_job_error(event)
         if event.step is None:

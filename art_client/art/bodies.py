@@ -3,20 +3,25 @@
 Building and encoding a large body takes a while, so callers run these functions in a thread.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from art.trajectories import Trajectory, TrajectoryGroup
+from art.trajectories import REDUCE, Trajectory, TrajectoryGroup, by_reference, readable
 from art.wire import LogRequest, TrainConfig, TrainRequest
 
 
 def build_train_request(
-    groups: Iterable[TrajectoryGroup], config: TrainConfig, expected_step: int | None = None
+    groups: Iterable[TrajectoryGroup],
+    config: TrainConfig,
+    expected_step: int | None = None,
+    whole: Container[str] = (),
 ) -> bytes:
-    """The JSON body of a train call.
+    """The JSON body of a train call. Choices that a server recorded are without their tokens, except those whose ids are
+    in `whole`.
 
     Raises:
         ValueError: the groups cannot be trained on; the message names the field.
@@ -31,7 +36,7 @@ def build_train_request(
         if not group.trajectories and not group.exceptions:
             raise ValueError(f"groups[{index}] has neither a trajectory nor a failed rollout")
     fields = {"groups": groups, "config": config, "expected_step": expected_step}
-    return _encode(TrainRequest, fields)
+    return _encode(TrainRequest, fields, functools.partial(by_reference, whole=whole))
 
 
 def build_log_request(
@@ -40,19 +45,24 @@ def build_log_request(
     metrics: dict[str, float],
     step: int | None,
 ) -> bytes:
-    """The JSON body of a log call. Trajectories outside a group form one group."""
+    """The JSON body of a log call, without tokens. Trajectories outside a group form one group."""
     entries = list(trajectories)
     groups = [entry for entry in entries if isinstance(entry, TrajectoryGroup)]
     bare = [entry for entry in entries if not isinstance(entry, TrajectoryGroup)]
     if bare:
         groups.append(TrajectoryGroup(bare))
-    return _encode(LogRequest, {"groups": groups, "split": split, "metrics": metrics, "step": step})
+    fields = {"groups": groups, "split": split, "metrics": metrics, "step": step}
+    return _encode(LogRequest, fields, readable)
 
 
-def _encode(kind: type[BaseModel], fields: dict[str, Any]) -> bytes:
+def _encode(
+    kind: type[BaseModel], fields: dict[str, Any], reduce: Callable[[Any], dict[str, Any]]
+) -> bytes:
+    """A request's JSON. `reduce` dumps the trajectories' entries."""
     given: list[TrajectoryGroup] = fields["groups"]
+    context = {REDUCE: reduce}
     try:
-        groups = [group.model_dump(mode="json", warnings=False) for group in given]
+        groups = [group.model_dump(mode="json", warnings=False, context=context) for group in given]
         return kind.model_validate({**fields, "groups": groups}).model_dump_json().encode()
     except (PydanticSerializationError, OverflowError) as error:
         raise ValueError(f"{_find(given)}: {error}") from error

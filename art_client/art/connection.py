@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from art.errors import ArtConnectionError, ArtError, ArtStatusError
 from art.proxies import DIRECT
 from art.waiting import Waiting, waiting_for
-from art.wire import IDEMPOTENCY_HEADER, ErrorBody, ErrorDetail, JobEvent
+from art.wire import ErrorBody, ErrorDetail, JobEvent
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,14 @@ class Connection:
                 await outage.wait(error)
 
     async def follow_job(
-        self, path: str, body: bytes, key: str, on_event: Callable[[JobEvent], None]
+        self,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        on_event: Callable[[JobEvent], None],
     ) -> JobEvent:
-        """The last event of the job that `body` requests, `done` or `error`. `on_event` receives every event.
+        """The last event of the job that `body` requests, `done` or `error`. `on_event` receives every event. `headers`
+        contain the idempotency key.
 
         If the connection is lost before the server has accepted the job, the request is repeated under the same key, so
         it gets the same job. After that, only the job's event stream is resumed.
@@ -92,8 +97,8 @@ class Connection:
         while True:
             try:
                 if job_id is None:
-                    headers = {IDEMPOTENCY_HEADER: key, "content-type": "application/json"}
-                    request = self._send("POST", path, body, headers, ACCEPT_TIMEOUT_SECONDS)
+                    sent = {**headers, "content-type": "application/json"}
+                    request = self._send("POST", path, body, sent, ACCEPT_TIMEOUT_SECONDS)
                 else:
                     after = "" if number is None else f"?after={number}"
                     events = f"/api/jobs/{job_id}/events{after}"
@@ -252,4 +257,5 @@ def _to_status_error(response: httpx.Response) -> ArtStatusError:
         code=detail.code,
         param=detail.param,
         retryable=detail.retryable,
+        ids=detail.ids,
     )

@@ -59,8 +59,8 @@ async def distill(
     [-max_advantage, max_advantage].
 
     Raises:
-        ValueError: a sampled choice has no token ids or log-probabilities: sample with `model.openai_client()`, or
-            through `art.rollout`. Or `max_concurrent` is below 1.
+        ValueError: a sampled choice has no token ids or log-probabilities: sample with `model.openai_client()` and
+            `logprobs=True`. Or `max_concurrent` is below 1.
         ArtError: the teacher does not answer, or gives no log-probabilities.
     """
     if max_concurrent < 1:
@@ -212,8 +212,8 @@ def _to_sampled(fields: dict[str, Any]) -> _Sampled:
     tokens: list[int] = fields.get("token_ids") or []
     if not prompt or not tokens or len(entries) != len(tokens):
         raise ValueError(
-            "distill: a choice has no token ids or log-probabilities: sample with `model.openai_client()` or in "
-            "`art.rollout(model)`"
+            "distill: a choice has no token ids or log-probabilities: sample with `model.openai_client()` and "
+            "`logprobs=True`"
         )
     mark: dict[str, Any] = fields.get("art") or {}
     return _Sampled(prompt, tokens, [float(each["logprob"]) for each in entries], mark.get("id"))

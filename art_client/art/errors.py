@@ -8,7 +8,7 @@
 Invalid arguments raise ValueError or TypeError.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class ArtError(Exception):
@@ -35,6 +35,7 @@ class ArtStatusError(ArtError):
         code: str = "error",
         param: str | None = None,
         retryable: bool = False,
+        ids: Sequence[str] = (),
     ) -> None:
         super().__init__(message, retryable=retryable)
         self.status = status
@@ -43,6 +44,8 @@ class ArtStatusError(ArtError):
         """Identifier of the error, for programs: "unknown_model", "bad_name"..."""
         self.param = param
         """The invalid field, as a path into the body, or the invalid header."""
+        self.ids = ids
+        """With the code "records_missing": the choices whose tokens the server lacks."""
 
 
 class ArtJobError(ArtError):

@@ -1,11 +1,26 @@
 """What a model's folder keeps of a log or train call: the metrics of a row of history.jsonl, under ART's names, and the
-lines of a trajectories file. The server writes them, and `art.compat.unserved` for models without a server."""
+lines of a trajectories file. The server writes them, and `art.compat.unserved` for models without a server.
 
+A trajectories file is compressed JSONL. It holds each message of a trajectory once, and no tokens.
+"""
+
+import gzip
+import hashlib
+import io
+import json
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
 
-from art.wire import LogRequest, TrajectoryGroupBody
+from art.wire import BY_REFERENCE, TOKEN_FIELDS, HistoryBody, LogRequest, TrajectoryGroupBody
+
+LEFT_OUT = TOKEN_FIELDS | {BY_REFERENCE}
+"""The fields of choices that are not stored: for trained tokens the step's record of tokens has them."""
+BEGINS_WITH = "begins_with"
+"""The field of a stored history that has the first `entries` of an earlier `history` of its trajectory; 0 is the
+trajectory's own."""
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dict[str, float]:
@@ -51,15 +66,115 @@ def trajectory_row(
     group: TrajectoryGroupBody, turns: Sequence[Sequence[dict[str, Any]]] | None = None
 ) -> dict[str, Any]:
     """One line of a trajectories file: ART's JSONL format, plus failed rollouts, the group's fields and, for a trained
-    group, `turns` of its trajectories (`jobs.turns.TurnTrace`)."""
+    group, `turns` of its trajectories (`jobs.turns.TurnTrace`). `read_row` reads it."""
     row = group.model_dump(mode="json", exclude={"trajectories"})
-    row["trajectories"] = [
-        {"messages": body.pop("messages_and_choices"), **body}
-        for body in (trajectory.model_dump(mode="json") for trajectory in group.trajectories)
-    ]
-    for trajectory, of_turns in zip(row["trajectories"], turns or (), strict=turns is not None):
+    row["trajectories"] = rows = list[dict[str, Any]]()
+    for body in group.trajectories:
+        left_out = {"messages_and_choices", "additional_histories"}
+        own, *others = _stored_histories([body, *body.additional_histories])
+        fields = body.model_dump(mode="json", exclude=left_out)
+        messages = own.pop("messages_and_choices")
+        rows.append({"messages": messages, **fields, "additional_histories": others})
+    for trajectory, of_turns in zip(rows, turns or (), strict=turns is not None):
         trajectory["turns"] = of_turns
     return row
+
+
+def _stored_histories(histories: Sequence[HistoryBody]) -> list[dict[str, Any]]:
+    """The conversations of a trajectory; a later one without the entries with which an earlier one begins, too."""
+    known: dict[bytes, tuple[int, int]] = {}
+    stored: list[dict[str, Any]] = []
+    for number, history in enumerate(histories):
+        entries = [_without_tokens(entry) for entry in history.messages_and_choices]
+        digest, begins_with = hashlib.sha256(), (0, 0)
+        for count, entry in enumerate(entries, 1):
+            digest.update(json.dumps(entry).encode() + b"\n")
+            place = known.setdefault(digest.digest(), (number, count))
+            if place[0] != number:
+                begins_with = place
+        fields = history.model_dump(
+            mode="json", include={"tools", "turn_rewards", "turn_advantages"}
+        )
+        if begins_with[1]:
+            place = {"history": begins_with[0], "entries": begins_with[1]}
+            fields = {BEGINS_WITH: place, **fields}
+        stored.append({"messages_and_choices": entries[begins_with[1] :], **fields})
+    return stored
+
+
+def _without_tokens(entry: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(entry.get("message"), dict):
+        return entry
+    return {name: value for name, value in entry.items() if name not in LEFT_OUT}
+
+
+def pack_rows(rows: Iterable[dict[str, Any]]) -> bytes:
+    """The content of a trajectories file. Encodes one group at a time."""
+    content = io.BytesIO()
+    with gzip.GzipFile(fileobj=content, mode="wb", mtime=0) as packed:
+        for row in rows:
+            packed.write(json.dumps(row).encode() + b"\n")
+    return content.getvalue()
+
+
+def open_rows(file: Path) -> IO[bytes]:
+    """The lines of a trajectories file, which earlier versions did not compress.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    with file.open("rb") as opened:
+        is_packed = opened.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    return cast("IO[bytes]", gzip.open(file, "rb")) if is_packed else file.open("rb")
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The groups of a trajectories file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no JSON.
+    """
+    with open_rows(file) as lines:
+        yield from map(read_row, lines)
+
+
+def read_row(line: bytes | str) -> Any:
+    """The group of a line, with whole conversations.
+
+    Raises:
+        ValueError: the line is no JSON.
+    """
+    return whole_row(json.loads(line))
+
+
+def whole_row(row: Any) -> Any:
+    """A stored group, changed in place, with whole conversations. Any other JSON is returned as it is."""
+    for trajectory in _dicts(row, "trajectories"):
+        _make_whole(trajectory)
+    return row
+
+
+def _make_whole(trajectory: dict[str, Any]) -> None:
+    """Gives the histories of a stored trajectory the entries that they have in common with earlier ones."""
+    whole: list[Any] = [trajectory.get("messages")]
+    for history in _dicts(trajectory, "additional_histories"):
+        place: Any = history.pop(BEGINS_WITH, None)
+        entries: Any = history.get("messages_and_choices")
+        if isinstance(place, dict) and isinstance(entries, list):
+            number, count = (cast("dict[str, Any]", place).get(n) for n in ("history", "entries"))
+            is_known = isinstance(number, int) and 0 <= number < len(whole)
+            earlier: Any = whole[number] if is_known else None
+            if isinstance(earlier, list) and isinstance(count, int):
+                entries = [*cast("list[Any]", earlier)[:count], *cast("list[Any]", entries)]
+                history["messages_and_choices"] = entries
+        whole.append(entries)
+
+
+def _dicts(row: Any, name: str) -> list[dict[str, Any]]:
+    values: Any = cast("dict[str, Any]", row).get(name) if isinstance(row, dict) else None
+    each: list[Any] = cast("list[Any]", values) if isinstance(values, list) else []
+    return [cast("dict[str, Any]", value) for value in each if isinstance(value, dict)]
 
 
 def _means(rows: Sequence[dict[str, float | int | bool]], prefix: str) -> dict[str, float]:

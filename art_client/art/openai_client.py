@@ -26,8 +26,9 @@ SAMPLING_PATHS = ("/chat/completions", "/completions", "/responses")
 class InferenceClient(AsyncOpenAI):
     """An AsyncOpenAI for a trainable model, whose choices contain the data that training needs.
 
-    Chat completions request log-probabilities unless the caller sets `logprobs`. Each choice gets the prompt's token
-    ids, which the server returns with the completion. Requests contain the header of the current scope's session.
+    Each choice has an `art.id`, by which the server finds its tokens again. If the caller asks for `logprobs` or
+    `return_token_ids`, the server returns the tokens too, and each choice gets the prompt's token ids, which come with
+    the completion. Requests contain the header of the current scope's session.
     """
 
     seeds: Iterator[int] | None = None
@@ -38,8 +39,6 @@ class InferenceClient(AsyncOpenAI):
         return {**headers_for(str(self.base_url)), **super().default_headers}
 
     async def post(self, path: str, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if path == "/chat/completions" and isinstance(kwargs.get("body"), dict):
-            kwargs["body"] = {"logprobs": True, **kwargs["body"]}
         if self.seeds is not None and path in SAMPLING_PATHS:
             kwargs["body"] = {"seed": next(self.seeds), **kwargs["body"]}
         server = str(self.base_url).rstrip("/").removesuffix("/v1")

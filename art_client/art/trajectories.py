@@ -6,7 +6,7 @@ trained). Choices keep all extra fields from the server, such as token ids, when
 
 import copy
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Container, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsFloat, TypeAlias, cast
@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    FieldSerializationInfo,
     PrivateAttr,
     SerializerFunctionWrapHandler,
     field_serializer,
@@ -28,7 +29,10 @@ from art.display import Displayed, Short
 from art.errors import text_of
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
-from art.wire import FailureBody, is_none
+from art.wire import BY_REFERENCE, TOKEN_FIELDS, FailureBody, is_none
+
+REDUCE = "reduce entries"
+"""The key of a function in the context of a dump. It dumps entries in place of the default: `by_reference`, `readable`."""
 
 
 class WithNumbers(BaseModel):
@@ -60,7 +64,7 @@ class History(Tolerant, Displayed, WithNumbers):
         return get_messages(self.messages_and_choices)
 
     def num_sampled_tokens(self) -> int:
-        """Number of sampled tokens, counted in the choices' token ids or log-probabilities."""
+        """Number of sampled tokens: of each choice its token ids or log-probabilities, or else what its server counted."""
         return sum(_num_tokens(entry) for entry in self.messages_and_choices)
 
     @field_validator("messages_and_choices")
@@ -69,7 +73,12 @@ class History(Tolerant, Displayed, WithNumbers):
         return [_parse_entry(entry) for entry in entries]
 
     @field_serializer("messages_and_choices")
-    def _dump_entries(self, entries: list[Any]) -> list[dict[str, Any]]:
+    def _dump_entries(
+        self, entries: list[Any], info: FieldSerializationInfo
+    ) -> list[dict[str, Any]]:
+        context: dict[str, Any] = info.context or {}
+        if (reduce := context.get(REDUCE)) is not None:
+            return [reduce(entry) for entry in entries]
         return [_dump_entry(entry) for entry in entries]
 
 
@@ -323,6 +332,25 @@ def _dump_entry(entry: Any) -> dict[str, Any]:
     )
 
 
+def by_reference(entry: Any, whole: Container[str] = ()) -> dict[str, Any]:
+    """An entry for a train request: a choice that a server recorded is without its tokens, which the record has, unless
+    its id is in `whole`."""
+    identity = _get(_get(entry, "art"), "id") if _is_choice(entry) else None
+    if not isinstance(identity, str) or identity in whole:
+        return _dump_entry(entry)
+    has_tokens = _get(entry, "token_ids") or _get(_get(entry, "logprobs"), "content")
+    return readable(entry) | ({BY_REFERENCE: True} if has_tokens else {})
+
+
+def readable(entry: Any) -> dict[str, Any]:
+    """An entry as people read it: a choice without its tokens."""
+    if not _is_choice(entry):
+        return _dump_entry(entry)
+    if isinstance(entry, BaseModel):
+        return entry.model_dump(mode="json", exclude_unset=True, exclude=set(TOKEN_FIELDS))
+    return {name: value for name, value in _dump_entry(entry).items() if name not in TOKEN_FIELDS}
+
+
 def _to_message(entry: Any) -> Message:
     if not _is_choice(entry):
         message = _dump_entry(entry)
@@ -340,8 +368,8 @@ def _to_message(entry: Any) -> Message:
 def _num_tokens(entry: Any) -> int:
     if not _is_choice(entry):
         return 0
-    logprobs = _get(entry, "logprobs")
-    return len(_get(entry, "token_ids") or _get(logprobs, "content") or [])
+    found = _get(entry, "token_ids") or _get(_get(entry, "logprobs"), "content")
+    return len(found) if found else _get(_get(entry, "art"), "num_tokens") or 0
 
 
 def _get(value: Any, name: str) -> Any:

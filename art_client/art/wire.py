@@ -19,6 +19,14 @@ NAME_RULE = "use 1 to 128 letters, digits, '.', '_' or '-', and begin with a let
 
 IDEMPOTENCY_HEADER = "idempotency-key"
 """Request header with the key of a train request. A repeated request with the same key gets the same job."""
+DIGEST_HEADER = "x-art-request-digest"
+"""Request header of a train request that is repeated after the error "records_missing": the SHA-256 of the body that got
+the error. Under an idempotency key both are the same request."""
+
+TOKEN_FIELDS = frozenset({"token_ids", "prompt_token_ids", "logprobs"})
+"""The fields of a choice that contain its tokens."""
+BY_REFERENCE = "by_reference"
+"""The field of a choice that a client has sent without the tokens that it has."""
 
 STEP_HEADER = "x-art-step"
 """Response header of inference answers: the adapter step that sampled it. Answers of the base model have none."""
@@ -68,6 +76,8 @@ class ErrorDetail(Reply):
     """The invalid field, as a path into the body, or the invalid header."""
     retryable: bool = False
     """True: the unchanged request may succeed later."""
+    ids: list[str] = Field(default=[], exclude_if=operator.not_)
+    """With `records_missing`: the choices that the request must contain whole."""
 
 
 class ErrorBody(Reply):
@@ -126,7 +136,9 @@ class HistoryBody(Body):
     """One conversation of a trajectory: the main one, a sub-agent's, or the part after a context reset."""
 
     messages_and_choices: list[dict[str, Any]]
-    """OpenAI messages, and for sampled answers OpenAI choices: entries with `message` and `finish_reason`."""
+    """OpenAI messages, and for sampled answers OpenAI choices: entries with `message` and `finish_reason`. A choice with
+    an `art.id` needs no tokens, because the server that sampled it has recorded them. `by_reference: true` states that
+    the client has them: if the record is missing, a train request is refused with "records_missing"."""
     tools: list[dict[str, Any]] | None = None
     turn_rewards: list[FiniteFloat | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice a reward or null, in addition to the trajectory's reward. It applies to all tokens up to
@@ -380,7 +392,7 @@ class JobReport(Reply):
     sampled_steps: dict[int, int] = {}
     """Number of sampled tokens by the step that sampled them, without tokens whose step the ledger does not know."""
     turns: dict[str, int] = {}
-    """Number of trained turns by where their tokens come from: token ids in the choice ("ids"), the ledger ("ledger"),
+    """Number of trained turns by where their tokens come from: the ledger ("ledger"), token ids in the choice ("ids"),
     ids in the log-probability entries ("logprob_entries"), or the tokenised text, with log-probabilities from the
     choice ("rendered") or from the trainer ("recomputed")."""
     continuations: dict[str, int] = {}

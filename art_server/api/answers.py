@@ -1,7 +1,8 @@
 """Answers in one JSON body, and the helpers that they share with streams (`streaming.py`).
 
-Choices of chat and completions gain `token_ids` and `art = {id, step, model}`, a chat completion also
-`prompt_token_ids`. Other clients ignore these fields. If vLLM dies during a request, the request is sent again.
+Choices of chat and completions gain `art = {id, step, model, num_tokens}`. Answers to requests that ask for
+log-probabilities or `return_token_ids` gain `token_ids` on their choices, and a chat completion `prompt_token_ids`. Other
+clients ignore these fields. If vLLM dies during a request, the request is sent again.
 """
 
 import asyncio
@@ -95,7 +96,7 @@ async def sample_json(service: Service, inference: InferenceRequest) -> Response
 
 async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenRequest) -> bytes:
     """The answer's body, once the ledger has recorded every choice or given it up. Choices of chat and completions get
-    their tokens and their `art` field."""
+    their `art` field, and their tokens if the request asks for them."""
     if inference.api not in ("chat", "completions"):
         await opened.wait(0)
         name_calls(content, opened, 0)
@@ -110,7 +111,7 @@ async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenR
                 choice_id(opened.request.request_id, choice["index"]),
                 [call["id"] for call in calls],
             )
-        if record is not None:
+        if record is not None and inference.has_token_ids:
             choice["token_ids"] = record.token_ids
             if inference.api == "chat":
                 body["prompt_token_ids"] = record.prompt_token_ids

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import re
 from collections.abc import AsyncIterator
 from typing import Annotated, cast, get_args
 
@@ -9,6 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from art.wire import (
+    DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
     Health,
     JobInfo,
@@ -39,6 +41,7 @@ from art_server.errors import InvalidInput
 from art_server.service import Service
 
 MAX_KEY_LENGTH = 200
+DIGEST = re.compile("[0-9a-f]{64}")
 
 
 router = APIRouter()
@@ -96,14 +99,31 @@ async def idempotency_key(request: Request) -> str | None:
     return key
 
 
+async def first_digest(request: Request) -> str | None:
+    """The digest of the body that a repeated request had at first.
+
+    Raises:
+        InvalidInput: it is no digest.
+    """
+    digest = request.headers.get(DIGEST_HEADER)
+    if digest is not None and not DIGEST.fullmatch(digest):
+        raise InvalidInput(
+            "the digest of a request's first body has 64 hexadecimal digits",
+            code="bad_digest",
+            param=DIGEST_HEADER,
+        )
+    return digest
+
+
 @router.post("/api/models/{project}/{name}/train")
 async def train(
     model: TrainableModel,
     key: Annotated[str | None, Depends(idempotency_key)],
+    first: Annotated[str | None, Depends(first_digest)],
     body: Annotated[RawBody, Depends(LargeBody(TrainRequest))],
     service: TheService,
 ) -> Response:
-    job = await service.submit(model, key, await body.digest(), body.train)
+    job = await service.submit(model, key, first or await body.digest(), body.train)
     lines = event_lines(service, job.job_id)
     return StreamingResponse(lines, media_type="application/x-ndjson")
 

@@ -44,6 +44,7 @@ def detail_of(error: errors.ServerError) -> ErrorDetail:
         code=error.code,
         param=error.param,
         retryable=error.retryable,
+        ids=error.ids if isinstance(error, errors.RecordsMissing) else [],
     )
 
 

@@ -7,6 +7,7 @@ key returns the same job, also after a restart. Commits are synchronous: an ackn
 """
 
 import contextlib
+import gzip
 import hashlib
 import itertools
 import json
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from art.history import trajectory_row
+from art.history import GZIP_MAGIC, pack_rows, trajectory_row
 from art.wire import ErrorDetail, JobInfo, JobReport, JobState, TrainConfig, TrajectoryGroupBody
 from art_server import clock
 from art_server.errors import Conflict, NotFound, TooMany
@@ -75,7 +76,7 @@ class Payload:
     batch: bytes
     """JSON of a `shared.tasks.Batch`."""
     trajectories: bytes
-    """Lines of the trajectories file."""
+    """The content of the trajectories file."""
 
     @staticmethod
     def make(
@@ -90,8 +91,7 @@ class Payload:
         start, end = shared.split(b'"groups":[]')
         of_turns = [[[t.as_json() for t in each] for each in of_group] for of_group in traces]
         rows = itertools.starmap(trajectory_row, itertools.zip_longest(groups, of_turns))
-        lines = (json.dumps(row).encode() + b"\n" for row in rows)
-        return Payload(start + b'"groups":[' + trained + b"]" + end, b"".join(lines))
+        return Payload(start + b'"groups":[' + trained + b"]" + end, pack_rows(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class JobQueue:
             "state": "queued",
             "config": config.model_dump_json(),
             "batch": zlib.compress(payload.batch, 1),
-            "trajectories": zlib.compress(payload.trajectories, 1),
+            "trajectories": payload.trajectories,
             "report": report.model_dump_json(),
             "metrics": json.dumps(metrics or {}),
             "created_at": clock.now(),
@@ -343,8 +343,11 @@ class JobQueue:
         return self._blob("batch", job_id)
 
     def trajectories(self, job_id: str) -> bytes:
-        """The job's lines for the trajectories file."""
-        return zlib.decompress(self._blob("trajectories", job_id))
+        """The content of the job's trajectories file."""
+        blob = self._blob("trajectories", job_id)
+        if blob.startswith(GZIP_MAGIC):
+            return blob
+        return gzip.compress(zlib.decompress(blob), mtime=0)  # written by an earlier version
 
     def _blob(self, column: str, job_id: str) -> bytes:
         ((blob,),) = self._rows(f"SELECT {column} FROM jobs WHERE job_id = ?", job_id)

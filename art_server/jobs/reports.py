@@ -5,12 +5,12 @@ The job runner calls one function with each change of a job. Nothing here waits:
 
 import contextlib
 import functools
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from art.history import read_rows
 from art.trackers import RolloutRow, StepRecord, TrackerName, Trackers
 from art.trackers.records import make_rows
 from art.trackers.tracing import Span, Tracing, link_of
@@ -101,9 +101,8 @@ def step_record(
 
 def stored_rows(file: Path) -> Iterator[RolloutRow]:
     """The rollouts in a trajectories file, read one group at a time. None if the file was deleted."""
-    with contextlib.suppress(FileNotFoundError), open(file, "rb") as lines:
-        for number, line in enumerate(lines):
-            group = json.loads(line)
+    with contextlib.suppress(FileNotFoundError):
+        for number, group in enumerate(read_rows(file)):
             trained = [
                 (each["reward"], [entry.get("message", entry) for entry in each["messages"]])
                 for each in group["trajectories"]

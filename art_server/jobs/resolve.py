@@ -1,11 +1,13 @@
 """Resolves a client's trajectories to the exact tokens that are trained, and reports what happened to every turn.
 
-A choice's tokens come from the first of these sources that has them: the choice itself; the ledger, by the choice's id;
+A choice's tokens come from the first of these sources that has them: the ledger, by the choice's id; the choice itself;
 the ledger, by its text with its log-probabilities or its conversation, if all matches have equal tokens; the ids in its
 log-probability entries, behind a rendered prompt; its rendered text. A turn without log-probabilities is trained only
-with `allow_training_without_logprobs`. Every other turn is dropped and counted.
+with `allow_training_without_logprobs`. Every other turn is dropped and counted. If a choice was sent by reference, and
+its record is missing, nothing is trained: the client sends it whole.
 
-The log-probability of a recorded token is the one under its behaviour policy (with sampling="raw", the model's own).
+The log-probability of a recorded token is the one under its behaviour policy (with sampling="raw", the model's own). That
+of any other token is known only with sampling="raw", because only the record has the settings that it was sampled with.
 
 A turn whose prompt begins with the whole sequence so far extends that sequence. Any other prompt (the template drops
 earlier thinking, the agent cut the context) begins a new sequence of the same trajectory. A sampled token is trained
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from art.wire import (
+    BY_REFERENCE,
     Dropped,
     HistoryBody,
     JobReport,
@@ -26,7 +29,7 @@ from art.wire import (
     TrajectoryBody,
     TrajectoryGroupBody,
 )
-from art_server.errors import InvalidInput
+from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs.turns import (
     Place,
     ResolvedTurn,
@@ -76,6 +79,11 @@ RAW_SAMPLING = {
 CHANGED_IDS = (
     "the choice's token ids are not those that were sampled: keep the choice as the server sent it"
 )
+NO_TOKENS = (
+    "the choice's record is not in the ledger, and the choice carries no tokens: request `logprobs` so that choices carry "
+    "them, train on the server that sampled, or start it with a larger --ledger-max-gb or --ledger-max-age-days"
+)
+MISSING = "the choice was sent by reference, and its record is not in the ledger"
 AMBIGUOUS = "samples with different prompts or tokens match the choice's text: keep the choice unchanged, with `art.id`"
 
 NO_TURN = "the trajectory holds no trainable turn"
@@ -90,6 +98,8 @@ TOKEN_ID_PREFIX = "token_id:"
 """Prefix of tokens in vLLM's log-probability entries if a request sets `return_tokens_as_token_ids`."""
 MAX_DIGITS = 19
 """Of such an id: fewer always fit into 64 bits."""
+MAX_STEP = 2**31
+"""Of the step that a choice names."""
 
 Message = dict[str, Any]
 
@@ -134,6 +144,8 @@ class Report:
     """The names of all turns' `ResolvedTurn.unscored`, with their values."""
     num_unscored: int = 0
     """Number of tokens in turns with such sampling parameters."""
+    num_unrecorded: int = 0
+    """Number of tokens that clients carried, and whose records are missing."""
     steps: dict[int, int] = field(default_factory=dict)
     """Number of tokens by the step that sampled them."""
 
@@ -148,10 +160,25 @@ class Report:
             self.num_unscored += len(turn.token_ids)
         for name, value in turn.unscored.items():
             self.unscored.setdefault(name, set()).add(str(value))
+        if turn.is_unrecorded:
+            self.num_unrecorded += len(turn.token_ids)
         if turn.step is not None:
             self.steps[turn.step] = self.steps.get(turn.step, 0) + len(turn.token_ids)
 
     def notes(self, config: TrainConfig) -> list[str]:
+        notes = self._unscored_notes(config)
+        if self.num_unrecorded:
+            what = f"{self.num_unrecorded} tokens came with their choices, and their records are not in the ledger"
+            how = "sampling='raw' scores them at temperature 1 over the whole vocabulary"
+            if config.sampling != "raw":
+                how = (
+                    "how they were sampled is unknown, so they are trained with ratio 1, as if the trainer had sampled "
+                    "them"
+                )
+            notes.append(f"{what}: {how}. `max_staleness` takes their step from their `art.step`")
+        return notes
+
+    def _unscored_notes(self, config: TrainConfig) -> list[str]:
         if not self.unscored:
             return []
         seen = ", ".join(f"{name} {'/'.join(sorted(v))}" for name, v in self.unscored.items())
@@ -201,6 +228,7 @@ def resolve(
 
     Raises:
         InvalidInput: nothing can be trained (the message has the reasons), or rewards or advantages are invalid.
+        RecordsMissing: choices were sent by reference, and their records are missing.
     """
     report = Report()
     resolver = _Resolver(model_id, sources, limits, report, config)
@@ -215,6 +243,12 @@ def resolve(
         trajectories = [trajectory for trajectory, _ in found]
         if any(trajectory.sequences for trajectory in trajectories):
             trainable.append(TrainableGroup(trajectories=trajectories, number=index))
+    if resolver.missing:
+        raise RecordsMissing(
+            f"the ledger does not have the records of {len(resolver.missing)} choices that were sent by reference: send "
+            f"them with their tokens, without `{BY_REFERENCE}`",
+            resolver.missing,
+        )
     num_failed = sum(len(group.exceptions) for group in groups)
     if not trainable:
         raise InvalidInput(
@@ -242,6 +276,8 @@ class _Resolver:
         self._trains_without_logprobs = config.allow_training_without_logprobs
         self._is_raw = config.sampling == "raw"
         self._taken: set[str] = set()
+        self.missing: list[str] = []
+        """Choices that were sent by reference, and have no record."""
         self.distributions: list[Distribution] = []
         self._indices: dict[Hashable, int] = {}
 
@@ -391,20 +427,27 @@ class _Resolver:
             raise UnusableTurn(
                 f"the conversation contains a part of type '{before.other_part}': only text can be trained"
             )
-        turn = carried_tokens(choice, identity)
-        recorded = self._recorded(identity) if identity is not None else None
-        if turn is not None and recorded is not None:
-            carried = (list(turn.prompt_token_ids), list(turn.token_ids))
-            if carried != (list(recorded.prompt_token_ids), list(recorded.token_ids)):
+        turn = self._recorded(identity) if identity is not None else None
+        carried = carried_tokens(choice, identity)
+        if turn is None and identity is not None and choice.get(BY_REFERENCE) is True:
+            self.missing.append(identity)
+            raise UnusableTurn(MISSING)
+        if turn is not None and carried is not None:
+            if not is_same(carried, turn.prompt_token_ids, turn.token_ids):
                 raise UnusableTurn(CHANGED_IDS)
-            turn = replace(recorded, origin="ids")
-        turn = turn or recorded
+            turn = replace(turn, origin="ids")
+        if turn is None and carried is not None:
+            is_findable = identity is None and carried.logprobs is not None
+            turn = (self._found_by_tokens(carried) if is_findable else None) or carried
         # Of a choice whose record is missing, the words alone would find a sibling's.
         is_known = identity is None or logprob_values(choice) is not None
         if turn is None and entry is choice and is_known:
             turn = self._found_by_words(choice, before.digest, seen)
         if turn is None:
-            turn = self._rendered(choice, before.messages, before.tools)
+            turn = self._rendered(choice, identity, before.messages, before.tools)
+        self._check(turn)
+        if turn is carried or turn.origin in ("logprob_entries", "rendered"):
+            turn = self._unrecorded(turn, mark.get("step"))
         if entry is choice:
             logprobs = tuple(logprob_values(choice) or ())
             content = (tuple(turn.prompt_token_ids), tuple(turn.token_ids), logprobs)
@@ -415,7 +458,6 @@ class _Resolver:
             seen |= {content, ("no id", content) if turn.choice_id is None else turn.choice_id}
         if turn.choice_id is not None:
             self._taken.add(turn.choice_id)
-        self._check(turn)
         return turn
 
     def _recorded(self, identity: str) -> ResolvedTurn | None:
@@ -445,6 +487,26 @@ class _Resolver:
             unusual(record.sampling) if is_unscored else {},
             requested_at=record.request.requested_at,
         )
+
+    def _unrecorded(self, turn: ResolvedTurn, step: Any) -> ResolvedTurn:
+        """A turn that its client carried, with the step that its choice names."""
+        claimed = step if type(step) is int and 0 <= step < MAX_STEP else None
+        logprobs = turn.logprobs if self._is_raw else None
+        return replace(turn, logprobs=logprobs, is_unrecorded=True, claimed_step=claimed)
+
+    def _found_by_tokens(self, carried: ResolvedTurn) -> ResolvedTurn | None:
+        """The record of a choice that carries its tokens, found by its log-probabilities: one that no turn has taken, if
+        there is one."""
+        found: Record | None = None
+        for match in self._sources.find_text(None, carried.logprobs, None):
+            if found is not None and match.choice_id in self._taken:
+                continue
+            record = match.load()
+            if record and is_same(carried, record.prompt_token_ids, record.token_ids):
+                found = record
+                if match.choice_id not in self._taken:
+                    break
+        return None if found is None else replace(self._from_record(found), origin="ids")
 
     def _found_by_words(
         self, choice: dict[str, Any], before: bytes, seen: set[Hashable]
@@ -497,11 +559,17 @@ class _Resolver:
         return found if len({match.tokens for match in found}) == 1 else ()
 
     def _rendered(
-        self, choice: dict[str, Any], messages: list[Message], tools: list[dict[str, Any]] | None
+        self,
+        choice: dict[str, Any],
+        identity: str | None,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
     ) -> ResolvedTurn:
         """The last resort: a prompt rendered by the chat template, and the token ids of the choice's text."""
         logprobs = logprob_values(choice)
         if logprobs is None and not self._trains_without_logprobs:
+            if identity is not None:
+                raise UnusableTurn(NO_TOKENS)
             raise UnusableTurn(
                 "the choice carries no log-probabilities and is not in the ledger: put the choice object of the server's "
                 "answer into the trajectory unchanged, or set allow_training_without_logprobs"
@@ -656,10 +724,13 @@ def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | 
 
 
 def carried_tokens(choice: dict[str, Any], identity: str | None) -> ResolvedTurn | None:
-    """The tokens that a choice carries itself; None unless it has prompt ids, token ids and log-probabilities."""
+    """The tokens that a choice carries itself; None unless it has prompt ids and token ids, and log-probabilities of these
+    or none at all."""
     prompt, tokens = id_list(choice.get("prompt_token_ids")), id_list(choice.get("token_ids"))
     logprobs = logprob_values(choice)
-    if prompt is None or tokens is None or logprobs is None or len(logprobs) != len(tokens):
+    if prompt is None or tokens is None:
+        return None
+    if logprob_entries(choice) and (logprobs is None or len(logprobs) != len(tokens)):
         return None
     return ResolvedTurn(prompt, tokens, logprobs, "ids", identity)
 
@@ -687,6 +758,11 @@ def entry_ids(choice: dict[str, Any]) -> list[int] | None:
         for text, number in zip(texts, numbers, strict=True)
     )
     return [int(number) for number in numbers] if texts and is_all else None
+
+
+def is_same(turn: ResolvedTurn, prompt: list[int], tokens: list[int]) -> bool:
+    """Whether a turn has this prompt and these tokens."""
+    return turn.prompt_token_ids == prompt and turn.token_ids == tokens
 
 
 def id_list(value: Any) -> list[int] | None:

@@ -31,6 +31,10 @@ class ResolvedTurn:
     """Rewards of dropped turns between the turn before and this one."""
     requested_at: int | None = None
     """When the turn was requested (`clock.tick`), from its record."""
+    is_unrecorded: bool = False
+    """The tokens are known from their client only."""
+    claimed_step: int | None = None
+    """Of such a turn: the step that its choice names."""
 
 
 class UnusableTurn(Exception):
@@ -114,8 +118,9 @@ def join_turns(
         sampled = range(len(tokens), len(tokens) + len(turn.token_ids))
         if turn.logprobs is None:
             sequence.recompute.extend(sampled)
-        if turn.step is not None:
-            sequence.spans.append(Span(start=sampled.start, stop=sampled.stop, step=turn.step))
+        step = turn.claimed_step if turn.step is None else turn.step
+        if step is not None:
+            sequence.spans.append(Span(start=sampled.start, stop=sampled.stop, step=step))
         if turn.advantages is not None:
             sequence.advantages.update(zip(sampled, turn.advantages, strict=True))
         if turn.reward is not None:

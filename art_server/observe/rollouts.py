@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from art.history import open_rows, whole_row
 from art.signal import group_has_signal
 from art_server.errors import NotFound
 from art_server.observe.history import file_mark, number, read_json
@@ -122,8 +123,8 @@ def _histories(trajectory: Row) -> list[Row]:
 
 
 def entry_row(entry: Row, trace: Row | None) -> Row:
-    """A message, or a choice with its finish reason, in the form that people read. Tokens that only a choice carries are
-    in `logprobs`."""
+    """A message, or a choice with its finish reason, in the form that people read. `logprobs` are those that earlier
+    versions stored with a choice."""
     message = entry["message"] if isinstance(entry.get("message"), dict) else entry
     row: Row = {
         "role": str(message.get("role", "?")),
@@ -168,7 +169,7 @@ def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | N
         NotFound: the step has no rollouts in this split.
     """
     try:
-        lines = folder.trajectories_file(split, step).open("rb")
+        lines = open_rows(folder.trajectories_file(split, step))
     except FileNotFoundError as error:
         raise NotFound(
             f"model '{folder.project}/{folder.name}' has no rollouts of split '{split}' at step {step}",
@@ -182,7 +183,7 @@ def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | N
 
 def _read_group(line: bytes) -> Row | None:
     try:
-        group = read_json(line)
+        group = whole_row(read_json(line))
     except ValueError:  # a crash cut it short
         return None
     return group if isinstance(group, dict) else None
@@ -210,7 +211,7 @@ def _group_at(file: Path, index: int, mark: tuple[int, int]) -> Row | None:
     """The group of a line; None if it cannot be read. Kept for the group's other rollouts while the file has this mark."""
     if index < 0 or not any(mark):
         return None
-    with file.open("rb") as lines:
+    with open_rows(file) as lines:
         line = next(itertools.islice(lines, index, None), None)
     return None if line is None else _read_group(line)
 
@@ -228,12 +229,18 @@ def _line(trajectory: Row, index: int) -> Row:
         "reward": number(trajectory.get("reward")),
         "metrics": _dict(trajectory, "metrics"),
         "num_turns": len(answers),
-        "num_tokens": sum(len(_values(answer, "token_ids")) for answer in answers) or None,
+        "num_tokens": sum(map(_num_tokens, answers)) or None,
         "finish_reason": last.get("finish_reason"),
         "num_dropped": sum("dropped" in turn for turn in turns),
         "origins": sorted({str(turn["origin"]) for turn in turns if "origin" in turn}),
         "text": text[:MAX_PREVIEW],
     }
+
+
+def _num_tokens(answer: Row) -> int:
+    """The number of a choice's tokens; earlier versions stored its token ids instead of the number."""
+    known = _dict(answer, "art").get("num_tokens")
+    return known if isinstance(known, int) else len(_values(answer, "token_ids"))
 
 
 def _answers(history: Row) -> list[Row]:

@@ -142,8 +142,7 @@ class Runs:
         trajectories = folder.path / "trajectories"
         if trajectories.is_dir():
             for split in sorted(entry for entry in trajectories.iterdir() if entry.is_dir()):
-                names = (file.stem for file in split.glob("*.jsonl"))
-                found[split.name] = sorted(int(name) for name in names if name.isdecimal())
+                found[split.name] = folder.rollout_steps(split.name)
         return found
 
     def marks(self, projects: frozenset[str] | None = None) -> dict[str, str]:

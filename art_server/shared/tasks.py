@@ -59,7 +59,8 @@ class Distribution(Record):
 
 
 class Span(Record):
-    """Tokens [start, stop) of a sequence that, by their record in the ledger, the trained model sampled at `step`."""
+    """Tokens [start, stop) of a sequence that the trained model sampled at `step`, by their record in the ledger or, if it
+    is missing, by their choice. Then the log-probabilities are unknown."""
 
     start: int
     stop: int

@@ -5,12 +5,13 @@ history.jsonl            one row per step; history.rolled-back.jsonl has the row
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps and the best), checkpoint.json
 checkpoints/%04d/replay/ all that the step was made from (`jobs/step_record.py`)
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
-trajectories/SPLIT/%04d.jsonl
+trajectories/SPLIT/%04d.jsonl.gz    the rollouts of a step (earlier versions: %04d.jsonl)
 tokens/%04d.safetensors  for each token of a step, what the trainer computed
 trajectories.rolled-back/, tokens.rolled-back/    those of steps that rollbacks removed
 logs/vllm.log            a link to the engine's log
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from art.history import history_row, merged_row, trajectory_row
+from art.history import history_row, merged_row, pack_rows, trajectory_row
 from art.wire import LoRAConfig, TrajectoryGroupBody
 from art_server import clock
 from art_server.errors import Conflict, NotFound
@@ -353,19 +354,55 @@ class ModelFolder:
             files.sync(kept.parent)
 
     def trajectories_file(self, split: str, step: int) -> Path:
-        return self.path / "trajectories" / split / f"{step:04d}.jsonl"
+        """The file of a step's rollouts, which may not exist: `art.history.open_rows` reads it."""
+        file = self.path / "trajectories" / split / f"{step:04d}.jsonl.gz"
+        earlier = file.with_suffix("")
+        return earlier if earlier.exists() and not file.exists() else file
+
+    def rollout_steps(self, split: str) -> list[int]:
+        """The steps that have rollouts in a split, in order."""
+        names = (file.name for file in (self.path / "trajectories" / split).glob("*.jsonl*"))
+        return sorted({int(n) for n in map(_number, names) if n is not None})
+
+    def prune_rollouts(self, max_bytes: int) -> int:
+        """Deletes the rollouts and token records of the oldest steps while all of them take more than `max_bytes`. Those
+        of the newest step stay. Returns the number of deleted files."""
+        sizes: dict[int, dict[Path, int]] = {}
+        for file in (*self.path.glob("trajectories/*/*.jsonl*"), *self.path.glob("tokens/*.*")):
+            step = _number(file.name)
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                if step is not None:
+                    sizes.setdefault(int(step), {})[file] = file.stat().st_size
+        total = sum(sum(of_step.values()) for of_step in sizes.values())
+        deleted = 0
+        for step in sorted(sizes)[:-1]:
+            if total <= max_bytes:
+                break
+            for file, size in sizes[step].items():
+                file.unlink(missing_ok=True)
+                total, deleted = total - size, deleted + 1
+        if deleted:
+            logger.info("%s/%s: %d files of old rollouts deleted", self.project, self.name, deleted)
+        return deleted
 
     def tokens_file(self, step: int) -> Path:
         return self.path / "tokens" / f"{step:04d}.safetensors"
 
     def write_trajectories(self, split: str, step: int, groups: list[TrajectoryGroupBody]) -> None:
-        """Writes trajectories/SPLIT/%04d.jsonl, one group per line. Replaces an existing file."""
-        lines = (json.dumps(trajectory_row(group)).encode() + b"\n" for group in groups)
-        self.write_lines(split, step, b"".join(lines))
+        """Writes trajectories/SPLIT/%04d.jsonl.gz, one group per line. Replaces an existing file."""
+        self.write_lines(split, step, pack_rows(map(trajectory_row, groups)))
 
-    def write_lines(self, split: str, step: int, lines: bytes) -> None:
-        """The same for lines that are encoded already."""
-        files.write_file(self.trajectories_file(split, step), lines)
+    def write_lines(self, split: str, step: int, packed: bytes) -> None:
+        """The same for rows that are packed already."""
+        file = self.path / "trajectories" / split / f"{step:04d}.jsonl.gz"
+        files.write_file(file, packed)
+        file.with_suffix("").unlink(missing_ok=True)
+
+
+def _number(name: str) -> str | None:
+    """The step in a file's name; None if there is none."""
+    number = name.partition(".")[0]
+    return number if number.isascii() and number.isdecimal() else None
 
 
 def step_name(metric: str) -> str:

@@ -275,7 +275,7 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(
         kept_rows = (folder.path / "history.rolled-back.jsonl").read_text().splitlines()
         assert len(kept_rows) == 2 and '"step": 3' in kept_rows[0]
         assert Runs(tmp_path).splits(folder) == {"train": [2], "val": []}
-        rollouts = (folder.path / "trajectories.rolled-back").rglob("*.jsonl")
+        rollouts = (folder.path / "trajectories.rolled-back").rglob("*.jsonl.gz")
         names = sorted(f"{file.parent.name}/{file.name[:4]}" for file in rollouts)
         assert names == ["train/0003", "train/0004", "val/0004"]
         assert not folder.tokens_file(4).exists()

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 import art
 from art.compat import tolerance
 from art.compat.internal_config import Settings, with_defaults
+from art.history import read_rows
 
 pytestmark = pytest.mark.anyio
 
@@ -127,8 +128,8 @@ async def test_a_prompted_model_is_logged_below_its_base_path(tmp_path: Path) ->
     first, later = read(folder)
     assert (first["step"], later["step"], later["training_step"]) == (0, 3, 3)
     assert first["val/reward"] == 0.5 and first["test/reward"] == 1.0, "one row for each step"
-    lines = (folder / "trajectories" / "val" / "0000.jsonl").read_text().splitlines()
-    assert [json.loads(each)["trajectories"][0]["reward"] for each in lines] == [0.0, 1.0]
+    groups = read_rows(folder / "trajectories" / "val" / "0000.jsonl.gz")
+    assert [each["trajectories"][0]["reward"] for each in groups] == [0.0, 1.0]
 
 
 async def test_rows_that_are_logged_at_a_time_are_all_kept(tmp_path: Path) -> None:

@@ -37,8 +37,10 @@ def client(server, answer, model: art.TrainableModel) -> openai.AsyncOpenAI:
     return model.openai_client()
 
 
-async def test_choice_is_self_contained(client: openai.AsyncOpenAI):
-    completion = await client.chat.completions.create(model="agent", messages=MESSAGES)
+async def test_a_choice_with_tokens_is_self_contained(client: openai.AsyncOpenAI):
+    completion = await client.chat.completions.create(
+        model="agent", messages=MESSAGES, logprobs=True
+    )
     trajectory = art.Trajectory(messages_and_choices=[completion.choices[0]])
     (dumped,) = trajectory.model_dump(mode="json")["messages_and_choices"]
     assert dumped == {**COMPLETION["choices"][0], "prompt_token_ids": [1, 2, 3]}
@@ -46,29 +48,36 @@ async def test_choice_is_self_contained(client: openai.AsyncOpenAI):
 
 @pytest.mark.parametrize(
     ("asked", "sent"),
-    [({}, True), ({"logprobs": False}, False), ({"extra_body": {"logprobs": False}}, False)],
+    [
+        ({}, {}),
+        ({"logprobs": True}, {"logprobs": True}),
+        ({"extra_body": {"return_token_ids": True}}, {"return_token_ids": True}),
+    ],
 )
-async def test_logprobs_are_asked_for_unless_the_caller_decides(
-    server, client: openai.AsyncOpenAI, asked: dict, sent: bool
+async def test_tokens_are_asked_for_only_by_the_program(
+    server, client: openai.AsyncOpenAI, asked: dict, sent: dict
 ):
-    await client.chat.completions.create(model="agent", messages=MESSAGES, **asked)
-    assert server.sent("POST", PATH)[0].json()["logprobs"] is sent
+    for copied in (client, client.with_options(timeout=5)):
+        await copied.chat.completions.create(model="agent", messages=MESSAGES, **asked)
+        body = server.sent("POST", PATH)[-1].json()
+        assert body == {"model": "agent", "messages": MESSAGES, **sent}
 
 
-async def test_copies_and_raw_responses_of_the_client_ask_too(server, client: openai.AsyncOpenAI):
-    await client.with_options(timeout=5).chat.completions.create(model="agent", messages=MESSAGES)
-    raw = await client.chat.completions.with_raw_response.create(model="agent", messages=MESSAGES)
-    assert raw.parse().choices[0].message.content == "yes"
-    assert [request.json()["logprobs"] for request in server.sent("POST", PATH)] == [True, True]
-
-
-async def test_streaming_asks_for_logprobs(server, answer, client: openai.AsyncOpenAI):
-    chunk = b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m","choices":[]}\n\n'
-    stream_type = {"content-type": "text/event-stream"}
-    server.on("POST", PATH, answer(body=chunk + b"data: [DONE]\n\n", headers=stream_type))
-    stream = await client.chat.completions.create(model="agent", messages=MESSAGES, stream=True)
-    assert [chunk.id async for chunk in stream] == ["1"]
-    assert server.sent("POST", PATH)[0].json()["logprobs"] is True
+async def test_answers_without_tokens_are_choices_that_name_their_record(
+    server, answer, client: openai.AsyncOpenAI
+):
+    mark = {"id": "cmpl-1", "step": 3, "num_tokens": 2}
+    bare = {**COMPLETION["choices"][0], "token_ids": None, "art": mark}
+    server.on(
+        "POST",
+        PATH,
+        answer(body={**COMPLETION, "prompt_token_ids": None, "choices": [bare]}),
+    )
+    completion = await client.chat.completions.create(model="agent", messages=MESSAGES)
+    trajectory = art.Trajectory(messages_and_choices=[completion.choices[0]])
+    (dumped,) = trajectory.model_dump(mode="json")["messages_and_choices"]
+    assert dumped == bare
+    assert trajectory.num_sampled_tokens() == 2
 
 
 async def test_key_and_patience_of_the_client(server, answer):

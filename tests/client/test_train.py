@@ -1,8 +1,11 @@
 import asyncio
+import hashlib
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from openai.types.chat.chat_completion import Choice
 
 import art
 
@@ -46,6 +49,94 @@ async def test_each_call_has_a_key_of_its_own_unless_given(server, answer, model
     await model.train(groups, idempotency_key="step-7")
     first, second, third = keys(server)
     assert len({first, second}) == 2 and third == "step-7"
+
+
+def sampled(number: int, **fields: Any) -> dict[str, Any]:
+    """A choice that the server recorded, with its tokens."""
+    mark = {"id": f"c-{number}", "step": 3, "model": "demo/agent"}
+    made = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": f"answer {number}"},
+        "logprobs": {"content": [{"token": "a", "logprob": -0.5, "bytes": [97]}]},
+        "token_ids": [7, 8],
+        "prompt_token_ids": [1, 2, 3],
+        "art": mark,
+    }
+    return made | fields
+
+
+def of_choices(*entries: Any) -> list[art.TrajectoryGroup]:
+    history = art.History(messages_and_choices=[entries[-1]])
+    return [
+        art.TrajectoryGroup(
+            [art.Trajectory(messages_and_choices=[*entries], additional_histories=[history])]
+        )
+    ]
+
+
+BARE = {"index": 0, "finish_reason": "stop"}
+
+
+async def test_a_recorded_choice_is_sent_as_its_id_and_its_message(server, answer, model):
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, DONE]))
+    tokenless = sampled(2, token_ids=None, prompt_token_ids=None, logprobs=None)
+    foreign = sampled(3, art=None)
+    whole = [sampled(0), Choice.model_construct(**sampled(1)), tokenless, foreign]
+    await model.train(of_choices(*whole))
+    sent = server.sent("POST", TRAIN)[0].json()["groups"][0]["trajectories"][0]
+    entries = [
+        *sent["messages_and_choices"],
+        *sent["additional_histories"][0]["messages_and_choices"],
+    ]
+    expected = [
+        {**BARE, "message": each["message"], "art": each["art"]}
+        for each in (sampled(0), sampled(1), sampled(2))
+    ]
+    for each in expected[:2]:
+        each["by_reference"] = True
+    assert entries == [*expected, foreign, foreign]
+
+
+async def test_choices_whose_records_are_missing_are_sent_whole_under_the_same_key(
+    server, answer, model
+):
+    error = {"message": "gone", "code": "records_missing", "ids": ["c-1"]}
+    second = error | {"ids": ["c-0"]}
+    attempts = [answer(409, {"error": error}), answer(409, {"error": second})]
+    attempts.append(answer(lines=[ACCEPTED, DONE]))
+    server.on("POST", TRAIN, lambda _: attempts.pop(0))
+    await model.train(of_choices(sampled(0), sampled(1), sampled(2)))
+    requests = server.sent("POST", TRAIN)
+    given = [
+        [
+            entry["art"]["id"]
+            for entry in request.json()["groups"][0]["trajectories"][0]["messages_and_choices"]
+            if entry.get("token_ids") == [7, 8] and entry["prompt_token_ids"] and entry["logprobs"]
+        ]
+        for request in requests
+    ]
+    assert given == [[], ["c-1"], ["c-0", "c-1"]]
+    assert len(set(keys(server))) == 1
+    digest = hashlib.sha256(requests[0].body).hexdigest()
+    told = [request.headers.get("x-art-request-digest") for request in requests]
+    assert told == [None, digest, digest]
+
+
+async def test_a_server_that_keeps_asking_for_the_same_choices_ends_the_call(server, answer, model):
+    error = {"message": "gone", "code": "records_missing", "ids": ["c-0"]}
+    server.on("POST", TRAIN, answer(409, {"error": error}))
+    with pytest.raises(art.ArtStatusError, match="gone"):
+        await model.train(of_choices(sampled(0)))
+    assert len(server.sent("POST", TRAIN)) == 2
+
+
+async def test_logged_choices_are_without_tokens(server, answer, model):
+    server.on("POST", "/api/models/demo/agent/log", answer(body={"step": 3, "metrics": {}}))
+    await model.log(of_choices(sampled(0), sampled(1, art=None)), split="val")
+    sent = server.sent("POST", "/api/models/demo/agent/log")[0].json()
+    for entry in sent["groups"][0]["trajectories"][0]["messages_and_choices"]:
+        assert entry.keys() <= {"index", "finish_reason", "message", "art"}
 
 
 async def test_stream_lost_after_acceptance_is_taken_up_again(server, answer, model, groups):

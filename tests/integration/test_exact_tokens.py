@@ -141,6 +141,7 @@ def test_an_unusual_spelling_is_sampled_from_and_trained(server: Server, model: 
             assert len(choice["token_ids"]) == 5 and set(choice["token_ids"]) <= set(spelling)
             message = {"role": "assistant", "content": choice["message"]["content"]}
             more = {"model": model, "messages": [QUESTION, message, QUESTION], "max_tokens": 4}
+            more |= {"return_token_ids": True}
             second = client.post("/v1/chat/completions", json=more).json()
             past = first["prompt_token_ids"] + choice["token_ids"]
             assert second["prompt_token_ids"][: len(past)] == past

@@ -31,7 +31,7 @@ def score(answer: str | None) -> float:
 async def rollout(model: art.TrainableModel, question: str) -> art.Trajectory:
     messages: art.Messages = [{"role": "user", "content": question}]
     completion = await model.openai_client().chat.completions.create(
-        model=model.get_inference_name(), messages=messages, max_tokens=8
+        model=model.get_inference_name(), messages=messages, max_tokens=8, logprobs=True
     )
     choice = completion.choices[0]
     reward = score(choice.message.content)
@@ -226,7 +226,7 @@ async def test_a_warm_start_raises_the_probability_of_its_examples(
     names |= {"model": fresh}
     await run("sft.md", 3, names)
     assert names["result"].step == 1
-    assert names["result"].report.turns.keys() == {"ids"}, "the sampled tokens themselves"
+    assert names["result"].report.turns.keys() == {"ledger"}, "the sampled tokens themselves"
 
 
 # --- resume.md --------------------------------------------------------------------------------------------------------

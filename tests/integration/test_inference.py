@@ -84,7 +84,8 @@ def test_chat_choices_agree_with_the_ledger(server: Server, model: str) -> None:
     assert [r.choice_id for r in records] == [f"{request_id}-0", f"{request_id}-1"]
     for choice, record in zip(body["choices"], records, strict=True):
         check_record(record)
-        assert choice["art"] == {"id": record.choice_id, "step": 0, "model": model}
+        mark = {"id": record.choice_id, "step": 0, "model": model}
+        assert choice["art"] == mark | {"num_tokens": len(record.token_ids)}
         assert choice["token_ids"] == record.token_ids
         assert body["prompt_token_ids"] == record.prompt_token_ids
         said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -92,11 +93,19 @@ def test_chat_choices_agree_with_the_ledger(server: Server, model: str) -> None:
         assert (record.request.project, record.request.name) == (PROJECT, "inference")
 
 
-def test_logprobs_stay_hidden_unless_asked_for(server: Server, model: str) -> None:
+def test_tokens_stay_hidden_unless_asked_for(server: Server, model: str) -> None:
     with server.client() as client:
-        choice = chat(client, model)["choices"][0]
+        body = chat(client, model)
+        asked = chat(client, model, return_token_ids=True)
+    (choice,) = body["choices"]
     assert choice["logprobs"] is None
-    assert choice["token_ids"]
+    assert not choice.get("token_ids") and not body.get("prompt_token_ids")
+    (record,) = records_of(server, choice["art"]["id"].removesuffix("-0"))
+    assert choice["art"]["num_tokens"] == len(record.token_ids)
+    (choice,) = asked["choices"]
+    (record,) = records_of(server, choice["art"]["id"].removesuffix("-0"))
+    assert (choice["token_ids"], choice["logprobs"]) == (record.token_ids, None)
+    assert asked["prompt_token_ids"] == record.prompt_token_ids
 
 
 def test_chat_with_tools_records_every_token(server: Server, model: str) -> None:

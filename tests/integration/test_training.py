@@ -11,6 +11,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+from art.history import read_rows
 from tests.integration.live import (
     PROJECT,
     Server,
@@ -36,8 +37,8 @@ def test_a_step_leaves_checkpoint_history_and_trajectories(server: Server) -> No
     after = load_file(folder / "checkpoints" / "0001" / "adapter_model.safetensors")
     assert any(not before[key].equal(after[key]) for key in before)
     (row,) = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    (group,) = (folder / "trajectories" / "train" / "0001.jsonl").read_text().splitlines()
-    rewards = [each["reward"] for each in json.loads(group)["trajectories"]]
+    (group,) = read_rows(folder / "trajectories" / "train" / "0001.jsonl.gz")
+    rewards = [each["reward"] for each in group["trajectories"]]
     assert row["step"] == 1 and len(rewards) == 4 and row["train/reward"] == sum(rewards) / 4
 
 

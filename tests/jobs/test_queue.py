@@ -1,3 +1,4 @@
+import gzip
 import json
 import sqlite3
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_unknown_jobs_are_refused(tmp_path: Path) -> None:
 def test_a_payload_is_the_batch_and_the_trajectories_as_they_are_read_later() -> None:
     batch = Batch.model_validate_json(PAYLOAD.batch)
     assert batch.groups == [GROUP, GROUP] and batch.distributions[0].temperature == 0.5
-    (line,) = PAYLOAD.trajectories.splitlines()
+    (line,) = gzip.decompress(PAYLOAD.trajectories).splitlines()
     assert json.loads(line)["trajectories"][0]["reward"] == 1.0
 
 

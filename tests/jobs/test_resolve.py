@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art.wire import TrainConfig, TrajectoryGroupBody
-from art_server.errors import InvalidInput
+from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs.resolve import Limits, Sources, entry_ids, resolve
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
@@ -122,8 +122,106 @@ def test_a_choice_is_trained_on_the_tokens_that_it_carries() -> None:
     batch, report = run([[{"role": "user", "content": "q"}, choice([1, 2], [3, 4])]])
     (row,) = batch.groups[0].trajectories[0].sequences
     assert row.token_ids == [1, 2, 3, 4]
-    assert row.logprobs == [None, None, -0.03, -0.04]
     assert report.turns == {"ids": 1}
+
+
+def test_a_carried_choice_without_its_record_has_unknown_log_probabilities() -> None:
+    """Its settings are unknown: it may have been sampled at any temperature, or with top_p."""
+    claimed = choice([1, 2], [3, 4], "gone")
+    claimed["art"]["step"] = 7
+    entries = [[claimed], [choice([1], [2])]]
+    batch, report = run(entries)
+    first, second = (t.sequences[0] for t in batch.groups[0].trajectories)
+    assert (first.logprobs, first.recompute) == ([None] * 4, [2, 3])
+    assert (second.logprobs, second.recompute) == ([None] * 2, [1])
+    assert report.num_tokens_without_logprob == 3
+    (note,) = report.notes
+    assert note.startswith("3 tokens came with their choices") and "ratio 1" in note
+    # What the choice says about its step limits the staleness; it is no knowledge.
+    assert [(span.start, span.stop, span.step) for span in first.spans] == [(2, 4, 7)]
+    assert second.spans == [] and report.sampled_steps == {}
+    raw, report = run(entries, config=TrainConfig(sampling="raw"))
+    assert raw.groups[0].trajectories[0].sequences[0].logprobs == [None, None, -0.03, -0.04]
+    assert "temperature 1" in report.notes[0]
+
+
+@pytest.mark.parametrize("step", [-1, 2**40, True, "7", None, 7.0])
+def test_a_step_that_is_none_is_not_believed(step: Any) -> None:
+    claimed = choice([1, 2], [3, 4], "gone")
+    claimed["art"]["step"] = step
+    batch, _ = run([[claimed], [choice([1], [2])]])
+    assert batch.groups[0].trajectories[0].sequences[0].spans == []
+
+
+def test_a_carried_choice_without_an_id_takes_the_figures_of_its_record() -> None:
+    records = [record("c-0", [1], [3, 4]), record("c-1", [1, 2], [3, 4])]
+    made = [dataclasses.replace(each, sampled_logprobs=[-0.7, -0.8]) for each in records]
+    entries = [[choice([1, 2], [3, 4])], [choice([9], [3, 4])]]
+    batch, report = run(entries, given={"find_text": lambda said, logprobs, before: made})
+    first, second = (t.sequences[0].logprobs for t in batch.groups[0].trajectories)
+    assert first == [None, None, -0.7, -0.8]
+    assert second == [None] * 3, "the same answer to another prompt"
+    assert report.turns == {"ids": 2}
+
+
+# --- by reference ---------------------------------------------------------------------------------------------------
+
+
+def referred(identity: str, **mark: Any) -> dict[str, Any]:
+    """A choice whose client has its tokens and did not send them."""
+    return bare(identity, **mark) | {"by_reference": True}
+
+
+def test_a_choice_by_reference_trains_what_the_whole_choice_trains() -> None:
+    def find(key: str) -> Record:
+        prompt = {"c-0": [1, 2], "c-1": [1, 2, 3, 4, 5]}[key]
+        return record(key, prompt, {"c-0": [3, 4], "c-1": [6]}[key])
+
+    whole = [choice([1, 2], [3, 4], "c-0"), choice([1, 2, 3, 4, 5], [6], "c-1")]
+    one, _ = run([whole], find=find)
+    other, report = run([[referred("c-0"), referred("c-1")]], find=find)
+    assert one == other
+    assert report.turns == {"ledger": 2} and report.continuations == {"joined": 1}
+
+
+def test_missing_records_are_named_before_anything_is_trained() -> None:
+    entries = [
+        [referred("c-0"), referred("gone-1")],
+        [bare("gone-2")],
+        [referred("gone-3", model="p/b")],
+    ]
+    with pytest.raises(RecordsMissing, match="records of 1 choices") as caught:
+        run(entries, find=lambda key: record(key, [1], [2]) if key == "c-0" else None)
+    assert caught.value.ids == ["gone-1"]
+    # Those whose clients have no tokens are dropped and named; those of another model need no record.
+    whole = choice([1, 2, 3], [4], "gone-1")
+    _, report = run(
+        [[referred("c-0"), whole], *entries[1:]],
+        find=lambda key: record(key, [1], [2]) if key == "c-0" else None,
+    )
+    assert report.turns == {"ledger": 1, "ids": 1}
+    reasons = [dropped.reason for dropped in report.dropped]
+    assert any("carries no tokens: request `logprobs`" in reason for reason in reasons)
+    assert any("sampled by 'p/b', another model" in reason for reason in reasons)
+
+
+def test_a_record_of_another_project_is_missing() -> None:
+    def find(key: str) -> Record:
+        found = record(key, [1], [2])
+        return dataclasses.replace(
+            found, request=dataclasses.replace(found.request, project="other")
+        )
+
+    with pytest.raises(RecordsMissing):
+        run([[referred("c-0")]], find=find)
+
+
+def test_demonstrations_by_reference_without_a_record_are_sent_whole_too() -> None:
+    config = TrainConfig(allow_training_without_logprobs=True)
+    with pytest.raises(RecordsMissing):
+        run([[QUESTION, referred("gone")]], config=config)
+    _, report = run([[QUESTION, bare("gone")]], config=config)
+    assert report.turns == {"recomputed": 1}
 
 
 def test_a_choice_without_tokens_is_found_in_the_ledger() -> None:
@@ -144,7 +242,7 @@ def test_a_continued_conversation_is_one_row_and_a_rewritten_one_two() -> None:
     batch, _ = run([[first, second]])
     (row,) = batch.groups[0].trajectories[0].sequences
     assert row.token_ids == [1, 2, 3, 4, 5, 6]
-    assert [value is not None for value in row.logprobs] == [False, False, True, True, False, True]
+    assert row.recompute == [2, 3, 5]
     stripped = choice([1, 2, 4, 5], [6])
     rows = run([[first, stripped]])[0].groups[0].trajectories[0].sequences
     assert [row.token_ids for row in rows] == [[1, 2, 3, 4], [1, 2, 4, 5, 6]]
@@ -335,14 +433,14 @@ def test_log_probabilities_that_stand_for_several_texts_name_none_of_them() -> N
 def test_ids_in_log_probability_entries_are_used_behind_a_rendered_prompt() -> None:
     batch, report = run([[QUESTION, said_choice("yes", [-0.1, -0.2], tokens=True)]])
     (row,) = batch.groups[0].trajectories[0].sequences
-    assert (row.token_ids, row.logprobs) == ([11, 0, 1], [None, -0.1, -0.2])
+    assert (row.token_ids, row.recompute) == ([11, 0, 1], [1, 2])
     assert report.turns == {"logprob_entries": 1}
 
 
 def test_text_with_log_probabilities_is_rendered_when_the_tokens_are_as_many() -> None:
     batch, report = run([[QUESTION, said_choice("yes or", [-0.1, -0.2, -0.3])]])
     (row,) = batch.groups[0].trajectories[0].sequences
-    assert (row.token_ids, row.logprobs) == ([11, 23, 22, 99], [None, -0.1, -0.2, -0.3])
+    assert (row.token_ids, row.recompute) == ([11, 23, 22, 99], [1, 2, 3])
     assert report.turns == {"rendered": 1}
     with pytest.raises(InvalidInput, match="2 tokens, the choice has 5 log-probabilities"):
         run([[QUESTION, said_choice("yes or", [-0.1] * 5)]])

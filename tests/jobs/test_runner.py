@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from art.history import read_rows
 from art.wire import JobEvent, JobReport, LoRAConfig, TrainConfig, TrajectoryGroupBody
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel
@@ -138,7 +139,7 @@ async def test_a_job_becomes_a_step(tmp_path: Path) -> None:
         assert model.step == 1 and list(house.engine.adapters) == ["p/a@1"]
         (row,) = model.folder.history()
         assert row["train/reward"] == 0.25 and row["loss/train"] == 0.5
-        assert (model.folder.path / "trajectories" / "train" / "0001.jsonl").read_text()
+        assert list(read_rows(model.folder.trajectories_file("train", 1)))
         assert house.trainer.batches == [{"groups": [], "distributions": [], "num_groups": None}]
 
 

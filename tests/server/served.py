@@ -87,6 +87,8 @@ class FakeVllm(FakeEngine):
         self._ledger.take_samples([(request_id, 0, 0, sample)])
         message = {"role": "assistant", "content": "a private answer"}
         choice = {"index": 0, "finish_reason": "stop", "message": message, "logprobs": None}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": [{"token": "t", "logprob": -0.5} for _ in ANSWER]}
         answer = {"id": request_id, "object": "chat.completion", "created": 0, "choices": [choice]}
         if is_stream:
             return events({**answer, "choices": [{**choice, "delta": message}]})
@@ -147,13 +149,13 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[Served]:
         await running
 
 
-async def sample_group(model: art.TrainableModel) -> art.TrajectoryGroup:
-    """Two rollouts with different rewards, sampled from the model."""
+async def sample_group(model: art.TrainableModel, **asked: Any) -> art.TrajectoryGroup:
+    """Two rollouts with different rewards, sampled from the model. `asked`: the requests' further arguments."""
     trajectories: list[art.Trajectory] = []
     for reward in (0.0, 1.0):
         messages: Any = [{"role": "user", "content": f"question {reward}"}]
         completion = await model.openai_client().chat.completions.create(
-            model=model.get_inference_name(), messages=messages
+            model=model.get_inference_name(), messages=messages, **asked
         )
         entries = [*messages, completion.choices[0]]
         trajectories.append(art.Trajectory(messages_and_choices=entries, reward=reward))

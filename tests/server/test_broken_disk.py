@@ -98,7 +98,7 @@ def test_writes_that_are_cut_short_leave_the_old_or_the_new(
     with pytest.raises(StorageFull):
         folder.add_history(2, {f"train/{index}": 0.5 for index in range(5000)})
     longest_file(resource.RLIM_INFINITY)
-    file = tmp_path / "p" / "models" / "a" / "trajectories" / "train" / "0001.jsonl"
+    file = tmp_path / "p" / "models" / "a" / "trajectories" / "train" / "0001.jsonl.gz"
     assert file.read_bytes() == b"old\n"
     folder.add_history(2, {"train/reward": 0.75})
     assert [row["train/reward"] for row in folder.history()] == [0.5, 0.75]

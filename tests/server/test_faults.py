@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_not_there_in_part(small_disk: Path) -> None:
         with pytest.raises(StorageFull):
             folder.new_checkpoint_dir()
             folder.write_lines("val", 2, bytes(10_000))
-    file = small_disk / "p" / "models" / "a" / "trajectories" / "train" / "0001.jsonl"
+    file = small_disk / "p" / "models" / "a" / "trajectories" / "train" / "0001.jsonl.gz"
     assert file.read_bytes() == b"one\n"
     assert [row["train/reward"] for row in folder.history()] == [0.5]
     assert queue.find_key("p", "a", "k", "d") == kept

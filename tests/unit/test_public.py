@@ -1,6 +1,6 @@
 """What others rely on stays: public names, flags, routes and bodies, and what an earlier server left on disk."""
 
-import json
+import gzip
 import shutil
 import sqlite3
 from pathlib import Path
@@ -52,6 +52,8 @@ def test_a_queued_job_of_an_earlier_server_is_read(tmp_path: Path) -> None:
     assert sequence.token_ids == [1, 2, 3] and sequence.logprobs == [None, -0.5, -0.25]
     assert sequence.advantages == {2: 1.5} and sequence.spans[0].step == 1
     assert batch.distributions[0].temperature == 0.7 and other.sequences == []
+    (line,) = gzip.decompress(queue.trajectories(job.job_id)).splitlines()
+    assert json.loads(line)["trajectories"]
     assert b'"rows"' in batch.model_dump_json().encode(), "an earlier server may read it again"
     queue.close()
 

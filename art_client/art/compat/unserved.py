@@ -2,7 +2,7 @@
 registered. The layout is that of a server's folder:
 
     BASE_PATH/PROJECT/models/NAME/history.jsonl
-    BASE_PATH/PROJECT/models/NAME/trajectories/SPLIT/0000.jsonl
+    BASE_PATH/PROJECT/models/NAME/trajectories/SPLIT/0000.jsonl.gz
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from art.bodies import build_log_request
 from art.files import write_whole
-from art.history import history_row, log_metrics, merged_row, trajectory_row
+from art.history import history_row, log_metrics, merged_row, pack_rows, trajectory_row
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.wire import LogRequest
 
@@ -49,9 +49,8 @@ def _write(folder: Path, request: LogRequest) -> dict[str, float]:
         )
     step, metrics = request.step or 0, log_metrics(request)
     if request.groups:
-        lines = "".join(json.dumps(trajectory_row(group)) + "\n" for group in request.groups)
-        file = folder / "trajectories" / request.split / f"{step:04d}.jsonl"
-        write_whole(file, lines.encode())
+        file = folder / "trajectories" / request.split / f"{step:04d}.jsonl.gz"
+        write_whole(file, pack_rows(map(trajectory_row, request.groups)))
     with _writing:
         rows = _rows(folder)
         row = history_row(step, metrics, datetime.now(UTC).isoformat())

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from art.files import write_whole
+from art.history import read_row
+from art.history import read_rows as read_lines
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.utils.strip_logprobs import strip_logprobs
 
@@ -23,12 +25,12 @@ def serialize_trajectory_groups(trajectory_groups: Iterable[TrajectoryGroup]) ->
 
 
 def deserialize_trajectory_groups(serialized: str) -> list[TrajectoryGroup]:
-    """The groups of `serialize_trajectory_groups`, or of a server's trajectories file.
+    """The groups of `serialize_trajectory_groups`, or of the lines of a server's trajectories file.
 
     Raises:
         ValueError: a line is not JSON, or its trajectories are invalid.
     """
-    lines = [json.loads(line) for line in serialized.split("\n") if line.strip()]
+    lines = [read_row(line) for line in serialized.split("\n") if line.strip()]
     return [_to_group(each) for each in lines]
 
 
@@ -72,13 +74,9 @@ def read_trajectory_groups_parquet(path: str | Path) -> list[TrajectoryGroup]:
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     """The groups of a Parquet or JSONL file as dictionaries, with `messages` in their trajectories."""
-    if file.suffix == ".jsonl":
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                group = json.loads(line)
-                yield group | {
-                    "trajectories": [_with_messages(each) for each in group["trajectories"]]
-                }
+    if file.suffix != ".parquet":
+        for group in read_lines(file):
+            yield group | {"trajectories": [_with_messages(each) for each in group["trajectories"]]}
         return
     import polars as pl
 

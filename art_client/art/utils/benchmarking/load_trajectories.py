@@ -25,6 +25,7 @@ MESSAGE = pl.Struct(
         "trainable": pl.Boolean(),
     }
 )
+ENDINGS = ("jsonl.gz", "jsonl", "parquet")
 COLUMNS: dict[str, Any] = {
     "model": TEXT,
     "split": TEXT,
@@ -56,7 +57,7 @@ async def load_trajectories(
         model, split = file.parents[2].name, file.parent.name
         for group in read_rows(file):
             num_groups += 1
-            of_group = {"model": model, "split": split, "step": int(file.stem)}
+            of_group = {"model": model, "split": split, "step": _step(file)}
             of_group |= {"group_number": num_groups, **_group_columns(group)}
             rows += [of_group | _columns(each) for each in group["trajectories"]]
     names = {name: None for row in rows for name in row if name not in COLUMNS}
@@ -72,11 +73,13 @@ async def pull_model_trajectories(model: Model) -> None:
 
 
 def _files(root: Path) -> list[Path]:
-    return sorted(
-        file
-        for file in root.glob("*/trajectories/*/*")
-        if file.suffix in (".jsonl", ".parquet") and file.stem.isdecimal()
-    )
+    return sorted(file for file in root.glob("*/trajectories/*/*") if _step(file) is not None)
+
+
+def _step(file: Path) -> int | None:
+    """The step of a file's rollouts; None for other files."""
+    name, _, ending = file.name.partition(".")
+    return int(name) if name.isdecimal() and ending in ENDINGS else None
 
 
 def _columns(trajectory: Mapping[str, Any]) -> dict[str, Any]:
