@@ -449,13 +449,17 @@ class _Resolver:
         if turn is carried or turn.origin in ("logprob_entries", "rendered"):
             turn = self._unrecorded(turn, mark.get("step"))
         if entry is choice:
+            own: set[Hashable] = {turn.choice_id} - {None}
+            same = own.copy()
             logprobs = tuple(logprob_values(choice) or ())
-            content = (tuple(turn.prompt_token_ids), tuple(turn.token_ids), logprobs)
-            # Choices with equal content are different samples only if both have an id.
-            same = {content} if turn.choice_id is None else {turn.choice_id, ("no id", content)}
+            if logprobs or carried is not None:
+                # Choices with equal content are different samples only if both have an id.
+                content = (tuple(turn.prompt_token_ids), tuple(turn.token_ids), logprobs)
+                same |= {("no id", content)} if own else {content}
+                own |= {content} if own else {content, ("no id", content)}
             if same & seen:
                 raise UnusableTurn(TWICE)
-            seen |= {content, ("no id", content) if turn.choice_id is None else turn.choice_id}
+            seen |= own
         if turn.choice_id is not None:
             self._taken.add(turn.choice_id)
         return turn
@@ -673,6 +677,8 @@ class _Resolver:
                 f"the turn is longer than the model's context of {self._limits.max_seq_length} tokens "
                 "(start the server with a larger --max-seq-length)"
             )
+        if turn.origin == "ledger":
+            return  # the engine made them
         highest = max(max(turn.prompt_token_ids), max(turn.token_ids))
         lowest = min(min(turn.prompt_token_ids), min(turn.token_ids))
         if lowest < 0 or highest >= self._limits.vocab_size:

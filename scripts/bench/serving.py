@@ -1,9 +1,10 @@
 """Compares our server with vLLM alone: throughput and added latency, on one machine with the same requests.
 
-    python scripts/bench/serving.py [--pairs 8] [--max-tokens 128]
+    python scripts/bench/serving.py [--pairs 8] [--max-tokens 128] [--prompt-tokens 3000] [--logprobs-of both]
 
-Starts an art-server (capture and splicing on) and a plain vLLM with the same flags. Sends both the same requests with
-log-probabilities, a few seconds each in turn, at concurrency 1, 16 and 64, whole and streamed. Prints one JSON line per
+Starts an art-server (capture and splicing on) and a plain vLLM with the same flags. Sends both the same requests, vLLM's
+with log-probabilities, which a trainer needs of it and not of art-server (`--logprobs-of both`: both), a few seconds each in
+turn, at concurrency 1, 16 and 64, whole and streamed. Prints one JSON line per
 cell: tokens per second and median latency of both, and the ratio and the difference within a pair. All are medians over
 the pairs, because the speed of such machines changes by half within minutes. The last line contains the throughput that
 log-probabilities cost vLLM alone.
@@ -81,9 +82,10 @@ async def load(
     requests: int,
     concurrency: int,
     seed: int = 0,
+    filler: str = "",
 ) -> tuple[float, float]:
     """Tokens per second and the median latency in ms. Lengths vary from 0.5 to 1.5 times max_tokens, so that requests
-    start and end at different times, as an agent's do."""
+    start and end at different times, as an agent's do. Prompts end with `filler`."""
     half = body["max_tokens"] // 2
     lengths = [half + (number + seed) * 13 % (2 * half + 1) for number in range(requests)]
     numbers = iter(range(requests))
@@ -91,11 +93,9 @@ async def load(
 
     async def one() -> None:
         for number in numbers:
-            message = {
-                "role": "user",
-                "content": f"Repeat: word {number + seed} and some more of it",
-            }
+            text = f"Repeat: word {number + seed} and some more of it" + filler
             started = time.perf_counter()
+            message = {"role": "user", "content": text}
             asked = body | {"messages": [message], "max_tokens": lengths[number]}
             async with session.post("/v1/chat/completions", json=asked) as response:
                 assert response.status == 200, await response.text()
@@ -112,6 +112,8 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128, help="mean number of sampled tokens")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="further tokens of a prompt")
+    parser.add_argument("--logprobs-of", choices=("vllm", "both"), default="vllm")
     flags = parser.parse_args()
     # Requests at concurrency 1 are short: in a long one, the engine's time would hide the latency that the server adds.
     short = flags.max_tokens // 16
@@ -143,18 +145,20 @@ async def measure(
     ours: aiohttp.ClientSession, vllm: aiohttp.ClientSession, flags: argparse.Namespace
 ) -> None:
     body = {"model": MODEL, "max_tokens": flags.max_tokens, "ignore_eos": True, "logprobs": True}
+    filler = " and" * flags.prompt_tokens
     for session in (ours, vllm):
-        await load(session, body, 64, 64)
+        await load(session, body, 64, 64, filler=filler)
     for stream in (False, True):
         for concurrency, requests, pairs, max_tokens in flags.cells:
             asked = body | {"stream": stream, "max_tokens": max_tokens}
             results: list[dict[str, tuple[float, float]]] = []
             for pair in tqdm(range(pairs), desc=f"stream={stream} concurrency={concurrency}"):
-                sides = {"ours": ours, "vllm": vllm}
+                has_both = flags.logprobs_of == "both"
+                sides = {"ours": (ours, asked | {"logprobs": has_both}), "vllm": (vllm, asked)}
                 order = list(sides) if pair % 2 else list(sides)[::-1]
                 results.append(
                     {
-                        name: await load(sides[name], asked, requests, concurrency, pair)
+                        name: await load(*sides[name], requests, concurrency, pair, filler)
                         for name in order
                     }
                 )

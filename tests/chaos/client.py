@@ -27,7 +27,7 @@ async def rollout(
     client: openai.AsyncOpenAI = model.openai_client()
     message: Any = {"role": "user", "content": prompt}
     completion = await client.chat.completions.create(
-        model=model.get_inference_name(), messages=[message], max_tokens=KEPT_TOKENS
+        model=model.get_inference_name(), messages=[message], max_tokens=KEPT_TOKENS, logprobs=True
     )
     (choice,) = completion.choices
     extra: dict[str, Any] = choice.model_extra or {}

@@ -1,6 +1,7 @@
 """What others rely on stays: public names, flags, routes and bodies, and what an earlier server left on disk."""
 
 import gzip
+import json
 import shutil
 import sqlite3
 from pathlib import Path

@@ -1,0 +1,300 @@
+"""Measures train requests of long conversations: what is sent, what client and server need for it, and what is kept.
+
+    python scripts/bench/train_requests.py [--cases 128x10x150x350 512x16x512x32] [--tokens]
+
+A case is ROLLOUTS x TURNS x SAMPLED x OBSERVED tokens of a turn. For each case the ledger is filled with records of such
+conversations, then a server starts with a simulated engine and a trainer that computes nothing, and the real client
+trains the choices. Prints one JSON line a case: the body in MB, the client's seconds until its body is sent and accepted,
+its peak memory above the trajectories' own and the server's peak above idle in GiB, and the MB that the step keeps on disk.
+`--tokens`: the choices carry their tokens and log-probabilities, as for a program that requests them.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai.types.chat.chat_completion import Choice
+from tqdm import tqdm
+
+import art
+import art.backend
+
+CASES = [
+    "128x10x150x350",
+    "128x20x150x350",
+    "128x40x150x350",
+    "128x80x150x350",
+    "512x16x512x32",
+]
+PROJECT, NAME = "bench", "agent"
+SIMULATED = Path(__file__).with_name("simulated_engine.py")
+MAX_SEQ_LENGTH = 1 << 20
+END_ID = 1401
+"""Of the embedded model: the token that ends a turn."""
+
+
+def request_id(rollout: int, turn: int) -> str:
+    return f"{rollout * 1000 + turn:032x}"
+
+
+def conversation_of(
+    rollout: int, turns: int, sampled: int, observed: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Each turn's prompt and its sampled tokens."""
+    rng = random.Random(rollout)
+    prompt: list[int] = []
+    for _ in range(turns):
+        prompt = prompt + rng.choices(range(300, 1000), k=observed)
+        answer = [*rng.choices(range(300, 1000), k=sampled - 1), END_ID]
+        yield prompt, answer
+        prompt = prompt + answer
+
+
+def fill(path: Path, case: list[int]) -> None:
+    """Fills the ledger of a server that is not running."""
+    from art_server.base_models import TINY_DIR
+    from art_server.ledger.ledger import Ledger
+    from art_server.ledger.records import Request
+    from art_server.shared.samples import Sample
+
+    (path / ".server").mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(path / ".server" / "ledger.sqlite")
+    ledger.use_tokenizer(TINY_DIR)
+    assert ledger.end_id == END_ID
+    rollouts, *shape = case
+    sampling = {"n": 1, "temperature": 1.0}
+    for rollout in tqdm(range(rollouts), desc="records"):
+        for turn, (prompt, answer) in enumerate(conversation_of(rollout, *shape)):
+            request = Request(request_id(rollout, turn), "chat", PROJECT, NAME, 0, PROJECT)
+            with ledger.open_request(request):
+                ledger.take_prompt(request.request_id, 0, prompt)
+                logprobs = [-random.random() * 3 for _ in answer]
+                sample = Sample("x", 0, "", answer, logprobs, "stop", None, sampling, logprobs)
+                ledger.take_samples([(request.request_id, 0, 0, sample)])
+            ledger.mark_delivered(request.request_id)
+    ledger.close()
+
+
+def serve() -> None:
+    """art-server with a simulated engine and a trainer that computes nothing."""
+    from art_server import cli, registration
+    from art_server.engine import engine
+    from art_server.jobs import trainer
+    from art_server.jobs.resolve import Limits
+
+    of_engine, of_worker = engine.engine_command, trainer.worker_command
+
+    def simulated(*arguments: Any) -> list[str]:
+        command = of_engine(*arguments)
+        return [command[0], str(SIMULATED), *command[3:]]
+
+    def idle(config: Any) -> list[str]:
+        return [sys.executable, __file__, "--worker", *of_worker(config)[3:]]
+
+    engine.engine_command, trainer.worker_command = simulated, idle
+    registration.Registration.limits = lambda *_: Limits(1 << 17, MAX_SEQ_LENGTH)
+    cli.main()
+
+
+def work() -> None:
+    """A trainer whose steps are the step before, with a record of their tokens."""
+    from art_server.children import claim_stdout
+    from art_server.shared.tasks import Done, Progress, TrainTask
+    from art_server.store.model_folder import CONTENT_FILES
+    from art_server.trainer import worker
+    from art_server.trainer.token_record import TokenRecord
+
+    def train(policy: Any, task: TrainTask, _: int, report: Any, **__: Any) -> Done:
+        folder = Path(task.out_dir)
+        for name in CONTENT_FILES:
+            if (Path(task.in_dir) / name).exists():
+                shutil.copy(Path(task.in_dir) / name, folder / name)
+        TokenRecord(task.batch, policy.base_model).write(folder)
+        report(Progress(phase="save", completed=0, total=1))
+        return Done(metrics={}, environment={"trainer": "idle"})
+
+    worker.train = train
+    worker.main(claim_stdout())
+
+
+def start_server(path: Path) -> tuple[subprocess.Popen[bytes], str]:
+    flags = [
+        "--path",
+        str(path),
+        "--port",
+        "0",
+        "--inference-port",
+        "0",
+        "--base-model",
+        "art/tiny",
+    ]
+    with open(path / "server.log", "wb") as log:
+        command = [sys.executable, __file__, "--serve", *flags]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    file = path / ".server" / "address.json"
+    while True:
+        assert process.poll() is None, (path / "server.log").read_text()
+        try:
+            url = json.loads(file.read_text())["url"]
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return process, url
+        except (OSError, ValueError, httpx.TransportError):
+            pass
+        time.sleep(0.2)
+
+
+def memory_gib(pid: int, name: str) -> float:
+    """VmRSS or VmHWM of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) / 2**20
+
+
+def reset_peak(pid: int) -> None:
+    """Resets VmHWM."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def make_groups(case: list[int], has_tokens: bool) -> list[art.TrajectoryGroup]:
+    """Groups of eight trajectories, with the choices that a server's answers contain."""
+    rollouts, turns, sampled, observed = case
+    trajectories: list[art.Trajectory] = []
+    for rollout in range(rollouts):
+        entries: list[Any] = []
+        for turn, (prompt, answer) in enumerate(conversation_of(rollout, turns, sampled, observed)):
+            mark = {"id": f"{request_id(rollout, turn)}-0", "step": 0, "num_tokens": sampled}
+            mark["model"] = f"{PROJECT}/{NAME}"
+            rng = random.Random(turn)
+            words = " ".join(rng.choices(("word", "tool", "mail", "look", "find"), k=sampled))
+            message = {"role": "assistant", "content": words}
+            fields: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": message}
+            if has_tokens:
+                entry = {"token": "word", "logprob": -0.5, "bytes": [119], "top_logprobs": []}
+                fields |= {"logprobs": {"content": [dict(entry) for _ in answer]}}
+                fields |= {"token_ids": answer, "prompt_token_ids": prompt}
+            entries.append({"role": "user", "content": "seen " * observed})
+            entries.append(Choice.model_construct(**fields, art=mark))
+        reward = float(rollout % 2)
+        trajectories.append(art.Trajectory(messages_and_choices=entries, reward=reward))
+    return [art.TrajectoryGroup(trajectories[i : i + 8]) for i in range(0, rollouts, 8)]
+
+
+class Watch:
+    """The peak of this process's memory above that at the start."""
+
+    def __init__(self) -> None:
+        self.start = self.peak = memory_gib(os.getpid(), "VmRSS")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.02):
+            self.peak = max(self.peak, memory_gib(os.getpid(), "VmRSS"))
+
+    def end(self) -> float:
+        self._ended.set()
+        self._thread.join()
+        return self.peak - self.start
+
+
+async def measure(
+    path: Path, url: str, pid: int, case: list[int], flags: argparse.Namespace
+) -> None:
+    build, sizes, seconds = art.backend.build_train_request, list[int](), list[float]()
+
+    def measured(*arguments: Any, **more: Any) -> bytes:
+        started = time.process_time()
+        body = build(*arguments, **more)
+        sizes.append(len(body))
+        seconds.append(time.process_time() - started)
+        return body
+
+    async with art.Backend(url) as backend:
+        model = art.TrainableModel(name=NAME, project=PROJECT, base_model="art/tiny")
+        await model.register(backend)
+        groups = make_groups(case, flags.tokens)
+        before = kept_bytes(path)
+        idle = memory_gib(pid, "VmRSS")
+        reset_peak(pid)
+        art.backend.build_train_request = measured
+        watch, started = Watch(), time.monotonic()
+        result = await model.train(groups)
+        total = time.monotonic() - started
+        client = watch.end()
+        kept = kept_bytes(path)
+        print(
+            json.dumps(
+                {
+                    "case": "x".join(map(str, case)),
+                    "tokens": flags.tokens,
+                    "turns_trained": result.report.turns,
+                    "rows": result.report.num_rows,
+                    "sampled_tokens": result.report.num_trained_tokens,
+                    "body_mb": round(sum(sizes) / 1e6, 1),
+                    "client_seconds": round(sum(seconds), 2),
+                    "client_peak_gib": round(client, 2),
+                    "seconds_until_done": round(total, 1),
+                    "server_peak_gib_above_idle": round(memory_gib(pid, "VmHWM") - idle, 2),
+                    "kept_mb": {name: round((kept[name] - before[name]) / 1e6, 1) for name in kept},
+                    "kept_mb_total": round(sum(kept[n] - before[n] for n in kept) / 1e6, 1),
+                }
+            ),
+            flush=True,
+        )
+
+
+def kept_bytes(path: Path) -> dict[str, int]:
+    """Bytes on disk of the model's rollouts, records of tokens, and records of steps, and of the queue."""
+    folder = path / PROJECT / "models" / NAME
+    places = {
+        "trajectories": folder.glob("trajectories/*/*"),
+        "tokens": folder.glob("tokens/*"),
+        "replay": folder.glob("checkpoints/*/replay/batch*"),
+    }
+    return {name: sum(each.stat().st_size for each in of) for name, of in places.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--tokens", action="store_true", help="choices carry their tokens")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    case = [int(number) for number in flags.cases[0].split("x")]
+    if flags.fill is not None:
+        fill(flags.fill, case)
+    elif flags.one is not None:
+        process, url = start_server(flags.one)
+        try:
+            asyncio.run(measure(flags.one, url, process.pid, case, flags))
+        finally:
+            process.terminate()
+            process.wait()
+    else:
+        for each in flags.cases:
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, __file__, "--cases", each]
+                command += ["--tokens"] if flags.tokens else []
+                for part in ("--fill", "--one"):  # each measures a process of its own
+                    subprocess.run([*command, part, folder], check=True)
+
+
+if __name__ == "__main__":
+    other = {"--serve": serve, "--worker": work}.get(sys.argv[1] if len(sys.argv) > 1 else "")
+    if other is not None:
+        sys.argv.pop(1)
+    (other or main)()
