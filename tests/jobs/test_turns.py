@@ -1,5 +1,6 @@
 """What became of each turn, in the trajectories file, for people who read rollouts."""
 
+import gzip
 import json
 
 from hypothesis import given
@@ -55,7 +56,7 @@ def test_a_dropped_turn_has_its_reason_and_a_side_history_its_number() -> None:
     assert (one[2].sequence, one[2].start, one[2].stop, one[2].step) == (1, 1, 3, 0)
 
     payload = Payload.make(found.batch, [group], found.traces)
-    (line,) = payload.trajectories.splitlines()
+    (line,) = gzip.decompress(payload.trajectories).splitlines()
     stored = json.loads(line)["trajectories"]
     assert stored[0]["turns"][0] == {"history": 0, "entry": 0, "dropped": one[0].dropped}
     assert [each["entry"] for each in stored[0]["turns"]] == [0, 1, 0]

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import art
@@ -80,3 +81,11 @@ async def test_choices_without_record_and_tokens_are_named(tmp_path: Path) -> No
         result = await model.train([group, own])
         (dropped, _) = result.report.dropped
         assert dropped.count == 2 and "carries no tokens" in dropped.reason
+
+
+async def test_a_digest_that_is_none_is_refused(tmp_path: Path) -> None:
+    async with model_on(tmp_path) as (served, _), httpx.AsyncClient(base_url=served.url) as client:
+        headers = {"x-art-request-digest": "abc"}
+        path = "/api/models/demo/agent/train"
+        answer = await client.post(path, json={"groups": []}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "bad_digest")
