@@ -47,7 +47,8 @@ async def test_what_is_trained_does_not_depend_on_what_the_program_asked_for(
         assert hasattr(choice, "token_ids") == hasattr(choice, "prompt_token_ids") == bool(asked)
         assert choice.art["num_tokens"] == len(ANSWER)  # type: ignore[union-attr]
         result = await model.train([group])
-        assert result.report.turns == {"ledger": 2} and result.report.notes == []
+        assert result.report.turns == {"ledger": 2}
+        assert not any("ratio 1" in note for note in result.report.notes)
         assert trained(served) == [(PROMPT + ANSWER, KNOWN)] * 2
 
 
@@ -61,7 +62,7 @@ async def test_choices_of_another_server_are_sent_whole_under_one_key(
         group.trajectories += (await sample_group(model)).trajectories
         result = await model.train([group], idempotency_key="step 1")
         assert result.report.turns == {"ids": 2, "ledger": 2}
-        assert "ratio 1" in result.report.notes[0]
+        assert any("ratio 1" in note for note in result.report.notes)
         sequences = [(PROMPT + ANSWER, UNKNOWN)] * 2 + [(PROMPT + ANSWER, KNOWN)] * 2
         assert trained(served) == sequences
         again = await model.train([group], idempotency_key="step 1")
