@@ -162,9 +162,10 @@ def _make_whole(trajectory: dict[str, Any]) -> None:
         place: Any = history.pop(BEGINS_WITH, None)
         entries: Any = history.get("messages_and_choices")
         if isinstance(place, dict) and isinstance(entries, list):
-            number, count = (cast("dict[str, Any]", place).get(n) for n in ("history", "entries"))
+            named = cast("dict[str, Any]", place)
+            number, count = named.get("history"), named.get("entries")
             is_known = isinstance(number, int) and 0 <= number < len(whole)
-            earlier: Any = whole[number] if is_known else None
+            earlier: Any = whole[cast(int, number)] if is_known else None
             if isinstance(earlier, list) and isinstance(count, int):
                 entries = [*cast("list[Any]", earlier)[:count], *cast("list[Any]", entries)]
                 history["messages_and_choices"] = entries

@@ -449,7 +449,7 @@ class _Resolver:
         if turn is carried or turn.origin in ("logprob_entries", "rendered"):
             turn = self._unrecorded(turn, mark.get("step"))
         if entry is choice:
-            own: set[Hashable] = {turn.choice_id} - {None}
+            own: set[Hashable] = set() if turn.choice_id is None else {turn.choice_id}
             same = own.copy()
             logprobs = tuple(logprob_values(choice) or ())
             if logprobs or carried is not None:

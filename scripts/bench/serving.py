@@ -158,8 +158,9 @@ async def measure(
                 order = list(sides) if pair % 2 else list(sides)[::-1]
                 results.append(
                     {
-                        name: await load(*sides[name], requests, concurrency, pair, filler)
+                        name: await load(session, wanted, requests, concurrency, pair, filler)
                         for name in order
+                        for session, wanted in [sides[name]]
                     }
                 )
             print(json.dumps(cell(stream, concurrency, results)), flush=True)

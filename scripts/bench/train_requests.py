@@ -104,7 +104,7 @@ def serve() -> None:
         return [sys.executable, __file__, "--worker", *of_worker(config)[3:]]
 
     engine.engine_command, trainer.worker_command = simulated, idle
-    registration.Registration.limits = lambda *_: Limits(1 << 17, MAX_SEQ_LENGTH)
+    registration.Registration.limits = lambda self, model: Limits(1 << 17, MAX_SEQ_LENGTH)
     cli.main()
 
 
