@@ -4,6 +4,7 @@ A model that also reads images is loaded whole, as vLLM serves it. Only its lang
 other parts no gradient.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
 )
+from transformers.pytorch_utils import Conv1D
 
 from art.wire import LoRAConfig
 from art_server.base_models import has_experts, is_attention
@@ -83,46 +85,76 @@ def usual_attention(model_class: Any) -> str:
 def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
     """PEFT's configuration of an adapter of this model.
 
-    By default it covers all linear layers of the language model, or those of the attention in a mixture of experts.
-
     Raises:
-        ValueError: `target_modules` names layers of a mixture of experts outside its attention.
+        ValueError: `target_modules` names something else than layers that take an adapter.
     """
-    attention = _attention_layers(model)
-    targets: Any = lora.target_modules
-    if targets is None:
-        targets = attention or _language_layers(model) or "all-linear"
-    elif attention and not set(targets) <= set(attention):
-        beyond = ", ".join(sorted(set(targets) - set(attention)))
-        raise ValueError(
-            f"lora.target_modules names {beyond}, but in a mixture of experts only the attention takes an adapter: "
-            f"choose from {', '.join(attention)}, or leave target_modules out"
-        )
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT declares int but only divides it by r
-        target_modules=targets,
+        target_modules=_targets(lora.target_modules, model),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
     )
 
 
-def _attention_layers(model: PreTrainedModel) -> list[str] | None:
-    """Names of a mixture of experts' layers that take an adapter; None for other models."""
-    if not has_experts(model.config.get_text_config().to_dict()):
-        return None
-    linear = (name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
-    return sorted({name.rpartition(".")[2] for name in linear if is_attention(name)})
+def _targets(names: list[str] | None, model: PreTrainedModel) -> list[str] | str:
+    """PEFT's `target_modules`: names of layers, or a pattern for those inside a larger model.
+
+    By default an adapter covers all linear layers of the language model, or those of the attention in a mixture of
+    experts. Others take none: of embeddings and output heads vLLM serves adapters for few families, and does not apply
+    those of heads to the log-probabilities of prompts.
+    """
+    takes = _adaptable(model)
+    choices = sorted({name.rpartition(".")[2] for name in takes})
+    is_inside = any(_is_inside(name) for name in takes)
+    is_mixture = has_experts(model.config.get_text_config().to_dict())
+    if names == []:
+        raise ValueError("lora.target_modules is empty: name layers, or leave it out")
+    if names is None:
+        if is_inside:
+            return _pattern(choices)
+        return choices if is_mixture else "all-linear"
+    found = {
+        name: {each for each, _ in model.named_modules() if f".{each}".endswith(f".{name}")}
+        for name in names
+    }
+    if is_inside:
+        found = {name: {each for each in ones if _is_inside(each)} for name, ones in found.items()}
+    if beyond := [name for name, ones in found.items() if not ones or not ones <= takes]:
+        rule = (
+            "in a mixture of experts only the attention takes an adapter"
+            if is_mixture
+            else "only the linear layers of the language model take an adapter, without the output head"
+        )
+        raise ValueError(
+            f"lora.target_modules names {', '.join(sorted(beyond))}, but {rule}: choose from {', '.join(choices)}, or "
+            "leave target_modules out"
+        )
+    # The same names may occur in the parts that read images.
+    is_elsewhere = is_inside and any("." not in name for name in names)
+    return _pattern(names) if is_elsewhere else names
 
 
-def _language_layers(model: PreTrainedModel) -> str | None:
-    """A pattern for the linear layers of the language model inside a larger model; None if there is no larger model."""
-    inside = [
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if f".{LANGUAGE_MODEL}." in f".{name}" and isinstance(module, torch.nn.Linear)
-    ]
-    if not inside:
-        return None
-    return rf"(.*\.)?{LANGUAGE_MODEL}\..*\.({'|'.join(sorted(set(inside)))})"
+def _adaptable(model: PreTrainedModel) -> set[str]:
+    """Full names of the layers that may take an adapter."""
+    head = model.get_output_embeddings()
+    linear = {
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, torch.nn.Linear | Conv1D) and each is not head
+    }
+    linear = {name for name in linear if _is_inside(name)} or linear
+    if has_experts(model.config.get_text_config().to_dict()):
+        return {name for name in linear if is_attention(name)}
+    return linear
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a layer belongs to the language model inside a larger model."""
+    return f".{LANGUAGE_MODEL}." in f".{name}"
+
+
+def _pattern(names: list[str]) -> str:
+    """A pattern for the layers of these names in the language model inside a larger model."""
+    return rf"(.*\.)?{LANGUAGE_MODEL}\..*\.({'|'.join(map(re.escape, sorted(set(names))))})"

@@ -59,6 +59,10 @@ def test_of_a_model_that_sees_only_the_language_model_is_adapted(tmp_path: Path)
     policy = Policy(str(tmp_path / "base"))
     policy.init_adapter(LoRAConfig(rank=4), 0)
     assert policy.parameters and all(".language_model." in name for name in policy.parameters)
+    policy.init_adapter(LoRAConfig(rank=4, target_modules=["q_proj", "o_proj"]), 0)
+    layers = {name.split(".lora_")[0] for name in policy.parameters}
+    assert layers and all(".language_model." in name for name in layers)
+    assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "o_proj"}
 
 
 @pytest.mark.parametrize(
