@@ -20,7 +20,7 @@ from starlette.background import BackgroundTask
 from starlette.types import Receive
 
 from art.wire import STEP_HEADER
-from art_server.api.grammars import FIELDS
+from art_server.api.grammars import FIELDS, name_grammar
 from art_server.ledger import conversation
 from art_server.ledger.ledger import OpenRequest
 from art_server.ledger.records import choice_id
@@ -82,6 +82,8 @@ async def sample_json(service: Service, inference: InferenceRequest) -> Response
                 content = await response.read()
                 if response.status == 200:
                     content = await finish_body(content, inference, opened)
+                else:
+                    content = name_grammar(content, inference.body)
                 return Response(
                     with_requested_name(content, inference),
                     status_code=response.status,

@@ -1,17 +1,18 @@
-"""Size limits for everything that constrains sampling: schemas, regular expressions, grammars, choices, tools.
+"""What constrains sampling (schemas, regular expressions, grammars, choices, tools): limits, options, names in errors.
 
 vLLM compiles them in the engine's process (xgrammar 0.2.8), which samples nothing meanwhile. The time grows with the
 third power of some sizes. Within these limits the slowest input that we found takes about two seconds on one core.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from art_server.api.bodies import is_deeper
-from art_server.errors import InvalidInput
+from art_server.errors import BadRequest, InvalidInput
+from art_server.shared import samples
 
 FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 """Fields with constraints in the four APIs (`text.format` of /v1/responses, `output_config.format` of /v1/messages)."""
@@ -35,15 +36,91 @@ JSON_PATHS = frozenset({"structured_outputs.json", "structured_outputs.structura
 """Fields whose text may contain JSON."""
 
 
+GRAMMAR_MARK = samples.GRAMMAR_MARK.encode()
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""Members of `structured_outputs` that vLLM obeys."""
+REMOVED = ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
+"""vLLM's former fields `guided_...`, which it ignores."""
+
+
 def check_grammars(body: dict[str, Any]) -> None:
     """Checks the constraints of a request.
 
     Raises:
+        BadRequest: vLLM would ignore an option.
         InvalidInput: a field is above a limit.
     """
+    check_options(body)
     for field in FIELDS:
         if body.get(field) is not None:
             check_field(field, msgspec.json.encode(body[field]))
+
+
+def check_options(body: dict[str, Any]) -> None:
+    """Checks that no option would be ignored: an answer would not be what its request demands."""
+    for name in REMOVED:
+        if body.get(f"guided_{name}") is not None:
+            raise ignored_option(
+                f"guided_{name}", "use `structured_outputs` or `response_format` instead"
+            )
+    options = body.get("structured_outputs")
+    if isinstance(options, dict):
+        for name, value in options.items():
+            if name not in CONSTRAINTS and value not in (None, False):
+                known = ", ".join(CONSTRAINTS)
+                raise ignored_option(f"structured_outputs.{name[:MAX_TEXT]}", f"it knows {known}")
+
+
+def ignored_option(path: str, remedy: str) -> BadRequest:
+    return BadRequest(
+        f"{path}: the engine does not know this option in a request and would ignore it; {remedy}",
+        code="unknown_option",
+        param=path,
+    )
+
+
+def name_grammar(content: bytes, body: Mapping[str, Any]) -> bytes:
+    """vLLM's refusal of a request, with the field that contains the grammar, if this is its reason."""
+    if GRAMMAR_MARK not in content:
+        return content
+    field = grammar_field(body)
+    answer = msgspec.json.decode(content)
+    error = answer["error"]
+    error["message"] = error["message"].replace(samples.GRAMMAR_MARK, field)
+    error["param"] = field
+    return msgspec.json.encode(answer)
+
+
+def grammar_field(body: Mapping[str, Any]) -> str:
+    """The field of a request that its grammar was made from."""
+    options = body.get("structured_outputs")
+    if isinstance(options, dict):
+        for name in CONSTRAINTS:
+            if options.get(name) is not None:
+                return f"structured_outputs.{name}"
+    for field, member in (("text", "format"), ("output_config", "format")):
+        if isinstance(value := body.get(field), dict) and value.get(member) is not None:
+            return f"{field}.{member}"
+    wanted = body.get("response_format")
+    if isinstance(wanted, dict) and wanted.get("type") not in (None, "text"):
+        return "response_format" + (".json_schema" if wanted.get("json_schema") else "")
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return "the request"
+    schemas = [
+        (str(tool.get("name") or (tool.get("function") or {}).get("name")), f"tools[{i}].{place}")
+        for i, tool in enumerate(tools)
+        for place, schema in schemas_of(tool)
+        if schema is not None
+    ]
+    choice = json_text(body.get("tool_choice"))
+    named = [path for name, path in schemas if json_text(name) in choice]
+    return " or ".join(named or [path for _, path in schemas]) or "tools"
+
+
+def json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 @functools.lru_cache(maxsize=128)

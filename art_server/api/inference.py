@@ -80,6 +80,7 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
             code="missing_model",
             param="model",
         )
+    check_conversation(PATHS[request.scope["path"]], data)
     check_no_beam_search(data)
     check_choices(PATHS[request.scope["path"]], data)
     check_grammars(data)
@@ -114,6 +115,40 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
         before_tool=conversation.before_tool(messages, digests),
         requested_at=request.state.arrived_at,
     )
+
+
+CONVERSATIONS = {"chat": "messages", "messages": "messages", "responses": "input"}
+"""The field with the conversation, by API."""
+
+
+def check_conversation(api: str, body: dict[str, Any]) -> None:
+    """Checks the shape of a conversation, and removes names that are null, as clients send whole messages back.
+
+    Raises:
+        BadRequest: it is no list of objects; the error names the field.
+    """
+    field = CONVERSATIONS.get(api)
+    if field is None or field not in body or (api == "responses" and isinstance(body[field], str)):
+        return
+    messages = body[field]
+    if not isinstance(messages, list):
+        raise not_messages(field, f"it must be a list of messages, not {json_kind(messages)}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            path = f"{field}[{index}]"
+            raise not_messages(path, f"it must be an object, not {json_kind(message)}")
+        if api == "chat" and message.get("name", "") is None:
+            del message["name"]
+
+
+def not_messages(path: str, reason: str) -> BadRequest:
+    return BadRequest(f"{path}: {reason}", code="invalid_body", param=path)
+
+
+def json_kind(value: Any) -> str:
+    """JSON's name for a value's type."""
+    kinds = {bool: "a boolean", str: "a string", list: "an array", dict: "an object"}
+    return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def check_no_beam_search(body: dict[str, Any]) -> None:

@@ -63,3 +63,21 @@ class MessageName(msgspec.Struct):
     request_id: str = ""
     index: int = 0
     sampling: dict[str, Any] = {}
+
+
+GRAMMAR_MARK = "@grammar@"
+"""Stands in an error of vLLM's process for the field of the request that contains the grammar."""
+
+ESCAPED_HALF = re.compile(
+    r"(?<!\\)((?:\\\\)*)(?:(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+"""A surrogate pair that JSON writes as two escapes, or one half of a pair."""
+
+
+def whole_characters(text: str) -> str:
+    """JSON in which each half of a surrogate pair, as a character or as an escape, is U+FFFD."""
+    if not text.isascii():
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if "\\u" not in text:
+        return text
+    return ESCAPED_HALF.sub(lambda found: found[1] + (found[2] or "\\ufffd"), text)

@@ -1,6 +1,7 @@
 """What constrains sampling is bounded, whichever API it comes by."""
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_server.api import grammars
-from art_server.api.grammars import check_grammars
-from art_server.errors import InvalidInput
+from art_server.api.errors import status_of
+from art_server.api.grammars import check_grammars, name_grammar
+from art_server.api.streaming import refusal
+from art_server.errors import BadRequest, InvalidInput
+from art_server.shared import samples
 from tests.api.test_art_wire import client, make
 
 SCHEMA = {
@@ -126,7 +130,7 @@ def test_many_tools_are_refused() -> None:
 
 
 @given(
-    st.sampled_from(grammars.FIELDS),
+    st.sampled_from([each for each in grammars.FIELDS if each != "structured_outputs"]),
     st.recursive(
         st.none() | st.integers(-9, 9) | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
@@ -140,4 +144,88 @@ def test_small_values_pass_and_deep_ones_do_not(field: str, value: Any, depth: i
         value = {"schema": value}
     if depth > grammars.MAX_DEPTH:
         with pytest.raises(InvalidInput, match="nest more"):
-            check_grammars({"structured_outputs": value})
+            check_grammars({"response_format": value})
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "backend": "outlines"}},
+            "structured_outputs.backend",
+        ),
+    ],
+)
+def test_options_that_the_engine_would_ignore_are_refused(body: dict[str, Any], path: str) -> None:
+    with pytest.raises(BadRequest, match="would ignore it") as error:
+        check_grammars(body)
+    assert error.value.param == path and status_of(error.value) == 400
+
+
+def test_options_at_their_defaults_pass() -> None:
+    options = {"json": {}, "disable_any_whitespace": False, "whitespace_pattern": None}
+    check_grammars({"structured_outputs": options, "guided_json": None})
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("a", "b")
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"structured_outputs": {"grammar": "x", "json": None}}, "structured_outputs.grammar"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+        ),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"output_config": {"format": {"schema": {}}}}, "output_config.format"),
+        ({"tools": TOOLS[:1], "tool_choice": "required"}, "tools[0].function.parameters"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "b"}}},
+            "tools[1].function.parameters",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            "tools[0].function.parameters or tools[1].function.parameters",
+        ),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools[0].input_schema"),
+        ({"tools": None}, "the request"),
+    ],
+)
+def test_a_refused_grammar_is_named_by_its_field(body: dict[str, Any], field: str) -> None:
+    error = {"message": f"{samples.GRAMMAR_MARK}: the parenthesis is not closed", "code": 400}
+    named = json.loads(name_grammar(json.dumps({"error": error}).encode(), body))
+    assert named["error"]["message"] == f"{field}: the parenthesis is not closed"
+    assert named["error"]["param"] == field
+    other = b'{"error": {"message": "max_tokens is too large"}}'
+    assert name_grammar(other, body) == other
+
+
+def test_a_stream_that_begins_with_a_refusal_is_refused() -> None:
+    body = {"structured_outputs": {"json": {}}}
+    inference: Any = types.SimpleNamespace(body=body)
+
+    def event(code: int) -> bytes:
+        error = {"message": f"{samples.GRAMMAR_MARK}: bad", "code": code}
+        return b'data: {"error":' + json.dumps(error).encode() + b"}\n\ndata: [DONE]\n\n"
+
+    refused = refusal(event(400), inference)
+    assert refused is not None and refused.status == 400
+    assert json.loads(refused.content)["error"]["message"] == "structured_outputs.json: bad"
+    assert refusal(event(500), inference) is None
+    assert refusal(b'data: {"choices":[]}\n\n', inference) is None
