@@ -16,6 +16,7 @@ import asyncio
 import functools
 import math
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,7 +26,7 @@ import msgspec
 
 from art_server.children import be_child, collect_seldom
 from art_server.in_vllm import entries, plain_text
-from art_server.shared.samples import is_first_turn
+from art_server.shared.samples import GRAMMAR_MARK, is_first_turn, whole_characters
 from art_server.shared.switches import RAW_SWITCH
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -87,6 +88,9 @@ class Sampled(NamedTuple):
     entries: Sequence[Sequence[int]] = ()
     """One entry for each token (`entries.py`)."""
 
+
+MAX_REASON = 500
+"""Characters of the reason why a grammar is refused. Some contain the whole grammar."""
 
 NOT_FINITE = -9999.0
 """Replaces a log-probability that JSON cannot represent, as in vLLM's own answers."""
@@ -176,9 +180,12 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
         if sampling_params.structured_outputs is not None and request_id.startswith("cmpl-"):
             # A completion does not think, but vLLM would wait for the end of thinking before it applies the grammar.
             options.setdefault("reasoning_ended", True)
+        is_constrained = sampling_params.structured_outputs is not None
         choices: defaultdict[int, list[Sampled]] = defaultdict(list)
         async for result in generate(prompt, sampling_params, request_id, **options):
             for output in result.outputs:
+                if output.finish_reason == "error" and is_constrained:
+                    raise bad_grammar("the engine cannot compile it, or no text satisfies it")
                 parts = choices[output.index]
                 mask, output.sampling_mask = output.sampling_mask, None
                 found = mask.token_ids if mask is not None else ()
@@ -200,6 +207,63 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
             yield result
 
     return recorded
+
+
+def bad_grammar(reason: str) -> Exception:
+    """The error of a request whose grammar the engine refuses; vLLM answers it with a 400. The server replaces the mark by
+    the request's field."""
+    from vllm.exceptions import VLLMValidationError
+
+    return VLLMValidationError(f"{GRAMMAR_MARK}: {reason}")
+
+
+SOURCE_PLACE = re.compile(r"\[[\d:]+\] \S+\.cc:\d+: ")
+"""xgrammar's time and place in its source, before the reason."""
+
+
+def name_bad_grammars() -> None:
+    """Has vLLM's check of a grammar, which runs before sampling, give the reason. A grammar in EBNF must be one that xgrammar
+    can read: guidance, which vLLM tries next, drops the first of two rules with one name."""
+    import xgrammar
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+    check = SamplingParams._validate_structured_outputs
+
+    def checked(self: Any, *args: Any) -> None:
+        grammar = self.structured_outputs.grammar if self.structured_outputs is not None else None
+        try:
+            if isinstance(grammar, str) and grammar.strip() and not grammar_is_likely_lark(grammar):
+                xgrammar.Grammar.from_ebnf(grammar)
+            check(self, *args)
+        except (ValueError, RuntimeError) as error:
+            reasons = [str(error.args[0] if error.args else error)]
+            if error.__cause__ is not None and str(error.__cause__) not in reasons[0]:
+                reasons.append(str(error.__cause__))
+            reason = " ".join(SOURCE_PLACE.sub("", " ".join(reasons)).split())
+            raise bad_grammar(reason[:MAX_REASON]) from error
+
+    SamplingParams._validate_structured_outputs = checked
+
+
+def send_no_half_surrogates() -> None:
+    """Replaces halves of surrogate pairs in the arguments of tool calls, which a model can write as JSON escapes: no
+    request that contains one can be encoded."""
+    from vllm.entrypoints.generate.base import protocol
+
+    for made in (protocol.FunctionCall, protocol.DeltaFunctionCall):
+        replace_arguments(made)
+
+
+def replace_arguments(made: Any) -> None:
+    init = made.__init__
+
+    def cleaned(self: Any, **fields: Any) -> None:
+        if isinstance(arguments := fields.get("arguments"), str):
+            fields["arguments"] = whole_characters(arguments)
+        init(self, **fields)
+
+    made.__init__ = cleaned
 
 
 def remember_token_texts() -> None:
@@ -247,6 +311,8 @@ def main() -> None:
     entry.build_and_serve = build_and_serve
     remember_token_texts()
     whole_answers.install()
+    name_bad_grammars()
+    send_no_half_surrogates()
     collect_seldom()
     entry.main()
 

@@ -40,7 +40,7 @@ class Pause:
 
 
 def install() -> None:
-    """Installs reports of what each token was sampled from and of work done. On a CPU also: forked processes, faster
+    """Installs reports of what each token was sampled from and of work done, and limits of grammars. On a CPU also: forked processes, faster
     LoRA, seeded requests, mixtures of experts, and waits that leave the cores to processes with work."""
     device = os.environ.get(SWITCH)
     if device is None:
@@ -48,9 +48,10 @@ def install() -> None:
     # Imported here, because vLLM loads this module also in engines that no art-server started.
     from vllm.distributed.device_communicators import shm_broadcast
 
-    from art_server.in_vllm import counting, kept_sets
+    from art_server.in_vllm import counting, grammars, kept_sets
 
     kept_sets.install()
+    grammars.install()
     counting.install(device)
     if device != "cpu":
         return
