@@ -225,6 +225,7 @@ def name_bad_grammars() -> None:
     """Has vLLM's check of a grammar, which runs before sampling, give the reason. A grammar in EBNF must be one that xgrammar
     can read: guidance, which vLLM tries next, drops the first of two rules with one name."""
     import xgrammar
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
@@ -236,7 +237,7 @@ def name_bad_grammars() -> None:
             if isinstance(grammar, str) and grammar.strip() and not grammar_is_likely_lark(grammar):
                 xgrammar.Grammar.from_ebnf(grammar)
             check(self, *args)
-        except (ValueError, RuntimeError) as error:
+        except (VLLMClientError, ValueError, RuntimeError) as error:
             reasons = [str(error.args[0] if error.args else error)]
             if error.__cause__ is not None and str(error.__cause__) not in reasons[0]:
                 reasons.append(str(error.__cause__))

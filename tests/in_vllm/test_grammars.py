@@ -18,6 +18,7 @@ from art_server.shared.samples import GRAMMAR_MARK
 with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own deprecations
     from vllm.config.structured_outputs import StructuredOutputsConfig
     from vllm.entrypoints.generate.base import protocol
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
     from vllm.v1.structured_output.backend_guidance import GuidanceBackend
@@ -173,7 +174,7 @@ def test_a_grammar_is_refused_before_sampling_with_the_reason(
     if reason is None:
         params._validate_structured_outputs(*arguments)
         return
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(VLLMClientError) as error:
         params._validate_structured_outputs(*arguments)
     message = str(error.value)
     assert message.startswith(f"{GRAMMAR_MARK}: ") and reason in message
