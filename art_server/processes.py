@@ -62,6 +62,8 @@ class Processes:
             config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30)
         )
         self.ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
+        types = config.number_types(machine.kind)
+        self.gap_bars = bars = gap_bars(types, config.exact, config.gap_limit)
         self.engine = Engine(
             config,
             machine.kind,
@@ -71,10 +73,9 @@ class Processes:
             Intake(self.ledger, self.background).receiver(),
             lambda: self.gate.num_inside > 0,
             self.background,
+            bars,
         )
         for_trainer = device_environment(config.train_devices, machine)
-        types = config.number_types(machine.kind)
-        self.gap_bars = gap_bars(types, config.exact, config.gap_limit)
         self.trainer = Trainer(config, machine.kind, for_trainer, children)
 
     def figures(self) -> Figures:

@@ -205,7 +205,7 @@ class ServerConfig(BaseModel):
         float | None,
         Flag(
             "a step trains nothing if the mean difference between the engine's and the trainer's log-probabilities is "
-            "above this (1 if one of their number types is bfloat16, else 0.12 if one is float16, else 4e-4; 4e-5 with "
+            "above this (0.5 if one of their number types is bfloat16, else 0.12 if one is float16, else 4e-4; 4e-5 with "
             "--exact); 0: no limit",
             "MEAN",
         ),

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.engine.engine import AdapterRefused, State
+from art_server.engine.engine import AdapterRefused, PolicyDiffers, State
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
-from art_server.shared.tasks import Done, InitTask, LoadTask, Progress, TrainTask
+from art_server.shared.tasks import Done, InitTask, LoadTask, Probe, Progress, TrainTask
 
 BASE = BaseModel("base", TINY_DIR)
 
@@ -30,6 +30,8 @@ class FakeEngine:
         self.is_paused = False
         self.refused: set[str] = set()
         """Names of adapters that it refuses."""
+        self.differs: set[str] = set()
+        """Names of adapters with which it computes another policy."""
         self.adapters: dict[str, Path] = {}
 
     def ignored_args(self, requested: dict[str, str]) -> list[str]:
@@ -61,6 +63,9 @@ class FakeEngine:
     ) -> None:
         if not holds_device:
             await self.wait_ready(timeout_seconds)
+        if name in self.differs and not holds_device:
+            self.adapters.pop(name, None)
+            raise PolicyDiffers(name, "its log-probabilities differ")
         if name in self.refused:
             if not holds_device:
                 raise AdapterRefused(f"vLLM refused adapter '{name}': its rank is too high")
@@ -81,6 +86,8 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.events: list[Exception | Callable[[TrainTask], Any]] = []
         self.tasks: list[TrainTask] = []
+        self.probe: Probe | None = None
+        """Of each step."""
         self.batches: list[Any] = []
         self.is_waiting = asyncio.Event()
         """Set when a task waits to be cancelled."""
@@ -110,7 +117,11 @@ class FakeTrainer:
         if not isinstance(task, TrainTask):
             return Done(metrics={"loss/train": 0.5})
         (Path(task.out_dir) / "optimizer.safetensors").write_bytes(b"moments")
-        return Done(metrics={"loss/train": 0.5}, optimizer_steps=(task.optimizer_steps or 0) + 1)
+        return Done(
+            metrics={"loss/train": 0.5},
+            optimizer_steps=(task.optimizer_steps or 0) + 1,
+            probe=self.probe,
+        )
 
     @property
     def was_cancelled(self) -> bool:

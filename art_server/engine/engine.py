@@ -30,11 +30,20 @@ from art_server.device.owner import DeviceOwner
 from art_server.device.plan import Plan
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.failures import find_cause
+from art_server.engine.probe import find_fault
 from art_server.errors import InvalidInput, Unavailable
 from art_server.progress import StartProgress
 from art_server.settings import Device, Handover, ServerConfig
+from art_server.shared.samples import new_request_id
+from art_server.shared.tasks import GapBars
 from art_server.shared.work import FILE_VARIABLE, make_file, read_work
 from art_server.store import files
+from art_server.store.model_folder import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    DESCRIPTION_FILE,
+    CheckpointRecord,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +120,18 @@ class AdapterRefused(EngineDied):
         self.code = "adapter_refused"
 
 
+class PolicyDiffers(AdapterRefused):
+    """vLLM computes another policy with an adapter than the trainer that made it; the adapter was unloaded."""
+
+    def __init__(self, name: str, fault: str):
+        super().__init__(
+            f"the engine computes another policy for '{name}' than the trainer: {fault}. The step does not serve, and "
+            "nothing is trained from it. Check that both have the same base weights and that no --engine-arg changes the "
+            "model (quantization), restart the server, or compute both in float32 (--exact); --gap-limit 0 turns this off"
+        )
+        self.code = "policy_differs"
+
+
 class Engine:
     """vLLM's process, its state, and its loaded adapters."""
 
@@ -124,6 +145,7 @@ class Engine:
         receiver: Receiver,
         is_busy: Callable[[], bool],
         background: Background,
+        gap_bars: GapBars | None = None,
     ):
         self.state: State = "none"
         self.detail: str | None = None
@@ -146,7 +168,10 @@ class Engine:
         self._receiver = receiver
         self._is_busy = is_busy
         self._background = background
+        self._gap_bars = gap_bars
         self._adapters: dict[str, Path] = {}
+        self._compared: set[str] = set()
+        """The adapters that this process has loaded and scores as their trainer does. Only these serve."""
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._leaving: set[str] = set()
         """Adapters that vLLM still holds and nobody can request."""
@@ -191,6 +216,7 @@ class Engine:
             self._run_dir = None
         self.base = None
         self._adapters.clear()
+        self._compared.clear()
         await self._set_state("none")
 
     @property
@@ -359,9 +385,11 @@ class Engine:
         self.progress.note("engine: vLLM answers; it samples a first token to warm up")
         self._paused, self._has_weights, self._ended = False, True, None
         self._seq_length = await self._read_seq_length()
+        self._compared.clear()
         for name, path in list(self._adapters.items()):
             try:
                 await self._post_load(name, path)
+                await self._compare(name, path)
             except AdapterRefused as error:  # a request for this adapter gets the error again
                 logger.error("%s", error.message)
                 self._adapters.pop(name, None)
@@ -393,11 +421,15 @@ class Engine:
             raise EngineDied(f"vLLM cannot sample a token: {text[:500]}")
 
     async def _post(
-        self, path: str, body: dict[str, Any] | None = None, timeout_seconds: float = 300.0
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_seconds: float = 300.0,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, str]:
         """Status and text of vLLM's answer."""
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
-        async with self.http.post(path, json=body, timeout=timeout) as response:
+        async with self.http.post(path, json=body, timeout=timeout, headers=headers) as response:
             return response.status, await response.text()
 
     async def _watch(self) -> str:
@@ -511,10 +543,12 @@ class Engine:
     async def load_adapter(
         self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False
     ) -> None:
-        """Has the engine serve the PEFT folder `path` as `name`, also after restarts; no-op if it already does. With
-        `holds_device`, for a caller that holds the device, it tries once at most, and a refusal raises nothing.
+        """Has the engine serve the checkpoint `path` as `name`, also after restarts; no-op if it already does. With
+        `holds_device`, for a caller that holds the device, it tries once at most, and a refusal raises nothing; the
+        adapter serves after another call, because a paused engine cannot score its probe.
 
         Raises:
+            PolicyDiffers: the checkpoint has a probe, and vLLM scores it as another policy.
             AdapterRefused: vLLM refuses the adapter.
             Unavailable: the engine is not ready in time.
         """
@@ -523,7 +557,7 @@ class Engine:
                 with contextlib.suppress(*LOST, AdapterRefused):
                     await self._load(name, path)
             return
-        while name not in self._adapters:
+        while name not in self._compared:
             await self.wait_ready(timeout_seconds)
             if name not in self._loads:
                 self._loads[name] = asyncio.create_task(self._load_alone(name, path))
@@ -537,6 +571,7 @@ class Engine:
             if self.state == "ready":
                 try:
                     await self._load(name, path)
+                    await self._compare(name, path)
                 except LOST:
                     await asyncio.sleep(0.2)  # vLLM died: wait for its restart
 
@@ -550,9 +585,50 @@ class Engine:
             await self._post_load(name, path)
             self._adapters[name] = path
 
+    async def _compare(self, name: str, path: Path) -> None:
+        """Compares a loaded adapter with the probe of its checkpoint, if it has one, before it serves."""
+        fault = await self._find_fault(name, path)
+        if fault is not None:
+            self.unload_adapter(name)
+            self.forget_prompts()  # the probe's, which other weights of this name must not find
+            raise PolicyDiffers(name, fault)
+        self._compared.add(name)
+
+    async def _find_fault(self, name: str, path: Path) -> str | None:
+        description = path / DESCRIPTION_FILE
+        if self._gap_bars is None or not description.exists():
+            return None
+        probe = CheckpointRecord.model_validate_json(description.read_bytes()).probe
+        if probe is None or not probe.token_ids:
+            return None
+        logprobs, scaled = await self._score(name, probe.token_ids), list[float]()
+        if probe.factor > 1:
+            # Another path for each: vLLM's prefix cache finds prompts by the adapter's name and path.
+            with tempfile.TemporaryDirectory(dir=self._run_dir) as folder:
+                make_scaled_adapter(path, Path(folder), probe.factor)
+                await self._post_load(f"{name}*{probe.factor}", Path(folder))
+                scaled = await self._score(f"{name}*{probe.factor}", probe.token_ids)
+                await self._post("/v1/unload_lora_adapter", {"lora_name": f"{name}*{probe.factor}"})
+        return find_fault(probe, logprobs, scaled, self._gap_bars)
+
+    async def _score(self, name: str, token_ids: list[int]) -> list[float]:
+        """The log-probability of each token but the first."""
+        body = {"model": name, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
+        # A first turn: the ledger has no tokens for it.
+        headers = {"x-request-id": new_request_id(is_first_turn=True)}
+        status, text = await self._post("/v1/completions", body, headers=headers)
+        if status != 200:
+            raise AdapterRefused(f"vLLM cannot score with adapter '{name}': {text[:500]}")
+        scores = json.loads(text)["choices"][0]["prompt_logprobs"]
+        return [
+            each[str(token)]["logprob"]
+            for token, each in zip(token_ids[1:], scores[1:], strict=True)
+        ]
+
     def unload_adapter(self, name: str) -> None:
         """Serves an adapter no longer. Requests that use it must have ended. vLLM unloads it before the next pause or
         load, because the caller must not wait for the device."""
+        self._compared.discard(name)
         if self._adapters.pop(name, None) is not None:
             self._leaving.add(name)
 
@@ -585,6 +661,14 @@ class Engine:
             status, text = await self._post("/v1/load_lora_adapter", body)
         if status != 200:
             raise AdapterRefused(f"vLLM refused adapter '{name}': {text[:500]}")
+
+
+def make_scaled_adapter(source: Path, target: Path, factor: int) -> None:
+    """Makes a PEFT folder with the same weights and `factor` times the alpha."""
+    config = json.loads((source / CONFIG_FILE).read_bytes())
+    config["lora_alpha"] *= factor
+    (target / CONFIG_FILE).write_text(json.dumps(config))
+    (target / ADAPTER_FILE).symlink_to((source / ADAPTER_FILE).resolve())
 
 
 def is_running(task: asyncio.Task[None] | None) -> bool:

@@ -3,6 +3,8 @@
 docs/precision.md has the measured gaps that the bars are derived from.
 """
 
+import math
+
 from art_server.shared.tasks import GapBars
 
 WRONG_FACTOR = 4.0
@@ -11,6 +13,11 @@ WRONG_FACTOR = 4.0
 LARGEST_MEASURED = {"bfloat16": 0.25, "float16": 0.03, "float32": 1e-4}
 """Largest measured mean gap of a step, with a margin, by the coarser number type of engine and trainer, the coarsest
 first (docs/precision.md)."""
+
+FACTORS = {"bfloat16": 2.0}
+"""WRONG_FACTOR of a type whose largest gap was measured with the noisiest model known, SmolLM2."""
+
+MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 
 EXACT = GapBars(high=1e-5, wrong=WRONG_FACTOR * 1e-5, largest=WRONG_FACTOR * 1e-4)
 """The bars of `--exact`, with float32 on both sides. Confident answers have a mean gap below 1e-6, incoherent text of a
@@ -24,5 +31,21 @@ def gap_bars(
     None for a limit of 0, which turns the check off."""
     if limit is not None:
         return GapBars(high=limit / WRONG_FACTOR, wrong=limit) if limit else None
-    measured = next(gap for kind, gap in LARGEST_MEASURED.items() if kind in number_types)
-    return EXACT if is_exact else GapBars(high=measured, wrong=WRONG_FACTOR * measured)
+    if is_exact:
+        return EXACT
+    kind, measured = next(each for each in LARGEST_MEASURED.items() if each[0] in number_types)
+    return GapBars(
+        high=measured,
+        wrong=FACTORS.get(kind, WRONG_FACTOR) * measured,
+        epsilon=rounding_of(number_types),
+    )
+
+
+def rounding_of(number_types: tuple[str, str]) -> float:
+    """The standard deviation, relative to a number, of the difference between its roundings to both number types; 0 for
+    float32.
+
+    Rounding errs by a twelfth of the last place's square. The last place is 2**-bits to 2**-(bits + 1) of the number.
+    """
+    bits = [MANTISSA_BITS[each] for each in number_types if each in MANTISSA_BITS]
+    return math.sqrt(sum(2.0 ** -(2 * each + 1) / 12 for each in bits))

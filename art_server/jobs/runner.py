@@ -36,7 +36,7 @@ from art.wire import (
     TrainRequest,
 )
 from art_server.device.owner import DeviceOwner
-from art_server.engine.engine import AdapterRefused, Engine
+from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError, Unavailable
 from art_server.jobs.metrics import DoneStep, JobNews, step_metrics, train_metrics
@@ -431,6 +431,7 @@ class JobRunner:
                 return  # cancelled meanwhile
             job = await self.get(job.job_id)
             await self._wait_engine(job)
+            await self._compare_start(model, step - 1)
             try:
                 await self._train(model, job, step, config)
             finally:  # a failed attempt's files could fill the disk for the next one
@@ -463,12 +464,31 @@ class JobRunner:
                 await self._engine.wait_ready(HEARTBEAT_SECONDS)
         await self._engine.wait_ready(HEARTBEAT_SECONDS)
 
+    async def _compare_start(self, model: Model, step: int) -> None:
+        """Has the engine load the step that a job starts from, if its probe has something to compare.
+
+        Raises:
+            PolicyDiffers: the engine computes another policy for it than the trainer.
+        """
+        record = await asyncio.to_thread(model.folder.read_checkpoint, step)
+        if record.probe is None or not record.probe.token_ids:
+            return
+        try:
+            await self._engine.load_adapter(
+                model.adapter_name(step), model.folder.checkpoint_dir(step), ENGINE_WAIT_SECONDS
+            )
+        except PolicyDiffers:
+            raise
+        except AdapterRefused:  # a step that the engine does not take can be trained on
+            pass
+
     def _stop_if_cancelled(self, job: Job) -> None:
         if job.job_id in self._cancelled:
             raise TrainerError("cancelled", "the job was cancelled", retryable=True)
 
     async def _train(self, model: Model, job: Job, step: int, config: TrainConfig) -> None:
         batch = await asyncio.to_thread(self._queue.batch, job.job_id)
+        start = await asyncio.to_thread(model.folder.read_checkpoint, step - 1)
         started = time.monotonic()
         async with self._turn(model, job):
             self._stop_if_cancelled(job)
@@ -484,6 +504,7 @@ class JobRunner:
                 max_seq_length=self._engine.max_seq_length,
                 seed=seed_of(model, step),
                 gap_bars=self._gap_bars,
+                probe=start.probe,
                 # The kernel kills a process that takes too much memory. Two deaths may have another reason.
                 budget_divisor=2 ** max(0, self._deaths[job.job_id] - 2),
             )
@@ -496,6 +517,7 @@ class JobRunner:
                 unchanged=done.unchanged,
                 optimizer_steps=done.optimizer_steps,
                 notes=done.notes,
+                probe=done.probe,
                 environment=done.environment,
             )
             await run_whole(model.folder.commit_checkpoint, temporary, record)

@@ -141,7 +141,7 @@ class LoadTask(Record):
 
 
 class GapBars(Record):
-    """Thresholds for the gap between the engine's and the trainer's log-probabilities (`gap.py`)."""
+    """Thresholds for the gap between the engine's and the trainer's log-probabilities (`gap.py`, `engine/probe.py`)."""
 
     high: float
     """A mean above this is noted in the job's report."""
@@ -149,6 +149,37 @@ class GapBars(Record):
     """A mean above this fails the job."""
     largest: float | None = None
     """A single token's gap above this fails the job."""
+    epsilon: float = 0.0
+    """If engine or trainer computes in 16 bits, the standard deviation of a number's rounding, relative to the number:
+    the trainer measures with it what rounding does to the probe. 0: the probe's limit is `wrong`."""
+
+
+NUM_SIGMAS_OF_EFFECT = 16.0
+"""An adapter's effect on the probe is compared if it is this many times rounding. A 16-bit engine rounds away most of
+a smaller effect: SmolLM2's applies 0.3 of one as large as rounding, 0.7 at five times, 0.99 at sixteen."""
+
+
+class Probe(Record):
+    """A few tokens and their log-probabilities under a step, by the trainer. The engine scores the same tokens before the
+    step serves. log-probabilities: nats, one for each token but the first, at temperature 1."""
+
+    token_ids: list[int] = []
+    """Empty until a job of the model changes weights."""
+    logprobs: list[float] = []
+    """Under the step."""
+    base_logprobs: list[float] = []
+    """With the adapter off."""
+    rounding: float = 0.0
+    """Root mean square of the gaps that rounding to 16 bits explains; 0 if both sides compute in float32."""
+    factor: int = 1
+    """The multiple of the adapter's alpha in `scaled_logprobs`."""
+    scaled_logprobs: list[float] = []
+    """Empty if the adapter's own effect is large enough to be compared."""
+    age: int = 0
+    """Steps for which these tokens have been used."""
+    moved: list[float] = []
+    """For each of the newest steps, the last one last: root mean square of the change that its job made to the
+    log-probabilities of its probe."""
 
 
 class TrainTask(Record):
@@ -171,7 +202,9 @@ class TrainTask(Record):
     seed: int = 0
     """Fixes the order of groups when the job takes several optimizer steps."""
     gap_bars: GapBars | None = None
-    """None: the gap is measured but not judged."""
+    """None: the gap is measured but not judged, and no probe is made."""
+    probe: Probe | None = None
+    """That of the step in in_dir, if its job made one."""
     budget_divisor: int = Field(default=1, ge=1)
     """Divides the number of tokens per micro-batch, for a job during which the process died."""
     checkpointing: bool = False
@@ -203,6 +236,8 @@ class Done(Record):
     """Of a train task: optimizer steps that made the adapter in out_dir."""
     notes: list[str] = []
     """Decisions and observations of the trainer, as sentences for the job's report."""
+    probe: Probe | None = None
+    """Of a train task with bars: what the engine must reproduce before the step serves."""
     environment: dict[str, str] = {}
     """Of a train task: versions, device, thread count, number type, tokens at a time (at the start and, after memory ran
     out, at the end), gradient checkpointing, the engine's context and optimizer steps before it, which decide its last

@@ -29,6 +29,7 @@ from art.history import history_row, merged_row, pack_rows, trajectory_row
 from art.wire import LoRAConfig, TrajectoryGroupBody
 from art_server import clock
 from art_server.errors import Conflict, NotFound
+from art_server.shared.tasks import Probe
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class CheckpointRecord(BaseModel):
     """Decisions that the trainer made by itself, as sentences."""
     created_at: float = 0.0
     """0: the time of the commit."""
+    probe: Probe | None = None
+    """What the engine must reproduce before the step serves. A step without one serves unseen."""
     environment: dict[str, str] = {}
     """`shared.tasks.Done.environment`."""
     files: dict[str, str] = {}

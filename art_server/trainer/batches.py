@@ -36,6 +36,10 @@ from art_server.trainer.tree import (
     unshared,
 )
 
+UNKNOWN_MOVEMENT = 0.25
+"""The movement of a step without one on record (an earlier version made it, or another program), in nats: SmolLM2's first
+steps of 5e-4 move their probe by 0.2."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSequence:
@@ -100,6 +104,8 @@ class SampledTokens:
     """bool: sampled at the step that the job starts from, by its record in the ledger."""
     is_stale_S: torch.Tensor
     """bool: sampled at another step, by its record in the ledger."""
+    allowances_S: torch.Tensor
+    """float32: by how much the policy's own movement since a stale token's step may change its log-probability; else 0."""
     old_logprobs_S: torch.Tensor | None = None
     """float32: the trainer's at the start of the job. None in a job of one optimizer step: they are the policy's."""
     reference_logprobs_S: torch.Tensor | None = None
@@ -254,8 +260,10 @@ def make_sampled_tokens(
     sequences: Sequence[TrainSequence],
     config: LossConfig | None = None,
     start_step: int | None = None,
+    moved: Sequence[float] = (),
 ) -> SampledTokens:
     """The trained tokens of the sequences, with weights by `config.normalisation`. Those of `start_step` are fresh.
+    `moved` is `Probe.moved` of this step.
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 8 (tokens); Shao et al. 2024, arXiv:2402.03300, eq. 3 (trajectory);
     Liu et al. 2025, arXiv:2503.20783, section 3.2 (constant).
@@ -286,7 +294,20 @@ def make_sampled_tokens(
         is_stale_S=torch.tensor(
             [each not in (None, start_step) for each in steps], dtype=torch.bool
         ),
+        allowances_S=torch.tensor(
+            [_movement_since(each, start_step, moved) for each in steps], dtype=torch.float32
+        ),
     )
+
+
+def _movement_since(step: int | None, start_step: int | None, moved: Sequence[float]) -> float:
+    """The sum of the movements of the steps between a token's and the start step; 0 for fresh tokens and those of unknown
+    step."""
+    if step is None or start_step is None:
+        return 0.0
+    age = max(0, start_step - step)
+    known = moved[len(moved) - min(age, len(moved)) :]
+    return sum(known) + UNKNOWN_MOVEMENT * (age - len(known))
 
 
 def largest_unit(sequences: Sequence[TrainSequence], *, shared: bool = True) -> int:

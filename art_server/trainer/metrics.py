@@ -62,8 +62,8 @@ def sampler_metrics(old_logprobs_S: torch.Tensor, tokens: SampledTokens) -> dict
     """How the trainer at the start of the job differs from the engine, over tokens with sampled log-probability: pi_old
     / pi_sampled before any truncation, and |difference| of log-probabilities (the gap).
 
-    The gap covers the fresh tokens or, without any, all tokens of unknown step. Stale tokens have a separate gap,
-    because their policy was another one.
+    The gap covers the fresh tokens or, without any, all tokens of unknown step. Stale tokens have a separate gap, because
+    their policy was another one: its own movement since then is their mean allowance.
     """
     known_S = ~tokens.is_unknown_S
     differences_S = old_logprobs_S - tokens.sampled_logprobs_S
@@ -71,6 +71,7 @@ def sampler_metrics(old_logprobs_S: torch.Tensor, tokens: SampledTokens) -> dict
         "data/step_num_tokens_without_logprob": float(tokens.is_unknown_S.sum()),
         "data/step_num_tokens_stale": float(tokens.is_stale_S.sum()),
         "loss/logprob_gap_num_tokens": float((tokens.is_fresh_S & known_S).sum()),
+        "loss/logprob_gap_stale_num_tokens": float((tokens.is_stale_S & known_S).sum()),
     }
     ratios_S = differences_S[known_S].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     metrics |= _spread("loss/importance_ratio", ratios_S if len(ratios_S) else torch.ones(1))
@@ -84,6 +85,9 @@ def sampler_metrics(old_logprobs_S: torch.Tensor, tokens: SampledTokens) -> dict
         if bool(chosen_S.any()):
             gaps = differences_S[chosen_S].abs()
             metrics[f"{name}_mean"], metrics[f"{name}_max"] = float(gaps.mean()), float(gaps.max())
+    if bool((known_S & tokens.is_stale_S).any()):
+        allowances_S = tokens.allowances_S[known_S & tokens.is_stale_S]
+        metrics["loss/logprob_gap_stale_allowance"] = float(allowances_S.mean())
     return metrics
 
 

@@ -60,6 +60,7 @@ from art_server.trainer.metrics import (
 )
 from art_server.trainer.optimizer import steps_taken
 from art_server.trainer.policy import Policy
+from art_server.trainer.probe import finish_probe, start_probe, unchanged_probe
 from art_server.trainer.schedule import (
     FRESH_MOMENTS_STEPS,
     base_learning_rate,
@@ -223,6 +224,7 @@ def train(
             f"{budget} tokens at a time, with gradient checkpointing: the trainer's process died several times"
         )
 
+    probe = unchanged_probe(task.probe) if task.gap_bars is not None else None
     if trained.sequences:
         if taken and not age:
             notes.append(
@@ -247,6 +249,7 @@ def train(
                 policy, task, part, budget, report, notes, of_part, phase, record
             )
 
+        probe, seconds_of_start = None, 0.0
         steps: list[dict[str, float]] = []
         for index, (number, part) in enumerate(parts):
             chosen = [trained.sequences[each] for each in part]
@@ -265,6 +268,10 @@ def train(
                     for name, value in steps[-1].items()
                     if not name.startswith(("loss/logprob_gap", "loss/importance_ratio"))
                 }
+            if probe is None and task.gap_bars is not None:
+                started = time.perf_counter()
+                probe = start_probe(policy, task.probe, trained.sequences, task.gap_bars)
+                seconds_of_start = seconds_since(started)
             started = time.perf_counter()
             own_rate = (
                 config.learning_rate[number] if isinstance(config.learning_rate, list) else rate
@@ -276,6 +283,11 @@ def train(
             optimizer.step()
             taken, age = taken + 1, age + 1
             steps[-1]["time/step_optimizer_s"] = seconds_since(started)
+        if probe is not None and task.gap_bars is not None:
+            started = time.perf_counter()
+            probe = finish_probe(policy, probe, task.gap_bars)
+            steps[-1]["loss/probe_moved"] = probe.moved[-1]
+            steps[-1]["time/step_probe_s"] = seconds_since(started) + seconds_of_start
         if memory.budget < most:
             budgets.learn(key, memory.budget)
         metrics |= merge_steps(steps) | of_job
@@ -308,6 +320,7 @@ def train(
         unchanged=not trained.sequences,
         optimizer_steps=taken,
         notes=notes,
+        probe=probe,
         environment=environment,
     )
 
@@ -390,9 +403,9 @@ def look_ahead(
 
 
 def _has_gap(task: TrainTask, trained: TrainBatch) -> bool:
-    """Whether the job has a gap to judge: limits, and tokens of its start step with the engine's log-probabilities."""
+    """Whether the job has a gap to judge: limits, and tokens of known steps with the engine's log-probabilities."""
     return task.gap_bars is not None and any(
-        step == task.start_step and value is not None
+        step is not None and value is not None
         for each in trained.sequences
         for step, value in zip(each.steps, each.sampled_logprobs, strict=True)
     )
@@ -583,7 +596,9 @@ def _sampled_tokens(
     task: TrainTask, sequences: Sequence[TrainSequence], known: Known
 ) -> SampledTokens:
     return replace(
-        make_sampled_tokens(sequences, task.config, task.start_step),
+        make_sampled_tokens(
+            sequences, task.config, task.start_step, task.probe.moved if task.probe else ()
+        ),
         old_logprobs_S=known.old_logprobs_S,
         reference_logprobs_S=known.reference_logprobs_S,
     )

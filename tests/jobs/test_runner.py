@@ -23,7 +23,7 @@ from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.shared.tasks import Batch, TrainTask
+from art_server.shared.tasks import Batch, Probe, TrainTask
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
@@ -212,6 +212,57 @@ async def test_a_step_that_the_engine_refuses_is_done_and_said(tmp_path: Path) -
         assert "its rank is too high" in house.queue.get(job).report.notes[-1]
         assert await house.wait(house.add_job("a")) == ["done"]
         assert house.registry.get("p", "a").step == 2
+
+
+PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], base_logprobs=[-1.5], moved=[0.5])
+
+
+async def test_a_step_that_the_engine_computes_differently_does_not_serve_and_ends_the_next_job(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, "a") as house:
+        house.trainer.probe = PROBE
+        house.engine.differs = {"p/a@1"}
+        job = house.add_job("a")
+        assert await house.wait(job) == ["done"]
+        model = house.registry.get("p", "a")
+        assert model.step == 0, "the step before it serves on"
+        assert "step 1 is saved but does not serve" in house.queue.get(job).report.notes[-1]
+        refused = house.add_job("a")
+        assert await house.wait(refused) == ["failed"]
+        error = house.queue.get(refused).error
+        assert error is not None and error.code == "policy_differs" and not error.retryable
+        assert len(house.trainer.tasks) == 1, "nothing was trained"
+        assert model.folder.steps() == [0, 1] and not house.engine.is_paused
+        house.engine.differs = set()  # a restart with the right arguments
+        assert await house.wait(house.add_job("a")) == ["done"]
+        assert model.step == 2
+
+
+async def test_a_job_gets_the_probe_of_the_step_that_it_starts_from(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as house:
+        house.trainer.probe = PROBE
+        assert await house.wait(house.add_job("a"), house.add_job("a")) == ["done", "done"]
+        assert [task.probe for task in house.trainer.tasks] == [None, PROBE]
+        assert house.registry.get("p", "a").folder.read_checkpoint(2).probe == PROBE
+
+
+async def test_a_job_whose_step_was_committed_before_a_kill_ends_the_same_if_the_step_differs(
+    tmp_path: Path,
+) -> None:
+    house = House(tmp_path)
+    model = house.add_model("a")
+    job = house.add_job("a")
+    house.queue.set_running(job, 1)
+    record = CheckpointRecord(step=1, job_id=job, probe=PROBE)
+    model.folder.commit_checkpoint(model.folder.new_checkpoint_dir(), record)
+    house.engine.differs = {"p/a@1"}
+    house.background.start("job runner", house.runner.run_forever)
+    assert await house.wait(job) == ["done"]
+    assert model.step == 0 and house.trainer.tasks == []
+    assert "does not serve" in house.queue.get(job).report.notes[-1]
+    await house.background.stop()
+    house.queue.close()
 
 
 async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_tokens_last(

@@ -1,14 +1,24 @@
+import math
+
 import pytest
+import torch
 
-from art_server.jobs.gap_bars import EXACT, LARGEST_MEASURED, gap_bars
+from art.wire import LoRAConfig, TrainConfig
+from art_server.jobs.gap_bars import EXACT, gap_bars
 from art_server.settings import ServerConfig
+from art_server.shared.tasks import Probe, TrainTask
+from art_server.trainer.batches import TrainSequence, make_sampled_tokens
+from art_server.trainer.gap import GapTooLarge, judge_gap
+from art_server.trainer.metrics import sampler_metrics
 
 
-def test_bars_are_four_times_what_was_measured_unless_a_limit_is_given() -> None:
-    measured = LARGEST_MEASURED["bfloat16"]
+def test_bars_are_a_multiple_of_what_was_measured_unless_a_limit_is_given() -> None:
     bars = gap_bars(("bfloat16", "float32"))
     assert bars is not None
-    assert (bars.high, bars.wrong) == (measured, 4 * measured)
+    assert (bars.high, bars.wrong) == (0.25, 0.5)
+    bars = gap_bars(("float32", "float32"))
+    assert bars is not None
+    assert (bars.high, bars.wrong, bars.epsilon) == (1e-4, 4e-4, 0.0)
     given = gap_bars(("bfloat16", "float32"), limit=0.4)
     assert given is not None and (given.high, given.wrong) == (0.1, 0.4)
     assert gap_bars(("bfloat16", "float32"), limit=0.0) is None
@@ -28,3 +38,54 @@ def test_number_types_follow_the_device_unless_they_are_given() -> None:
     assert ServerConfig(dtype="bfloat16").number_types("cpu") == ("bfloat16", "float32")
     with pytest.raises(ValueError, match="--exact computes in float32"):
         ServerConfig(exact=True, dtype="bfloat16")
+
+
+def judge(
+    types: tuple[str, str], gap: float, sampled_at: int, moved: list[float], num_tokens: int = 500
+) -> list[str]:
+    """Judges tokens of one step whose log-probabilities all differ by `gap`, in a job that starts from step 8."""
+    n = num_tokens
+    sequence = TrainSequence(
+        [1] * n, [*range(n)], [1] * n, [-1.0] * n, [-1] * n, [sampled_at] * n, [1.0] * n, 0, 0
+    )
+    task = TrainTask(
+        lora=LoRAConfig(),
+        in_dir="",
+        out_dir="",
+        config=TrainConfig(),
+        start_step=8,
+        gap_bars=gap_bars(types),
+        probe=Probe(moved=moved),
+    )
+    tokens = make_sampled_tokens([sequence], TrainConfig(), 8, moved)
+    return judge_gap(sampler_metrics(torch.full((n,), -1.0 - gap), tokens), task)
+
+
+@pytest.mark.parametrize("types", [("float32", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("sampled_at", [8, 7, 4])
+def test_three_nats_on_every_token_are_refused_fresh_and_stale(
+    types: tuple[str, str], sampled_at: int
+) -> None:
+    with pytest.raises(GapTooLarge, match=r"by 3 on average, 3 at most, over 500 tokens"):
+        judge(types, 3.0, sampled_at, [0.05] * 8)
+
+
+def test_stale_tokens_may_differ_by_the_policys_own_movement() -> None:
+    assert judge(("float32", "float32"), 0.15, 7, [0.9, 0.05]) == []
+    assert judge(("float32", "float32"), 0.5, 6, [0.9, 0.1, 0.05]) == []
+    with pytest.raises(GapTooLarge, match=r"steps before 8.*moved by about 0\.05 since"):
+        judge(("float32", "float32"), 0.3, 7, [0.9, 0.05])
+    assert judge(("float32", "float32"), 0.3, 7, [0.9, 0.05], num_tokens=63) == []
+
+
+def test_a_step_without_a_recorded_movement_allows_a_quarter_nat_times_four() -> None:
+    assert judge(("float32", "float32"), 0.9, 7, []) == []
+    with pytest.raises(GapTooLarge):
+        judge(("float32", "float32"), 1.1, 7, [])
+    assert judge(("float32", "float32"), 1.1, 6, [0.05]) == [], "one of two is known"
+
+
+def test_a_gap_that_is_no_number_is_refused() -> None:
+    for sampled_at in (8, 7):
+        with pytest.raises(GapTooLarge):
+            judge(("bfloat16", "bfloat16"), math.nan, sampled_at, [0.1])

@@ -1390,7 +1390,7 @@ def test_the_gap_of_supervised_steps_is_over_all_of_them(
         train(policy, task, BUDGET, lambda _: None)
 
 
-def test_a_high_gap_is_noted_and_one_of_few_or_stale_tokens_is_not_judged(
+def test_a_high_gap_is_noted_and_one_of_few_tokens_is_not_judged(
     policy: Policy, adapter_dir: Path, tmp_path: Path
 ) -> None:
     def run(name: str, gap: float, num_tokens: int, sampled_at: int) -> Done:
@@ -1406,7 +1406,10 @@ def test_a_high_gap_is_noted_and_one_of_few_or_stale_tokens_is_not_judged(
     stale = run("stale", 0.5, 40, 2)
     assert stale.notes == []
     assert stale.metrics["loss/logprob_gap_stale_mean"] == pytest.approx(0.5, abs=1e-5)
+    assert stale.metrics["loss/logprob_gap_stale_allowance"] == 0.25
     assert "loss/logprob_gap_mean" not in stale.metrics
+    with pytest.raises(GapTooLarge, match=r"1\.2 on average.*80 tokens of steps before 3"):
+        run("stale and wrong", 1.2, 40, 2)
 
 
 def test_a_token_outside_of_the_set_that_it_was_sampled_from_is_refused(

@@ -1,0 +1,151 @@
+"""The trainer's side of the probe: log-probabilities of a few tokens under the step that a job has just made.
+
+The server has the engine score the same tokens when it has loaded the step, before the step serves (`engine/probe.py`).
+The tokens are the end of the job's sequence that the update moves the most. They are kept for some steps, so that most
+jobs compute them once. The same numbers tell how far each job moves the policy, which is the allowance of stale tokens
+(`gap.py`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.helpers import rescale_adapter_scale
+from torch.nn.modules.module import register_module_forward_hook
+
+from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
+from art_server.trainer.batches import TrainSequence
+from art_server.trainer.policy import Policy
+
+NUM_TOKENS = 32
+"""Scored tokens. More would cost SmolLM2 more than a hundredth of a step."""
+STEPS_OF_TOKENS = 16
+"""The tokens are chosen anew after this many steps, because the policy learns to avoid some of them."""
+STEPS_OF_MOVEMENT = 64
+"""The movements of this many steps are kept. Older tokens have the allowance of unknown movement."""
+NUM_ROUNDINGS = 2
+MAX_FACTOR = 2**12
+"""An adapter whose effect is too small even with its alpha times this is not compared: its weights are zero."""
+
+
+def start_probe(
+    policy: Policy, last: Probe | None, sequences: Sequence[TrainSequence], bars: GapBars
+) -> Probe:
+    """The probe as the policy at the start of a job scores it. `last` is that of the step in the policy; its tokens are
+    used again unless they are too old."""
+    last = last or Probe()
+    if last.token_ids and last.age < STEPS_OF_TOKENS:
+        return last
+    token_ids = choose_tokens(sequences)
+    logprobs_T = policy.sequence_logprobs(token_ids)
+    with policy.model.disable_adapter():
+        base_T = policy.sequence_logprobs(token_ids)
+    return Probe(
+        token_ids=token_ids,
+        logprobs=logprobs_T.tolist(),
+        base_logprobs=base_T.tolist(),
+        rounding=_rounding(policy, token_ids, logprobs_T, bars.epsilon),
+        moved=last.moved,
+    )
+
+
+def finish_probe(policy: Policy, start: Probe, bars: GapBars) -> Probe:
+    """The probe of the step that the job makes, whose weights are in the policy.
+
+    If the adapter's effect is not far above rounding, the tokens are also scored with a multiple of its alpha.
+    """
+    before_T, base_T = torch.tensor(start.logprobs), torch.tensor(start.base_logprobs)
+    logprobs_T = policy.sequence_logprobs(start.token_ids).cpu()
+    moved = with_movement(start.moved, _rms(logprobs_T - before_T))
+    if policy.adapts_head:
+        return Probe(moved=moved)  # vLLM applies an adapted head to sampled tokens only
+    needed = NUM_SIGMAS_OF_EFFECT * (start.rounding or bars.high)
+    factor, scaled_T = 1, logprobs_T
+    while 0 < (effect := _rms(scaled_T - base_T)) < needed and factor < MAX_FACTOR:
+        factor = min(MAX_FACTOR, factor * 2 ** max(1, math.ceil(math.log2(needed / effect))))
+        with rescale_adapter_scale(policy.model, factor):
+            scaled_T = policy.sequence_logprobs(start.token_ids).cpu()
+    return start.model_copy(
+        update={
+            "logprobs": logprobs_T.tolist(),
+            "factor": factor,
+            "scaled_logprobs": scaled_T.tolist() if factor > 1 else [],
+            "moved": moved,
+            "age": start.age + 1,
+        }
+    )
+
+
+def unchanged_probe(last: Probe | None) -> Probe:
+    """The probe of a step with the same weights as the one before."""
+    last = last or Probe()
+    return last.model_copy(update={"moved": with_movement(last.moved, 0.0)})
+
+
+def with_movement(moved: Sequence[float], value: float) -> list[float]:
+    return [*moved, value][-STEPS_OF_MOVEMENT:]
+
+
+def choose_tokens(sequences: Sequence[TrainSequence]) -> list[int]:
+    """The end, of at most NUM_TOKENS + 1 tokens, of the sequence whose trained tokens there the update moves the most.
+
+    A token's log-probability has a gradient of about 1 - p by its own logit, times its advantage in the loss.
+    """
+
+    def movement(sequence: TrainSequence) -> float:
+        first = len(sequence.token_ids) - NUM_TOKENS
+        return sum(
+            abs(advantage) * (1 - math.exp(min(0.0, logprob)) if logprob is not None else 1.0)
+            for position, advantage, logprob in zip(
+                sequence.positions, sequence.advantages, sequence.sampled_logprobs, strict=True
+            )
+            if position >= first
+        )
+
+    chosen = max(sequences, key=movement)
+    return [*chosen.token_ids[-NUM_TOKENS:], chosen.targets[-1]]
+
+
+def _rms(values_T: torch.Tensor) -> float:
+    return float(values_T.square().mean().sqrt())
+
+
+def _rounding(
+    policy: Policy, token_ids: list[int], logprobs_T: torch.Tensor, epsilon: float
+) -> float:
+    """Root mean square of the changes of the log-probabilities if every layer's output is rounded to 16 bits; 0 for an
+    epsilon of 0."""
+    if not epsilon:
+        return 0.0
+    changes = []
+    for seed in range(NUM_ROUNDINGS):
+        with _with_rounding(epsilon, seed):
+            changes.append(policy.sequence_logprobs(token_ids) - logprobs_T)
+    return _rms(torch.cat(changes))
+
+
+@contextmanager
+def _with_rounding(epsilon: float, seed: int) -> Iterator[None]:
+    """Adds normal noise, relative to each number by `epsilon`, to what each module of this process returns as one tensor.
+    On numbers that are in 16 bits already it has the same variance, because they are rounded again."""
+    chances: dict[torch.device, torch.Generator] = {}
+
+    def disturb(
+        _: torch.nn.Module, __: Any, output: Any
+    ) -> Any:  # Any: what a model's layers return
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        if output.device not in chances:
+            chances[output.device] = torch.Generator(output.device).manual_seed(seed)
+        noise = torch.empty_like(output, dtype=torch.float32)
+        noise.normal_(0, epsilon, generator=chances[output.device])
+        return (output.float() * (1 + noise)).to(output.dtype)
+
+    # For all modules: `sequence_logprobs` of an Unsloth policy builds a model of its own.
+    hook = register_module_forward_hook(disturb)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,128 @@
+"""The engine scores a loaded step's probe before the step serves. The engine class is real, vLLM's answers are not."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_server.background import Background
+from art_server.device.owner import DeviceOwner
+from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
+from art_server.jobs.gap_bars import gap_bars
+from art_server.settings import ServerConfig
+from art_server.shared.tasks import Probe
+
+pytestmark = pytest.mark.anyio
+
+PROBE = Probe(
+    token_ids=[5, 6, 7],
+    logprobs=[-1.0, -2.01],
+    base_logprobs=[-1.0, -2.0],
+    rounding=0.01,
+    factor=100,
+    scaled_logprobs=[-1.0, -3.0],
+)
+
+
+class ScoringEngine(Engine):
+    """vLLM is a dict: the alpha of each loaded adapter."""
+
+    def __init__(self, folder: Path, limit: float | None = None):
+        super().__init__(
+            ServerConfig(path=folder),
+            "cpu",
+            {},
+            DeviceOwner(),
+            None,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            lambda: False,
+            Background(),
+            gap_bars(("bfloat16", "float32"), limit=limit),
+        )
+        self.state, self._run_dir = "ready", folder
+        self.alphas: dict[str, float] = {}
+        self.posts: list[str] = []
+        self.alpha_factor, self.status = 1.0, 200
+
+    async def _post(
+        self, path: str, body: dict[str, Any] | None = None, *_: Any, **__: Any
+    ) -> tuple[int, str]:
+        body = body or {}
+        self.posts.append(path)
+        if path == "/v1/load_lora_adapter":
+            config = json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text())
+            self.alphas[body["lora_name"]] = config["lora_alpha"] * self.alpha_factor
+        elif path == "/v1/unload_lora_adapter":
+            del self.alphas[body["lora_name"]]
+        elif path == "/v1/completions":
+            assert body["prompt"] == PROBE.token_ids
+            effect = -0.01 * self.alphas[body["model"]] / 16
+            scores = [None, {"6": {"logprob": -1.0}}, {"7": {"logprob": -2.0 + effect}}]
+            text = json.dumps({"choices": [{"prompt_logprobs": scores}]})
+            return self.status, text
+        return 200, ""
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    folder = tmp_path / "0001"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    described = {"step": 1, "probe": PROBE.model_dump()}
+    (folder / "checkpoint.json").write_text(json.dumps(described))
+    return folder
+
+
+async def test_a_step_serves_once_engine_and_trainer_agree(tmp_path: Path, step: Path) -> None:
+    engine = ScoringEngine(tmp_path)
+    await engine.load_adapter("p/a@1", step, 1.0)
+    assert engine.alphas == {"p/a@1": 16}, "the scaled adapter is unloaded"
+    assert engine.posts.count("/v1/completions") == 2
+    await engine.load_adapter("p/a@1", step, 1.0)
+    assert engine.posts.count("/v1/completions") == 2, "compared once"
+    assert os.listdir(tmp_path) == ["0001"], "nothing is left on disk"
+
+
+async def test_an_adapter_that_a_paused_engine_loaded_is_compared_before_it_serves(
+    tmp_path: Path, step: Path
+) -> None:
+    engine = ScoringEngine(tmp_path)
+    await engine.load_adapter("p/a@1", step, 1.0, holds_device=True)
+    assert engine.posts == ["/v1/load_lora_adapter"]
+    await engine.load_adapter("p/a@1", step, 1.0)
+    assert engine.posts.count("/v1/completions") == 2
+
+
+async def test_another_alpha_does_not_serve_until_it_is_right(tmp_path: Path, step: Path) -> None:
+    engine = ScoringEngine(tmp_path)
+    engine.alpha_factor = 2.0
+    for _ in range(2):  # each request for the step gets the error
+        with pytest.raises(PolicyDiffers, match=r"2\.00 times as much.*--gap-limit 0") as raised:
+            await engine.load_adapter("p/a@1", step, 1.0)
+        assert raised.value.code == "policy_differs" and not raised.value.retryable
+        assert engine.loaded_adapters() == []
+    engine.alpha_factor = 1.0
+    await engine.load_adapter("p/a@1", step, 1.0)
+    assert engine.loaded_adapters() == ["p/a@1"] and engine.alphas == {"p/a@1": 16}
+
+
+async def test_an_engine_that_cannot_score_refuses_the_adapter(tmp_path: Path, step: Path) -> None:
+    engine = ScoringEngine(tmp_path)
+    engine.status = 400
+    with pytest.raises(AdapterRefused, match="cannot score"):
+        await engine.load_adapter("p/a@1", step, 1.0)
+
+
+async def test_a_step_without_a_probe_or_with_the_check_off_is_not_compared(
+    tmp_path: Path, step: Path
+) -> None:
+    engine = ScoringEngine(tmp_path, limit=0.0)
+    engine.alpha_factor = 2.0
+    await engine.load_adapter("p/a@1", step, 1.0)
+    (step / "checkpoint.json").write_text('{"step": 1}')
+    engine = ScoringEngine(tmp_path)
+    await engine.load_adapter("p/a@1", step, 1.0)
+    assert "/v1/completions" not in engine.posts

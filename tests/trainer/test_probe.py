@@ -1,0 +1,149 @@
+"""The probe of a step: what the trainer scores, and that it changes nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft.helpers import rescale_adapter_scale
+
+from art.wire import LoRAConfig, TrainConfig
+from art_server.jobs.gap_bars import gap_bars
+from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, Batch, Done, GapBars, Probe, TrainTask
+from art_server.trainer.batches import make_train_batch
+from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.policy import ADAPTER_FILE, Policy
+from art_server.trainer.probe import (
+    NUM_TOKENS,
+    STEPS_OF_MOVEMENT,
+    STEPS_OF_TOKENS,
+    choose_tokens,
+)
+from art_server.trainer.step import train
+
+WIDE = GapBars(high=100.0, wrong=100.0)
+"""The batches' log-probabilities are random numbers."""
+
+
+def job(
+    policy: Policy, start: Path, out: Path, batch: Batch, probe: Probe | None = None, **given
+) -> Done:
+    task = TrainTask(
+        in_dir=str(start),
+        out_dir=str(out),
+        config=TrainConfig(learning_rate=1e-3),
+        batch=batch,
+        probe=probe,
+        **({"gap_bars": WIDE, "lora": LoRAConfig()} | given),
+    )
+    return train(policy, task, 4096, lambda _: None)
+
+
+def test_a_probe_holds_what_the_new_step_and_its_base_compute(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    bars = GapBars(high=1e-4, wrong=100.0)
+    done = job(policy, adapter_dir, tmp_path / "1", make_batch(0), gap_bars=bars)
+    probe = done.probe
+    assert probe is not None and 2 <= len(probe.token_ids) <= NUM_TOKENS + 1
+    before = Policy(policy.base_model, torch.float32)
+    before.load_adapter(LoRAConfig(), adapter_dir)
+    old = before.sequence_logprobs(probe.token_ids)
+    policy.load_adapter(LoRAConfig(), tmp_path / "1")
+    new = policy.sequence_logprobs(probe.token_ids)
+    with policy.model.disable_adapter():
+        base = policy.sequence_logprobs(probe.token_ids)
+    assert probe.logprobs == pytest.approx(new.tolist(), abs=1e-5)
+    assert probe.base_logprobs == pytest.approx(base.tolist(), abs=1e-5)
+    assert probe.moved == [pytest.approx(float((new - old).square().mean().sqrt()), abs=1e-5)]
+    assert probe.rounding == 0 and probe.factor == 1 and probe.scaled_logprobs == []
+    assert done.metrics["loss/probe_moved"] == probe.moved[0] > 0
+
+
+def test_an_effect_near_rounding_is_scored_at_a_multiple_of_alpha(
+    policy: Policy, tmp_path: Path, make_batch
+) -> None:
+    bars = gap_bars(("bfloat16", "float32"))
+    assert bars is not None
+    bars = bars.model_copy(update={"wrong": 100.0})
+    write_first_checkpoint(policy.base_model, LoRAConfig(), 0, tmp_path / "0")
+    probe = job(policy, tmp_path / "0", tmp_path / "1", make_batch(0), gap_bars=bars).probe
+    assert probe is not None and probe.rounding > 0 and probe.factor > 1
+    policy.load_adapter(LoRAConfig(), tmp_path / "1")
+    with rescale_adapter_scale(policy.model, probe.factor):
+        scaled = policy.sequence_logprobs(probe.token_ids)
+    assert probe.scaled_logprobs == pytest.approx(scaled.tolist(), abs=1e-5)
+    effect = (scaled - torch.tensor(probe.base_logprobs)).square().mean().sqrt()
+    assert effect >= NUM_SIGMAS_OF_EFFECT * probe.rounding
+
+
+def test_the_measured_rounding_is_that_of_the_number_type(
+    policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    """Against the same base computed in 16 bits by torch."""
+    for name in ("bfloat16", "float16"):
+        bars = gap_bars((name, "float32"))
+        assert bars is not None
+        wide = bars.model_copy(update={"wrong": 100.0})
+        found = []
+        for seed in range(6):
+            out = tmp_path / f"{name}{seed}"
+            probe = job(policy, adapter_dir, out, make_batch(seed), gap_bars=wide).probe
+            assert probe is not None
+            rounded = Policy(str(base_dir), getattr(torch, name))
+            rounded.load_adapter(LoRAConfig(), out)
+            gaps = rounded.sequence_logprobs(probe.token_ids) - torch.tensor(probe.logprobs)
+            found.append(float(gaps.square().mean().sqrt()) / probe.rounding)
+        assert 0.3 < sum(found) / len(found) < 2, found
+
+
+def test_a_probe_changes_no_weight(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    bars = gap_bars(("bfloat16", "bfloat16"))
+    assert bars is not None
+    wide = bars.model_copy(update={"wrong": 100.0})
+    job(policy, adapter_dir, tmp_path / "with", make_batch(1), gap_bars=wide)
+    none = job(policy, adapter_dir, tmp_path / "without", make_batch(1), gap_bars=None)
+    assert none.probe is None
+    weights = [(tmp_path / each / ADAPTER_FILE).read_bytes() for each in ("with", "without")]
+    assert weights[0] == weights[1]
+
+
+def test_tokens_are_used_again_and_chosen_anew_when_they_are_old(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    first = job(policy, adapter_dir, tmp_path / "1", make_batch(0)).probe
+    second = job(policy, tmp_path / "1", tmp_path / "2", make_batch(5), first).probe
+    assert first is not None and second is not None
+    assert second.token_ids == first.token_ids and second.age == 2
+    assert second.base_logprobs == first.base_logprobs and len(second.moved) == 2
+    old = second.model_copy(update={"age": STEPS_OF_TOKENS, "moved": [0.5] * STEPS_OF_MOVEMENT})
+    third = job(policy, tmp_path / "2", tmp_path / "3", make_batch(5), old).probe
+    assert third is not None and third.token_ids != first.token_ids and third.age == 1
+    assert len(third.moved) == STEPS_OF_MOVEMENT and third.moved[:-1] == [0.5] * 63
+
+
+def test_a_step_without_signal_keeps_the_probe_and_has_not_moved(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    first = job(policy, adapter_dir, tmp_path / "1", make_batch(0)).probe
+    same = job(policy, tmp_path / "1", tmp_path / "2", Batch(groups=[]), first).probe
+    assert first is not None and same == first.model_copy(update={"moved": [*first.moved, 0.0]})
+    assert job(policy, adapter_dir, tmp_path / "3", Batch(groups=[])).probe == Probe(moved=[0.0])
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_an_adapted_head_is_not_compared_but_its_movement_is_measured(
+    base_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    policy = Policy(str(base_dir), torch.float32)
+    lora = LoRAConfig(target_modules=["lm_head", "q_proj"])
+    write_first_checkpoint(policy.base_model, lora, 0, tmp_path / "0")
+    probe = job(policy, tmp_path / "0", tmp_path / "1", make_batch(0), lora=lora).probe
+    assert probe is not None and probe.token_ids == [] and probe.moved[0] > 0
+
+
+def test_the_tokens_are_those_that_the_update_moves_most(make_batch) -> None:
+    sequences = make_train_batch(make_batch(3)).sequences
+    chosen = choose_tokens(sequences)
+    assert any(chosen == [*each.token_ids[-NUM_TOKENS:], each.targets[-1]] for each in sequences)
