@@ -6,7 +6,15 @@ trained). Choices keep all extra fields from the server, such as token ids, when
 
 import copy
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Container, Generator, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+)
 from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsFloat, TypeAlias, cast
@@ -389,8 +397,9 @@ def _to_plain(value: Any) -> Any:
         return [_to_plain(each) for each in cast(list[Any], value)]
     if isinstance(value, (bool, int, float)) or not isinstance(value, SupportsFloat):
         return value
+    item: Callable[[], Any] | None = getattr(value, "item", None)
     try:
-        return value.item() if hasattr(value, "item") else float(value)
+        return float(value) if item is None else item()
     except (TypeError, ValueError, RuntimeError):  # an array
         return value
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -89,11 +88,6 @@ class Policy:
         return default_tokens(
             self.device, self.dtype, config.num_hidden_layers, config.hidden_size, intermediate
         )
-
-    @property
-    def adapts_head(self) -> bool:
-        """Whether the adapter changes the output head."""
-        return isinstance(self.model.get_output_embeddings(), LoraLayer)
 
     @property
     def model(self) -> PeftModel:

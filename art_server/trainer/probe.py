@@ -59,8 +59,6 @@ def finish_probe(policy: Policy, start: Probe, bars: GapBars) -> Probe:
     before_T, base_T = torch.tensor(start.logprobs), torch.tensor(start.base_logprobs)
     logprobs_T = policy.sequence_logprobs(start.token_ids).cpu()
     moved = with_movement(start.moved, _rms(logprobs_T - before_T))
-    if policy.adapts_head:
-        return Probe(moved=moved)  # vLLM applies an adapted head to sampled tokens only
     needed = NUM_SIGMAS_OF_EFFECT * (start.rounding or bars.high)
     factor, scaled_T = 1, logprobs_T
     while 0 < (effect := _rms(scaled_T - base_T)) < needed and factor < MAX_FACTOR:

@@ -35,15 +35,20 @@ async def test_url_key_and_header_name_the_same_session(
     async with art.rollout(model) as r:
         by_url = openai.AsyncOpenAI(base_url=r.base_url, api_key="any")
         by_key = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=r.api_key)
-        for client in (by_url, by_key, r.openai_client(), model.openai_client()):
-            await client.chat.completions.create(model=name, **BODY)
+        questions = [f"respond with yes, no, maybe: {number}" for number in range(5)]
+        *bodies, last = [
+            {**BODY, "messages": [{"role": "user", "content": each}]} for each in questions
+        ]
+        clients = (by_url, by_key, r.openai_client(), model.openai_client())
+        for client, body in zip(clients, bodies, strict=True):
+            await client.chat.completions.create(model=name, **body)
         by_both = anthropic.AsyncAnthropic(base_url=r.root_url, api_key=r.api_key)
-        await by_both.messages.create(model=name, **BODY)
+        await by_both.messages.create(model=name, **last)
         trajectory = await r.trajectory(1.0)
     histories = [trajectory, *trajectory.additional_histories]
     assert len(histories) == 5
-    for history in histories:
-        assert history.messages_and_choices[0] == BODY["messages"][0]
+    for history, question in zip(histories, questions, strict=True):
+        assert history.messages_and_choices[0] == {"role": "user", "content": question}
         assert isinstance(history.messages_and_choices[1], art.types.Choice)
     assert "unused_choices" not in trajectory.metrics
     for client in (by_url, by_key, by_both):

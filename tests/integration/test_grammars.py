@@ -38,13 +38,6 @@ BAD = [
     ({"structured_outputs": {"json": CIRCLE}}, "structured_outputs.json"),
     ({"response_format": schema(CIRCLE)}, "response_format.json_schema"),
     ({"response_format": schema({"type": "strin"})}, "response_format.json_schema"),
-    (
-        {
-            "tools": [tool({"type": "object", "properties": {"x": CIRCLE}})],
-            "tool_choice": "required",
-        },
-        "tools[0].function.parameters",
-    ),
 ]
 
 

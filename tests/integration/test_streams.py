@@ -103,16 +103,17 @@ def test_the_next_prompt_after_a_stream_is_that_after_a_whole_answer(
 
 def said_again(api: str, answer: Any) -> list[dict[str, Any]]:
     """An answer's message, as an agent sends it back with results of its calls. A list is a stream's events."""
-    events = answer if isinstance(answer, list) else None
+    events: list[Any] = answer if isinstance(answer, list) else []
+    whole: dict[str, Any] = {} if events else answer
     if api == "responses":
-        items = (events[-1]["response"] if events else answer)["output"]
+        items = (events[-1]["response"] if events else whole)["output"]
         made = [i["call_id"] for i in items if i["type"] == "function_call"]
         results = [
             {"type": "function_call_output", "call_id": call, "output": "sunny"} for call in made
         ]
         return [*items, *results]
     if api == "messages":
-        blocks = answer["content"] if events is None else streamed_blocks(events)
+        blocks = streamed_blocks(events) if events else whole["content"]
         results = [
             {"type": "tool_result", "tool_use_id": block["id"], "content": "sunny"}
             for block in blocks
@@ -124,7 +125,7 @@ def said_again(api: str, answer: Any) -> list[dict[str, Any]]:
     parts = (
         [choice["delta"] for event in events for choice in event["choices"]]
         if events
-        else [answer["choices"][0]["message"]]
+        else [whole["choices"][0]["message"]]
     )
     for part in parts:
         for key in ("content", "reasoning"):

@@ -33,6 +33,7 @@ def sequence(length: int, number: int, opening: list[int]) -> TrainSequence:
         advantages=[1.0] * NUM_TARGETS,
         trajectory=number,
         number=number,
+        has_signal=True,
     )
 
 

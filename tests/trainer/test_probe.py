@@ -133,16 +133,6 @@ def test_a_step_without_signal_keeps_the_probe_and_has_not_moved(
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_an_adapted_head_is_not_compared_but_its_movement_is_measured(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
-    policy = Policy(str(base_dir), torch.float32)
-    lora = LoRAConfig(target_modules=["lm_head", "q_proj"])
-    write_first_checkpoint(policy.base_model, lora, 0, tmp_path / "0")
-    probe = job(policy, tmp_path / "0", tmp_path / "1", make_batch(0), lora=lora).probe
-    assert probe is not None and probe.token_ids == [] and probe.moved[0] > 0
-
-
 def test_the_tokens_are_those_that_the_update_moves_most(make_batch) -> None:
     sequences = make_train_batch(make_batch(3)).sequences
     chosen = choose_tokens(sequences)
