@@ -133,7 +133,6 @@ async def test_client_of_a_rollout_is_bound_to_it(server, chat, model: art.Train
     last = server.requests[-1]
     assert last.path == "/s/one/v1/chat/completions"
     assert last.headers["authorization"] == "Bearer default::one"
-    assert server.requests[2].json()["logprobs"] is True
 
 
 async def test_scopes_of_concurrent_rollouts_are_apart(server, chat, model: art.TrainableModel):

@@ -195,7 +195,10 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
     for group in batch.groups:
         advantages = plain_advantages([each.reward for each in group.trajectories], config)
         if advantages is None:
-            continue
+            # Without signal the terms of KL and entropy are left.
+            if not ((config.beta and config.kl_in == "loss") or config.entropy_bonus):
+                continue
+            advantages = [0.0] * len(group.trajectories)
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
             if config.overlong == "mask" and any(row.truncated for row in trajectory.sequences):
                 continue

@@ -32,6 +32,7 @@ def sampled_tokens(
         trajectories_S=torch.tensor(trajectories or [0] * len(sampled), dtype=torch.int64),
         is_fresh_S=torch.zeros(len(sampled), dtype=torch.bool),
         is_stale_S=torch.zeros(len(sampled), dtype=torch.bool),
+        allowances_S=torch.zeros(len(sampled)),
         old_logprobs_S=old,
         reference_logprobs_S=reference,
     )

@@ -113,6 +113,8 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
         "unchanged": False,
         "notes": [],
         "environment": {},
+        "optimizer_steps": None,
+        "probe": None,
     }
 
     *progress, done = ask(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
