@@ -244,7 +244,7 @@ def name_bad_grammars() -> None:
             reason = " ".join(SOURCE_PLACE.sub("", " ".join(reasons)).split())
             raise bad_grammar(reason[:MAX_REASON]) from error
 
-    SamplingParams._validate_structured_outputs = checked
+    SamplingParams._validate_structured_outputs = checked  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def send_no_half_surrogates() -> None:

@@ -172,10 +172,10 @@ def test_a_grammar_is_refused_before_sampling_with_the_reason(
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**options))
     arguments = types.SimpleNamespace(is_diffusion=False), StructuredOutputsConfig(), tokenizer
     if reason is None:
-        params._validate_structured_outputs(*arguments)
+        params._validate_structured_outputs(*arguments)  # pyright: ignore[reportArgumentType]
         return
     with pytest.raises(VLLMClientError) as error:
-        params._validate_structured_outputs(*arguments)
+        params._validate_structured_outputs(*arguments)  # pyright: ignore[reportArgumentType]
     message = str(error.value)
     assert message.startswith(f"{GRAMMAR_MARK}: ") and reason in message
     assert "/project/" not in message and len(message) < 600

@@ -103,8 +103,8 @@ def test_the_next_prompt_after_a_stream_is_that_after_a_whole_answer(
 
 def said_again(api: str, answer: Any) -> list[dict[str, Any]]:
     """An answer's message, as an agent sends it back with results of its calls. A list is a stream's events."""
+    whole: Any = answer
     events: list[Any] = answer if isinstance(answer, list) else []
-    whole: dict[str, Any] = {} if events else answer
     if api == "responses":
         items = (events[-1]["response"] if events else whole)["output"]
         made = [i["call_id"] for i in items if i["type"] == "function_call"]

@@ -58,13 +58,13 @@ def values_of(kind: Any, bounds: tuple[Any, ...] = ()) -> Iterator[Any]:
         least = next(
             each.ge
             if isinstance(each, annotated_types.Ge)
-            else kind(each.gt) + (ABOVE if kind is float else 1)
+            else kind(each.gt) + (ABOVE if kind is float else 1)  # pyright: ignore[reportArgumentType]
             for each in bounds
             if isinstance(each, annotated_types.Ge | annotated_types.Gt)
         )
-        yield kind(least)
+        yield kind(least)  # pyright: ignore[reportArgumentType]
         yield kind(
-            next((each.le for each in bounds if isinstance(each, annotated_types.Le)), LARGE)
+            next((each.le for each in bounds if isinstance(each, annotated_types.Le)), LARGE)  # pyright: ignore[reportArgumentType]
         )
 
 
