@@ -40,8 +40,9 @@ class Pause:
 
 
 def install() -> None:
-    """Installs reports of what each token was sampled from and of work done, and limits of grammars. On a CPU also: forked processes, faster
-    LoRA, seeded requests, mixtures of experts, and waits that leave the cores to processes with work."""
+    """Installs reports of what each token was sampled from and of work done, and limits of grammars. On a CPU also:
+    forked processes, faster LoRA, seeded requests, mixtures of experts, and waits that leave the cores to processes
+    with work."""
     device = os.environ.get(SWITCH)
     if device is None:
         return

@@ -31,6 +31,8 @@ from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.renderers.chat_utils import make_tool_call_id
 
+from art_server.shared.samples import whole_characters
+
 CALL_MARKS = {
     "DeepSeekV3ToolParser": ("<｜tool▁calls▁begin｜>",),
     "Hermes2ProToolParser": ("<tool_call>",),
@@ -179,7 +181,7 @@ def reconciled(opening: Opening, whole: Message) -> Message:
     if not all(is_json(call.arguments) for call in calls or ()):
         calls = None
     for call in calls or ():
-        call.name, call.arguments = paired(call.name), paired_json(call.arguments)
+        call.name, call.arguments = whole_characters(call.name), whole_characters(call.arguments)
     if opening.is_thinking:
         if not (reasoning or "").startswith(opening.reasoning):
             reasoning = opening.reasoning + ("" if calls else opening.rest)
@@ -210,19 +212,6 @@ def is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def paired(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def paired_json(text: str) -> str:
-    """JSON without half a surrogate pair, written out or escaped."""
-    if "\\ud" in text.lower():
-        written = json.dumps(json.loads(text), ensure_ascii=False)
-        text = text if paired(written) == written else written
-    return paired(text)
 
 
 class WholeAnswers(DelegatingParser):

@@ -500,7 +500,7 @@ class JobRunner:
                 out_dir=str(temporary),
                 config=config,
                 start_step=step - 1,
-                optimizer_steps=model.folder.read_checkpoint(step - 1).optimizer_steps,
+                optimizer_steps=start.optimizer_steps,
                 max_seq_length=self._engine.max_seq_length,
                 seed=seed_of(model, step),
                 gap_bars=self._gap_bars,
