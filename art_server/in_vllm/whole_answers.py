@@ -43,6 +43,7 @@ CALL_MARKS = {
 UNKNOWN_CALL_MARKS = ("<", "[", "{", "functools")
 """The marks of a tool parser that is not listed. A text with one of them waits for the answer's end."""
 PLAIN_STATES = (ParserState.CONTENT, ParserState.REASONING)
+CALL_STATES = (ParserState.TOOL_NAME, ParserState.TOOL_ARGS)
 MAX_READINGS = 64
 TAIL_TOKENS = 16
 """So many tokens at a prompt's end hold the marks of thinking that a template writes there."""
@@ -174,11 +175,11 @@ class Opening:
 def reconciled(opening: Opening, whole: Message) -> Message:
     """What an answer says, which begins with what a stream has sent: what vLLM's parser says, where it can.
 
-    A call is complete or is text: no call has arguments that are not JSON, and no text of a call is lost. Half a
+    A call is complete or is text: no call has arguments that are not a JSON object, and no text of a call is lost. Half a
     surrogate pair in a call is replaced: it can be neither sent nor tokenized.
     """
     reasoning, content, calls = whole
-    if not all(is_json(call.arguments) for call in calls or ()):
+    if not all(is_object(call.arguments) for call in calls or ()):
         calls = None
     for call in calls or ():
         call.name, call.arguments = whole_characters(call.name), whole_characters(call.arguments)
@@ -206,12 +207,12 @@ def leading_space(text: str) -> str:
     return text[: len(text) - len(text.lstrip())]
 
 
-def is_json(text: str) -> bool:
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object. Python alone reads NaN, which no client can."""
     try:
-        json.loads(text)
+        return isinstance(json.loads(text, parse_constant=int), dict)  # int("NaN") is a ValueError
     except (ValueError, RecursionError):
         return False
-    return True
 
 
 class WholeAnswers(DelegatingParser):
@@ -296,7 +297,25 @@ class WholeAnswers(DelegatingParser):
             whole = super().parse(text, request, auto_tools)
         finally:
             self._reasoning_parser = reasoning_parser
-        return reconciled(opening, Message(*whole))
+        reasoning, content, calls = whole
+        if calls and self._is_cut(opening.rest, request):
+            calls = None
+        return reconciled(opening, Message(reasoning, content, calls))
+
+    def _is_cut(self, rest: str, request: Any) -> bool:
+        """Whether a stop text ended the answer inside a call. A parser with a grammar would complete the call."""
+        stops = getattr(request, "stop", None) or ()
+        if not stops or not getattr(self._tool_parser, "engine_based_streaming", False):
+            return False
+        parser: Any = getattr(self._tool_parser, "_parser_engine")
+
+        def is_open(text: str) -> bool:
+            parser._reset(initial_state=ParserState.CONTENT)
+            parser._feed(text, [])
+            return parser._engine.state in CALL_STATES
+
+        stops = (stops,) if isinstance(stops, str) else stops
+        return is_open(rest) and all(is_open(rest + stop) for stop in stops)
 
     def _make_opening(self, request: Any) -> Opening:
         reading = self._reading(request)

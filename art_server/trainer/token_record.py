@@ -38,9 +38,11 @@ class TokenRecord:
         num = int(self._firsts[-1])
         self._token_ids = [token for sequence in sequences for token in sequence.token_ids]
         sampled = [value for sequence in sequences for value in sequence.logprobs]
-        self._tensors = {name: torch.full((num,), float("nan")) for name in NUMBERS}
+        self._tensors = {
+            name: torch.full((num,), float("nan"), dtype=torch.float32) for name in NUMBERS
+        }
         self._tensors["sampled_logprobs"] = torch.tensor(
-            [float("nan") if value is None else value for value in sampled]
+            [float("nan") if value is None else value for value in sampled], dtype=torch.float32
         )
         self._tensors["is_clipped"] = torch.zeros(num, dtype=torch.uint8)
 

@@ -80,11 +80,16 @@ class RecordingEngine(FakeEngine):
 
 
 class CheckingTrainer:
-    """Checks as the trainer's process does."""
+    """Checks as the trainer's process does, one at a time: a model is built under torch's global default type."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
 
     async def run(self, task: CheckTask) -> Done:
+        folder = Path(task.folder)
         try:
-            await asyncio.to_thread(check_checkpoint, str(TINY_DIR), task.lora, Path(task.folder))
+            async with self._lock:
+                await asyncio.to_thread(check_checkpoint, str(TINY_DIR), task.lora, folder)
         except BadCheckpoint as error:
             raise TrainerError("bad_checkpoint", str(error)) from error
         return Done(metrics={})

@@ -499,6 +499,8 @@ STREAMED = '<tool_call>{"name": "look", "arguments": {"city": "Paris"}}</tool_ca
         (f"{STREAMED}\n{STREAMED}", "length", "", 2, "length"),
         (f'{STREAMED}\n<tool_call>{{"name', "length", None, 0, "length"),
         ("a < b <tool", "stop", "a < b <tool", 0, "stop"),
+        ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', "stop", None, 0, "stop"),
+        ('<tool_call>{"name": "look", "arguments": {"a": NaN}}</tool_call>', "stop", None, 0, "stop"),
     ],
 )
 def test_calls_are_complete_or_text(
@@ -511,6 +513,32 @@ def test_calls_are_complete_or_text(
     assert [said] == streamed_said(events, 1)
     assert said.content == (text if content is None else content)
     assert (len(said.calls), said.finish_reason) == (calls, finish)
+
+
+CUT = {
+    "qwen3_xml": (XML, "aris", 0),
+    "gemma4": (GEMMA, "aris", 0),
+    "glm45": (GLM, "aris", 0),
+    "kimi_k2": (KIMI, "aris", 0),
+    "minimax_m2": (MINIMAX, "aris", 0),
+    "seed_oss": (SEED, "aris", 0),
+    # A stop text that is itself the end of a call does not cut it.
+    "glm45 ends": (GLM, "</tool_call>", 1),
+    "qwen3_xml ends": (XML, "</tool_call>", 1),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_a_call_that_a_stop_text_cut_is_text(vllm: Any, case: str) -> None:
+    call, stop, calls = CUT[case]
+    text = call[: call.index(stop)]
+    request = chat_request(vllm, stop=[stop])
+    output = Output(text, tuple(text), "stop", stop)
+    whole, events = asyncio.run(chat(vllm, CASES[case.split()[0]], [output], request, []))
+    (said,) = whole_said(whole)
+    assert [said] == streamed_said(events, 1)
+    assert (len(said.calls), said.finish_reason) == (calls, "tool_calls" if calls else "stop")
+    assert calls or said.content == text
 
 
 def deltas_of(vllm: Any, case: Case, parts: Sequence[str], **fields: Any) -> list[str]:
