@@ -25,7 +25,7 @@ from art_server.api.answers import (
     with_requested_name,
 )
 from art_server.api.errors import answer, detail_of
-from art_server.api.grammars import GRAMMAR_MARK, grammar_field, name_grammar
+from art_server.api.grammars import name_grammar
 from art_server.errors import ServerError
 from art_server.ledger.ledger import OpenRequest
 from art_server.relay import EngineLost, InferenceRequest
@@ -98,12 +98,6 @@ async def stream_events(
                         continue
                     if ERROR_EVENT in events:
                         await service.check_engine()
-                        if not is_begun and (refused := refusal(events, inference)) is not None:
-                            raise refused
-                    if GRAMMAR_MARK in events:
-                        events = events.replace(
-                            GRAMMAR_MARK, grammar_field(inference.body).encode()
-                        )
                     is_begun = True
                     if not inference.has_choices:
                         name_calls(events, opened, 0)
@@ -125,16 +119,6 @@ async def stream_events(
                 raise refused_by(error) from error
         except ServerError as error:
             raise refused_by(error) from error
-
-
-def refusal(events: bytes, inference: InferenceRequest) -> StreamRefused | None:
-    """The refusal that a stream's first event contains: vLLM checks a grammar after it has begun to answer."""
-    if not events.startswith(ERROR_EVENT):
-        return None
-    content = events.partition(EVENT_END)[0].removeprefix(b"data: ")
-    code = msgspec.json.decode(content)["error"].get("code")
-    is_refusal = isinstance(code, int) and 400 <= code < 500
-    return StreamRefused(code, name_grammar(content, inference.body), {}) if is_refusal else None
 
 
 def refused_by(error: ServerError) -> StreamRefused:

@@ -13,13 +13,14 @@ Only this file, these two, and `vllm_plugin.py` with the modules that it install
 """
 
 import asyncio
+import contextlib
 import functools
 import math
 import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -247,6 +248,51 @@ def name_bad_grammars() -> None:
     SamplingParams._validate_structured_outputs = checked  # pyright: ignore[reportAttributeAccessIssue]
 
 
+OPENINGS = ("response.created", "response.in_progress")
+"""The events of /v1/responses that come before the engine has sampled anything."""
+ERROR_EVENT = 'data: {"error":'
+
+
+def begin_streams_late() -> None:
+    """Has each stream begin with the engine's first output, so that what the engine refuses gets an error's status."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    # The class of /v1/messages is made from that of chat.
+    OpenAIServingChat.create_chat_completion = begun(OpenAIServingChat.create_chat_completion)
+    OpenAIServingCompletion.create_completion = begun(OpenAIServingCompletion.create_completion)
+    OpenAIServingResponses.create_responses = begun(OpenAIServingResponses.create_responses)
+
+
+def begun(create: Any) -> Any:
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+    @functools.wraps(create)
+    async def create_and_begin(*args: Any, **options: Any) -> Any:
+        events = await create(*args, **options)
+        if not hasattr(events, "__anext__"):
+            return events
+        opening: list[Any] = []
+        async for event in events:
+            opening.append(event)
+            if getattr(event, "type", None) not in OPENINGS:
+                break
+        if opening and isinstance(opening[0], str) and opening[0].startswith(ERROR_EVENT):
+            return ErrorResponse.model_validate_json(opening[0].removeprefix("data: "))
+        return joined(opening, events)
+
+    return create_and_begin
+
+
+async def joined(opening: Sequence[Any], others: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(others):
+        for event in opening:
+            yield event
+        async for event in others:
+            yield event
+
+
 def send_no_half_surrogates() -> None:
     """Replaces halves of surrogate pairs in the arguments of tool calls, which a model can write as JSON escapes: no
     request that contains one can be encoded."""
@@ -313,6 +359,7 @@ def main() -> None:
     remember_token_texts()
     whole_answers.install()
     name_bad_grammars()
+    begin_streams_late()
     send_no_half_surrogates()
     collect_seldom()
     entry.main()

@@ -307,7 +307,7 @@ class WholeAnswers(DelegatingParser):
         stops = getattr(request, "stop", None) or ()
         if not stops or not getattr(self._tool_parser, "engine_based_streaming", False):
             return False
-        parser: Any = getattr(self._tool_parser, "_parser_engine")
+        parser: Any = self._tool_parser._parser_engine
 
         def is_open(text: str) -> bool:
             parser._reset(initial_state=ParserState.CONTENT)

@@ -57,12 +57,12 @@ class TrainSequence:
     steps: list[int | None]
     """The model's step that sampled each trained token, by its record in the ledger; None without a record."""
     advantages: list[float]
-    has_signal: bool
-    """Whether a token of the sequence's group has an advantage; without, other terms of the loss train the group."""
     trajectory: int
     """Index among all trajectories of the batch."""
     number: int
     """Index among all sequences of the batch."""
+    has_signal: bool = True
+    """Whether a token of the sequence's group has an advantage; without, other terms of the loss train the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +406,7 @@ def _cut_sequence(
         ],
         steps=[steps[index] for index, _ in trained],
         advantages=[value for _, value in chosen],
-        has_signal=has_signal,
         trajectory=trajectory,
         number=number,
+        has_signal=has_signal,
     )

@@ -1,16 +1,18 @@
 """Measures train requests of long conversations: what is sent, what client and server need for it, and what is kept.
 
-    python scripts/bench/train_requests.py [--cases 128x10x150x350 512x16x512x32] [--tokens]
+    python scripts/bench/train_requests.py [--cases 128x10x150x350 512x16x512x32] [--tokens] [--train]
 
 A case is ROLLOUTS x TURNS x SAMPLED x OBSERVED tokens of a turn. For each case the ledger is filled with records of such
 conversations, then a server starts with a simulated engine and a trainer that computes nothing, and the real client
 trains the choices. Prints one JSON line a case: the body in MB, the client's seconds until its body is sent and accepted,
 its peak memory above the trajectories' own and the server's peak above idle in GiB, and the MB that the step keeps on disk.
-`--tokens`: the choices carry their tokens and log-probabilities, as for a program that requests them.
+`--tokens`: the choices carry their tokens and log-probabilities, as for a program that requests them. `--train`: the
+server's trainer trains them (on two cores `--cases 8x16x512x32`; the whole case takes hours there).
 """
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import random
@@ -87,8 +89,8 @@ def fill(path: Path, case: list[int]) -> None:
     ledger.close()
 
 
-def serve() -> None:
-    """art-server with a simulated engine and a trainer that computes nothing."""
+def serve(is_trained: bool = False) -> None:
+    """art-server with a simulated engine and, unless `is_trained`, a trainer that computes nothing."""
     from art_server import cli, registration
     from art_server.engine import engine
     from art_server.jobs import trainer
@@ -103,7 +105,9 @@ def serve() -> None:
     def idle(config: Any) -> list[str]:
         return [sys.executable, __file__, "--worker", *of_worker(config)[3:]]
 
-    engine.engine_command, trainer.worker_command = simulated, idle
+    engine.engine_command = simulated
+    if not is_trained:
+        trainer.worker_command = idle
     registration.Registration.limits = lambda self, model: Limits(1 << 17, MAX_SEQ_LENGTH)
     cli.main()
 
@@ -129,7 +133,7 @@ def work() -> None:
     worker.main(claim_stdout())
 
 
-def start_server(path: Path) -> tuple[subprocess.Popen[bytes], str]:
+def start_server(path: Path, is_trained: bool) -> tuple[subprocess.Popen[bytes], str]:
     flags = [
         "--path",
         str(path),
@@ -139,9 +143,11 @@ def start_server(path: Path) -> tuple[subprocess.Popen[bytes], str]:
         "0",
         "--base-model",
         "art/tiny",
+        "--gap-limit",
+        "0",  # the log-probabilities are random
     ]
     with open(path / "server.log", "wb") as log:
-        command = [sys.executable, __file__, "--serve", *flags]
+        command = [sys.executable, __file__, "--serve-training" if is_trained else "--serve", *flags]
         process = subprocess.Popen(command, stdout=log, stderr=log)
     file = path / ".server" / "address.json"
     while True:
@@ -271,6 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--tokens", action="store_true", help="choices carry their tokens")
+    parser.add_argument("--train", action="store_true", help="the server's trainer trains them")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -278,7 +285,7 @@ def main() -> None:
     if flags.fill is not None:
         fill(flags.fill, case)
     elif flags.one is not None:
-        process, url = start_server(flags.one)
+        process, url = start_server(flags.one, flags.train)
         try:
             asyncio.run(measure(flags.one, url, process.pid, case, flags))
         finally:
@@ -289,12 +296,18 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 command = [sys.executable, __file__, "--cases", each]
                 command += ["--tokens"] if flags.tokens else []
+                command += ["--train"] if flags.train else []
                 for part in ("--fill", "--one"):  # each measures a process of its own
                     subprocess.run([*command, part, folder], check=True)
 
 
 if __name__ == "__main__":
-    other = {"--serve": serve, "--worker": work}.get(sys.argv[1] if len(sys.argv) > 1 else "")
+    processes = {
+        "--serve": serve,
+        "--serve-training": functools.partial(serve, is_trained=True),
+        "--worker": work,
+    }
+    other = processes.get(sys.argv[1] if len(sys.argv) > 1 else "")
     if other is not None:
         sys.argv.pop(1)
     (other or main)()

@@ -1,7 +1,6 @@
 """What constrains sampling is bounded, whichever API it comes by."""
 
 import json
-import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from art_server.api import grammars
 from art_server.api.errors import status_of
 from art_server.api.grammars import check_grammars, name_grammar
-from art_server.api.streaming import refusal
 from art_server.errors import BadRequest, InvalidInput
 from art_server.shared import samples
 from tests.api.test_art_wire import client, make
@@ -214,18 +212,3 @@ def test_a_refused_grammar_is_named_by_its_field(body: dict[str, Any], field: st
     assert named["error"]["param"] == field
     other = b'{"error": {"message": "max_tokens is too large"}}'
     assert name_grammar(other, body) == other
-
-
-def test_a_stream_that_begins_with_a_refusal_is_refused() -> None:
-    body = {"structured_outputs": {"json": {}}}
-    inference: Any = types.SimpleNamespace(body=body)
-
-    def event(code: int) -> bytes:
-        error = {"message": f"{samples.GRAMMAR_MARK}: bad", "code": code}
-        return b'data: {"error":' + json.dumps(error).encode() + b"}\n\ndata: [DONE]\n\n"
-
-    refused = refusal(event(400), inference)
-    assert refused is not None and refused.status == 400
-    assert json.loads(refused.content)["error"]["message"] == "structured_outputs.json: bad"
-    assert refusal(event(500), inference) is None
-    assert refusal(b'data: {"choices":[]}\n\n', inference) is None

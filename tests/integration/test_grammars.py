@@ -53,6 +53,26 @@ def test_a_grammar_that_cannot_be_compiled_is_the_caller_s_error(
     assert ask(server, max_tokens=1).status_code == 200, "the engine answers the next request"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["responses", "messages"])
+def test_a_bad_schema_is_the_caller_s_error_in_every_api(
+    server: Server, api: str, stream: bool
+) -> None:
+    body: dict[str, Any] = {"model": "art/tiny", "stream": stream}
+    if api == "responses":
+        wanted = {"type": "json_schema", "name": "s", "schema": CIRCLE}
+        body |= {"input": "Give me JSON.", "max_output_tokens": 8, "text": {"format": wanted}}
+        path = "text.format"
+    else:
+        wanted = {"type": "json_schema", "schema": CIRCLE}
+        body |= {"messages": QUESTION, "max_tokens": 8, "output_config": {"format": wanted}}
+        path = "output_config.format"
+    with server.client() as client:
+        response = client.post(f"/v1/{api}", json=body, timeout=300)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(path)
+
+
 def test_a_schema_of_the_second_backend_is_obeyed_after_one_of_the_first(server: Server) -> None:
     assert ask(server, response_format={"type": "json_object"}, max_tokens=4).status_code == 200
     multiple = {"type": "integer", "multipleOf": 7, "minimum": 7, "maximum": 70}

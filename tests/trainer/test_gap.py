@@ -46,7 +46,7 @@ def judge(
     """Judges tokens of one step whose log-probabilities all differ by `gap`, in a job that starts from step 8."""
     n = num_tokens
     sequence = TrainSequence(
-        [1] * n, [*range(n)], [1] * n, [-1.0] * n, [-1] * n, [sampled_at] * n, [1.0] * n, True, 0, 0
+        [1] * n, [*range(n)], [1] * n, [-1.0] * n, [-1] * n, [sampled_at] * n, [1.0] * n, 0, 0
     )
     task = TrainTask(
         lora=LoRAConfig(),

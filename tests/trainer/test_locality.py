@@ -33,7 +33,6 @@ def sequence(length: int, number: int, opening: list[int]) -> TrainSequence:
         advantages=[1.0] * NUM_TARGETS,
         trajectory=number,
         number=number,
-        has_signal=True,
     )
 
 

@@ -13,7 +13,7 @@ def tree(first: int, num_leaves: int) -> list[TrainSequence]:
     """Leaves of ten tokens on a trunk of twenty."""
     return [
         TrainSequence(
-            [first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], True, leaf, leaf
+            [first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], leaf, leaf
         )
         for leaf in range(num_leaves)
     ]
