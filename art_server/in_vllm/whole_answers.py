@@ -305,9 +305,10 @@ class WholeAnswers(DelegatingParser):
     def _is_cut(self, rest: str, request: Any) -> bool:
         """Whether a stop text ended the answer inside a call. A parser with a grammar would complete the call."""
         stops = getattr(request, "stop", None) or ()
-        if not stops or not getattr(self._tool_parser, "engine_based_streaming", False):
+        tool: Any = self._tool_parser  # Any: vLLM has no class for parsers with a grammar
+        if not stops or not getattr(tool, "engine_based_streaming", False):
             return False
-        parser: Any = self._tool_parser._parser_engine
+        parser = tool._parser_engine
 
         def is_open(text: str) -> bool:
             parser._reset(initial_state=ParserState.CONTENT)

@@ -147,7 +147,12 @@ def start_server(path: Path, is_trained: bool) -> tuple[subprocess.Popen[bytes],
         "0",  # the log-probabilities are random
     ]
     with open(path / "server.log", "wb") as log:
-        command = [sys.executable, __file__, "--serve-training" if is_trained else "--serve", *flags]
+        command = [
+            sys.executable,
+            __file__,
+            "--serve-training" if is_trained else "--serve",
+            *flags,
+        ]
         process = subprocess.Popen(command, stdout=log, stderr=log)
     file = path / ".server" / "address.json"
     while True:

@@ -500,7 +500,13 @@ STREAMED = '<tool_call>{"name": "look", "arguments": {"city": "Paris"}}</tool_ca
         (f'{STREAMED}\n<tool_call>{{"name', "length", None, 0, "length"),
         ("a < b <tool", "stop", "a < b <tool", 0, "stop"),
         ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', "stop", None, 0, "stop"),
-        ('<tool_call>{"name": "look", "arguments": {"a": NaN}}</tool_call>', "stop", None, 0, "stop"),
+        (
+            '<tool_call>{"name": "look", "arguments": {"a": NaN}}</tool_call>',
+            "stop",
+            None,
+            0,
+            "stop",
+        ),
     ],
 )
 def test_calls_are_complete_or_text(

@@ -29,7 +29,8 @@ class SlowTrainer:
     async def run(self, task: InitTask) -> Done:
         self.shapes.append(task.lora)
         await self.aside.wait()
-        async with self._lock:  # a process does one task at a time; a model is built under torch's global default type
+        # A process does one task at a time: a model is built under torch's global default type.
+        async with self._lock:
             await asyncio.to_thread(
                 write_first_checkpoint, str(TINY_DIR), task.lora, 0, Path(task.out_dir)
             )
