@@ -36,9 +36,11 @@ from art_server.trainer.tree import (
     unshared,
 )
 
-UNKNOWN_MOVEMENT = 0.25
-"""The movement of a step without one on record (an earlier version made it, or another program), in nats: SmolLM2's first
-steps of 5e-4 move their probe by 0.2."""
+UNKNOWN_MOVEMENT = 0.125
+"""The movement of a step without one on record (an earlier version made it, or another program), in nats. The allowance
+is eight times that (`gap.py`)."""
+WINDOW_STEPS = 8
+"""The movement of a step is taken as the largest of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +303,17 @@ def make_sampled_tokens(
 
 
 def _movement_since(step: int | None, start_step: int | None, moved: Sequence[float]) -> float:
-    """The sum of the movements of the steps between a token's and the start step; 0 for fresh tokens and those of unknown
-    step."""
+    """How far the policy has moved at most since a token's step; 0 for fresh tokens and those of unknown step.
+
+    For each step it takes the largest movement of the last steps, because one step can move the probe's few tokens much
+    less than others.
+    """
     if step is None or start_step is None:
         return 0.0
     age = max(0, start_step - step)
-    known = moved[len(moved) - min(age, len(moved)) :]
-    return sum(known) + UNKNOWN_MOVEMENT * (age - len(known))
+    known = min(age, len(moved))
+    largest = max(moved[-max(age, WINDOW_STEPS) :], default=0.0)
+    return known * largest + UNKNOWN_MOVEMENT * (age - known)
 
 
 def largest_unit(sequences: Sequence[TrainSequence], *, shared: bool = True) -> int:
