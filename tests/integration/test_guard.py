@@ -79,13 +79,8 @@ def test_another_alpha_and_another_rope_are_caught_before_the_step_serves(
             change(adapter, lora_alpha=16.0)
             assert ask(client) == right
             config = base / "config.json"
-            rope = {"rope_type": "default", "rope_theta": 10000.0}
-            change(config, rope_parameters=rope | {"rope_theta": 1000.0})
+            change(config, rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
             restart_engine(server, client)
             assert ask(client) == (503, "policy_differs")
-            change(config, rope_parameters=rope)
-            restart_engine(server, client)
-            assert ask(client) == right
-            assert train_one_step(server, "a")["step"] == 2
     finally:
         server.stop()
