@@ -1408,7 +1408,7 @@ def test_a_high_gap_is_noted_and_one_of_few_tokens_is_not_judged(
     stale = run("stale", 0.5, 40, 2)
     assert stale.notes == []
     assert stale.metrics["loss/logprob_gap_stale_mean"] == pytest.approx(0.5, abs=1e-5)
-    assert stale.metrics["loss/logprob_gap_stale_allowance"] == 0.25
+    assert stale.metrics["loss/logprob_gap_stale_allowance"] == 0.125
     assert "loss/logprob_gap_mean" not in stale.metrics
     with pytest.raises(GapTooLarge, match=r"1\.2 on average.*80 tokens of steps before 3"):
         run("stale and wrong", 1.2, 40, 2)
