@@ -56,7 +56,10 @@ def test_several_agents_and_episodes_that_fail(server: Server, python: Path) -> 
     assert by_task == {"no": ["first", "second"], "maybe": ["first", "second"]}
     assert len(found["failures"]) == 4 and all("no score today" in f for f in found["failures"])
     report = found["report"]
-    assert report["turns"].keys() <= {"ids", "ledger"} and report["num_trained_tokens"] > 0
+    assert report["turns"].keys() <= {"ids", "ledger"}
+    # Without a baseline all groups train, unless each reward in them happens to be 0.
+    has_reward = any(any(group["rewards"]) for group in found["groups"])
+    assert (report["num_trained_tokens"] > 0) == has_reward
     assert sum(report["turns"].values()) == 2 * 4 * (1 + 2)
     errors = found["errors"]
     assert "give tasks() a count" in errors["infinite"]
