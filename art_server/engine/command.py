@@ -33,7 +33,6 @@ MIN_CPU_LORAS = 16
 
 SWITCHES = (
     "enable-lora",
-    "enable-auto-tool-choice",
     "language-model-only",
     "disable-uvicorn-access-log",
 )
@@ -74,13 +73,15 @@ def engine_command(
         "max-cpu-loras": str(max(MIN_CPU_LORAS, config.max_loras)),
         "dtype": config.number_types(device)[0],
         "generation-config": "vllm",
-        "tool-call-parser": parsers.tool,
     }
+    switches = [*SWITCHES]
+    if parsers.tool is not None:
+        arguments["tool-call-parser"] = parsers.tool
     if parsers.reasoning is not None:
         arguments["reasoning-parser"] = parsers.reasoning
-    if parsers.template_kwargs:
-        arguments["default-chat-template-kwargs"] = json.dumps(parsers.template_kwargs)
-    switches = [*SWITCHES]
+    if parsers.thinks is not None:
+        thinks = {"enable_thinking": parsers.thinks}
+        arguments["default-chat-template-kwargs"] = json.dumps(thinks)
     if device == "cpu":
         switches.append("enforce-eager")
         arguments["block-size"] = str(CPU_BLOCK_SIZE)
@@ -98,6 +99,8 @@ def engine_command(
             switches.append(name if value.lower() == "true" else f"no-{name}")
         else:
             arguments[name] = value
+    if "tool-call-parser" in arguments:
+        switches.append("enable-auto-tool-choice")
     flags = [part for key, value in arguments.items() for part in (f"--{key}", value)]
     if modules := read_model_size(base.path).lora_modules:
         flags += ["--lora-target-modules", *modules]

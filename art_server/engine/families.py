@@ -1,6 +1,7 @@
-"""Chooses vLLM's parsers for a model's tool calls and thinking, by its architecture and its chat template.
+"""Chooses vLLM's parsers for a model's tool calls and thinking, by the marks in its chat template.
 
-`--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
+A mark is what the model writes around a call. It survives new names of an architecture, so it decides before the
+`model_type`. `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
 """
 
 from dataclasses import dataclass
@@ -14,50 +15,90 @@ from art_server.base_models import (
     template_renderer,
 )
 
-BY_ARCHITECTURE: dict[str, tuple[str, str | None]] = {
-    "deepseek_v3": ("deepseek_v3", "deepseek_r1"),
-    "gemma4": ("gemma4", "gemma4"),
-    "glm4_moe": ("glm45", "glm45"),
-    "gpt_oss": ("openai", "openai_gptoss"),
-    "kimi_k2": ("kimi_k2", "kimi_k2"),
-    "llama4": ("llama4_pythonic", None),
-    "minimax_m2": ("minimax_m2", "minimax_m2"),
-    "seed_oss": ("seed_oss", "seed_oss"),
-}
-"""Tool and reasoning parser of architectures that cannot be recognised by their template."""
 
-BY_MARKUP = (
-    ("<function=", "qwen3_xml"),
-    ("<tool_call>", "hermes"),
-    ("<|python_tag|>", "llama3_json"),
-    ("[TOOL_CALLS]", "mistral"),
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that write calls and thinking alike."""
+
+    tool: str | None
+    """vLLM's tool parser."""
+    reasoning: str | None = None
+    """vLLM's reasoning parser, for templates that contain `thinks`."""
+    marks: tuple[str, ...] = ()
+    """The template contains them all."""
+    types: tuple[str, ...] = ()
+    """The model_type is one of them; empty: any."""
+    thinks: str = "<think>"
+    always: bool = False
+    """Whether such a model opens its thinking by itself, although no argument of the template says so."""
+
+    def holds(self, template: str, model_type: str) -> bool:
+        """Whether a model is of this family."""
+        is_type = not self.types or model_type in self.types
+        return is_type and all(mark in template for mark in self.marks)
+
+
+FAMILIES = (
+    # DeepSeek V3 and R1 write arguments into a JSON fence, V3.1 does not.
+    Family("deepseek_v3", "deepseek_r1", ("<｜tool▁calls▁begin｜>", "```json")),
+    Family("deepseek_v31", "deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
+    Family("functiongemma", marks=("<start_function_call>",)),
+    Family("gemma4", "gemma4", ("<|tool_call>",), thinks="<|channel>"),
+    Family("mistral", "mistral", ("[TOOL_CALLS]",), thinks="[THINK]"),
+    Family("poolside_v1", "poolside_v1", types=("laguna",)),
+    Family("glm47", "glm47", ("<arg_key>",)),
+    Family("olmo3", "olmo3", ("<function_calls>",)),
+    Family("granite", "granite", ("<|tool_call|>",), thinks="thought process"),
+    Family("lfm2", "qwen3", ("<|tool_call_start|>",)),
+    Family("lfm2", marks=("<|tool_list_start|>",)),
+    Family("minimax_m2", "minimax_m2", ("<minimax:tool_call>",)),
+    Family("seed_oss", "seed_oss", ("<seed:tool_call>",), thinks="<seed:think>", always=True),
+    Family("kimi_k2", "kimi_k2", ("<|tool_calls_section_begin|>",), always=True),
+    Family("apertus", marks=("<|tools_prefix|>",)),
+    Family(
+        None, None, ("<|START_ACTION|>",)
+    ),  # vLLM reads Command's calls with a package of Cohere's only
+    Family("phi4_mini_json", marks=("<|tool|>",)),
+    Family("hunyuan_a13b", "hunyuan_a13b", types=("hunyuan_v1_dense", "hunyuan_v1_moe")),
+    Family("ernie45", "ernie45", types=("ernie4_5", "ernie4_5_moe")),
+    Family("muse_glimmer", "muse_glimmer", types=("muse_glimmer",), thinks=""),
+    Family("openai", "openai_gptoss", types=("gpt_oss",), thinks=""),
+    Family("qwen3_coder", "nemotron_v3", ("<function=",), ("nemotron_h",)),
+    Family("qwen3_xml", "qwen3", ("<function=",)),
+    Family(None, "nemotron_v3", types=("nemotron_h",)),  # vLLM cannot read its <TOOLCALL>
+    Family("hermes", "qwen3", ("<tool_call>",)),
+    Family("llama3_json", "qwen3", ("<|python_tag|>",)),
+    Family("llama3_json", "qwen3", ('"parameters": dictionary',)),
+    Family("llama4_pythonic", types=("llama4",)),
+    Family(None, "qwen3"),
 )
-"""Tool parsers by a string in the chat template; the first string that is found decides."""
-
-DEFAULT_TOOL_PARSER = "hermes"
+"""The first that holds decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
     """vLLM's parsers for one model."""
 
-    tool: str
-    reasoning: str | None
-    template_kwargs: dict[str, bool]
-    """Defaults for template arguments where vLLM's parsers would assume another value."""
+    tool: str | None
+    """None: the template has no mark of a call, and text must not become one."""
+    reasoning: str | None = None
+    thinks: bool | None = None
+    """Whether an answer thinks unless a request says otherwise, by the template's argument `enable_thinking`. None: that
+    follows from each prompt's end."""
 
 
 def choose_parsers(folder: Path) -> Parsers:
     """The parsers for the model in `folder`."""
-    known = BY_ARCHITECTURE.get(model_type(folder))
-    if known is not None:
-        return Parsers(known[0], known[1], {})
     template, of_tools = read_template(folder), read_template(folder, has_tools=True)
-    tool = next((name for mark, name in BY_MARKUP if mark in of_tools), DEFAULT_TOOL_PARSER)
-    if "<think>" not in template:
-        return Parsers(tool, None, {})
-    is_off = "enable_thinking" in template and not thinks_by_default(template)
-    return Parsers(tool, "qwen3", {"enable_thinking": False} if is_off else {})
+    kind = model_type(folder)
+    family = next(each for each in FAMILIES if each.holds(of_tools, kind))
+    reasoning = family.reasoning if family.thinks in template else None
+    thinks = None
+    if reasoning is not None and "enable_thinking" in template:
+        thinks = thinks_by_default(template)
+    elif reasoning is not None and family.always:
+        thinks = True
+    return Parsers(family.tool, reasoning, thinks)
 
 
 def thinks_by_default(template: str) -> bool:

@@ -293,6 +293,37 @@ async def joined(opening: Sequence[Any], others: AsyncGenerator[Any, None]) -> A
             yield event
 
 
+NO_TOOLS = (
+    "tools: this base model's chat template has no mark of a tool call, so that no call can be read from an answer: leave "
+    "out `tools`, or start the server with --engine-arg tool_call_parser=NAME"
+)
+
+
+def name_missing_parser() -> None:
+    """Has vLLM's refusal of tools without a parser name the field, and the remedy with art-server. In /v1/responses vLLM would
+    ignore the tools."""
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.renderers import online_renderer
+
+    refuse = online_renderer.create_error_response
+    create = OpenAIServingResponses.create_responses
+
+    def refuse_with_remedy(message: str | Exception, *args: Any) -> Any:
+        if "--tool-call-parser to be set" in str(message):
+            return refuse(NO_TOOLS, param="tools")
+        return refuse(message, *args)
+
+    async def create_responses(self: Any, request: Any, raw_request: Any = None) -> Any:
+        has_parser = self.use_harmony or getattr(self.parser, "tool_parser_cls", None)
+        has_tools = any(tool.type == "function" for tool in request.tools)
+        if has_tools and request.tool_choice != "none" and not has_parser:
+            return refuse(NO_TOOLS, param="tools")
+        return await create(self, request, raw_request)
+
+    online_renderer.create_error_response = refuse_with_remedy  # pyright: ignore[reportAttributeAccessIssue]
+    OpenAIServingResponses.create_responses = create_responses
+
+
 def send_no_half_surrogates() -> None:
     """Replaces halves of surrogate pairs in the arguments of tool calls, which a model can write as JSON escapes: no
     request that contains one can be encoded."""
@@ -359,6 +390,7 @@ def main() -> None:
     remember_token_texts()
     whole_answers.install()
     name_bad_grammars()
+    name_missing_parser()
     begin_streams_late()
     send_no_half_surrogates()
     collect_seldom()

@@ -35,13 +35,24 @@ from art_server.shared.samples import whole_characters
 
 CALL_MARKS = {
     "DeepSeekV3ToolParser": ("<｜tool▁calls▁begin｜>",),
+    "DeepSeekV31ToolParser": ("<｜tool▁calls▁begin｜>",),
+    "Ernie45ToolParser": ("<tool_call>",),
+    "FunctionGemmaToolParser": ("<start_function_call>",),
     "Hermes2ProToolParser": ("<tool_call>",),
     "Llama3JsonToolParser": ("{", "<|python_tag|>"),
     "Llama4PythonicToolParser": ("[", "<|python_start|>"),
+    "Phi4MiniJsonToolParser": ("functools",),
+    "PoolsideV1ToolParser": ("<tool_call>",),
 }
 """What begins a call, by the class of the tool parser. Parsers with a grammar of vLLM's own name their marks."""
 UNKNOWN_CALL_MARKS = ("<", "[", "{", "functools")
 """The marks of a tool parser that is not listed. A text with one of them waits for the answer's end."""
+THINKING_MARKS = {
+    "Ernie45ReasoningParser": ("<response>", "</response>"),
+    "GraniteReasoningParser": ("Here is my thought process:", "Here's my thought process:"),
+    "HunyuanA13BReasoningParser": ("<think>", "<answer>", "</answer>"),
+}
+"""What a reasoning parser takes out of a text besides the marks that it names, by its class."""
 PLAIN_STATES = (ParserState.CONTENT, ParserState.REASONING)
 CALL_STATES = (ParserState.TOOL_NAME, ParserState.TOOL_ARGS)
 MAX_READINGS = 64
@@ -110,6 +121,8 @@ class Reading:
     """Whether it takes a text without a mark for thinking."""
     keeps_space: bool
     """Whether it keeps the white space at the end of thinking."""
+    must_open: bool = False
+    """Whether thinking begins with its mark only, although vLLM's parser would take any text for it."""
 
 
 class Opening:
@@ -130,6 +143,8 @@ class Opening:
         """What waits."""
         self.is_call = not sends_content
         """Whether what waits may be a call."""
+        self.has_thought = False
+        """Whether the text has ended its thinking."""
         self._is_open = is_thinking or sends_content
         self._is_fresh = True
 
@@ -150,6 +165,7 @@ class Opening:
                 self.rest = self.rest.lstrip() if not self._keeps_space else self.rest
                 self.rest = self.rest.removeprefix(mark)
                 self.is_thinking = self._is_fresh = False
+                self.has_thought = True
                 self._is_open = self._sends_content
             elif mark == self._marks.think_start and not begin and self._is_fresh:
                 self.rest = self.rest[len(mark) :]
@@ -226,10 +242,14 @@ class WholeAnswers(DelegatingParser):
     """Whether the prompt's end has ended the thinking."""
     _opened = ""
     """The beginning of thinking at the prompt's end."""
+    _must_open = False
+    """Whether the answer itself has to open its thinking."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._template_kwargs = repr(options.get("chat_template_kwargs"))
+        kwargs = options.get("chat_template_kwargs")
+        self._template_kwargs = repr(kwargs)
+        self._thinks = bool((kwargs or {}).get("enable_thinking"))
 
     def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
         super().set_prompt_token_ids(prompt_token_ids)
@@ -240,6 +260,13 @@ class WholeAnswers(DelegatingParser):
         self._is_answering = tail.rstrip().endswith(end)
         if start is not None and tail.rfind(start) > tail.rfind(end):
             self._opened = tail[tail.rfind(start) :]
+        is_told = self._is_answering or bool(self._opened) or self._thinks
+        self._must_open = start is not None and not is_told
+
+    def is_reasoning_end(self, input_ids: list[int]) -> bool:
+        """Whether a grammar holds from the first token on. Otherwise vLLM waits for the end of the thinking."""
+        self.set_prompt_token_ids(input_ids)
+        return self._must_open or super().is_reasoning_end(input_ids)
 
     def parse(
         self,
@@ -289,8 +316,11 @@ class WholeAnswers(DelegatingParser):
     def _read(self, opening: Opening, text: str, request: Any, auto_tools: bool) -> Message:
         """What a whole answer says."""
         reasoning_parser = self._reasoning_parser
-        if self._is_answering:
+        if self._is_answering or (self._reading(request).must_open and not self._has_opened(text)):
             self._reasoning_parser = None
+        elif opening.has_thought and self._drops_calls():
+            self._reasoning_parser = None
+            text = opening.content + opening.rest
         elif self._opened and not self._reading(request).thinks_unasked:
             text = self._opened + text
         try:
@@ -301,6 +331,20 @@ class WholeAnswers(DelegatingParser):
         if calls and self._is_cut(opening.rest, request):
             calls = None
         return reconciled(opening, Message(reasoning, content, calls))
+
+    def _drops_calls(self) -> bool:
+        """Whether the parser of thinking, one with a grammar, drops marks of calls of which it does not know."""
+        tool: Any = self._tool_parser
+        reasoning: Any = self._reasoning_parser
+        return (
+            tool is not None
+            and not tool.engine_based_streaming
+            and reasoning.engine_based_streaming
+        )
+
+    def _has_opened(self, text: str) -> bool:
+        start, _ = self._think_marks()
+        return start is not None and text.lstrip().startswith(start)
 
     def _is_cut(self, rest: str, request: Any) -> bool:
         """Whether a stop text ended the answer inside a call. A parser with a grammar would complete the call."""
@@ -333,6 +377,7 @@ class WholeAnswers(DelegatingParser):
         key = (
             self._template_kwargs,
             self._is_answering,
+            self._must_open,
             self._is_forced(request),
             request.tool_choice == "none",
         )
@@ -361,12 +406,18 @@ class WholeAnswers(DelegatingParser):
             call, other = call | calls, other | others
         start, end = self._think_marks()
         other |= {mark for mark in (start, end) if mark}
+        other |= set(THINKING_MARKS.get(type(reasoning).__name__, ()))
         starts = (f"{start}thought\n", start) if start else ()  # Gemma 4's thinking has a title
-        whole_start = next((mark for mark in starts if thinking(f"{mark}x") == "x"), None)
+        endings = ("", f"{end}y") if end else ("",)  # some see thinking at its end only
+        whole_start = next(
+            (s for s in starts if "x" in [thinking(f"{s}x{ending}") for ending in endings]), None
+        )
         unasked = thinking("x") == "x"
+        must_open = unasked and self._must_open
+        unasked = unasked and not must_open
         begin = "" if unasked else whole_start or ""
         keeps_space = thinking(f"{begin}x\n{end}y") == "x\n"
-        return Reading(Marks(call, other, whole_start, end), unasked, keeps_space)
+        return Reading(Marks(call, other, whole_start, end), unasked, keeps_space, must_open)
 
     def _think_marks(self) -> tuple[str | None, str | None]:
         parser = self._reasoning_parser

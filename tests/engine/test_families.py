@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import trl
 
 from art_server.base_models import TINY_DIR, read_template
 from art_server.engine.families import Parsers, choose_parsers, thinks_by_default
@@ -21,22 +22,107 @@ def folder(path: Path, template: str, model_type: str = "qwen3") -> Path:
     return path
 
 
+TRL = Path(trl.__file__).parent / "chat_templates"
+"""TRL's copies of published templates."""
+
+FAMILIES: list[tuple[str, str, str, Parsers]] = [
+    ("Qwen2.5", "qwen2", "qwen2_5", Parsers("hermes")),
+    ("Qwen3", "qwen3", "qwen3", Parsers("hermes", "qwen3", True)),
+    ("Qwen3 2507", "qwen3", "qwen3_instruct_2507", Parsers("hermes")),
+    ("Qwen3 2507 Thinking", "qwen3", "<tool_call><think>", Parsers("hermes", "qwen3")),
+    ("Qwen3-Coder", "qwen3_moe", "<tool_call>\n<function=", Parsers("qwen3_xml")),
+    ("Qwen3-VL", "qwen3_vl", "qwen3_vl", Parsers("hermes")),
+    ("Qwen3.5", "qwen3_5", "qwen3_5_think", Parsers("qwen3_xml", "qwen3", True)),
+    ("Qwen3.5, silent", "qwen3_5", "qwen3_5_nothink", Parsers("qwen3_xml", "qwen3", False)),
+    ("Qwen3.6", "qwen3_5_moe", "qwen3_6", Parsers("qwen3_xml", "qwen3", True)),
+    ("Qwen3.8", "qwen3_5", "qwen3_8", Parsers("qwen3_xml", "qwen3", True)),
+    ("R1 Distill Qwen", "qwen2", "deepseek_r1_distill", Parsers("deepseek_v3", "deepseek_r1")),
+    ("R1 Distill Llama", "llama", "deepseek_r1_distill", Parsers("deepseek_v3", "deepseek_r1")),
+    ("DeepSeek V3", "deepseek_v3", "deepseekv3", Parsers("deepseek_v3", "deepseek_r1")),
+    (
+        "DeepSeek V3.1",
+        "deepseek_v3",
+        "<think><｜tool▁calls▁begin｜>",
+        Parsers("deepseek_v31", "deepseek_v3"),
+    ),
+    ("Llama 3.1", "llama", "llama3_1", Parsers("llama3_json")),
+    ("Llama 3.2", "llama", "llama3_2", Parsers("llama3_json")),
+    ("Llama 3", "llama", "llama3", Parsers(None)),
+    ("Llama-Nemotron", "llama", "<TOOLCALL><think>", Parsers(None, "qwen3")),
+    ("Gemma 3", "gemma3", "gemma3", Parsers(None)),
+    ("FunctionGemma", "gemma3_text", "<start_function_call>", Parsers("functiongemma")),
+    ("Gemma 4", "gemma4", "gemma4", Parsers("gemma4", "gemma4", False)),
+    ("Gemma 4, text", "gemma4_text", "gemma4_v3", Parsers("gemma4", "gemma4", False)),
+    ("Gemma 4, unified", "gemma4_unified", "gemma4_v5", Parsers("gemma4", "gemma4", False)),
+    ("Mistral", "mistral", "[AVAILABLE_TOOLS][TOOL_CALLS]", Parsers("mistral")),
+    ("Magistral", "mistral3", "[TOOL_CALLS][THINK][/THINK]", Parsers("mistral", "mistral")),
+    ("Phi-4-mini", "phi3", "<|tool|><|/tool|>", Parsers("phi4_mini_json")),
+    ("Phi 3.5", "phi3", "phi3_5", Parsers(None)),
+    ("Phi-4-reasoning", "phi3", "<think></think>", Parsers(None, "qwen3")),
+    ("gpt-oss", "gpt_oss", "gptoss", Parsers("openai", "openai_gptoss")),
+    ("GLM 4.5", "glm4_moe", "glm4moe", Parsers("glm47", "glm47", True)),
+    ("GLM 4.7 Flash", "glm4_moe_lite", "glm4moe", Parsers("glm47", "glm47", True)),
+    ("GLM 4.6V", "glm4v_moe", "glm4moe", Parsers("glm47", "glm47", True)),
+    ("OLMo 3", "olmo3", "<functions><function_calls>", Parsers("olmo3")),
+    ("OLMo 3 Think", "olmo3", "<function_calls><think>", Parsers("olmo3", "olmo3")),
+    ("SmolLM3", "smollm3", QWEN3, Parsers("hermes", "qwen3", True)),
+    ("Granite 4", "granitemoehybrid", "<tools><tool_call>", Parsers("hermes")),
+    (
+        "Granite 3.3",
+        "granite",
+        "<|tool_call|> Write your thought process",
+        Parsers("granite", "granite"),
+    ),
+    ("LFM2", "lfm2", "lfm2", Parsers("lfm2")),
+    ("LFM2, newer", "lfm2_moe", "lfm2_v2", Parsers("lfm2")),
+    ("LFM2.5", "lfm2", "lfm2_2_5", Parsers("lfm2", "qwen3")),
+    ("Nemotron Nano 2", "nemotron_h", "<TOOLCALL><think>", Parsers(None, "nemotron_v3")),
+    ("Nemotron 3", "nemotron_h", "nemotron_3_nano", Parsers("qwen3_coder", "nemotron_v3", True)),
+    ("Falcon-H1", "falcon_h1", "<tool_call>", Parsers("hermes")),
+    ("Seed-OSS", "seed_oss", "<seed:tool_call><seed:think>", Parsers("seed_oss", "seed_oss", True)),
+    ("EXAONE 4", "exaone4", OFF + "<tool_call>", Parsers("hermes", "qwen3", False)),
+    (
+        "Hunyuan",
+        "hunyuan_v1_dense",
+        "<tool_calls><think><answer>",
+        Parsers("hunyuan_a13b", "hunyuan_a13b"),
+    ),
+    ("ERNIE 4.5", "ernie4_5_moe", "<tool_call><think><response>", Parsers("ernie45", "ernie45")),
+    (
+        "MiniMax M2",
+        "minimax_m2",
+        "<minimax:tool_call><think>",
+        Parsers("minimax_m2", "minimax_m2"),
+    ),
+    ("Kimi K2", "kimi_k2", "<|tool_calls_section_begin|>", Parsers("kimi_k2")),
+    (
+        "Kimi K2 Thinking",
+        "kimi_k2",
+        "<|tool_calls_section_begin|><think>",
+        Parsers("kimi_k2", "kimi_k2", True),
+    ),
+    ("Apertus", "apertus", "<|tools_prefix|>", Parsers("apertus")),
+    ("Command R7B", "cohere2", "<|START_ACTION|><|START_THINKING|>", Parsers(None)),
+    ("Trinity", "afmoe", "<tool_call><think>", Parsers("hermes", "qwen3")),
+    ("Laguna", "laguna", "<tool_call><arg_key><think>", Parsers("poolside_v1", "poolside_v1")),
+    ("Muse Glimmer", "muse_glimmer", "muse_glimmer", Parsers("muse_glimmer", "muse_glimmer")),
+    ("a base without a template", "qwen3", "", Parsers(None)),
+    ("a template without marks", "llama", ASK, Parsers(None)),
+]
+
+
 @pytest.mark.parametrize(
-    ("template", "model_type", "expected"),
-    [
-        (QWEN3, "qwen3", Parsers("hermes", "qwen3", {})),
-        (OFF, "qwen3", Parsers("hermes", "qwen3", {"enable_thinking": False})),
-        (ASK + "<tool_call>", "qwen2", Parsers("hermes", None, {})),
-        (ASK + "<|python_tag|>", "llama", Parsers("llama3_json", None, {})),
-        (ASK + "[TOOL_CALLS]", "mistral", Parsers("mistral", None, {})),
-        (ASK, "gpt_oss", Parsers("openai", "openai_gptoss", {})),
-        ("", "phi", Parsers("hermes", None, {})),
-    ],
+    ("kind", "template", "expected"),
+    [row[1:] for row in FAMILIES],
+    ids=[row[0] for row in FAMILIES],
 )
-def test_parsers_are_chosen_by_family(
-    tmp_path: Path, template: str, model_type: str, expected: Parsers
+def test_parsers_follow_the_marks_of_published_templates(
+    tmp_path: Path, kind: str, template: str, expected: Parsers
 ) -> None:
-    assert choose_parsers(folder(tmp_path, template, model_type)) == expected
+    """Where TRL has no copy of a template, its marks stand for it."""
+    if template.isidentifier():
+        template = (TRL / f"{template}.jinja").read_text()
+    assert choose_parsers(folder(tmp_path, template, kind)) == expected
 
 
 NAMED = [
@@ -53,7 +139,7 @@ def test_templates_by_name_are_those_of_transformers(tmp_path: Path) -> None:
     for _ in range(2):
         assert read_template(tmp_path) == OFF
         assert read_template(tmp_path, has_tools=True) == ASK + "[TOOL_CALLS]"
-        assert choose_parsers(tmp_path) == Parsers("mistral", "qwen3", {"enable_thinking": False})
+        assert choose_parsers(tmp_path) == Parsers("mistral")
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
         (tmp_path / "chat_template.jinja").write_text(OFF)
         (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
@@ -83,7 +169,7 @@ def test_rules_that_the_template_for_tools_does_not_share_are_not_assumed(tmp_pa
 
 
 def test_the_embedded_model_does_not_think_unless_asked() -> None:
-    assert choose_parsers(TINY_DIR) == Parsers("hermes", "qwen3", {"enable_thinking": False})
+    assert choose_parsers(TINY_DIR) == Parsers("hermes", "qwen3", False)
 
 
 def test_a_template_that_cannot_be_rendered_is_taken_as_vllm_takes_it() -> None:
