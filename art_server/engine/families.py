@@ -55,9 +55,8 @@ FAMILIES = (
     Family("seed_oss", "seed_oss", ("<seed:tool_call>",), thinks="<seed:think>", always=True),
     Family("kimi_k2", "kimi_k2", ("<|tool_calls_section_begin|>",), always=True),
     Family("apertus", marks=("<|tools_prefix|>",)),
-    Family(
-        None, None, ("<|START_ACTION|>",)
-    ),  # vLLM reads Command's calls with a package of Cohere's only
+    # vLLM reads calls of Cohere's Command with a package of Cohere's only.
+    Family(None, marks=("<|START_ACTION|>",)),
     Family("phi4_mini_json", marks=("<|tool|>",)),
     Family("hunyuan_a13b", "hunyuan_a13b", types=("hunyuan_v1_dense", "hunyuan_v1_moe")),
     Family("ernie45", "ernie45", types=("ernie4_5", "ernie4_5_moe")),

@@ -315,7 +315,7 @@ def name_missing_parser() -> None:
 
     async def create_responses(self: Any, request: Any, raw_request: Any = None) -> Any:
         has_parser = self.use_harmony or getattr(self.parser, "tool_parser_cls", None)
-        has_tools = any(tool.type == "function" for tool in request.tools)
+        has_tools = any(tool.type == "function" for tool in request.tools or ())
         if has_tools and request.tool_choice != "none" and not has_parser:
             return refuse(NO_TOOLS, param="tools")
         return await create(self, request, raw_request)

@@ -315,13 +315,13 @@ class WholeAnswers(DelegatingParser):
 
     def _read(self, opening: Opening, text: str, request: Any, auto_tools: bool) -> Message:
         """What a whole answer says."""
-        reasoning_parser = self._reasoning_parser
-        if self._is_answering or (self._reading(request).must_open and not self._has_opened(text)):
+        reasoning_parser, reading = self._reasoning_parser, self._reading(request)
+        if self._is_answering or (reading.must_open and not self._has_opened(text)):
             self._reasoning_parser = None
         elif opening.has_thought and self._drops_calls():
             self._reasoning_parser = None
             text = opening.content + opening.rest
-        elif self._opened and not self._reading(request).thinks_unasked:
+        elif self._opened and not reading.thinks_unasked:
             text = self._opened + text
         try:
             whole = super().parse(text, request, auto_tools)
@@ -412,9 +412,9 @@ class WholeAnswers(DelegatingParser):
         whole_start = next(
             (s for s in starts if "x" in [thinking(f"{s}x{ending}") for ending in endings]), None
         )
-        unasked = thinking("x") == "x"
-        must_open = unasked and self._must_open
-        unasked = unasked and not must_open
+        takes_all = thinking("x") == "x"
+        must_open = takes_all and self._must_open
+        unasked = takes_all and not must_open
         begin = "" if unasked else whole_start or ""
         keeps_space = thinking(f"{begin}x\n{end}y") == "x\n"
         return Reading(Marks(call, other, whole_start, end), unasked, keeps_space, must_open)
