@@ -256,7 +256,7 @@ class WholeAnswers(DelegatingParser):
         start, end = self._think_marks()
         if end is None:
             return
-        tail = self.model_tokenizer.decode(list(prompt_token_ids[-TAIL_TOKENS:]))
+        tail = self._begun_answer(list(prompt_token_ids[-TAIL_TOKENS:]))
         self._is_answering = tail.rstrip().endswith(end)
         if start is not None and tail.rfind(start) > tail.rfind(end):
             self._opened = tail[tail.rfind(start) :]
@@ -419,9 +419,23 @@ class WholeAnswers(DelegatingParser):
         keeps_space = thinking(f"{begin}x\n{end}y") == "x\n"
         return Reading(Marks(call, other, whole_start, end), unasked, keeps_space, must_open)
 
+    def _begun_answer(self, tail: list[int]) -> str:
+        """What a prompt's end says after the last mark of a turn: an earlier turn may contain a mark of thinking."""
+        others = other_marks(self.model_tokenizer, *self._think_marks())
+        begin = next((at for at in range(len(tail), 0, -1) if tail[at - 1] in others), 0)
+        return self.model_tokenizer.decode(tail[begin:])
+
     def _think_marks(self) -> tuple[str | None, str | None]:
         parser = self._reasoning_parser
         return (parser.reasoning_start_str, parser.reasoning_end_str) if parser else (None, None)
+
+
+@functools.lru_cache(maxsize=8)
+def other_marks(tokenizer: Any, start: str | None, end: str | None) -> frozenset[int]:
+    """The tokens beside a vocabulary's text, such as those between turns, that are no part of a mark of thinking."""
+    marks = f"{start} {end}"
+    added = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
+    return frozenset(each for each in added if tokenizer.decode([each]).strip() not in marks)
 
 
 def grammar_marks(parser: Any) -> tuple[frozenset[str], frozenset[str]]:

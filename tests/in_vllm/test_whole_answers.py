@@ -602,6 +602,8 @@ async def messages_streamed(
     ("kwargs", "opened", "thinks", "from_start"),
     [
         ({}, "", False, True),  # LFM2.5-Instruct: only earlier turns think
+        ({}, "<think>\nhm<|im_end|>\n<|im_start|>assistant\n", False, True),  # a user's own mark
+        ({}, "<think>\nLet me", True, False),  # the client has begun the answer
         ({}, "<think>\n", True, False),
         ({}, "<think>\n\n</think>\n\n", False, True),
         ({"enable_thinking": True}, "", True, False),  # Qwen3
@@ -621,7 +623,7 @@ def test_the_prompts_end_tells_whether_an_unmarked_text_is_thinking(
         assert [said] == streamed_said(events, 1)
         if not marked:
             assert (said.reasoning, said.content)[:: 1 if thinks else -1] == (text, "")
-        elif not opened:
+        elif not opened or opened.endswith("assistant\n"):
             assert (said.reasoning, said.content) == ("hm", "yes")
     parser = parser_class(case.tool, case.reasoning)(
         vllm.tokenizer, request.tools, chat_template_kwargs=case.kwargs
