@@ -139,13 +139,12 @@ class BaseLoader:
                 self._downloading = name
                 progress = asyncio.create_task(self._log_download(name))
             try:
-                base = await asyncio.to_thread(find_base_model, name, base_models.CACHE_DIR)
+                base = await asyncio.to_thread(self._find, name)
             finally:
                 self._downloading = None
                 await cancel(progress)
             if loaded is not None and loaded.path.resolve() == base.path.resolve():
                 return loaded
-            base_models.check_trainable(base, self._config.trainer)
             plan = await asyncio.to_thread(self._plan, base, requested or {})
             if loaded is not None:
                 await self._unload_base(loaded, name)
@@ -166,6 +165,12 @@ class BaseLoader:
                 last = {"base_model": name, "engine_args": dict(requested or {})}
                 await asyncio.to_thread(files.write_json, self._file, last)
             return base
+
+    def _find(self, name: str) -> BaseModel:
+        """The base model with its weights. One that cannot be trained is refused before its weights are downloaded."""
+        small = find_base_model(name, base_models.CACHE_DIR, needs_weights=False)
+        base_models.check_trainable(small, self._config.trainer)
+        return find_base_model(name, base_models.CACHE_DIR)
 
     async def _log_download(self, name: str) -> None:
         while True:

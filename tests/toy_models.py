@@ -72,6 +72,198 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """transformers' name of each family, and its settings beyond SHAPE. vLLM reads some fields that transformers lacks."""
 
+TIED = SHAPE | {"tie_word_embeddings": True}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+}
+NEMOTRON = {
+    "num_hidden_layers": 3,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 1,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+}
+GATED = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+}
+"""Layers of the gated delta rule, three in four."""
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}}
+SEES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
+PIXELS = SEES | {"image_size": 28, "patch_size": 14}
+QWEN_SEES = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+}
+QWEN_IDS = {
+    "image_token_id": 1390,
+    "video_token_id": 1391,
+    "vision_start_token_id": 1392,
+    "vision_end_token_id": 1393,
+}
+GEMMA4_SEES = PIXELS | {"head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16}
+GEMMA4_IDS = {
+    "audio_config": None,
+    "image_token_id": 1390,
+    "audio_token_id": 1391,
+    "boi_token_id": 1392,
+    "eoi_token_id": 1393,
+}
+ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_next": SHAPE | EXPERTS | GATED | {"shared_expert_intermediate_size": 32},
+    "qwen3_5": {
+        "text_config": TIED | GATED,
+        "vision_config": QWEN_SEES | {"num_position_embeddings": 16},
+        "tie_word_embeddings": True,
+        **QWEN_IDS,
+    },
+    "qwen3_5_moe": {
+        "text_config": SHAPE | EXPERTS | GATED | {"shared_expert_intermediate_size": 32},
+        "vision_config": QWEN_SEES | {"num_position_embeddings": 16},
+        **QWEN_IDS,
+    },
+    "qwen2_5_vl": {
+        "text_config": SHAPE | MROPE,
+        "vision_config": QWEN_SEES | {"fullatt_block_indexes": [0]},
+        **QWEN_IDS,
+    },
+    "qwen3_vl": {
+        "text_config": TIED | MROPE,
+        "vision_config": QWEN_SEES
+        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "tie_word_embeddings": True,
+        **QWEN_IDS,
+    },
+    "qwen3_vl_moe": {
+        "text_config": SHAPE | EXPERTS | MROPE,
+        "vision_config": QWEN_SEES
+        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **QWEN_IDS,
+    },
+    "gemma3": {
+        "text_config": TIED | {"sliding_window": 16},
+        "vision_config": PIXELS,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 1390,
+        "tie_word_embeddings": True,
+    },
+    "gemma4": {
+        "text_config": TIED
+        | {
+            "sliding_window": 16,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 1408,
+            "num_kv_shared_layers": 0,
+        },
+        "vision_config": GEMMA4_SEES,
+        "tie_word_embeddings": True,
+        **GEMMA4_IDS,
+    },
+    "gemma4 whose keys are values": {
+        "text_config": TIED
+        | {
+            "sliding_window": 16,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        "vision_config": GEMMA4_SEES,
+        "tie_word_embeddings": True,
+        **GEMMA4_IDS,
+    },
+    "mistral3": {
+        "text_config": SHAPE | {"model_type": "ministral3", "sliding_window": None},
+        "vision_config": PIXELS | {"model_type": "pixtral", "head_dim": 16},
+        "image_token_index": 10,
+        "spatial_merge_size": 1,
+    },
+    "olmo3": SHAPE | {"sliding_window": 16},
+    "exaone4": SHAPE | ONE_OF_EACH | {"sliding_window_pattern": "LG"},
+    "cohere2": TIED | ONE_OF_EACH,
+    "apertus": SHAPE,
+    "hunyuan_v1_dense": TIED,
+    "hunyuan_v1_moe": SHAPE | EXPERTS | {"moe_topk": [2, 2], "num_shared_expert": [1, 1]},
+    "ernie4_5": TIED,
+    "ernie4_5_moe": SHAPE
+    | {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 1,
+        "moe_layer_interval": 1,
+    },
+    "glm4_moe_lite": SHAPE | SHARED_EXPERTS | LATENT,
+    "afmoe": SHAPE
+    | SHARED_EXPERTS
+    | ONE_OF_EACH
+    | {"num_dense_layers": 1, "num_shared_experts": 1},
+    "phimoe": SHAPE | EXPERTS,
+    "granitemoehybrid": TIED
+    | MAMBA
+    | {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "nope",
+    },
+    "granitemoehybrid dense": TIED
+    | MAMBA
+    | {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "nope",
+    },
+    "lfm2": TIED
+    | {
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+    },
+    "lfm2_moe": TIED
+    | EXPERTS
+    | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "conv_L_cache": 3},
+    "nemotron_h": SHAPE | NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp"]},
+    "nemotron_h moe": SHAPE
+    | SHARED_EXPERTS
+    | NEMOTRON
+    | {
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": None,
+    },
+    "falcon_h1": SHAPE | MAMBA | {"mamba_d_ssm": 256},
+}
+"""The layouts in which families are published: parts that see, nested settings, several kinds of layers. What follows a
+family's name tells its variants apart."""
+
 ORIGINAL = 32
 """Positions before a rotary embedding was stretched to those of SHAPE."""
 HALF = SHAPE["head_dim"] // 2
@@ -105,14 +297,14 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 """Kinds of rotary embeddings (after the family's name), and an attention whose temperature grows with the position."""
 
-WITHOUT_TREES = ("gemma2", "gpt_oss", "qwen3_5_text")
+WITHOUT_TREES = ("gemma2", "gpt_oss", "qwen3_5_text", "qwen3_5", "nemotron_h", "falcon_h1")
 """Families that train each sequence alone: soft-capped scores, attention sinks, layers with a recurrent state."""
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """Writes the model of FAMILIES or ROPES into a new folder, in float32; returns the folder."""
+    """Writes the model of FAMILIES, PUBLISHED or ROPES into a new folder, in float32; returns the folder."""
     family = name.partition(" ")[0]
-    settings = SHAPE | FAMILIES.get(family, {})
+    settings = PUBLISHED.get(name) or SHAPE | FAMILIES.get(family, {})
     if name in ROPES:
         settings |= {"rope_parameters": {"rope_theta": 10000.0, **ROPES[name]}}
         if "original_max_position_embeddings" in ROPES[name]:

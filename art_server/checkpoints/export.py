@@ -5,7 +5,13 @@ import shutil
 from pathlib import Path
 
 from art_server import base_models
-from art_server.base_models import HUB_FILES, SMOLLM2_ID, find_base_model, find_folder
+from art_server.base_models import (
+    OTHER_CONFIG,
+    SMALL_FILES,
+    SMOLLM2_ID,
+    find_base_model,
+    find_folder,
+)
 from art_server.checkpoints.archive import Description
 from art_server.errors import InvalidInput
 from art_server.store import files
@@ -54,11 +60,10 @@ def write_merged(content: Path, description: Description, folder: Path) -> None:
         load_base(str(base.path), dtype, torch.device("cpu")), content
     )
     model.merge_and_unload(safe_merge=True).save_pretrained(folder)
-    for pattern in HUB_FILES:
-        for file in base.path.glob(pattern):
-            is_weights = file.suffix == ".safetensors" or file.name.endswith(".index.json")
-            if not is_weights and not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
+    for file in (file for pattern in SMALL_FILES for file in base.path.glob(pattern)):
+        is_of_weights = file.name.endswith(".index.json") or file.name == OTHER_CONFIG
+        if not is_of_weights and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
 
 
 def push_folder(folder: Path, repository: str) -> str:

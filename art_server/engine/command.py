@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_server.base_models import BaseModel, is_mixture, max_positions
-from art_server.device.model_size import read_model_size
+from art_server.base_facts import read_facts
+from art_server.base_models import BaseModel, has_other_format, weight_bytes
 from art_server.device.plan import Plan
 from art_server.engine.families import choose_parsers
 from art_server.errors import InvalidInput
@@ -45,7 +45,7 @@ def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | N
     Raises:
         InvalidInput: `--max-seq-length` is above the model's limit.
     """
-    longest = max_positions(base.path)
+    longest = read_facts(base.path).max_positions
     if config.max_seq_length is None:
         return None if device == "cuda" else min(longest, CPU_MAX_SEQ_LENGTH)
     if config.max_seq_length > longest:
@@ -74,6 +74,8 @@ def engine_command(
         "dtype": config.number_types(device)[0],
         "generation-config": "vllm",
     }
+    if has_other_format(base.path):
+        arguments |= {"config-format": "hf", "load-format": "safetensors", "tokenizer-mode": "hf"}
     switches = [*SWITCHES]
     if parsers.tool is not None:
         arguments["tool-call-parser"] = parsers.tool
@@ -102,8 +104,9 @@ def engine_command(
     if "tool-call-parser" in arguments:
         switches.append("enable-auto-tool-choice")
     flags = [part for key, value in arguments.items() for part in (f"--{key}", value)]
-    if modules := read_model_size(base.path).lora_modules:
-        flags += ["--lora-target-modules", *modules]
+    facts = read_facts(base.path)
+    if facts.is_mixture:
+        flags += ["--lora-target-modules", *facts.lora_modules]
     return [
         sys.executable,
         "-m",
@@ -136,12 +139,11 @@ def engine_environment(
         # glibc's own limits give the memory of large logits back to the system after each step: 7% of SmolLM2's time.
         environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
         environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # the largest that it accepts
-        if is_mixture(base.path):
+        if read_facts(base.path).is_mixture:
             environment[EXPERTS_SWITCH] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
         cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-        size = sum(file.stat().st_size for file in base.path.glob("*.safetensors"))
-        takes_all = size > LARGE_BYTES and len(cores) <= FEW_CORES
+        takes_all = weight_bytes(base.path) > LARGE_BYTES and len(cores) <= FEW_CORES
         if "tensor_parallel_size" not in config.engine_args and (takes_all or config.serve_devices):
             bound = ",".join(map(str, config.serve_devices or cores))
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)

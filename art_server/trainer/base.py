@@ -1,10 +1,9 @@
-"""The base model that an adapter is trained on: the class that loads it, its attention, and the layers that take LoRA.
+"""The base model that an adapter is trained on: the class that loads it, and its attention.
 
-A model that also reads images is loaded whole, as vLLM serves it. Only its language model is adapted: text gives the
-other parts no gradient.
+A model that also reads images is loaded whole, as vLLM serves it. Only its language model is adapted (`layers.py`): text
+gives the other parts no gradient.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -15,13 +14,9 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
 )
-from transformers.pytorch_utils import Conv1D
 
 from art.wire import LoRAConfig
-from art_server.base_models import has_experts, is_attention
-
-LANGUAGE_MODEL = "language_model"
-"""transformers' name for the part of a larger model that reads and writes text."""
+from art_server.trainer.layers import find_targets
 
 
 def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -68,7 +63,12 @@ def find_class(config: Any) -> Any:
     Raises:
         ValueError: the family has none.
     """
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    autos = [AutoModelForCausalLM, AutoModelForImageTextToText]
+    if config.get_text_config() is not config:
+        # For some of these AutoModelForCausalLM has the class of the language model alone, which takes another
+        # configuration and names its layers otherwise than vLLM's class.
+        autos.reverse()
+    for auto in autos:
         mapping: Any = auto._model_mapping  # pyright: ignore[reportAttributeAccessIssue]
         if type(config) in mapping:
             return mapping[type(config)]
@@ -91,70 +91,8 @@ def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:
     return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT declares int but only divides it by r
-        target_modules=_targets(lora.target_modules, model),
+        target_modules=find_targets(lora.target_modules, model),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
     )
-
-
-def _targets(names: list[str] | None, model: PreTrainedModel) -> list[str] | str:
-    """PEFT's `target_modules`: names of layers, or a pattern for those inside a larger model.
-
-    By default an adapter covers all linear layers of the language model, or those of the attention in a mixture of
-    experts. Others take none: of embeddings and output heads vLLM serves adapters for few families, and does not apply
-    those of heads to the log-probabilities of prompts.
-    """
-    takes = _adaptable(model)
-    choices = sorted({name.rpartition(".")[2] for name in takes})
-    is_inside = any(_is_inside(name) for name in takes)
-    is_mixture = has_experts(model.config.get_text_config().to_dict())
-    if names == []:
-        raise ValueError("lora.target_modules is empty: name layers, or leave it out")
-    if names is None:
-        if is_inside:
-            return _pattern(choices)
-        return choices if is_mixture else "all-linear"
-    found = {
-        name: {each for each, _ in model.named_modules() if f".{each}".endswith(f".{name}")}
-        for name in names
-    }
-    if is_inside:
-        found = {name: {each for each in ones if _is_inside(each)} for name, ones in found.items()}
-    if beyond := [name for name, ones in found.items() if not ones or not ones <= takes]:
-        rule = (
-            "in a mixture of experts only the attention takes an adapter"
-            if is_mixture
-            else "only the linear layers of the language model take an adapter, without the output head"
-        )
-        raise ValueError(
-            f"lora.target_modules names {', '.join(sorted(beyond))}, but {rule}: choose from {', '.join(choices)}, or "
-            "leave target_modules out"
-        )
-    # The same names may occur in the parts that read images.
-    is_elsewhere = is_inside and any("." not in name for name in names)
-    return _pattern(names) if is_elsewhere else names
-
-
-def _adaptable(model: PreTrainedModel) -> set[str]:
-    """Full names of the layers that may take an adapter."""
-    head = model.get_output_embeddings()
-    linear = {
-        name
-        for name, each in model.named_modules()
-        if isinstance(each, torch.nn.Linear | Conv1D) and each is not head
-    }
-    linear = {name for name in linear if _is_inside(name)} or linear
-    if has_experts(model.config.get_text_config().to_dict()):
-        return {name for name in linear if is_attention(name)}
-    return linear
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a layer belongs to the language model inside a larger model."""
-    return f".{LANGUAGE_MODEL}." in f".{name}"
-
-
-def _pattern(names: list[str]) -> str:
-    """A pattern for the layers of these names in the language model inside a larger model."""
-    return rf"(.*\.)?{LANGUAGE_MODEL}\..*\.({'|'.join(map(re.escape, sorted(set(names))))})"

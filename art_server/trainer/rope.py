@@ -9,17 +9,17 @@ dynamic_ntk_scaling_rope.py). Other kinds (linear, yarn, llama3, proportional) a
 import math
 from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FIXED = "fixed"
 """transformers' `dynamic_rope_update` leaves a module with this `rope_type` alone."""
 
 
-def fix_rope(model: torch.nn.Module, max_seq_length: int | None) -> None:
-    """Fixes the factors to those of an engine with a context of `max_seq_length` tokens; None is the model's number of
+def fix_rope(model: PreTrainedModel, max_seq_length: int | None) -> None:
+    """Fixes the factors of the language model to those of an engine with a context of `max_seq_length` tokens; None is the model's number of
     positions. A later call with another context replaces them."""
-    for module in model.modules():
+    for module in model.get_decoder().modules():
         each: Any = module  # Any: rotary modules of transformers have no common class
         kind = getattr(each, "rope_type", None)
         if isinstance(kind, str):

@@ -1,9 +1,9 @@
 """The memory plan: models that must fit are planned; models that cannot are refused with the numbers."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from art.wire import LoRAConfig
-from art_server.base_models import TINY_DIR, BaseModel, check_trainable
+from art_server.base_models import TINY_DIR, weight_bytes
 from art_server.device.figures import read_figures
 from art_server.device.model_size import ModelSize, read_model_size
 from art_server.device.plan import CASES, GIB, Card, Demand, Plan, make_plan
@@ -26,7 +26,7 @@ def size(billions: float, layers: int, hidden: int, inner: int, heads: int) -> M
     """A Qwen3 of this shape: eight heads of keys and values, 128 wide."""
     query, kv = heads * 128, 8 * 128
     lora = layers * (2 * (hidden + query) + 2 * (hidden + kv) + 3 * (hidden + inner))
-    measures = (int(billions * 1e9), layers, hidden, inner, 2 * kv, lora, 40_960)
+    measures = (int(billions * 1e9), layers, hidden, inner, layers * 2 * kv, lora, 40_960)
     return ModelSize(*measures, kv_heads=8, vocabulary=151_936)
 
 
@@ -199,42 +199,12 @@ def test_size_of_a_real_folder() -> None:
     policy.init_adapter(LoRAConfig(rank=4), 0)
     assert 4 * read.lora_width == sum(each.numel() for each in policy.parameters.values())
     config = json.loads((TINY_DIR / "config.json").read_text())
-    assert read.kv_width == 2 * config["num_key_value_heads"] * config["head_dim"]
-
-
-def test_size_of_a_mixture_and_of_latent_attention(tmp_path: Path) -> None:
-    config = {
-        "text_config": {
-            "hidden_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "moe_intermediate_size": 4,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
-            "kv_lora_rank": 5,
-            "qk_rope_head_dim": 2,
-            "max_position_embeddings": 100,
-        }
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = {
-        "model.layers.0.mlp.experts.down_proj": torch.zeros(6, 4, 8),
-        "model.layers.0.mlp.shared_expert.up_proj.weight": torch.zeros(4, 8),
-        "model.layers.0.self_attn.q_proj.weight": torch.zeros(10, 8),
-        "model.layers.0.self_attn.q_norm.weight": torch.zeros(10),
-        "lm_head": torch.zeros(8, 16),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    read = read_model_size(tmp_path)
-    assert (read.intermediate, read.kv_width, read.lora_width) == (12, 7, 10 + 8)
-    assert read.lora_modules == ("q_proj",)
-    assert read.num_parameters == sum(each.numel() for each in tensors.values())
+    of_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
+    assert read.kv_per_token == config["num_hidden_layers"] * of_layer
 
 
 def test_quantised_weights_keep_their_size(tmp_path: Path) -> None:
-    config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(TINY_DIR / "config.json", tmp_path / "config.json")
     tensors = {
         "model.layers.0.q_proj.weight": torch.zeros(32, 1, dtype=torch.uint8),
         "model.norm": torch.zeros(8),
@@ -243,61 +213,12 @@ def test_quantised_weights_keep_their_size(tmp_path: Path) -> None:
     read = read_model_size(tmp_path)
     assert (read.num_parameters, read.quantized_bytes) == (8, 32)
     assert read.weights(2) == 8 * 2 + 32
-    assert read.lora_width == 2 * (4 * 8 + 2 * 16 + 3 * (8 + 32))
+    assert read.lora_width == read_model_size(TINY_DIR).lora_width
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "awq", "gptq", "compressed-tensors"])
-def test_a_base_that_cannot_be_trained_is_refused(tmp_path: Path, method: str) -> None:
-    config = {"quantization_config": {"quant_method": method}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidInput, match=f"quantised by '{method}'") as refused:
-        check_trainable(BaseModel("a base", tmp_path))
-    assert refused.value.code == "not_trainable"
-    config["quantization_config"]["quant_method"] = "bitsandbytes"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_trainable(BaseModel("a base", tmp_path))
-    check_trainable(BaseModel("art/tiny", TINY_DIR))
-
-
-def test_eight_bits_are_refused_with_unsloth_only(tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_trainable(BaseModel("a base", tmp_path), "peft")
-    with pytest.raises(InvalidInput, match="--trainer peft"):
-        check_trainable(BaseModel("a base", tmp_path), "unsloth")
-
-
-def test_a_family_whose_adapters_vllm_applies_wrongly_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama4"}')
-    with pytest.raises(InvalidInput, match="vLLM applies wrongly") as refused:
-        check_trainable(BaseModel("a base", tmp_path))
-    assert refused.value.code == "not_trainable"
-
-
-@pytest.mark.parametrize(
-    ("family", "rope", "trainer", "is_refused"),
-    [
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "peft", False),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "unsloth", True),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "unsloth", True),
-        ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "unsloth", True),
-        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "unsloth", False),
-        ("llama", {"rope_scaling": None}, "unsloth", False),
-        ("phimoe", {"rope_scaling": {"type": "longrope"}}, "auto", True),
-        (
-            "x",
-            {"text_config": {"rope_parameters": {"a": {"rope_type": "dynamic"}}}},
-            "unsloth",
-            True,
-        ),
-    ],
-)
-def test_positions_that_would_depend_on_neighbours_are_refused(
-    family: str, rope: dict[str, Any], trainer: str, is_refused: bool, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **rope}))
-    if not is_refused:
-        return check_trainable(BaseModel("a base", tmp_path), trainer)
-    with pytest.raises(InvalidInput, match="which sequences train together") as refused:
-        check_trainable(BaseModel("a base", tmp_path), trainer)
-    assert refused.value.code == "not_trainable"
+def test_weights_in_two_formats_count_once(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(TINY_DIR / name, tmp_path / name)
+    shutil.copy(TINY_DIR / "model.safetensors", tmp_path / "consolidated.safetensors")
+    assert read_model_size(tmp_path) == read_model_size(TINY_DIR)
+    assert weight_bytes(tmp_path) == weight_bytes(TINY_DIR)

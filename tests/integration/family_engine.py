@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from art.wire import LoRAConfig, TrainConfig
+from art_server.base_facts import read_facts
 from art_server.base_models import BaseModel
-from art_server.device.model_size import read_model_size
 from art_server.engine import command
 from art_server.settings import ServerConfig
 from art_server.shared import switches
@@ -57,11 +57,12 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> dict[str, float]
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    facts = read_facts(base)
     engine = LLM(
         str(base),
         enable_lora=True,
         max_lora_rank=LORA.rank,
-        lora_target_modules=list(read_model_size(base).lora_modules) or None,
+        lora_target_modules=list(facts.lora_modules) if facts.is_mixture else None,
         dtype="float32",
         max_model_len=128,
         enforce_eager=True,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from art_server import base_loader
-from art_server.base_models import TINY_DIR, BaseModel
+from art_server.base_models import SMALL_FILES, TINY_DIR, BaseModel
 from art_server.device.plan import Card
 from art_server.device.probe import Gpu, Machine
 from art_server.errors import Conflict, InvalidInput
@@ -113,13 +113,32 @@ async def test_a_base_model_that_cannot_be_restored_stops_no_server(
         await made.loader.stop()
 
 
+async def test_a_base_that_cannot_be_trained_is_refused_before_its_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        config = json.loads((TINY_DIR / "config.json").read_text())
+        quantized = config | {"quantization_config": {"quant_method": "fp8"}}
+        (tmp_path / "config.json").write_text(json.dumps(quantized))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    async with house(tmp_path / "server") as here:
+        with pytest.raises(InvalidInput, match=r"quantised by 'fp8'.*: use some/model,"):
+            await Loading(here).loader.load("some/model-FP8")
+        assert asked == [SMALL_FILES] and here.engine.base is None
+
+
 async def test_requests_wait_while_the_base_model_is_being_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart a download can take minutes. Nothing is refused for good because of it."""
     may_end = threading.Event()
 
-    def find(*_: object) -> BaseModel:
+    def find(*_: object, **__: object) -> BaseModel:
         may_end.wait(20)
         return BaseModel("art/tiny", TINY_DIR)
 

@@ -1,0 +1,137 @@
+"""The layers of a base model that take an adapter: linear layers of the language model's decoder, by their paths.
+
+Layers of other parts (towers that see or hear, projectors, routers, experts, heads) can have the same last names, so a
+name alone chooses none.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+PEFT_REFUSES_OUT_PROJ = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+"""Families in which PEFT takes every `out_proj` for a state-space layer's, which another kernel multiplies."""
+EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
+"""PEFT takes a layer of such a name in a mixture for a part of an expert (Arcee Trinity's attention has a `gate_proj`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The linear layers of a decoder, by path."""
+
+    takes: frozenset[str]
+    """Those that take an adapter."""
+    folded: frozenset[str]
+    """Those whose weights vLLM folds into others when it loads them: an adapter there would be lost without a word."""
+    is_mixture: bool
+    """Whether the model is a mixture of experts. Its adapters change attention only: routers stay as they are, and vLLM
+    supports adapted experts on few devices."""
+
+
+def find_layers(model: PreTrainedModel) -> Layers:
+    """The layers of a model, which may be without weights."""
+    decoder = model.get_decoder()
+    prefix = next(name for name, each in model.named_modules() if each is decoder)
+    modules = {
+        f"{prefix}.{name}.{inner}" if prefix else f"{name}.{inner}": (each, type(parent).__name__)
+        for name, layer in decoder.named_modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+        for inner, each in layer.named_modules()
+        if inner
+        for parent in [layer.get_submodule(inner.rpartition(".")[0])]
+    }
+    is_mixture = any(_holds_experts(path, each) for path, (each, _) in modules.items())
+    takes, folded = set[str](), set[str]()
+    for path, (each, parent) in modules.items():
+        before, _, last = path.rpartition(".")
+        if not isinstance(each, torch.nn.Linear | Conv1D):
+            continue
+        if is_mixture and (not _is_attention(path, parent) or last in EXPERT_NAMES):
+            continue
+        if last == "out_proj" and model.config.model_type in PEFT_REFUSES_OUT_PROJ:
+            continue
+        # Latent attention keeps two matrices made of one; keys without a value layer are the values, too.
+        is_value = last == "k_proj" and f"{before}.v_proj" not in modules
+        (folded if last == "kv_b_proj" or is_value else takes).add(path)
+    return Layers(frozenset(takes), frozenset(folded), is_mixture)
+
+
+def _holds_experts(path: str, module: torch.nn.Module) -> bool:
+    is_stack = any(each.dim() == 3 for each in module.parameters(recurse=False))
+    is_convolution = isinstance(module, torch.nn.Conv1d)
+    return "experts" in path.split(".") or (is_stack and not is_convolution)
+
+
+def _is_attention(path: str, parent: str) -> bool:
+    """Whether a layer lies in attention, also in linear attention; `parent` is the class around it."""
+    return any("attn" in part for part in path.split(".")) or "Attention" in parent
+
+
+def find_targets(names: list[str] | None, model: PreTrainedModel) -> list[str] | str:
+    """PEFT's `target_modules` for the layers that `names` means, None for all: last names if they mean no other layer of
+    the model, else a pattern of paths.
+
+    Raises:
+        ValueError: `names` means something else than layers that take an adapter.
+    """
+    layers = find_layers(model)
+    if names == []:
+        raise ValueError("lora.target_modules is empty: name layers, or leave it out")
+    chosen = layers.takes
+    if names is not None:
+        inside = layers.takes | layers.folded
+        everywhere = [name for name, _ in model.named_modules()]
+        found = {
+            name: {each for each in everywhere if f".{each}".endswith(f".{name}")} for name in names
+        }
+        # The same names may occur in other parts of the model.
+        found = {name: ones & inside or ones for name, ones in found.items()}
+        if beyond := sorted(n for n, ones in found.items() if not ones or not ones <= layers.takes):
+            raise ValueError(_beyond(beyond, layers))
+        chosen = frozenset[str]().union(*found.values())
+    usual = sorted(names or {each.rpartition(".")[2] for each in chosen})
+    meant = {
+        each
+        for each, _ in model.named_modules()
+        if any(f".{each}".endswith(f".{name}") for name in usual)
+    }
+    return usual if meant == chosen else _pattern(chosen, {n for n, _ in model.named_modules()})
+
+
+def _beyond(names: list[str], layers: Layers) -> str:
+    rule = "only the linear layers of the language model take an adapter, without the output head"
+    if layers.is_mixture:
+        rule = "in a mixture of experts only the attention takes an adapter"
+    if any(f".{each}".endswith(f".{name}") for name in names for each in layers.folded):
+        rule = (
+            "vLLM folds this layer into others when it loads the model, so an adapter would be lost"
+        )
+    choices = ", ".join(sorted({each.rpartition(".")[2] for each in layers.takes}))
+    return f"lora.target_modules names {', '.join(names)}, but {rule}: choose from {choices}, or leave target_modules out"
+
+
+def _pattern(paths: frozenset[str], modules: set[str]) -> str:
+    """A pattern that matches these paths of a model's modules, and no others."""
+    numbers: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for path in paths:
+        before, number, behind = _split(path)
+        numbers[before, behind].add(number)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (before, behind), found in sorted(numbers.items()):
+        there = {n for path in modules for b, n, e in [_split(path)] if (b, e) == (before, behind)}
+        which = r"\d+" if found == there else f"({'|'.join(sorted(found, key=int))})"
+        groups[before, which].append(re.escape(behind))
+    return "|".join(
+        rf"{re.escape(before)}\.{which}\.({'|'.join(names)})"
+        for (before, which), names in groups.items()
+    )
+
+
+def _split(path: str) -> tuple[str, str, str]:
+    """The parts of a path before, at and behind the layer's number; empty at the number if it has none."""
+    found = re.match(r"(.*?)\.(\d+)\.(.*)$", path)
+    return (found[1], found[2], found[3]) if found else (path, "", "")

@@ -1,0 +1,179 @@
+"""Which base models are refused before their weights are downloaded, and in which words."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_server import base_facts
+from art_server.base_facts import read_facts
+from art_server.base_models import TINY_DIR, BaseModel, check_trainable
+from art_server.errors import InvalidInput
+from art_server.trainer.inspection import inspect
+
+TINY = json.loads((TINY_DIR / "config.json").read_text())
+BNB = {"quant_method": "bitsandbytes"}
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process of its own for each record, which takes seconds to import torch."""
+    monkeypatch.setattr(
+        base_facts, "_inspect", lambda folder: inspect(Path(folder)).model_dump_json()
+    )
+
+
+def base(folder: Path, name: str = "a base", **config: Any) -> BaseModel:
+    """A base model of which only config.json is known: art/tiny's, with some fields changed."""
+    (folder / "config.json").write_text(json.dumps(TINY | config))
+    return BaseModel(name, folder)
+
+
+def refusal(model: BaseModel, trainer: str = "auto") -> str:
+    with pytest.raises(InvalidInput) as refused:
+        check_trainable(model, trainer)
+    assert (refused.value.code, refused.value.param) == ("not_trainable", "base_model")
+    assert "\n" not in refused.value.message
+    return refused.value.message
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "awq", "gptq", "compressed-tensors"])
+@pytest.mark.parametrize("place", ["quantization_config", "text_config", "compression_config"])
+def test_a_quantised_base_is_refused_wherever_it_says_so(
+    method: str, place: str, tmp_path: Path
+) -> None:
+    quantization: dict[str, Any] = {"quant_method": method}
+    if place == "text_config":
+        quantization = {"quantization_config": quantization}
+    message = refusal(base(tmp_path, "a base", **{place: quantization}))
+    assert f"quantised by '{method}'" in message and "bitsandbytes" in message
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_quantised_base_that_only_modelopt_describes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    assert "quantised by 'modelopt'" in refusal(base(tmp_path))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("name", "family", "instead"),
+    [
+        ("Qwen/Qwen3-8B-FP8", "qwen3", "use Qwen/Qwen3-8B,"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2", "use Qwen/Qwen2.5-7B-Instruct,"),
+        ("RedHatAI/Llama-3.1-8B-w4a16", "llama", "use RedHatAI/Llama-3.1-8B,"),
+        ("openai/gpt-oss-20b", "gpt_oss", "use unsloth/gpt-oss-20b-BF16,"),
+        ("/models/packed", "qwen3", "use the model without quantisation,"),
+    ],
+)
+def test_the_refusal_of_a_quantised_base_names_the_one_to_take(
+    name: str, family: str, instead: str, tmp_path: Path
+) -> None:
+    config = {"model_type": family, "quantization_config": {"quant_method": "fp8"}}
+    assert instead in refusal(base(tmp_path, name, **config))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_bitsandbytes_trains_but_8_bits_not_with_unsloth(tmp_path: Path) -> None:
+    check_trainable(base(tmp_path, quantization_config=BNB | {"load_in_4bit": True}))
+    check_trainable(base(tmp_path, quantization_config={"load_in_4bit": True}), "unsloth")
+    eight = base(tmp_path, quantization_config=BNB | {"load_in_8bit": True})
+    check_trainable(eight, "peft")
+    assert "--trainer peft" in refusal(eight, "unsloth")
+    check_trainable(BaseModel("art/tiny", TINY_DIR))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("config", "words", "instead"),
+    [
+        ({"model_type": "llama4"}, "vLLM applies wrongly", "Llama-3.1-8B-Instruct"),
+        (
+            {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]},
+            "vLLM serves no adapters of its class Gemma3nForConditionalGeneration",
+            "gemma-3-4b-it",
+        ),
+        (
+            {"model_type": "mllama", "architectures": ["MllamaForConditionalGeneration"]},
+            "vLLM no longer serves its class MllamaForConditionalGeneration",
+            "Llama-3.1-8B-Instruct",
+        ),
+        (
+            {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.Config"}},
+            "it needs code of its own, which is never run",
+            "Qwen/Qwen3-4B",
+        ),
+        ({"model_type": "of_tomorrow"}, "cannot read its configuration", "Qwen/Qwen3-4B"),
+        ({"model_type": ""}, "names no model_type", "Qwen/Qwen3-4B"),
+        (
+            {"model_type": "vit", "architectures": ["ViTModel"]},
+            "no model class that generates text for the family 'vit'",
+            "Qwen/Qwen3-4B",
+        ),
+    ],
+)
+def test_a_family_that_cannot_be_trained_and_served_is_refused(
+    config: dict[str, Any], words: str, instead: str, tmp_path: Path
+) -> None:
+    message = refusal(base(tmp_path, **config))
+    assert words in message and instead in message
+
+
+LONG = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("family", "rope", "trainer", "is_refused"),
+    [
+        ("llama", {"rope_type": "longrope", **LONG}, "peft", False),
+        ("llama", {"rope_type": "longrope", **LONG}, "unsloth", True),
+        ("llama", {"type": "longrope", **LONG}, "unsloth", True),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, "unsloth", True),
+        ("llama", {"rope_type": "linear", "factor": 2.0}, "unsloth", False),
+        ("llama", None, "unsloth", False),
+        ("phimoe", {"type": "longrope", **LONG, "short_mscale": 1.0, "long_mscale": 1.0}, "auto", True),
+    ],
+)  # fmt: skip
+def test_positions_that_would_depend_on_neighbours_are_refused(
+    family: str, rope: dict[str, Any] | None, trainer: str, is_refused: bool, tmp_path: Path
+) -> None:
+    fields = {"model_type": family, "architectures": [], "rope_parameters": None}
+    model = base(tmp_path, **fields, rope_scaling=rope, original_max_position_embeddings=64)
+    if is_refused:
+        assert "which sequences train together" in refusal(model, trainer)
+    else:
+        check_trainable(model, trainer)
+
+
+def test_facts_are_kept_by_the_content_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_facts, "CACHE_DIR", tmp_path / "cache")
+    folder = tmp_path / "base"
+    folder.mkdir()
+    shutil.copy(TINY_DIR / "config.json", folder)
+    made = read_facts(folder)
+    assert (made.vocabulary, made.max_positions) == (
+        TINY["vocab_size"],
+        TINY["max_position_embeddings"],
+    )
+    (kept,) = (tmp_path / "cache" / "facts").iterdir()
+    kept.write_text(kept.read_text().replace(f'"vocabulary": {made.vocabulary}', '"vocabulary": 7'))
+    base_facts._kept_facts.cache_clear()
+    assert read_facts(folder).vocabulary == 7, "from the disk"
+    base(folder, vocab_size=1500)
+    assert read_facts(folder).vocabulary == 1500
+
+
+def test_a_damaged_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(
+        InvalidInput, match=r"cannot be interpreted: json\.decoder\.JSONDecodeError"
+    ):
+        read_facts(tmp_path)
+    with pytest.raises(InvalidInput, match=r"has no config\.json"):
+        read_facts(tmp_path / "nothing")
