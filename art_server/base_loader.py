@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,12 @@ class BaseLoader:
                 await self._stop_trainer()  # of another base model, whose engine failed
             size = await asyncio.to_thread(base_models.weight_bytes, base.path)
             self._progress.note(f"base model {name}: {size / 1e9:.2g} GB of weights")
-            await asyncio.to_thread(self._ledger.use_tokenizer, base.path)
+            if not base.facts.has_template:
+                self._progress.note(
+                    f"base model {name} has no chat template, so chat is refused: start the server with --chat-template "
+                    "FILE, or send prompts to /v1/completions"
+                )
+            await asyncio.to_thread(self._ledger.use_tokenizer, base.path, base.facts)
             self._trainer.set_base(base.path, plan)
             self._trained = base.path
             self._engine.start(base, requested or {}, plan)
@@ -168,9 +174,10 @@ class BaseLoader:
 
     def _find(self, name: str) -> BaseModel:
         """The base model with its weights. One that cannot be trained is refused before its weights are downloaded."""
+        template = self._config.chat_template
         small = find_base_model(name, base_models.CACHE_DIR, needs_weights=False)
-        base_models.check_trainable(small, self._config.trainer)
-        return find_base_model(name, base_models.CACHE_DIR)
+        base_models.check_trainable(replace(small, template=template), self._config.trainer)
+        return replace(find_base_model(name, base_models.CACHE_DIR), template=template)
 
     async def _log_download(self, name: str) -> None:
         while True:
@@ -201,7 +208,7 @@ class BaseLoader:
         """
         if self._machine.kind == "cpu":
             return None
-        size = read_model_size(base.path)
+        size = read_model_size(base.path, base.facts)
         config = self._config.with_requested(requested, size.max_positions)
         engine, trainer = (4 if each == "float32" else 2 for each in config.number_types("cuda"))
         given = config.engine_args.get("gpu_memory_utilization")

@@ -1,24 +1,17 @@
 """Finds a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
 
 import contextlib
-import datetime
 import importlib.util
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from art_server.base_facts import CACHE_DIR as CACHE_DIR
-from art_server.base_facts import read_facts
+from art_server.base_facts import Facts, read_facts
 from art_server.errors import InvalidInput
 from art_server.store import files
 
@@ -66,6 +59,13 @@ class BaseModel:
     name: str
     """The name that was requested; inference requests use the same name."""
     path: Path
+    template: Path | None = None
+    """The chat template that `--chat-template` names; None: the model's own."""
+
+    @property
+    def facts(self) -> Facts:
+        """What the model is (blocking: seconds for one that was never seen)."""
+        return read_facts(self.path, self.template)
 
 
 def find_base_model(name: str, cache_dir: Path, *, needs_weights: bool = True) -> BaseModel:
@@ -224,7 +224,7 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
         InvalidInput: the weights are quantised in a way that prevents training, vLLM serves no adapters of the family or
             applies them wrongly, or the trainer's positions would depend on what else it computes.
     """
-    facts = read_facts(base.path)
+    facts = base.facts
     if (method := facts.quantization) not in (None, *TRAINABLE_QUANTIZATIONS):
         raise _not_trainable(
             f"base_model '{base.name}' is quantised by '{method}', and such weights pass no gradient to an adapter: use "
@@ -265,54 +265,3 @@ def _unquantized(name: str, family: str) -> str:
         return f"unsloth/{name.rpartition('/')[2]}-BF16"
     plain = QUANTIZED_SUFFIX.sub("", name)
     return plain if plain != name and is_hub_id(plain) else "the model without quantisation"
-
-
-def model_type(folder: Path) -> str:
-    """The architecture family, such as "qwen3" or "llama"."""
-    return json.loads((folder / "config.json").read_text()).get("model_type", "")
-
-
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
-"""What a chat template raises that needs other arguments, or refuses a conversation."""
-
-
-def template_renderer(template: str) -> Callable[..., str]:
-    """A function that renders messages by a chat template, as transformers does. It raises one of TEMPLATE_ERRORS.
-
-    Raises:
-        jinja2.TemplateError: the template has a wrong syntax.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = datetime.datetime.now().strftime
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **{k: v for k, v in options.items() if k == "indent"}
-    )
-    return partial(environment.from_string(template).render, bos_token="", eos_token="")
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def read_template(folder: Path, *, has_tools: bool = False) -> str:
-    """The chat template for a conversation with or without tools; empty if the model has none.
-
-    A model can have several by name: "default", and "tool_use" for conversations with tools. They are files, or a list in
-    tokenizer_config.json. Source: transformers, `PreTrainedTokenizerBase.get_chat_template` and `from_pretrained`.
-    """
-    more = folder / "additional_chat_templates"
-    named = {file.stem: file.read_text() for file in sorted(more.glob("*.jinja"))}
-    if (file := folder / "chat_template.jinja").exists():
-        named["default"] = file.read_text()
-    config = folder / "tokenizer_config.json"
-    if not named and config.exists():
-        found = json.loads(config.read_text()).get("chat_template")
-        if isinstance(found, list):
-            named = {each["name"]: each["template"] for each in found}
-        elif isinstance(found, str):
-            named = {"default": found}
-    default = named.get("default", "")
-    return named.get("tool_use", default) if has_tools else default

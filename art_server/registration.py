@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from art.wire import LoRAConfig, ModelInfo, RegisterRequest
-from art_server.base_facts import read_facts
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.errors import Conflict
@@ -158,7 +157,7 @@ class Registration:
         self.check_trainable(model)
         base, length = self._engine.base, self._engine.max_seq_length
         assert base is not None and length is not None, "known with the base"
-        return Limits(vocab_size=read_facts(base.path).vocabulary, max_seq_length=length)
+        return Limits(vocab_size=base.facts.vocabulary, max_seq_length=length)
 
 
 def lacks_first_step(folder: ModelFolder) -> bool:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from art.trackers import TrackerName
 from art.wire import Name
@@ -119,6 +119,10 @@ class ServerConfig(BaseModel):
             "Hugging Face id, folder, 'art/tiny' or 'smollm2' (the base model of the first registered model; after a "
             "restart, the one that served last)"
         ),
+    ] = None
+    chat_template: Annotated[
+        Path | None,
+        Flag("file with a chat template (Jinja) for the base model (its own)", "FILE"),
     ] = None
     api_keys: Annotated[
         tuple[ApiKey, ...],
@@ -298,6 +302,13 @@ class ServerConfig(BaseModel):
         if self.exact and {self.dtype, self.trainer_dtype} - {"auto", "float32"}:
             raise ValueError("--exact computes in float32: leave out --dtype and --trainer-dtype")
         return self
+
+    @field_validator("chat_template")
+    @classmethod
+    def _check_template(cls, file: Path | None) -> Path | None:
+        if file is not None and not file.is_file():
+            raise ValueError(f"--chat-template {file} is not a file")
+        return file.resolve() if file is not None else None
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

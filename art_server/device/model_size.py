@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from art_server.base_facts import read_facts
+from art_server.base_facts import Facts, read_facts
 from art_server.base_models import weight_files
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -40,9 +40,9 @@ class ModelSize:
         return self.num_parameters * itemsize + self.quantized_bytes
 
 
-def read_model_size(folder: Path) -> ModelSize:
+def read_model_size(folder: Path, facts: Facts | None = None) -> ModelSize:
     """The size of the model in `folder`, from its facts and the headers of its weights."""
-    facts = read_facts(folder)
+    facts = facts or read_facts(folder)
     tensors = [each for file in weight_files(folder) for each in _read_head(file)]
     return ModelSize(
         num_parameters=sum(math.prod(shape) for _, kind, shape in tensors if kind in FLOATS),

@@ -6,10 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_server.base_facts import read_facts
 from art_server.base_models import BaseModel, has_other_format, weight_bytes
 from art_server.device.plan import Plan
-from art_server.engine.families import choose_parsers
 from art_server.errors import InvalidInput
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
 from art_server.shared.switches import EXPERTS_SWITCH, ONE_THREAD_SWITCH, RAW_SWITCH, SWITCH
@@ -45,7 +43,7 @@ def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | N
     Raises:
         InvalidInput: `--max-seq-length` is above the model's limit.
     """
-    longest = read_facts(base.path).max_positions
+    longest = base.facts.max_positions
     if config.max_seq_length is None:
         return None if device == "cuda" else min(longest, CPU_MAX_SEQ_LENGTH)
     if config.max_seq_length > longest:
@@ -62,7 +60,8 @@ def engine_command(
     config: ServerConfig, base: BaseModel, device: Device, run_dir: Path, plan: Plan | None = None
 ) -> list[str]:
     """The command line of the engine's process, whose sockets are in `run_dir`. `plan` is a GPU's memory plan."""
-    parsers = choose_parsers(base.path)
+    facts = base.facts
+    parsers = facts.parsers
     arguments: dict[str, str] = {
         "model": str(base.path),
         "served-model-name": base.name,
@@ -76,6 +75,8 @@ def engine_command(
     }
     if has_other_format(base.path):
         arguments |= {"config-format": "hf", "load-format": "safetensors", "tokenizer-mode": "hf"}
+    if base.template is not None:
+        arguments["chat-template"] = str(base.template)
     switches = [*SWITCHES]
     if parsers.tool is not None:
         arguments["tool-call-parser"] = parsers.tool
@@ -104,7 +105,6 @@ def engine_command(
     if "tool-call-parser" in arguments:
         switches.append("enable-auto-tool-choice")
     flags = [part for key, value in arguments.items() for part in (f"--{key}", value)]
-    facts = read_facts(base.path)
     if facts.is_mixture:
         flags += ["--lora-target-modules", *facts.lora_modules]
     return [
@@ -139,7 +139,7 @@ def engine_environment(
         # glibc's own limits give the memory of large logits back to the system after each step: 7% of SmolLM2's time.
         environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
         environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # the largest that it accepts
-        if read_facts(base.path).is_mixture:
+        if base.facts.is_mixture:
             environment[EXPERTS_SWITCH] = "1"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
         cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []

@@ -24,7 +24,6 @@ import aiohttp
 
 from art.log_file import LogFile
 from art_server.background import Background
-from art_server.base_facts import read_facts
 from art_server.base_models import BaseModel
 from art_server.children import Children, start_child
 from art_server.device.owner import DeviceOwner
@@ -197,7 +196,7 @@ class Engine:
         """Starts vLLM with `base` in the background; `wait_ready` returns when it serves. `requested` are a client's
         engine arguments, as in `ServerConfig.with_requested`; `plan` is a GPU's memory plan."""
         assert self.base is None, "an engine serves one base model"
-        self._config = self._given.with_requested(requested, read_facts(base.path).max_positions)
+        self._config = self._given.with_requested(requested, base.facts.max_positions)
         self._seq_length = seq_length(self._config, base, self._device)
         self._plan = plan
         self.base = base
@@ -232,7 +231,7 @@ class Engine:
         None without a base model."""
         if self.base is None:
             return None
-        return self._seq_length or read_facts(self.base.path).max_positions
+        return self._seq_length or self.base.facts.max_positions
 
     @property
     def start_waited_for(self) -> str | None:

@@ -293,6 +293,10 @@ async def joined(opening: Sequence[Any], others: AsyncGenerator[Any, None]) -> A
             yield event
 
 
+NO_TEMPLATE = (
+    "messages: the base model has no chat template: send prompts to /v1/completions, or start the server with "
+    "--chat-template FILE"
+)
 NO_TOOLS = (
     "tools: this base model's chat template has no mark of a tool call, so that no call can be read from an answer: leave "
     "out `tools`, or start the server with --engine-arg tool_call_parser=NAME"
@@ -322,6 +326,22 @@ def name_missing_parser() -> None:
 
     online_renderer.create_error_response = refuse_with_remedy  # pyright: ignore[reportAttributeAccessIssue]
     OpenAIServingResponses.create_responses = create_responses
+
+
+def name_missing_template() -> None:
+    """Has the refusal of a conversation without a chat template name the field, and the remedies with art-server."""
+    from vllm.renderers import hf
+
+    apply = hf.safe_apply_chat_template
+
+    @functools.wraps(apply)
+    def applied(*args: Any, **options: Any) -> Any:
+        try:
+            return apply(*args, **options)
+        except hf.ChatTemplateResolutionError:
+            raise hf.ChatTemplateResolutionError(NO_TEMPLATE) from None
+
+    hf.safe_apply_chat_template = applied
 
 
 def send_no_half_surrogates() -> None:
@@ -383,6 +403,7 @@ def main() -> None:
         app.middleware_stack = None  # vLLM has built it already; the first request builds it again
         return app
 
+    name_missing_template()
     if RAW_SWITCH not in os.environ:
         plain_text.install()
     entry.build_app = build_app

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,8 +16,8 @@ MAX_OPENING_TOKENS = 8
 class Decoder:
     """Decodes token ids, special tokens included. Without a tokenizer.json it cannot decode, and splicing is off."""
 
-    def __init__(self, folder: Path, behind_answer: str = ""):
-        """`behind_answer` is the text that the chat template writes after an answer. If it begins with a special token,
+    def __init__(self, folder: Path, stop_ids: Iterable[int], behind_answer: str = ""):
+        """`stop_ids` are the tokens at which the engine stops. `behind_answer` is the text that the chat template writes after an answer. If it begins with a special token,
         that token also ends a turn."""
         file = folder / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
@@ -30,8 +30,7 @@ class Decoder:
         """The special token that the chat template writes behind an answer; without one, the tokenizer's end-of-sequence
         token; None if unknown."""
         found = {each for each in (of_template, of_tokenizer) if each is not None}
-        self.stop_ids = self._find_stop_ids(folder)
-        """The tokens at which the engine stops."""
+        self.stop_ids = frozenset(stop_ids)
         self.end_ids = self.stop_ids | found
 
     @property
@@ -77,12 +76,3 @@ class Decoder:
         found = [(token.content, number) for number, token in specials if token.special]
         fitting = [each for each in found if each[0] and text.startswith(each[0])]
         return max(fitting, key=lambda each: len(each[0]))[1] if fitting else None
-
-    def _find_stop_ids(self, folder: Path) -> frozenset[int]:
-        """The end-of-sequence tokens of the model's configuration."""
-        found: set[int] = set()
-        for name in ("config.json", "generation_config.json"):
-            if (folder / name).exists():
-                ids = json.loads((folder / name).read_text()).get("eos_token_id")
-                found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        return frozenset(found)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from art_server import clock
+from art_server.base_facts import Facts, TemplateRules
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.records import Match, Prompt, Record, Request, choice_id
@@ -38,7 +39,6 @@ from art_server.ledger.splice import (
     prefix_hashes,
 )
 from art_server.ledger.storage import IN_LIST, OF_REQUEST, Storage, of_request, places, unpack
-from art_server.ledger.template import TemplateRules, find_rules
 from art_server.shared.samples import Sample
 from art_server.store.database import database_errors, transaction
 
@@ -101,11 +101,11 @@ class Ledger:
         with self._lock:
             self._storage.db.close()
 
-    def use_tokenizer(self, folder: Path) -> None:
-        """Loads a base model's tokenizer and template rules; takes up to a second. Without a tokenizer nothing is
+    def use_tokenizer(self, folder: Path, facts: Facts) -> None:
+        """Loads the tokenizer of the base model in `folder`; takes up to a second. Without a tokenizer nothing is
         spliced."""
-        rules = find_rules(folder)
-        decoder = Decoder(folder, rules.behind_answer)
+        rules = facts.rules
+        decoder = Decoder(folder, facts.stop_ids, rules.behind_answer)
         with self._lock:
             self._rules = rules
             self._decoder = decoder if decoder.can_decode else None

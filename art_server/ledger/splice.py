@@ -28,8 +28,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from art_server.base_facts import TemplateRules
 from art_server.ledger import conversation
-from art_server.ledger.template import TemplateRules
 
 Link = Literal["exact", "spliced", "dropped", "ambiguous", "retokenized"]
 """How a prompt continues an earlier answer. exact: rendered with the same tokens; spliced: the rendered tokens differ

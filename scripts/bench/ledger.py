@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from art_server.base_facts import read_facts
 from art_server.base_models import TINY_DIR
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.ledger import Ledger
@@ -78,12 +79,12 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=100_000)
     count = parser.parse_args().completions
     random.seed(0)
-    decoder = Decoder(TINY_DIR)
+    decoder = Decoder(TINY_DIR, read_facts(TINY_DIR).stop_ids)
     end = decoder.end_id
     assert end is not None
     with tempfile.TemporaryDirectory() as single, tempfile.TemporaryDirectory() as many:
         ledger = Ledger(Path(many) / "l.sqlite")
-        ledger.use_tokenizer(TINY_DIR)
+        ledger.use_tokenizer(TINY_DIR, read_facts(TINY_DIR))
         memory = converse(ledger, count, 20, end, 0)
         wanted = [f"{random.randrange(count):032x}-0" for _ in range(1000)]
         times = []
@@ -96,7 +97,7 @@ def main() -> None:
         Ledger(Path(many) / "l.sqlite").close()
         restart = time.perf_counter() - started
         one = Ledger(Path(single) / "l.sqlite")
-        one.use_tokenizer(TINY_DIR)
+        one.use_tokenizer(TINY_DIR, read_facts(TINY_DIR))
         few = max(1000, count // 10)
         converse(one, few, 1, end, 0)
         one.close()

@@ -66,6 +66,7 @@ def conversation_of(
 
 def fill(path: Path, case: list[int]) -> None:
     """Fills the ledger of a server that is not running."""
+    from art_server.base_facts import read_facts
     from art_server.base_models import TINY_DIR
     from art_server.ledger.ledger import Ledger
     from art_server.ledger.records import Request
@@ -73,7 +74,7 @@ def fill(path: Path, case: list[int]) -> None:
 
     (path / ".server").mkdir(parents=True, exist_ok=True)
     ledger = Ledger(path / ".server" / "ledger.sqlite")
-    ledger.use_tokenizer(TINY_DIR)
+    ledger.use_tokenizer(TINY_DIR, read_facts(TINY_DIR))
     assert ledger.end_id == END_ID
     rollouts, *shape = case
     sampling = {"n": 1, "temperature": 1.0}

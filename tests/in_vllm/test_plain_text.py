@@ -20,8 +20,9 @@ from tokenizers import (
 )
 from tokenizers.processors import TemplateProcessing
 
-from art_server.base_models import TINY_DIR, template_renderer
+from art_server.base_models import TINY_DIR
 from art_server.in_vllm.plain_text import ControlTokens, Held, Rendering, render
+from art_server.inspection.template import template_renderer
 from tests.ledger.test_ninth_law import FAMILIES, Family
 
 Message = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Tools of a base model whose template has no mark of a call are refused, in vLLM's own code."""
+"""Tools of a base model whose template has no mark of a call, and chat without a template, are refused in vLLM's own code."""
 
 import asyncio
 import warnings
@@ -6,14 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from art_server.base_models import TINY_DIR
 from art_server.in_vllm import child
 
 with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own deprecations
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-    from vllm.renderers import online_renderer
+    from vllm.renderers import hf, online_renderer
 
 FUNCTION = {"name": "look", "parameters": {"type": "object"}}
 
@@ -24,9 +26,11 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in (
         (online_renderer, "create_error_response"),
         (OpenAIServingResponses, "create_responses"),
+        (hf, "safe_apply_chat_template"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     child.name_missing_parser()
+    child.name_missing_template()
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -84,3 +88,29 @@ def test_responses_refuse_tools_without_a_parser(
     assert (answer is answered) is not is_refused
     if is_refused:
         assert (answer.error.code, answer.error.param) == (400, "tools")
+
+
+def test_chat_without_a_template_is_refused_with_the_remedy() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_DIR)
+    messages: Any = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+    ]
+    config: Any = SimpleNamespace(
+        model="m",
+        tokenizer="m",
+        tokenizer_revision=None,
+        code_revision=None,
+        trust_remote_code=False,
+        hf_config=SimpleNamespace(model_type="qwen3"),
+    )
+
+    def render(**options: Any) -> Any:
+        return hf.safe_apply_chat_template(config, tokenizer, messages, tokenize=False, **options)
+
+    assert "be brief" in render()
+    old = "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.content }}]{% endif %}{% endfor %}"
+    assert render(chat_template=old) == "[be brief][hi]", "vLLM renders it as a system message"
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="--chat-template FILE"):
+        render()

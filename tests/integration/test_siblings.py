@@ -140,7 +140,10 @@ def test_no_rollout_is_sampled_behind_anothers_thinking(server: Server) -> None:
     register(server, "siblings")
     model = f"{PROJECT}/siblings"
     groups = asyncio.run(play_all(server, model))
-    ledger, decoder = Ledger(server.path / "art" / ".server" / "ledger.sqlite"), Decoder(TINY_DIR)
+    ledger, decoder = (
+        Ledger(server.path / "art" / ".server" / "ledger.sqlite"),
+        Decoder(TINY_DIR, []),
+    )
     not_joined = num_thoughts = 0
     for group in groups:
         of_group: list[set[str]] = []

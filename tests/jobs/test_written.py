@@ -13,8 +13,8 @@ from art_server.in_vllm.plain_text import ControlTokens, Rendering
 from art_server.jobs.resolve import Limits, Sources, resolve
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
-from art_server.ledger.template import find_rules
 from tests.ledger.test_ninth_law import CHATML, CHATML_PLAIN, FAMILIES, Family, said, user
+from tests.toy_facts import facts_of
 
 CALL = ("look", {"a": 1})
 RESULT = {"role": "tool", "content": "result", "tool_call_id": "call_0"}
@@ -43,7 +43,8 @@ def as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def sources(family: Family) -> Sources:
-    decoder = Decoder(family.folder, find_rules(family.folder).behind_answer)
+    facts = facts_of(family.folder)
+    decoder = Decoder(family.folder, facts.stop_ids, facts.rules.behind_answer)
     control = ControlTokens(family.tokenizer, family.text)
 
     def render(messages: list[dict[str, Any]], tools: Any, has_header: bool) -> list[int]:

@@ -30,6 +30,7 @@ from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
 from art_server.ledger.splice import MAX_SAME, prefix_hashes
 from art_server.shared.samples import Sample
+from tests.toy_facts import facts_of
 
 Message = dict[str, Any]
 
@@ -197,7 +198,7 @@ NUMBERS = itertools.count(1)
 @functools.cache
 def ledger_of(family: Family) -> Ledger:
     ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.sqlite")
-    ledger.use_tokenizer(family.folder)
+    ledger.use_tokenizer(family.folder, facts_of(family.folder))
     return ledger
 
 
@@ -591,14 +592,14 @@ def test_names_count_after_a_restart_and_among_thousands(tmp_path: Path) -> None
     talk = Talk(QWEN)
     file = tmp_path / "ledger.sqlite"
     talk.ledger = Ledger(file)
-    talk.ledger.use_tokenizer(talk.family.folder)
+    talk.ledger.use_tokenizer(talk.family.folder, facts_of(talk.family.folder))
     spelled = [talk.family.encode(f"<think>\nplan {i}\n</think>\n\n{CALLING}") for i in range(300)]
     siblings = talk.ask([user("q")], spelled)
     talk.ledger.name_calls(siblings[0].choice_id, ["call-0"])
     talk.ledger.name_calls(siblings[1].choice_id, ["functions.look:0"])
     talk.ledger.close()
     talk.ledger = Ledger(file)
-    talk.ledger.use_tokenizer(talk.family.folder)
+    talk.ledger.use_tokenizer(talk.family.folder, facts_of(talk.family.folder))
     talk.ledger.name_calls(siblings[2].choice_id, ["functions.look:0"])
     path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
     (named,) = talk.ask(path, [[5]], names=["call-0"])
@@ -785,11 +786,11 @@ def test_a_restarted_ledger_knows_what_melts_and_where_thinking_opens() -> None:
     ):
         talk, file = Talk(family), Path(tempfile.mkdtemp()) / "ledger.sqlite"
         talk.ledger = Ledger(file)
-        talk.ledger.use_tokenizer(family.folder)
+        talk.ledger.use_tokenizer(family.folder, facts_of(family.folder))
         talk.ask([user("q")], [spell(family, text, [1, 2, 3])])
         talk.ledger.close()
         talk.ledger = Ledger(file)
-        talk.ledger.use_tokenizer(family.folder)
+        talk.ledger.use_tokenizer(family.folder, facts_of(family.folder))
         (record,) = talk.ask([user("q"), said(answer), user("more")], [[5]])
         assert record.link == link
 

@@ -21,6 +21,7 @@ from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
 from art_server.ledger.splice import PromptIndex, prefix_hashes
 from art_server.shared.samples import Sample
+from tests.toy_facts import facts_of
 
 CORPUS = [
     "the answer is maybe",
@@ -137,7 +138,7 @@ class Conversation:
         self.family = family
         self.session = session
         self.ledger = Ledger(Path(tempfile.mkdtemp()) / "l.sqlite", is_splicing=is_splicing)
-        self.ledger.use_tokenizer(family.folder)
+        self.ledger.use_tokenizer(family.folder, facts_of(family.folder))
         self.messages: list[dict[str, Any]] = []
         self._numbers = itertools.count(1)
 
@@ -240,7 +241,7 @@ def test_a_restarted_ledger_goes_on_splicing() -> None:
     (_, _, file) = talk.ledger._storage.db.execute("PRAGMA database_list").fetchone()
     talk.ledger.close()
     talk.ledger = Ledger(Path(file))
-    talk.ledger.use_tokenizer(FAMILIES["chatml"].folder)
+    talk.ledger.use_tokenizer(FAMILIES["chatml"].folder, facts_of(FAMILIES["chatml"].folder))
     second = talk.ask("and now?", ambiguous_answer())
     assert second.link == "spliced" and second.continues == first.choice_id
 

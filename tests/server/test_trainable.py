@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from art_server import base_facts
 from art_server.base_facts import read_facts
 from art_server.base_models import TINY_DIR, BaseModel, check_trainable
 from art_server.errors import InvalidInput
-from art_server.trainer.inspection import inspect
+from art_server.inspection.model import inspect
 
 TINY = json.loads((TINY_DIR / "config.json").read_text())
 BNB = {"quant_method": "bitsandbytes"}
@@ -21,7 +22,7 @@ BNB = {"quant_method": "bitsandbytes"}
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process of its own for each record, which takes seconds to import torch."""
     monkeypatch.setattr(
-        base_facts, "_inspect", lambda folder: inspect(Path(folder)).model_dump_json()
+        base_facts, "_inspect", lambda folder, _: inspect(Path(folder)).model_dump_json()
     )
 
 
@@ -177,3 +178,16 @@ def test_a_damaged_configuration_is_refused(tmp_path: Path) -> None:
         read_facts(tmp_path)
     with pytest.raises(InvalidInput, match=r"has no config\.json"):
         read_facts(tmp_path / "nothing")
+
+
+def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}")
+    bare = base(tmp_path)
+    assert not bare.facts.has_template
+    mine = replace(bare, template=file).facts
+    assert mine.has_template and mine.parsers.tool is None
+    assert mine.rules.behind_answer == "<end><user>question<end>"
+    file.write_text("{% for m in messages %}")
+    with pytest.raises(InvalidInput, match=r"mine\.jinja, line 1: Unexpected end of template"):
+        _ = replace(bare, template=file).facts

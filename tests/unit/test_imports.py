@@ -34,6 +34,7 @@ FLOORS = [
     {"ledger"},
     {"engine"},
     {"device"},
+    {"inspection"},
     {"trainer", "in_vllm"},
     {"base_models"},
     {"base_facts", "background", "children", "flags", "installation", "observe", "remote"},
@@ -42,7 +43,7 @@ FLOORS = [
     {"art", "art_server"},
 ]
 """From the roof down: a room imports what lies below it."""
-OTHER_PROCESSES = {"trainer", "in_vllm"}
+OTHER_PROCESSES = {"inspection", "trainer", "in_vllm"}
 COMMANDS = {"art_server.checkpoints.export", "art_server.checkpoints.travel"}
 """Of `art export` and `art import`: they run in a process of their own, and load the trainer's code when they need it."""
 EXTRAS = {"pydantic_core", "sky", "polars", "matplotlib", "verifiers"}

@@ -1,13 +1,6 @@
-"""A program that prints the facts about a base model (`base_facts.py`) from its folder, which needs no weights.
+"""What a base model is, from its small files, as transformers reads them."""
 
-python -m art_server.trainer.inspection FOLDER
-"""
-
-import ast
-import functools
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from art_server.base_facts import Facts
-from art_server.children import claim_stdout
+from art_server.inspection.engine_classes import engine_problem
+from art_server.inspection.parsers import choose_parsers
+from art_server.inspection.template import find_rules, read_templates
 from art_server.trainer.base import find_class, outline, read_config
 from art_server.trainer.layers import Layers, find_layers
 
@@ -26,7 +21,8 @@ FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "att_proj")
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
 
-def inspect(folder: Path) -> Facts:
+def inspect(folder: Path, template: Path | None = None) -> Facts:
+    """The facts; `template` is a file with a chat template for the model, None its own."""
     raw = json.loads((folder / "config.json").read_text())
     family = str(raw.get("model_type", ""))
     method, has_8_bits = find_quantization(folder, raw)
@@ -57,6 +53,7 @@ def inspect(folder: Path) -> Facts:
             **told,
             problem="its configuration does not say how many positions it has (max_position_embeddings)",
         )
+    templates = read_templates(folder, template)
     layers = find_layers(model)
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     is_latent = bool(getattr(text, "kv_lora_rank", None))
@@ -72,7 +69,10 @@ def inspect(folder: Path) -> Facts:
         is_mixture=layers.is_mixture,
         lora_width=sum(sum(_shape(model.get_submodule(path))) for path in layers.takes),
         lora_modules=tuple(sorted({path.rpartition(".")[2] for path in layers.takes})),
-        stop_ids=_stop_ids(folder, config),
+        stop_ids=find_stop_ids(folder, config),
+        has_template=bool(templates.usual),
+        parsers=choose_parsers(templates, family),
+        rules=find_rules(templates),
     )
 
 
@@ -88,79 +88,6 @@ def find_quantization(folder: Path, raw: dict[str, Any]) -> tuple[str | None, bo
     if (folder / "hf_quant_config.json").exists():
         return "modelopt", False
     return None, False
-
-
-def engine_problem(architecture: str) -> str | None:
-    """Why vLLM serves no adapters of a class, if it does not."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return None
-    models = Path(spec.origin).parent / "model_executor" / "models"
-    known, gone = _registry(models / "registry.py")
-    if architecture in gone:
-        return f"vLLM no longer serves its class {architecture}"
-    if architecture not in known:
-        return None  # vLLM runs transformers' own class
-    module, name = known[architecture]
-    file = _file_of(
-        module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
-    )
-    if "SupportsLoRA" in _ancestors(file, name):
-        return None
-    return f"vLLM serves no adapters of its class {architecture}"
-
-
-def _registry(file: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
-    """vLLM's classes by architecture, as module and name, and the architectures that it no longer serves. Read from its
-    source, because its import takes half a minute."""
-    known: dict[str, tuple[str, str]] = {}
-    gone: set[str] = set()
-    for statement in ast.parse(file.read_text()).body:
-        if not isinstance(statement, ast.Assign | ast.AnnAssign):
-            continue
-        target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
-        if not isinstance(statement.value, ast.Dict) or not isinstance(target, ast.Name):
-            continue
-        for key, value in zip(statement.value.keys, statement.value.values, strict=True):
-            if not isinstance(key, ast.Constant):
-                continue
-            if target.id == "_PREVIOUSLY_SUPPORTED_MODELS":
-                gone.add(str(key.value))
-            elif isinstance(value, ast.Tuple):
-                module, name = (ast.literal_eval(each) for each in value.elts[:2])
-                known.setdefault(str(key.value), (module, name))
-    return known, gone
-
-
-def _file_of(module: str) -> Path:
-    """The source of a module of vLLM, which is not imported."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None, "checked by the caller"
-    path = Path(spec.origin).parent.joinpath(*module.split(".")[1:])
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-@functools.cache
-def _ancestors(file: Path, name: str) -> frozenset[str]:
-    """The names of a class and of all that it inherits from, as far as vLLM's sources tell."""
-    found = {name}
-    if not file.is_file():
-        return frozenset(found)
-    tree = ast.parse(file.read_text())
-    made = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == name]
-    for base in [base for each in made for base in each.bases]:
-        base = base.value if isinstance(base, ast.Subscript) else base
-        found |= _ancestors(file, ast.unparse(base).rpartition(".")[2])
-    if not made:
-        package = ["vllm", *file.relative_to(_file_of("vllm").parent).parent.parts]
-        for each in ast.walk(tree):
-            if isinstance(each, ast.ImportFrom):
-                before = package[: len(package) - each.level + 1] if each.level else []
-                module = ".".join([*before, *(each.module or "").split(".")]).rstrip(".")
-                for alias in each.names:
-                    if (alias.asname or alias.name) == name and module.startswith("vllm."):
-                        found |= _ancestors(_file_of(module), alias.name)
-    return frozenset(found)
 
 
 def _unreadable(family: str, raw: dict[str, Any], error: Exception) -> str:
@@ -211,7 +138,7 @@ def _shape(module: torch.nn.Module) -> tuple[int, ...]:
     return shape[::-1] if isinstance(module, Conv1D) else shape
 
 
-def _stop_ids(folder: Path, config: Any) -> tuple[int, ...]:
+def find_stop_ids(folder: Path, config: Any) -> tuple[int, ...]:
     """The end-of-sequence tokens of configuration and generation configuration, as vLLM reads them."""
     parts = [config, config.get_text_config()]
     if (folder / "generation_config.json").exists():
@@ -221,10 +148,3 @@ def _stop_ids(folder: Path, config: Any) -> tuple[int, ...]:
         ids = getattr(part, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
     return tuple(sorted(found))
-
-
-if __name__ == "__main__":
-    answers = claim_stdout()
-    transformers.logging.set_verbosity_error()
-    answers.write(inspect(Path(sys.argv[1])).model_dump_json().encode())
-    answers.close()

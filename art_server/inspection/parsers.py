@@ -6,14 +6,9 @@ A mark is what the model writes around a call. It survives new names of an archi
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from art_server.base_models import (
-    TEMPLATE_ERRORS,
-    model_type,
-    read_template,
-    template_renderer,
-)
+from art_server.base_facts import Parsers
+from art_server.inspection.template import TEMPLATE_ERRORS, Templates, template_renderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +69,13 @@ FAMILIES = (
 """The first that holds decides."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parsers:
-    """vLLM's parsers for one model."""
-
-    tool: str | None
-    """None: the template has no mark of a call, and text must not become one."""
-    reasoning: str | None = None
-    thinks: bool | None = None
-    """Whether an answer thinks unless a request says otherwise, by the template's argument `enable_thinking`. None: that
-    follows from each prompt's end."""
-
-
-def choose_parsers(folder: Path) -> Parsers:
-    """The parsers for the model in `folder`."""
-    template, of_tools = read_template(folder), read_template(folder, has_tools=True)
-    kind = model_type(folder)
-    family = next(each for each in FAMILIES if each.holds(of_tools, kind))
-    reasoning = family.reasoning if family.thinks in template else None
+def choose_parsers(templates: Templates, model_type: str) -> Parsers:
+    """The parsers for a model with these templates."""
+    family = next(each for each in FAMILIES if each.holds(templates.with_tools, model_type))
+    reasoning = family.reasoning if family.thinks in templates.usual else None
     thinks = None
-    if reasoning is not None and "enable_thinking" in template:
-        thinks = thinks_by_default(template)
+    if reasoning is not None and "enable_thinking" in templates.usual:
+        thinks = thinks_by_default(templates.usual)
     elif reasoning is not None and family.always:
         thinks = True
     return Parsers(family.tool, reasoning, thinks)

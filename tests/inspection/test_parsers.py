@@ -1,12 +1,15 @@
+"""Parsers and rules follow from the chat template."""
+
 import json
 from pathlib import Path
 
 import pytest
 import trl
 
-from art_server.base_models import TINY_DIR, read_template
-from art_server.engine.families import Parsers, choose_parsers, thinks_by_default
-from art_server.ledger.template import find_rules
+from art_server.base_facts import Parsers
+from art_server.base_models import TINY_DIR
+from art_server.inspection.parsers import choose_parsers, thinks_by_default
+from art_server.inspection.template import Templates, find_rules, read_templates
 
 ASK = "{% for m in messages %}{{ m.content }}{% endfor %}"
 QWEN3 = ASK + (  # thinks unless told not to
@@ -14,12 +17,6 @@ QWEN3 = ASK + (  # thinks unless told not to
     "<think></think>{% endif %}{% endif %}"
 )
 OFF = ASK + "{% if enable_thinking %}<think>{% endif %}"
-
-
-def folder(path: Path, template: str, model_type: str = "qwen3") -> Path:
-    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return path
 
 
 TRL = Path(trl.__file__).parent / "chat_templates"
@@ -117,12 +114,12 @@ FAMILIES: list[tuple[str, str, str, Parsers]] = [
     ids=[row[0] for row in FAMILIES],
 )
 def test_parsers_follow_the_marks_of_published_templates(
-    tmp_path: Path, kind: str, template: str, expected: Parsers
+    kind: str, template: str, expected: Parsers
 ) -> None:
     """Where TRL has no copy of a template, its marks stand for it."""
     if template.isidentifier():
         template = (TRL / f"{template}.jinja").read_text()
-    assert choose_parsers(folder(tmp_path, template, kind)) == expected
+    assert choose_parsers(Templates(template, template), kind) == expected
 
 
 NAMED = [
@@ -134,12 +131,11 @@ NAMED = [
 
 def test_templates_by_name_are_those_of_transformers(tmp_path: Path) -> None:
     """As Hermes 3 and Command R publish them: a list; and as transformers saves them: files."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": NAMED}))
     for _ in range(2):
-        assert read_template(tmp_path) == OFF
-        assert read_template(tmp_path, has_tools=True) == ASK + "[TOOL_CALLS]"
-        assert choose_parsers(tmp_path) == Parsers("mistral")
+        found = read_templates(tmp_path)
+        assert found == Templates(OFF, ASK + "[TOOL_CALLS]")
+        assert choose_parsers(found, "llama") == Parsers("mistral")
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
         (tmp_path / "chat_template.jinja").write_text(OFF)
         (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
@@ -147,29 +143,26 @@ def test_templates_by_name_are_those_of_transformers(tmp_path: Path) -> None:
             file = tmp_path / "additional_chat_templates" / f"{each['name']}.jinja"
             file.write_text(each["template"])
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
-    assert read_template(tmp_path, has_tools=True) == OFF
+    assert read_templates(tmp_path) == Templates(OFF, OFF)
+    (tmp_path / "mine.jinja").write_text(ASK)
+    assert read_templates(tmp_path, tmp_path / "mine.jinja") == Templates(ASK, ASK)
 
 
-def test_rules_that_the_template_for_tools_does_not_share_are_not_assumed(tmp_path: Path) -> None:
+def test_rules_that_the_template_for_tools_does_not_share_are_not_assumed() -> None:
     strips = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>"
         "{% if m.reasoning_content %}{{ m.reasoning_content }}{% endif %}{% endfor %}"
     )
     keeps = strips.replace(" | trim", "")
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": [{"name": "default", "template": strips}]})
-    )
-    alone = find_rules(tmp_path)
+    alone = find_rules(Templates(strips, strips))
     assert (alone.left, alone.right, alone.keeps_before_user) == (None, None, True)
-    named = [{"name": "default", "template": strips}, {"name": "tool_use", "template": keeps}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    both = find_rules(tmp_path)
+    both = find_rules(Templates(strips, keeps))
     assert (both.left, both.right, both.keeps_before_user) == ("", "", True)
     assert both.behind_answer == alone.behind_answer == "<end><user>question<end>"
 
 
 def test_the_embedded_model_does_not_think_unless_asked() -> None:
-    assert choose_parsers(TINY_DIR) == Parsers("hermes", "qwen3", False)
+    assert choose_parsers(read_templates(TINY_DIR), "qwen3") == Parsers("hermes", "qwen3", False)
 
 
 def test_a_template_that_cannot_be_rendered_is_taken_as_vllm_takes_it() -> None:
@@ -188,3 +181,18 @@ def test_a_template_with_loop_controls_is_rendered() -> None:
 @pytest.mark.parametrize("template", ["{{ 1 + messages }}", "{% if %}", "{{ tools[0]['a'] }}"])
 def test_any_error_of_a_template_counts_as_thinking(template: str) -> None:
     assert thinks_by_default(template)
+
+
+def test_a_template_that_marks_generated_text_is_rendered() -> None:
+    """`{% generation %}`, as LFM2.5 and templates for assistant masks have it."""
+    marked = (
+        "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content | trim }}{% endgeneration %}<end>{% endfor %}"
+        "{% if enable_thinking %}<think>{% endif %}"
+    )
+    assert not thinks_by_default(marked)
+    rules = find_rules(Templates(marked, marked))
+    assert (rules.left, rules.right, rules.behind_answer) == (
+        None,
+        None,
+        "<end><user>question<end>",
+    )

@@ -1,0 +1,121 @@
+"""What a chat template does with earlier answers: which white space it strips, and which thinking it keeps.
+
+It is found by rendering a few conversations once per base model, so the template's text does not matter. A template that
+cannot be rendered is assumed to strip nothing and to keep no thinking.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from transformers.utils import chat_template_utils
+
+from art_server.base_facts import TemplateRules
+
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+"""What a chat template raises that needs other arguments, or refuses a conversation."""
+
+SPACES = "\n\t \r\u2003"
+"""White space that is tried. A template that strips all of these is assumed to strip all white space."""
+WORD, THOUGHT = "WORD", "THOUGHT"
+QUESTION = {"role": "user", "content": "question"}
+CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
+RESULT = {"role": "tool", "tool_call_id": "call12345", "name": "look", "content": "result"}
+
+
+def template_renderer(template: str) -> Callable[..., str]:
+    """A function that renders messages by a chat template, as transformers does. It raises one of TEMPLATE_ERRORS.
+
+    Raises:
+        jinja2.TemplateError: the template has a wrong syntax.
+    """
+    compiled = chat_template_utils._compile_jinja_template(template)  # pyright: ignore[reportPrivateUsage]  # no tokenizer
+    return partial(compiled.render, bos_token="", eos_token="", tools=None, documents=None)
+
+
+class Templates(NamedTuple):
+    """The chat templates of a model; empty if it has none."""
+
+    usual: str
+    with_tools: str
+    """For conversations with tools."""
+
+
+def read_templates(folder: Path, own: Path | None = None) -> Templates:
+    """The templates of the model in `folder`, or the one in the file `own` instead.
+
+    A model can have several by name: "default", and "tool_use" for conversations with tools. They are files, or a list in
+    tokenizer_config.json. Source: transformers, `PreTrainedTokenizerBase.get_chat_template` and `from_pretrained`.
+    """
+    if own is not None:
+        return Templates(own.read_text(), own.read_text())
+    more = folder / "additional_chat_templates"
+    named = {file.stem: file.read_text() for file in sorted(more.glob("*.jinja"))}
+    if (file := folder / "chat_template.jinja").exists():
+        named["default"] = file.read_text()
+    config = folder / "tokenizer_config.json"
+    if not named and config.exists():
+        found = json.loads(config.read_text()).get("chat_template")
+        if isinstance(found, list):
+            named = {each["name"]: each["template"] for each in found}
+        elif isinstance(found, str):
+            named = {"default": found}
+    usual = named.get("default", "")
+    return Templates(usual, named.get("tool_use", usual))
+
+
+def find_rules(templates: Templates) -> TemplateRules:
+    """The rules of a model's templates. If conversations with tools have one of their own, those that both have."""
+    rules, with_tools = map(_find_rules, templates)
+    common = {
+        each.name: getattr(rules, each.name)
+        for each in fields(TemplateRules)
+        if getattr(rules, each.name) == getattr(with_tools, each.name)
+    }
+    return TemplateRules(**common)
+
+
+def _find_rules(template: str) -> TemplateRules:
+    try:
+        rendered = template_renderer(template)
+    except jinja2.TemplateError:
+        return TemplateRules()
+
+    def render(*messages: dict[str, Any]) -> str:
+        try:
+            return rendered(messages=[*messages])
+        except TEMPLATE_ERRORS:
+            return ""
+
+    def stripped(left: str, right: str) -> str | None:
+        """The white space that is stripped beside an answer, on the side of the "x"; None: all white space."""
+        plain = render(QUESTION, {"role": "assistant", "content": WORD}, QUESTION)
+        gone = "".join(
+            space
+            for space in SPACES
+            for content in [left.replace("x", space) + WORD + right.replace("x", space)]
+            if WORD in plain
+            and render(QUESTION, {"role": "assistant", "content": content}, QUESTION) == plain
+        )
+        return None if gone == SPACES else gone
+
+    thinking = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
+    answer = {"role": "assistant", "content": WORD, **thinking}
+    calling = {"role": "assistant", "content": "", "tool_calls": [CALL], **thinking}
+    padded = dict.fromkeys(thinking, f"\n{THOUGHT}\n")
+    moved = render(QUESTION, {"role": "assistant", "content": f"\n\n{WORD}", **padded}, RESULT)
+    usual = render(QUESTION, answer, RESULT)
+    return TemplateRules(
+        left=stripped("x", ""),
+        right=stripped("", "x"),
+        around_thinking="\n" if usual and THOUGHT in usual and moved == usual else "",
+        keeps_before_user=THOUGHT in render(QUESTION, answer, QUESTION),
+        keeps_before_tool=THOUGHT in render(QUESTION, calling, RESULT),
+        behind_answer=render(QUESTION, {"role": "assistant", "content": WORD}, QUESTION)
+        .partition(WORD)[2]
+        .lstrip(),
+    )
