@@ -1,10 +1,12 @@
 """Errors for bad input name the wrong part and the remedy, and the server stores nothing of it."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
 
+from art_server.base_models import TINY_DIR
 from tests.integration.live import PROJECT, Server, register, sampled_group
 
 pytestmark = pytest.mark.engine
@@ -42,7 +44,7 @@ def test_unknown_base_models_say_what_was_tried(server: Server) -> None:
 
 
 def test_another_base_model_than_the_loaded_one_is_refused(server: Server, tmp_path: Any) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copy(TINY_DIR / "config.json", tmp_path / "config.json")
     (tmp_path / "model.safetensors").write_bytes(b"other")
     body = {"name": "x", "project": PROJECT, "base_model": str(tmp_path)}
     error = post(server, "/api/models", body)
