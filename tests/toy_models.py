@@ -68,7 +68,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": EXPERTS | {"sliding_window": 16},
     "glm4_moe": SHARED_EXPERTS,
     "minimax_m2": EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "deepseek_v3": SHARED_EXPERTS | LATENT | {"topk_method": "noaux_tc"},
+    "deepseek_v3": SHARED_EXPERTS
+    | LATENT
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 """transformers' name of each family, and its settings beyond SHAPE. vLLM reads some fields that transformers lacks."""
 
@@ -126,6 +128,8 @@ GEMMA4_IDS = {
     "boi_token_id": 1392,
     "eoi_token_id": 1393,
 }
+LFM = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 128}
+"""Published files have these fields, which vLLM reads and transformers drops."""
 ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -242,12 +246,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "position_embedding_type": "nope",
     },
     "lfm2": TIED
+    | LFM
     | {
         "layer_types": ["conv", "full_attention"],
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": 3,
     },
     "lfm2_moe": TIED
+    | LFM
     | EXPERTS
     | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "conv_L_cache": 3},
     "nemotron_h": SHAPE | NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp"]},
@@ -314,6 +320,9 @@ def make_model(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     model = find_class(config)(config)
     model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    dropped = {key: settings[key] for key in LFM if key in settings}
+    (folder / "config.json").write_text(json.dumps(written | dropped))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TINY_DIR / name, folder / name)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1401}))

@@ -41,7 +41,7 @@ class Pause:
 
 def install() -> None:
     """Installs reports of what each token was sampled from and of work done, and limits of grammars. On a CPU also:
-    forked processes, faster LoRA, seeded requests, mixtures of experts, and waits that leave the cores to processes
+    forked processes, faster LoRA, right rotary embeddings, seeded requests, mixtures of experts, and waits that leave the cores to processes
     with work."""
     device = os.environ.get(SWITCH)
     if device is None:
@@ -56,11 +56,12 @@ def install() -> None:
     counting.install(device)
     if device != "cpu":
         return
-    from art_server.in_vllm import cpu_lora, forking, seeded
+    from art_server.in_vllm import cpu_lora, cpu_rope, forking, seeded
 
     forking.install()
     seeded.install()
     cpu_lora.install()
+    cpu_rope.install()
     if EXPERTS_SWITCH in os.environ:
         cpu_lora.leave_experts_out()
     if not hasattr(shm_broadcast, "sched_yield"):
