@@ -1,6 +1,7 @@
 """Finds a base model's weights: "art/tiny", "smollm2", a folder, or a Hugging Face id."""
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -52,7 +53,7 @@ OWN_ROPE = ("phimoe",)
 """Families whose module in transformers makes this choice in its own code, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BaseModel:
     """A base model whose files are on this machine."""
 
@@ -62,9 +63,9 @@ class BaseModel:
     template: Path | None = None
     """The chat template that `--chat-template` names; None: the model's own."""
 
-    @property
+    @functools.cached_property
     def facts(self) -> Facts:
-        """What the model is (blocking: seconds for one that was never seen)."""
+        """What the model is (blocking: seconds for one that was never seen). Its files are read at the first use."""
         return read_facts(self.path, self.template)
 
 

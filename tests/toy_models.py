@@ -68,9 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": EXPERTS | {"sliding_window": 16},
     "glm4_moe": SHARED_EXPERTS,
     "minimax_m2": EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "deepseek_v3": SHARED_EXPERTS
-    | LATENT
-    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v3": SHARED_EXPERTS | LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 """transformers' name of each family, and its settings beyond SHAPE. vLLM reads some fields that transformers lacks."""
 

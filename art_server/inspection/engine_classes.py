@@ -8,11 +8,9 @@ from pathlib import Path
 
 def engine_problem(architecture: str) -> str | None:
     """Why vLLM serves no adapters of a class, if it does not."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
+    if importlib.util.find_spec("vllm") is None:
         return None
-    models = Path(spec.origin).parent / "model_executor" / "models"
-    known, gone = _registry(models / "registry.py")
+    known, gone = _registry(_file_of("vllm.model_executor.models.registry"))
     if architecture in gone:
         return f"vLLM no longer serves its class {architecture}"
     if architecture not in known:

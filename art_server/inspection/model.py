@@ -13,7 +13,7 @@ from art_server.base_facts import Facts
 from art_server.inspection.engine_classes import engine_problem
 from art_server.inspection.parsers import choose_parsers
 from art_server.inspection.template import find_rules, read_templates
-from art_server.trainer.base import find_class, outline, read_config
+from art_server.trainer.base import outline, read_config
 from art_server.trainer.layers import Layers, find_layers
 
 FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "att_proj")
@@ -42,7 +42,6 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
     if architecture and (problem := engine_problem(architecture)):
         return Facts(**told, problem=problem)
     try:
-        find_class(config)
         model = outline(str(folder))
     except (ValueError, ImportError, AttributeError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

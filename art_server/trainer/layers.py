@@ -81,25 +81,23 @@ def find_targets(names: list[str] | None, model: PreTrainedModel) -> list[str] |
     layers = find_layers(model)
     if names == []:
         raise ValueError("lora.target_modules is empty: name layers, or leave it out")
+    everywhere = {name for name, _ in model.named_modules()}
+
+    def named(name: str) -> set[str]:
+        return {each for each in everywhere if f".{each}".endswith(f".{name}")}
+
     chosen = layers.takes
     if names is not None:
         inside = layers.takes | layers.folded
-        everywhere = [name for name, _ in model.named_modules()]
-        found = {
-            name: {each for each in everywhere if f".{each}".endswith(f".{name}")} for name in names
-        }
+        found = {name: named(name) for name in names}
         # The same names may occur in other parts of the model.
         found = {name: ones & inside or ones for name, ones in found.items()}
         if beyond := sorted(n for n, ones in found.items() if not ones or not ones <= layers.takes):
             raise ValueError(_beyond(beyond, layers))
         chosen = frozenset[str]().union(*found.values())
     usual = sorted(names or {each.rpartition(".")[2] for each in chosen})
-    meant = {
-        each
-        for each, _ in model.named_modules()
-        if any(f".{each}".endswith(f".{name}") for name in usual)
-    }
-    return usual if meant == chosen else _pattern(chosen, {n for n, _ in model.named_modules()})
+    meant = set[str]().union(*map(named, usual))
+    return usual if meant == chosen else _pattern(chosen, everywhere)
 
 
 def _beyond(names: list[str], layers: Layers) -> str:

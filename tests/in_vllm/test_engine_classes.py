@@ -21,7 +21,7 @@ QUICK = (
     "Lfm2MoeForCausalLM",
     "NemotronHForCausalLM",
     "Qwen3ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
+    "Qwen3NextForCausalLM",
     "StableLmForCausalLM",
 )
 """All of vLLM's classes take minutes; with ART_TEST_FULL=1."""

@@ -19,7 +19,6 @@ QUICK = ("gemma3_text", "qwen3_moe")
 NOT_HERE = {
     "minimax_m2": "vLLM's experts for CPUs are not routed by a sigmoid",
     "qwen3_5_text": "vLLM wants torchvision, which an installation for CPUs lacks",
-    "deepseek_v3": "vLLM and transformers compute another attention from this toy, without an adapter too",
 }
 
 
