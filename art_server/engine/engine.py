@@ -599,7 +599,7 @@ class Engine:
         if self._gap_bars is None or not description.exists():
             return None
         probe = CheckpointRecord.model_validate_json(description.read_bytes()).probe
-        if probe is None or not probe.token_ids:
+        if probe is None or not probe.is_of_step:
             return None
         logprobs, scaled = await self._score(name, probe.token_ids), list[float]()
         if probe.factor > 1:

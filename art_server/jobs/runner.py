@@ -471,7 +471,7 @@ class JobRunner:
             PolicyDiffers: the engine computes another policy for it than the trainer.
         """
         record = await asyncio.to_thread(model.folder.read_checkpoint, step)
-        if record.probe is None or not record.probe.token_ids:
+        if record.probe is None or not record.probe.is_of_step:
             return
         try:
             await self._engine.load_adapter(

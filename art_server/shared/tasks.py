@@ -166,7 +166,9 @@ class Probe(Record):
     token_ids: list[int] = []
     """Empty until a job of the model changes weights."""
     logprobs: list[float] = []
-    """Under the step."""
+    """Under the step, or under an earlier one if `num_skipped` says so."""
+    num_skipped: int = 0
+    """Steps since the one of `logprobs`, which the engine does not compare."""
     base_logprobs: list[float] = []
     """With the adapter off."""
     rounding: float = 0.0
@@ -178,8 +180,17 @@ class Probe(Record):
     age: int = 0
     """Steps for which these tokens have been used."""
     moved: list[float] = []
-    """For each of the newest steps, the last one last: root mean square of the change that its job made to the
-    log-probabilities of its probe."""
+    """For each of the newest steps, the last one last: root mean square of the change of the log-probabilities of its
+    probe since the probe before. A step without a probe has that of the step before it."""
+    seconds: float = 0.0
+    """What the trainer needed to score these tokens the last time."""
+    made_at: float = 0.0
+    """When it did that: seconds since 1970."""
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether the engine has something to compare."""
+        return bool(self.token_ids) and not self.num_skipped
 
 
 class TrainTask(Record):

@@ -4,9 +4,13 @@ The server has the engine score the same tokens when it has loaded the step, bef
 The tokens are the end of the job's sequence that the update moves the most. They are kept for some steps, so that most
 jobs compute them once. The same numbers tell how far each job moves the policy, which is the allowance of stale tokens
 (`gap.py`).
+
+Scoring few tokens costs a pass over all weights: on a CPU some percent of a short step. So the first steps of an adapter
+and the first of a process have a probe, and later ones if the probes then cost less than a hundredth of the time.
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +24,13 @@ from art_server.trainer.batches import TrainSequence
 from art_server.trainer.policy import Policy
 
 NUM_TOKENS = 32
-"""Scored tokens. More would cost SmolLM2 more than a hundredth of a step."""
+"""Scored tokens. Fewer cost SmolLM2 on a CPU as much: its weights are read once for all."""
+FIRST_STEPS = 2
+"""So many steps of an adapter have a probe whatever it costs."""
+STARTED_AT = time.time()
+"""A process's first step of a model has a probe too: its server may have started with other arguments."""
+SHARE = 0.005
+"""Most of the time that the trainer's passes take afterwards. The engine's cost about as much again."""
 STEPS_OF_TOKENS = 16
 """The tokens are chosen anew after this many steps, because the policy learns to avoid some of them."""
 STEPS_OF_MOVEMENT = 64
@@ -30,14 +40,23 @@ MAX_FACTOR = 2**12
 """An adapter whose effect is too small even with its alpha times this is not compared: its weights are zero."""
 
 
+def is_due(last: Probe | None) -> bool:
+    """Whether the step after the one with this probe is to have a probe."""
+    if last is None or len(last.moved) < FIRST_STEPS or last.made_at < STARTED_AT:
+        return True
+    passed = time.time() - last.made_at
+    return passed < 0 or passed >= last.seconds / SHARE  # the clock may have been set back
+
+
 def start_probe(
     policy: Policy, last: Probe | None, sequences: Sequence[TrainSequence], bars: GapBars
 ) -> Probe:
-    """The probe as the policy at the start of a job scores it. `last` is that of the step in the policy; its tokens are
-    used again unless they are too old."""
+    """The tokens, and their log-probabilities under the policy at the start of a job. `last` is the probe of the step in
+    the policy; its tokens and numbers are used again unless they are too old."""
     last = last or Probe()
     if last.token_ids and last.age < STEPS_OF_TOKENS:
-        return last
+        return last.model_copy(update={"seconds": 0.0})
+    started = time.perf_counter()
     token_ids = choose_tokens(sequences)
     logprobs_T = policy.sequence_logprobs(token_ids)
     with policy.model.disable_adapter():
@@ -48,6 +67,7 @@ def start_probe(
         base_logprobs=base_T.tolist(),
         rounding=_rounding(policy, token_ids, logprobs_T, bars.epsilon),
         moved=last.moved,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -56,6 +76,7 @@ def finish_probe(policy: Policy, start: Probe, bars: GapBars) -> Probe:
 
     If the adapter's effect is not far above rounding, the tokens are also scored with a multiple of its alpha.
     """
+    started = time.perf_counter()
     before_T, base_T = torch.tensor(start.logprobs), torch.tensor(start.base_logprobs)
     logprobs_T = policy.sequence_logprobs(start.token_ids).cpu()
     moved = with_movement(start.moved, _rms(logprobs_T - before_T))
@@ -68,10 +89,24 @@ def finish_probe(policy: Policy, start: Probe, bars: GapBars) -> Probe:
     return start.model_copy(
         update={
             "logprobs": logprobs_T.tolist(),
+            "num_skipped": 0,
             "factor": factor,
             "scaled_logprobs": scaled_T.tolist() if factor > 1 else [],
             "moved": moved,
             "age": start.age + 1,
+            "seconds": start.seconds + time.perf_counter() - started,
+            "made_at": time.time(),
+        }
+    )
+
+
+def skipped_probe(last: Probe) -> Probe:
+    """The probe of a step that is not scored."""
+    return last.model_copy(
+        update={
+            "num_skipped": last.num_skipped + 1,
+            "moved": with_movement(last.moved, last.moved[-1]),
+            "age": last.age + 1,
         }
     )
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from art.wire import TrainConfig
-from art_server.shared.tasks import BetweenSteps, Done, Progress, TrainTask
+from art_server.shared.tasks import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.trainer.batches import (
     MicroBatch,
     SampledTokens,
@@ -60,7 +60,13 @@ from art_server.trainer.metrics import (
 )
 from art_server.trainer.optimizer import steps_taken
 from art_server.trainer.policy import Policy
-from art_server.trainer.probe import finish_probe, start_probe, unchanged_probe
+from art_server.trainer.probe import (
+    finish_probe,
+    is_due,
+    skipped_probe,
+    start_probe,
+    unchanged_probe,
+)
 from art_server.trainer.schedule import (
     FRESH_MOMENTS_STEPS,
     base_learning_rate,
@@ -249,7 +255,7 @@ def train(
                 policy, task, part, budget, report, notes, of_part, phase, record
             )
 
-        probe, seconds_of_start = None, 0.0
+        start: Probe | None = None
         steps: list[dict[str, float]] = []
         for index, (number, part) in enumerate(parts):
             chosen = [trained.sequences[each] for each in part]
@@ -268,10 +274,8 @@ def train(
                     for name, value in steps[-1].items()
                     if not name.startswith(("loss/logprob_gap", "loss/importance_ratio"))
                 }
-            if probe is None and task.gap_bars is not None:
-                started = time.perf_counter()
-                probe = start_probe(policy, task.probe, trained.sequences, task.gap_bars)
-                seconds_of_start = seconds_since(started)
+            if index == 0 and task.gap_bars is not None and is_due(task.probe):
+                start = start_probe(policy, task.probe, trained.sequences, task.gap_bars)
             started = time.perf_counter()
             own_rate = (
                 config.learning_rate[number] if isinstance(config.learning_rate, list) else rate
@@ -283,11 +287,12 @@ def train(
             optimizer.step()
             taken, age = taken + 1, age + 1
             steps[-1]["time/step_optimizer_s"] = seconds_since(started)
-        if probe is not None and task.gap_bars is not None:
-            started = time.perf_counter()
-            probe = finish_probe(policy, probe, task.gap_bars)
+        if start is not None and task.gap_bars is not None:
+            probe = finish_probe(policy, start, task.gap_bars)
             steps[-1]["loss/probe_moved"] = probe.moved[-1]
-            steps[-1]["time/step_probe_s"] = seconds_since(started) + seconds_of_start
+            steps[-1]["time/step_probe_s"] = probe.seconds
+        elif task.probe is not None and task.gap_bars is not None:
+            probe = skipped_probe(task.probe)
         if memory.budget < most:
             budgets.learn(key, memory.budget)
         metrics |= merge_steps(steps) | of_job

@@ -122,7 +122,10 @@ async def test_a_step_without_a_probe_or_with_the_check_off_is_not_compared(
     engine = ScoringEngine(tmp_path, limit=0.0)
     engine.alpha_factor = 2.0
     await engine.load_adapter("p/a@1", step, 1.0)
-    (step / "checkpoint.json").write_text('{"step": 1}')
-    engine = ScoringEngine(tmp_path)
-    await engine.load_adapter("p/a@1", step, 1.0)
-    assert "/v1/completions" not in engine.posts
+    skipped = PROBE.model_copy(update={"num_skipped": 1}).model_dump()
+    for described in ({"step": 1}, {"step": 1, "probe": skipped}):
+        (step / "checkpoint.json").write_text(json.dumps(described))
+        engine = ScoringEngine(tmp_path)
+        engine.alpha_factor = 2.0
+        await engine.load_adapter("p/a@1", step, 1.0)
+        assert "/v1/completions" not in engine.posts

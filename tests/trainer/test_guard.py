@@ -63,12 +63,13 @@ def seen(
             out_dir=str(folder / str(step + 1)),
             config=TrainConfig(learning_rate=1e-3),
             batch=batch,
-            probe=probe,
+            # Made long ago, so that the next step has one again.
+            probe=probe and probe.model_copy(update={"made_at": 0.0}),
             # The batch's log-probabilities are random numbers.
             gap_bars=bars.model_copy(update={"wrong": 100.0}),
         )
         probe = train(policy, task, 4096, lambda _: None).probe
-    assert probe is not None
+    assert probe is not None and probe.is_of_step
     engine = Engine(Path(policy.base_model), folder / str(steps), dtype, fault)
     scaled = engine.score(probe.token_ids, probe.factor) if probe.factor > 1 else []
     return find_fault(probe, engine.score(probe.token_ids), scaled, bars)

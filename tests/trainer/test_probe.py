@@ -1,5 +1,6 @@
 """The probe of a step: what the trainer scores, and that it changes nothing."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.probe import (
     NUM_TOKENS,
+    SHARE,
+    STARTED_AT,
     STEPS_OF_MOVEMENT,
     STEPS_OF_TOKENS,
     choose_tokens,
+    is_due,
 )
 from art_server.trainer.step import train
 
@@ -117,10 +121,37 @@ def test_tokens_are_used_again_and_chosen_anew_when_they_are_old(
     assert first is not None and second is not None
     assert second.token_ids == first.token_ids and second.age == 2
     assert second.base_logprobs == first.base_logprobs and len(second.moved) == 2
-    old = second.model_copy(update={"age": STEPS_OF_TOKENS, "moved": [0.5] * STEPS_OF_MOVEMENT})
+    old = second.model_copy(
+        update={"age": STEPS_OF_TOKENS, "moved": [0.5] * STEPS_OF_MOVEMENT, "made_at": 0.0}
+    )
     third = job(policy, tmp_path / "2", tmp_path / "3", make_batch(5), old).probe
     assert third is not None and third.token_ids != first.token_ids and third.age == 1
     assert len(third.moved) == STEPS_OF_MOVEMENT and third.moved[:-1] == [0.5] * 63
+
+
+def test_a_probe_is_skipped_while_it_would_cost_too_much_of_the_time(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    assert is_due(None) and is_due(Probe(moved=[0.0] * 9))
+    first = job(policy, adapter_dir, tmp_path / "1", make_batch(0)).probe
+    assert first is not None and first.seconds > 0 and first.is_of_step and is_due(first)
+    dear = first.model_copy(update={"moved": [0.1, 0.2], "seconds": 1e6})
+    assert not is_due(dear)
+    assert is_due(dear.model_copy(update={"made_at": STARTED_AT - 1}))
+    assert is_due(dear.model_copy(update={"seconds": SHARE * (time.time() - dear.made_at)}))
+    assert is_due(dear.model_copy(update={"made_at": dear.made_at + 1e9}))  # the clock went back
+
+    done = job(policy, tmp_path / "1", tmp_path / "2", make_batch(5), dear)
+    skipped = done.probe
+    assert skipped is not None and skipped.num_skipped == 1 and not skipped.is_of_step
+    assert skipped.moved == [0.1, 0.2, 0.2] and skipped.logprobs == first.logprobs
+    assert not {"time/step_probe_s", "loss/probe_moved"} & set(done.metrics)
+
+    cheap = skipped.model_copy(update={"seconds": 0.0})
+    next_one = job(policy, tmp_path / "2", tmp_path / "3", make_batch(6), cheap).probe
+    assert next_one is not None and next_one.is_of_step and next_one.token_ids == first.token_ids
+    moved = torch.tensor(next_one.logprobs) - torch.tensor(first.logprobs)
+    assert next_one.moved[-1] == pytest.approx(float(moved.square().mean().sqrt()))
 
 
 def test_a_step_without_signal_keeps_the_probe_and_has_not_moved(
