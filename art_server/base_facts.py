@@ -121,7 +121,7 @@ def read_facts(folder: Path, template: Path | None = None) -> Facts:
             param="base_model",
         )
     own = str(template) if template is not None else ""
-    return _kept_facts(str(folder), own, _digest(folder, template))
+    return _kept_facts(str(folder), own, facts_digest(folder, template))
 
 
 @functools.lru_cache(maxsize=64)
@@ -154,7 +154,8 @@ def _inspect(folder: str, template: str) -> str:
     return ran.stdout
 
 
-def _digest(folder: Path, template: Path | None) -> str:
+def facts_digest(folder: Path, template: Path | None) -> str:
+    """SHA-256 of all that a model's facts follow from: its files, the code that reads them, versions of libraries."""
     read = [file for name in SOURCES for file in sorted(folder.glob(name))]
     parts = [_makers()]
     for file in [*read, *([template] if template is not None else [])]:

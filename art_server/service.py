@@ -9,6 +9,7 @@ from art.wire import LogReply, LogRequest, SessionReply, TrainRequest
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints.manage import Checkpoints
 from art_server.checkpoints.uploads import Uploads
+from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.metrics import write_log
 from art_server.jobs.queue import Job, JobQueue
 from art_server.jobs.runner import JobRunner
@@ -65,6 +66,9 @@ class Service:
             processes.owner if config.takes_turns else None,
             processes.gap_bars,
             self._checkpoints.retain,
+            LayerCheck(config.server_dir / "layers", bars)
+            if (bars := processes.gap_bars) is not None
+            else None,
             processes.reports.take,
         )
         self._relay = Relay(

@@ -10,7 +10,7 @@ from art_server.base_models import TINY_DIR, BaseModel
 from art_server.engine.engine import AdapterRefused, PolicyDiffers, State
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
-from art_server.shared.tasks import Done, InitTask, LoadTask, Probe, Progress, TrainTask
+from art_server.shared.tasks import Done, InitTask, LayersTask, Probe, Progress, Task, TrainTask
 
 BASE = BaseModel("base", TINY_DIR)
 
@@ -88,6 +88,7 @@ class FakeTrainer:
         self.tasks: list[TrainTask] = []
         self.probe: Probe | None = None
         """Of each step."""
+        self.layer_probes: dict[str, Probe] = {}
         self.batches: list[Any] = []
         self.is_waiting = asyncio.Event()
         """Set when a task waits to be cancelled."""
@@ -95,7 +96,7 @@ class FakeTrainer:
 
     async def run(
         self,
-        task: InitTask | LoadTask | TrainTask,
+        task: Task,
         on_progress: Callable[[Progress], None] | None = None,
         batch: bytes | None = None,
     ) -> Done:
@@ -110,7 +111,11 @@ class FakeTrainer:
                 await event(task)
             if on_progress is not None:
                 on_progress(Progress(phase="save", completed=0, total=1))
-        if not isinstance(task, LoadTask):
+        if isinstance(task, LayersTask):
+            for kind in self.layer_probes:
+                (Path(task.out_dir) / kind).mkdir()
+            return Done(metrics={}, layer_probes=self.layer_probes)
+        if isinstance(task, InitTask | TrainTask):
             folder = Path(task.out_dir)
             (folder / "adapter_config.json").write_text("{}")
             (folder / "adapter_model.safetensors").write_bytes(b"weights")

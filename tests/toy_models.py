@@ -301,8 +301,8 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 """Kinds of rotary embeddings (after the family's name), and an attention whose temperature grows with the position."""
 
-WITHOUT_TREES = ("gemma2", "gpt_oss", "qwen3_5_text", "qwen3_5", "nemotron_h", "falcon_h1")
-"""Families that train each sequence alone: soft-capped scores, attention sinks, layers with a recurrent state."""
+WITHOUT_TREES = ("gemma2", "gpt_oss")
+"""Families that train each sequence alone: soft-capped scores, attention sinks."""
 
 
 def make_model(name: str, folder: Path) -> Path:

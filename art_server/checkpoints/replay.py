@@ -154,6 +154,7 @@ async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -
         config=record.config,
         start_step=record.start_step,
         optimizer_steps=number_in(settings, "optimizer_steps"),
+        lost_layers=settings.get("lost_layers", "").split(),
         max_seq_length=number_in(settings, "max_seq_length"),
         seed=record.seed,
         checkpointing=settings.get("checkpointing") == "True",

@@ -130,6 +130,8 @@ class PolicyDiffers(AdapterRefused):
             "model (quantization), restart the server, or compute both in float32 (--exact); --gap-limit 0 turns this off"
         )
         self.code = "policy_differs"
+        self.fault = fault
+        """What differs, without the rest of the message."""
 
 
 class Engine:

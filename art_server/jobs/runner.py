@@ -39,6 +39,7 @@ from art_server.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError, Unavailable
+from art_server.jobs.layer_check import LayerCheck, note_lost
 from art_server.jobs.metrics import DoneStep, JobNews, step_metrics, train_metrics
 from art_server.jobs.queue import Job, JobQueue, Payload, Waiting
 from art_server.jobs.resolve import Limits, Message, Sources, resolve
@@ -118,6 +119,8 @@ class JobRunner:
     _gap_bars: GapBars | None
     _retain: Callable[[Model], Awaitable[None]]
     """Called after each job, to delete old steps."""
+    _layers: LayerCheck | None = None
+    """None: every layer of an adapter is trained."""
     _report: Callable[[JobNews], None] = lambda _: None
     """Called with each change of a job; must not wait."""
     _positions: dict[str, Position] = field(init=False, default_factory=dict)
@@ -433,7 +436,8 @@ class JobRunner:
             await self._wait_engine(job)
             await self._compare_start(model, step - 1)
             try:
-                await self._train(model, job, step, config)
+                lost = await self._find_lost_layers(model, job)
+                await self._train(model, job, step, config, lost)
             finally:  # a failed attempt's files could fill the disk for the next one
                 await asyncio.to_thread(model.folder.clear_temporary)
         if self._is_on_base(model):
@@ -486,7 +490,29 @@ class JobRunner:
         if job.job_id in self._cancelled:
             raise TrainerError("cancelled", "the job was cancelled", retryable=True)
 
-    async def _train(self, model: Model, job: Job, step: int, config: TrainConfig) -> None:
+    async def _find_lost_layers(self, model: Model, job: Job) -> dict[str, str]:
+        """The kinds of layers that the engine does not adapt, and why (`layer_check.py`).
+
+        Raises:
+            PolicyDiffers: it adapts none as the trainer does.
+        """
+        base = self._engine.base
+        if self._layers is None or base is None:
+            return {}
+        known = await asyncio.to_thread(self._layers.known, base)
+        if known is not None:
+            return known
+        folder = await asyncio.to_thread(model.folder.new_checkpoint_dir)
+        async with self._turn(model, job):
+            self._stop_if_cancelled(job)
+            self._move(job, "check layers")
+            longest = self._engine.max_seq_length
+            kinds = await self._layers.score(self._trainer, model.record.lora, longest, folder)
+        return await self._layers.compare(self._engine, base, folder, kinds, ENGINE_WAIT_SECONDS)
+
+    async def _train(
+        self, model: Model, job: Job, step: int, config: TrainConfig, lost: dict[str, str]
+    ) -> None:
         batch = await asyncio.to_thread(self._queue.batch, job.job_id)
         start = await asyncio.to_thread(model.folder.read_checkpoint, step - 1)
         started = time.monotonic()
@@ -505,6 +531,7 @@ class JobRunner:
                 seed=seed_of(model, step),
                 gap_bars=self._gap_bars,
                 probe=start.probe,
+                lost_layers=sorted(lost),
                 # The kernel kills a process that takes too much memory. Two deaths may have another reason.
                 budget_divisor=2 ** max(0, self._deaths[job.job_id] - 2),
             )
@@ -516,7 +543,7 @@ class JobRunner:
                 metrics=metrics,
                 unchanged=done.unchanged,
                 optimizer_steps=done.optimizer_steps,
-                notes=done.notes,
+                notes=[*done.notes, *note_lost(lost)],
                 probe=done.probe,
                 environment=done.environment,
             )

@@ -13,9 +13,8 @@ from art_server.shared.tasks import (
     CheckTask,
     Done,
     InitTask,
-    LoadTask,
     Progress,
-    TrainTask,
+    Task,
     WorkerConfig,
 )
 
@@ -66,7 +65,7 @@ class Trainer(TrainerProcess):
 
     async def run(
         self,
-        task: InitTask | CheckTask | LoadTask | TrainTask,
+        task: Task,
         on_progress: Callable[[Progress], None] | None = None,
         batch: bytes | None = None,
     ) -> Done:

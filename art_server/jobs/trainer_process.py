@@ -27,14 +27,11 @@ from art_server.children import Children, start_child
 from art_server.errors import InvalidInput, ServerError, Unavailable
 from art_server.shared.tasks import (
     Answer,
-    CheckTask,
     Done,
     Failed,
-    InitTask,
-    LoadTask,
     Progress,
     Ready,
-    TrainTask,
+    Task,
     WorkerConfig,
 )
 
@@ -134,7 +131,7 @@ class TrainerProcess:
 
     async def run(
         self,
-        task: InitTask | CheckTask | LoadTask | TrainTask,
+        task: Task,
         on_progress: Callable[[Progress], None] | None = None,
         batch: bytes | None = None,
     ) -> Done:
@@ -249,7 +246,7 @@ class TrainerProcess:
             ) from error
 
 
-def _task_line(task: InitTask | CheckTask | LoadTask | TrainTask, batch: bytes | None) -> bytes:
+def _task_line(task: Task, batch: bytes | None) -> bytes:
     if batch is None:
         return task.model_dump_json().encode() + b"\n"
     return task.model_dump_json(exclude={"batch"}).encode()[:-1] + b',"batch":' + batch + b"}\n"

@@ -193,6 +193,17 @@ class Probe(Record):
         return bool(self.token_ids) and not self.num_skipped
 
 
+class LayersTask(Record):
+    """Writes adapters of random weights into folders of out_dir, each for one kind of layer and named after it, with the
+    base's weights for all others; scores a probe for each."""
+
+    kind: Literal["layers"] = "layers"
+    lora: LoRAConfig
+    out_dir: str
+    gap_bars: GapBars
+    max_seq_length: int | None = None
+
+
 class TrainTask(Record):
     """Takes the optimizer steps of one job, from the adapter (and optimizer state, if any) in in_dir, into out_dir."""
 
@@ -216,13 +227,17 @@ class TrainTask(Record):
     """None: the gap is measured but not judged, and no probe is made."""
     probe: Probe | None = None
     """That of the step in in_dir, if its job made one."""
+    lost_layers: list[str] = []
+    """Kinds of layers whose adapters the engine does not apply (`trainer/layers.py`): they are not trained."""
     budget_divisor: int = Field(default=1, ge=1)
     """Divides the number of tokens per micro-batch, for a job during which the process died."""
     checkpointing: bool = False
     """Gradient checkpointing is on from the start, as in the job that `art replay` repeats."""
 
 
-Task = Annotated[InitTask | CheckTask | LoadTask | TrainTask, Field(discriminator="kind")]
+Task = Annotated[
+    InitTask | CheckTask | LoadTask | LayersTask | TrainTask, Field(discriminator="kind")
+]
 
 
 class Ready(Record):
@@ -249,6 +264,8 @@ class Done(Record):
     """Decisions and observations of the trainer, as sentences for the job's report."""
     probe: Probe | None = None
     """Of a train task with bars: what the engine must reproduce before the step serves."""
+    layer_probes: dict[str, Probe] = {}
+    """Of a layers task: what the engine must reproduce with each adapter, by kind of layer."""
     environment: dict[str, str] = {}
     """Of a train task: versions, device, thread count, number type, tokens at a time (at the start and, after memory ran
     out, at the end), gradient checkpointing, the engine's context and optimizer steps before it, which decide its last

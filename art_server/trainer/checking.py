@@ -1,8 +1,8 @@
 """Checks, once for each loaded model, that prefix trees give the same log-probabilities as separate sequences.
 
-The check runs on the first batch, before the update. It detects any architecture that mixes tokens outside attention
-(state-space layers, convolutions) or computes its logits differently. The trainer then does not share prefixes and
-notes it in the job's report.
+The check runs on the first batch, before the update. It detects any architecture that mixes tokens in a way that trees do not
+know (`attention.py`, `states.py`) or computes its logits differently. The trainer then does not share prefixes and notes it
+in the job's report.
 """
 
 import logging

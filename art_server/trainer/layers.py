@@ -71,6 +71,12 @@ def _is_attention(path: str, parent: str) -> bool:
     return any("attn" in part for part in path.split(".")) or "Attention" in parent
 
 
+def layer_kind(path: str) -> str:
+    """What a layer's path has behind the number of its decoder layer, as `self_attn.q_proj`."""
+    before, _, behind = _split(path)
+    return behind or before
+
+
 def find_targets(names: list[str] | None, model: PreTrainedModel) -> list[str] | str:
     """PEFT's `target_modules` for the layers that `names` means, None for all: last names if they mean no other layer of
     the model, else a pattern of paths.

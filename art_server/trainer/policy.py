@@ -29,6 +29,7 @@ from art_server.trainer.host_copy import HostCopy
 from art_server.trainer.lora import fuse_lora
 from art_server.trainer.memory import CHECKPOINTING_FACTOR, default_tokens, free_cached_memory
 from art_server.trainer.rope import fix_rope
+from art_server.trainer.states import share_states
 from art_server.trainer.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -53,6 +54,7 @@ class Policy:
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.base_model = base_model
         self._base = self._load_base()
+        self._states = share_states(self._base)
         self.use_context(None)
         self.num_parameters = self._base.num_parameters()
         """Parameters of the base, without the adapter."""
@@ -175,6 +177,7 @@ class Policy:
         `check_trees` finds out whether trees work. Both give the same update.
         """
         self.shares_prefixes = shared
+        self._states.use(None)
         self._base.set_attn_implementation(
             TREE_ATTENTION if shared else usual_attention(type(self._base))
         )
@@ -294,6 +297,7 @@ class Policy:
         """
         if batch.is_shared:
             return self._tree_arguments(batch.forest), batch.forest_indices_N
+        self._states.use(None)
         rows_BT = _pad_rows(batch.forest).to(self.device)
         return {"token_ids_BT": rows_BT}, _padded_places(batch.forest, batch.forest_indices_N)
 
@@ -306,6 +310,7 @@ class Policy:
         padding = flex_padding(forest.num_tokens) if kind == "flex" else 0
         if padding:
             forest = pad_forest(forest, padding)
+        self._states.use(forest)
         return {
             "token_ids_BT": forest.token_ids_T[None].to(self.device),
             "position_ids": forest.positions_T[None].to(self.device),

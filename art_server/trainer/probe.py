@@ -11,16 +11,20 @@ and the first of a process have a probe, and later ones if the probes then cost 
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft.helpers import rescale_adapter_scale
 from torch.nn.modules.module import register_module_forward_hook
 
+from art.wire import LoRAConfig
 from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
 from art_server.trainer.batches import TrainSequence
+from art_server.trainer.layers import layer_kind
 from art_server.trainer.policy import Policy
 
 NUM_TOKENS = 32
@@ -36,6 +40,8 @@ STEPS_OF_TOKENS = 16
 STEPS_OF_MOVEMENT = 64
 """The movements of this many steps are kept. Older tokens have the allowance of unknown movement."""
 NUM_ROUNDINGS = 2
+RANDOM_SCALE = 0.05
+"""Standard deviation of a random adapter's B. Layers then change by some percent, log-probabilities by tenths."""
 MAX_FACTOR = 2**12
 """An adapter whose effect is too small even with its alpha times this is not compared: its weights are zero."""
 
@@ -119,6 +125,35 @@ def unchanged_probe(last: Probe | None) -> Probe:
 
 def with_movement(moved: Sequence[float], value: float) -> list[float]:
     return [*moved, value][-STEPS_OF_MOVEMENT:]
+
+
+def write_layer_probes(
+    policy: Policy, lora: LoRAConfig, out_dir: Path, bars: GapBars
+) -> dict[str, Probe]:
+    """Writes an adapter for each kind of layer, random by seed, into a folder of that name; the adapter of all other
+    layers is zero. Returns their probes by kind. The policy then has an adapter that changes nothing."""
+    policy.init_adapter(lora, seed=0)
+    chance = torch.Generator().manual_seed(0)
+    num_vocabulary = policy.model.get_input_embeddings().num_embeddings
+    token_ids = torch.randint(num_vocabulary, (NUM_TOKENS + 1,), generator=chance).tolist()
+    base_T = policy.sequence_logprobs(token_ids)
+    base = base_T.tolist()
+    rounding = _rounding(policy, token_ids, base_T, bars.epsilon)
+    start = Probe(token_ids=token_ids, logprobs=base, base_logprobs=base, rounding=rounding)
+    kinds: dict[str, list[torch.nn.Parameter]] = defaultdict(list)
+    for name, parameter in policy.parameters.items():
+        if ".lora_B." in name:
+            kinds[layer_kind(name.partition(".lora_")[0])].append(parameter)
+    probes: dict[str, Probe] = {}
+    for kind, parameters in kinds.items():
+        for each in parameters:
+            each.data.copy_(RANDOM_SCALE * torch.randn(each.shape, generator=chance))
+        probes[kind] = finish_probe(policy, start, bars)
+        (out_dir / kind).mkdir()
+        policy.save_adapter(out_dir / kind)
+        for each in parameters:
+            each.data.zero_()
+    return probes
 
 
 def choose_tokens(sequences: Sequence[TrainSequence]) -> list[int]:

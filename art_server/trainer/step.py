@@ -40,6 +40,7 @@ from art_server.trainer.checking import (
 )
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
 from art_server.trainer.gap import judge_gap
+from art_server.trainer.layers import layer_kind
 from art_server.trainer.loss import (
     TokenLoss,
     kl_estimate,
@@ -319,6 +320,7 @@ def train(
         "checkpointing_factor": str(policy.checkpointing_factor),
         "max_seq_length": str(task.max_seq_length),
         "optimizer_steps": str(task.optimizer_steps),
+        "lost_layers": " ".join(task.lost_layers),
     }
     return Done(
         metrics=metrics,
@@ -512,7 +514,9 @@ def compute_gradient(
         step.timed("backward", started)
         report(Progress(phase=phase, completed=index + 1, total=num))
 
-    for each in policy.parameters.values():
+    for name, each in policy.parameters.items():
+        if task.lost_layers and layer_kind(name.partition(".lora_")[0]) in task.lost_layers:
+            each.grad = None
         if scale > 1 and each.grad is not None:
             each.grad /= scale
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), config.max_grad_norm)

@@ -20,7 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from art_server import __version__
 from art_server.children import be_child, claim_stdout
-from art_server.shared.tasks import Done, Failed, Progress, Ready, Task, WorkerConfig
+from art_server.shared.tasks import (
+    Done,
+    Failed,
+    LayersTask,
+    Progress,
+    Ready,
+    Task,
+    WorkerConfig,
+)
 from art_server.store import files
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
@@ -30,7 +38,9 @@ from art_server.trainer.memory import (
     is_out_of_memory,
     return_freed_memory,
 )
+from art_server.trainer.optimizer import make_optimizer
 from art_server.trainer.policy import Policy
+from art_server.trainer.probe import write_layer_probes
 from art_server.trainer.step import train
 
 logger = logging.getLogger(__name__)
@@ -91,8 +101,8 @@ class Worker:
                 message=str(error.errors(include_input=False, include_url=False)[:3]),
             )
         # A step that did not end is still on the device, which the engine needs.
-        is_dropped = task.kind == "train" and self._config.between_steps != "stay"
-        uses_policy = task.kind in ("load", "train")
+        is_dropped = task.kind in ("train", "layers") and self._config.between_steps != "stay"
+        uses_policy = task.kind in ("load", "layers", "train")
         try:
             return self._run(task)
         except FloatingPointError as error:
@@ -135,6 +145,8 @@ class Worker:
         policy = self._load_policy()
         if task.kind == "load":
             return Done(metrics={"num_parameters": float(policy.num_parameters)})
+        if task.kind == "layers":
+            return self._probe_layers(policy, task)
         max_tokens = self._config.max_tokens_per_micro_batch or policy.default_tokens
         self._is_cancelled = False  # a signal may have come after the task that it meant
         try:
@@ -150,12 +162,27 @@ class Worker:
             policy.drop_gradients()
         environment = done.environment | self._environment(policy)
         done = done.model_copy(update={"environment": environment})
+        del policy
+        self._rest()
+        return done
+
+    def _probe_layers(self, policy: Policy, task: LayersTask) -> Done:
+        policy.return_to_device()
+        policy.use_context(task.max_seq_length)
+        probes = write_layer_probes(policy, task.lora, Path(task.out_dir), task.gap_bars)
+        if self._config.between_steps != "stay":
+            optimizer = make_optimizer(policy.parameters, 0.0)
+            policy.leave_device(optimizer, keep_copy=self._config.between_steps == "leave")
+        del policy
+        self._rest()
+        return Done(metrics={}, layer_probes=probes)
+
+    def _rest(self) -> None:
+        """Frees what a task leaves behind, which the engine needs on a device that both share."""
         if self._config.between_steps == "reload":
-            del policy
             self._policy = None
             gc.collect()
         free_cached_memory()
-        return done
 
     def _environment(self, policy: Policy) -> dict[str, str]:
         """What decides the last bits of a result beside the task and its token budget."""

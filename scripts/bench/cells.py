@@ -1,4 +1,4 @@
-"""The benchmark's input: a random Qwen3-shaped model, and groups of token sequences that share prompts and turns."""
+"""The benchmark's input: a random model, of Qwen3's shape by default, and groups of token sequences that share prompts and turns."""
 
 import random
 from pathlib import Path
@@ -24,26 +24,81 @@ GRID: list[dict] = [
 """Cells of the published table. A setting that a cell omits has the command line's default."""
 
 
+FAMILIES = ("qwen3", "qwen3_5_text", "granitemoehybrid", "lfm2", "nemotron_h", "falcon_h1")
+STATE_SPACE = {"mamba_n_groups": 1, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_expand": 2}
+
+
+def family_settings(family: str, hidden: int, layers: int) -> dict:
+    """Of families with a recurrent state: every fourth layer is attention where a family has both, as published."""
+    every_fourth = [("attention", "mamba")[bool((index + 1) % 4)] for index in range(layers)]
+    heads = {"mamba_n_heads": 2 * hidden // 64, "mamba_d_head": 64}
+    return {
+        "qwen3": {},
+        "qwen3_5_text": {
+            "linear_num_key_heads": hidden // 64,
+            "linear_num_value_heads": hidden // 64,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "layer_types": [
+                "full_attention" if each == "attention" else "linear_attention"
+                for each in every_fourth
+            ],
+        },
+        "granitemoehybrid": STATE_SPACE
+        | heads
+        | {
+            "layer_types": every_fourth,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 3 * hidden,
+        },
+        "lfm2": {
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": [
+                "full_attention" if each == "attention" else "conv" for each in every_fourth
+            ],
+        },
+        "nemotron_h": {
+            "layers_block_type": [e for each in every_fourth for e in (each, "mlp")],
+            "mamba_num_heads": 2 * hidden // 64,
+            "mamba_head_dim": 64,
+            "n_groups": 1,
+            "ssm_state_size": 64,
+            "conv_kernel": 4,
+        },
+        "falcon_h1": STATE_SPACE | heads | {"mamba_d_ssm": 2 * hidden},
+    }[family]
+
+
 def make_config(settings: dict) -> Any:
-    """The configuration of a Qwen3 with this shape. Any: transformers is imported only here."""
-    from transformers import Qwen3Config
+    """The configuration of a model with this shape. Any: transformers is imported only here."""
+    from transformers import AutoConfig
 
     hidden, window = settings["hidden"], settings.get("window")
-    return Qwen3Config(
-        vocab_size=settings["vocab"],
-        hidden_size=hidden,
-        intermediate_size=settings.get("intermediate") or 3 * hidden,
-        num_hidden_layers=settings["layers"],
-        num_attention_heads=settings.get("heads") or hidden // 64,
-        num_key_value_heads=settings.get("kv") or hidden // 128,
-        head_dim=settings.get("head_dim", 64),
-        tie_word_embeddings=True,
-        pad_token_id=1,
-        eos_token_id=2,
-        bos_token_id=0,
-        use_sliding_window=window is not None,
-        sliding_window=window,
-        max_window_layers=0,
+    family = settings.get("family", "qwen3")
+    shape = {
+        "vocab_size": settings["vocab"],
+        "hidden_size": hidden,
+        "intermediate_size": settings.get("intermediate") or 3 * hidden,
+        "num_hidden_layers": settings["layers"],
+        "num_attention_heads": settings.get("heads") or hidden // 64,
+        "num_key_value_heads": settings.get("kv") or hidden // 128,
+        "head_dim": settings.get("head_dim", 64),
+        "tie_word_embeddings": True,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+        "bos_token_id": 0,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": 0,
+    }
+    if family != "qwen3":
+        for name in ("use_sliding_window", "sliding_window", "max_window_layers"):
+            del shape[name]
+    if family == "nemotron_h":  # it counts its layers by their kinds
+        del shape["num_hidden_layers"]
+    return AutoConfig.for_model(
+        family, **shape | family_settings(family, hidden, settings["layers"])
     )
 
 
@@ -52,14 +107,14 @@ def make_model(root: Path, settings: dict) -> None:
     zero, so that every matrix has a gradient."""
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from art.wire import LoRAConfig
     from art_server.trainer.policy import ADAPTER_FILE, write_fresh_adapter
 
     torch.manual_seed(0)
     with torch.device(settings.get("device", "cpu")):
-        model = Qwen3ForCausalLM._from_config(
+        model = AutoModelForCausalLM.from_config(
             make_config(settings), dtype=getattr(torch, settings.get("dtype", "float32"))
         )
     model.save_pretrained(root / "base")

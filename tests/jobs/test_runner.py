@@ -20,10 +20,11 @@ from art_server.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, StorageFull
 from art_server.jobs import runner as runner_module
+from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.shared.tasks import Batch, Probe, TrainTask
+from art_server.shared.tasks import Batch, GapBars, Probe, TrainTask
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
@@ -31,6 +32,7 @@ from tests.fakes import FakeEngine, FakeTrainer, keep_all
 pytestmark = pytest.mark.anyio
 
 SECONDS = 10.0
+BARS = GapBars(high=1e-4, wrong=4e-4)
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,11 @@ class House:
             None,
             retain,
         )
+
+    def check_layers(self) -> None:
+        layers = LayerCheck(self.folder / "layers", BARS)
+        self.runner._layers = layers
+        self.trainer.layer_probes = {"attn.q_proj": PROBE, "attn.kv_b_proj": PROBE}
 
     def add_model(self, name: str, base_model: str = "base") -> Model:
         folder = self.registry.folder("p", name)
@@ -500,3 +507,37 @@ async def test_a_job_killed_while_it_ran_goes_on_under_a_new_server(tmp_path: Pa
     async with running(tmp_path) as house:
         assert await house.wait(job) == ["done"]
         assert house.queue.get(job).starts == 2
+
+
+async def test_layers_that_the_engine_does_not_adapt_are_not_trained_and_reported(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, "a") as house:
+        house.check_layers()
+        house.engine.differs = {".layers/attn.kv_b_proj@0"}
+        jobs = house.add_job("a"), house.add_job("a")
+        assert await house.wait(*jobs) == ["done", "done"]
+        assert [task.lost_layers for task in house.trainer.tasks] == [["attn.kv_b_proj"]] * 2
+        for job in jobs:
+            (note,) = house.queue.get(job).report.notes
+            assert "attn.kv_b_proj" in note and "attn.q_proj" not in note
+        assert not [each for each in house.engine.adapters if each.startswith(".layers")]
+        assert len(list((tmp_path / "layers").iterdir())) == 1
+
+        house.engine.differs, house.trainer.layer_probes = set(), {}  # it is remembered
+        assert await house.wait(house.add_job("a")) == ["done"]
+        assert house.trainer.tasks[-1].lost_layers == ["attn.kv_b_proj"]
+
+
+async def test_an_engine_that_adapts_no_layer_as_the_trainer_does_trains_nothing(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, "a") as house:
+        house.check_layers()
+        house.engine.differs = {f".layers/attn.{each}@0" for each in ("q_proj", "kv_b_proj")}
+        job = house.add_job("a")
+        assert await house.wait(job) == ["failed"]
+        error = house.queue.get(job).error
+        assert error is not None and error.code == "policy_differs"
+        assert house.trainer.tasks == [] and not house.engine.is_paused
+        assert not (tmp_path / "layers").exists(), "it is checked again"

@@ -17,10 +17,12 @@ from art_server.shared.tasks import (
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
+    TrainTask,
 )
 from art_server.trainer.checkpoint import save_checkpoint
 from art_server.trainer.optimizer import make_optimizer
 from art_server.trainer.policy import Policy
+from art_server.trainer.step import train
 
 VOCABULARY = 128
 
@@ -348,3 +350,42 @@ def plain_losses(logprobs: torch.Tensor, sequence: Sequence, config: TrainConfig
         }
         losses = losses + config.beta * kl[config.kl_estimator]
     return losses
+
+
+def assert_tree_equals_rows(
+    started: tuple[Policy, Path],
+    folder: Path,
+    config: TrainConfig,
+    seed: int,
+    budget: int,
+    noise: float,
+    is_plain: bool,
+    tolerance: float = 1e-5,
+) -> None:
+    """Trains the same batch in trees and row by row. `started`: the policy and a checkpoint with the default LoRA."""
+    policy, adapter_dir = started
+    policy.load_adapter(LoRAConfig(), adapter_dir)
+    policy.tree_gap = None
+    batch = random_forest(policy, seed, noise, is_plain=is_plain)
+    alone = train_rows_alone(policy, batch, config)
+    task = TrainTask(
+        lora=LoRAConfig(),
+        in_dir=str(adapter_dir),
+        out_dir=str(folder / "out"),
+        config=config,
+        batch=batch,
+    )
+    done = train(policy, task, budget, lambda _: None)
+    assert done.metrics.get("data/step_is_shared", 1.0) == 1.0
+    if not alone.scale:
+        assert not done.metrics.get("loss/train")
+        return
+    assert abs(done.metrics["loss/train"] - alone.loss) <= tolerance * max(
+        alone.scale, abs(alone.loss)
+    )
+    # Where every weighted token sees a single one, queries and keys have no gradient: both sides hold rounding there.
+    rounding = torch.finfo(torch.float32).eps * max(alone.row_norms.values())
+    for name, parameter in policy.parameters.items():
+        assert parameter.grad is not None
+        difference = float((parameter.grad - alone.gradients[name]).norm())
+        assert difference <= tolerance * alone.row_norms[name] + rounding, name

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forests import random_forest, save_random_adapter, train_rows_alone
+from forests import assert_tree_equals_rows, save_random_adapter
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -15,10 +15,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from art.wire import PRESETS, LoRAConfig, TrainConfig
-from art_server.shared.tasks import TrainTask
+from art.wire import PRESETS, TrainConfig
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import train
 
 SMALL = {
     "hidden_size": 32,
@@ -96,41 +94,6 @@ FORESTS = {
     "noise": st.sampled_from([1e-4, 0.05, 0.5]),
     "is_plain": st.booleans(),
 }
-
-
-def assert_tree_equals_rows(
-    started: tuple[Policy, Path],
-    folder: Path,
-    config: TrainConfig,
-    seed: int,
-    budget: int,
-    noise: float,
-    is_plain: bool,
-) -> None:
-    policy, adapter_dir = started
-    policy.load_adapter(LoRAConfig(), adapter_dir)
-    policy.tree_gap = None
-    batch = random_forest(policy, seed, noise, is_plain=is_plain)
-    alone = train_rows_alone(policy, batch, config)
-    task = TrainTask(
-        lora=LoRAConfig(),
-        in_dir=str(adapter_dir),
-        out_dir=str(folder / "out"),
-        config=config,
-        batch=batch,
-    )
-    done = train(policy, task, budget, lambda _: None)
-    assert done.metrics.get("data/step_is_shared", 1.0) == 1.0
-    if not alone.scale:
-        assert not done.metrics.get("loss/train")
-        return
-    assert abs(done.metrics["loss/train"] - alone.loss) <= 1e-5 * max(alone.scale, abs(alone.loss))
-    # Where every weighted token sees a single one, queries and keys have no gradient: both sides hold rounding there.
-    rounding = torch.finfo(torch.float32).eps * max(alone.row_norms.values())
-    for name, parameter in policy.parameters.items():
-        assert parameter.grad is not None
-        difference = float((parameter.grad - alone.gradients[name]).norm())
-        assert difference <= 1e-5 * alone.row_norms[name] + rounding, name
 
 
 @settings(max_examples=15, **EXAMPLES)

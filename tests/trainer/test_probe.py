@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from peft.helpers import rescale_adapter_scale
+from safetensors.torch import load_file
 
 from art.wire import LoRAConfig, TrainConfig
+from art_server.engine.probe import effect_ratio, find_fault
 from art_server.jobs.gap_bars import gap_bars
 from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, Batch, Done, GapBars, Probe, TrainTask
 from art_server.trainer.batches import make_train_batch
 from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.layers import layer_kind
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.probe import (
     NUM_TOKENS,
@@ -21,6 +24,7 @@ from art_server.trainer.probe import (
     STEPS_OF_TOKENS,
     choose_tokens,
     is_due,
+    write_layer_probes,
 )
 from art_server.trainer.step import train
 
@@ -168,3 +172,40 @@ def test_the_tokens_are_those_that_the_update_moves_most(make_batch) -> None:
     sequences = make_train_batch(make_batch(3)).sequences
     chosen = choose_tokens(sequences)
     assert any(chosen == [*each.token_ids[-NUM_TOKENS:], each.targets[-1]] for each in sequences)
+
+
+def test_each_kind_of_layer_has_an_adapter_of_its_own_and_a_probe(
+    policy: Policy, tmp_path: Path
+) -> None:
+    bars = gap_bars(("float32", "float32"))
+    assert bars is not None
+    probes = write_layer_probes(policy, LoRAConfig(), tmp_path, bars)
+    mlp = {f"mlp.{each}_proj" for each in ("gate", "up", "down")}
+    assert set(probes) == {f"self_attn.{each}_proj" for each in "qkvo"} | mlp
+    assert not any(
+        bool(each.any()) for name, each in policy.parameters.items() if ".lora_B." in name
+    )
+    for kind, probe in probes.items():
+        policy.load_adapter(LoRAConfig(), tmp_path / kind)
+        changed = {
+            layer_kind(name.partition(".lora_")[0])
+            for name, each in policy.parameters.items()
+            if ".lora_B." in name and bool(each.any())
+        }
+        assert changed == {kind}
+        with rescale_adapter_scale(policy.model, probe.factor):
+            scaled = policy.sequence_logprobs(probe.token_ids).tolist()
+        assert (probe.scaled_logprobs or probe.logprobs) == pytest.approx(scaled, abs=1e-5)
+        assert effect_ratio(probe, scaled, bars) == pytest.approx(1, abs=1e-3)
+        assert find_fault(probe, probe.base_logprobs, probe.base_logprobs, bars), "a lost adapter"
+
+
+def test_a_lost_layer_is_not_trained(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
+) -> None:
+    job(policy, adapter_dir, tmp_path / "1", make_batch(0), lost_layers=["self_attn.k_proj"])
+    before, after = (load_file(each / ADAPTER_FILE) for each in (adapter_dir, tmp_path / "1"))
+    same = {name for name, each in after.items() if torch.equal(each, before[name])}
+    # A fresh adapter's A has no gradient: its B is zero.
+    assert {name for name in after if ".k_proj." in name} <= same
+    assert not [name for name in same if ".lora_B." in name and ".k_proj." not in name]

@@ -974,6 +974,7 @@ def test_what_decides_the_split_of_a_step_is_recorded_and_repeats_it(
         "checkpointing_factor": "1.5",
         "max_seq_length": "None",
         "optimizer_steps": "None",
+        "lost_layers": "",
     }
     again = train_task(adapter_dir, tmp_path / "again", batch, config, checkpointing=True)
     assert train(policy, again, 20, lambda _: None).environment == made

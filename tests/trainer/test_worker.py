@@ -114,6 +114,7 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
         "notes": [],
         "environment": {},
         "optimizer_steps": None,
+        "layer_probes": {},
         "probe": None,
     }
 

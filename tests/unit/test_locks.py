@@ -19,6 +19,7 @@ SLOW = ("_trainer", "trainer", "_engine", "engine", "_owner", "owner", "_gate", 
 OWN = {
     "base_loader.py BaseLoader._load": "the lock of the base model itself, which is engine and trainer",
     "base_loader.py BaseLoader._warm_trainer": "the device: the trainer allocates on it",
+    "jobs/runner.py JobRunner._find_lost_layers": "the device: the trainer scores on it",
     "jobs/runner.py JobRunner._train": "the device: the step itself",
     "jobs/runner.py JobRunner._turn": "the device: the step itself",
 }

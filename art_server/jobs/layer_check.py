@@ -1,0 +1,114 @@
+"""Which layers of a base the engine adapts as the trainer does. Checked once for each base and versions, before its first job.
+
+vLLM ignores without a word an adapter of a layer that it folds into others when it loads the model, or whose name it does
+not know. So an adapter of random weights for one kind of layer at a time is compared as each step's is (`engine/probe.py`). A
+kind that the engine does not adapt is not trained: its adapter stays zero, on both sides.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from art.wire import LoRAConfig
+from art_server.base_facts import facts_digest
+from art_server.base_models import BaseModel
+from art_server.engine.engine import Engine, PolicyDiffers
+from art_server.jobs.trainer_process import TrainerProcess
+from art_server.shared.tasks import GapBars, LayersTask, Probe
+from art_server.store import files
+from art_server.store.model_folder import DESCRIPTION_FILE, CheckpointRecord
+
+logger = logging.getLogger(__name__)
+
+NAME = ".layers"
+"""Of the adapters in the engine. No model's project begins with a dot."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCheck:
+    _folder: Path
+    """Keeps the answers."""
+    _bars: GapBars
+
+    def known(self, base: BaseModel) -> dict[str, str] | None:
+        """The kinds of layers that the engine does not adapt, and why; None if that was not checked yet (blocking)."""
+        file = self._file(base)
+        return json.loads(file.read_text()) if file.is_file() else None
+
+    async def score(
+        self, trainer: TrainerProcess, lora: LoRAConfig, max_seq_length: int | None, folder: Path
+    ) -> list[str]:
+        """Has the trainer write adapters into an empty folder and score them; returns their kinds. It needs the device."""
+        task = LayersTask(
+            lora=lora.model_copy(update={"target_modules": None}),
+            out_dir=str(folder),
+            gap_bars=self._bars,
+            max_seq_length=max_seq_length,
+        )
+        done = await trainer.run(task)
+        await asyncio.to_thread(_describe, folder, done.layer_probes)
+        return sorted(done.layer_probes)
+
+    async def compare(
+        self,
+        engine: Engine,
+        base: BaseModel,
+        folder: Path,
+        kinds: Sequence[str],
+        timeout_seconds: float,
+    ) -> dict[str, str]:
+        """Has the engine score the same; returns what `known` then knows.
+
+        Raises:
+            PolicyDiffers: the engine adapts no kind as the trainer does; this is not remembered.
+        """
+        lost: dict[str, str] = {}
+        for kind in kinds:
+            name = f"{NAME}/{kind}@0"
+            try:
+                await engine.load_adapter(name, folder / kind, timeout_seconds)
+            except PolicyDiffers as error:
+                lost[kind] = error.fault
+            finally:
+                engine.unload_adapter(name)
+        if lost and len(lost) == len(kinds):
+            raise PolicyDiffers(base.name, next(iter(lost.values())))
+        logger.info("%s: the engine adapts %s", base.name, ", ".join(sorted({*kinds} - {*lost})))
+        for kind, reason in lost.items():
+            logger.warning("%s: layers %s are not trained: %s", base.name, kind, reason)
+        await asyncio.to_thread(self._remember, base, lost)
+        return lost
+
+    def _remember(self, base: BaseModel, lost: dict[str, str]) -> None:
+        file = self._file(base)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            files.write_json(file, lost)
+        except OSError as error:  # the next start checks again
+            logger.warning("the check of %s is not kept: %s", base.name, error)
+
+    def _file(self, base: BaseModel) -> Path:
+        """Named after all that the answer depends on: the base's files, versions and number types."""
+        facts = facts_digest(base.path, base.template)
+        name = hashlib.sha256(f"{facts} {self._bars.model_dump_json()}".encode()).hexdigest()
+        return self._folder / f"{name}.json"
+
+
+def note_lost(lost: dict[str, str]) -> list[str]:
+    """For a job's report."""
+    if not lost:
+        return []
+    reason = next(iter(lost.values()))
+    return [
+        f"layers {', '.join(sorted(lost))} are not trained: the engine does not adapt them ({reason})"
+    ]
+
+
+def _describe(folder: Path, probes: dict[str, Probe]) -> None:
+    for kind, probe in probes.items():
+        described = CheckpointRecord(step=0, probe=probe).model_dump(mode="json")
+        files.write_json(folder / kind / DESCRIPTION_FILE, described)
