@@ -16,7 +16,9 @@ COUNTS = {
     "data/step_num_groups_submitted": "groups",
     "data/step_num_groups_dead": "without signal",
 }
-SECONDS = {f"time/job_{each}_s": each for each in ("engine", "pause", "train", "save", "load")}
+SECONDS = {
+    f"time/job_{each}_s": each for each in ("engine", "check", "pause", "train", "save", "load")
+}
 """Metrics of an event, with their names in its line. Seconds are those of a job's phases."""
 
 

@@ -87,7 +87,8 @@ def test_one_trace_joins_a_langgraph_rollout_with_the_step_that_it_trained(
         (train,) = spans(collector, "train traced/art-tiny", job.trace_id)
         assert job.parent_span_id == train.span_id
         phases = {each for each, parent in parents(collector, job) if parent == "job"}
-        assert phases == {"queued", "pause", "train", "save", "load", "finish"}
+        # The first job on a base checks its layers.
+        assert phases - {"check"} == {"queued", "pause", "train", "save", "load", "finish"}
 
 
 def spans(collector: Collector, name: str | None = None, trace: bytes | None = None) -> list[Any]:

@@ -69,7 +69,7 @@ async def test_one_trace_joins_rollouts_completions_job_and_phases(
         for _, span in collector.spans
         if span.trace_id == collector.named("job")[0].trace_id
     }
-    phases = ("queued", "pause", "train", "save", "load", "finish")
+    phases = ("queued", "check", "pause", "train", "save", "load", "finish")
     assert parents == {
         "step demo/agent": None,
         "rollout": "step demo/agent",

@@ -6,7 +6,7 @@ import { ago, button, el, empty, hashOf, keepSettings, link, refill, select, sho
 
 const GAP = "Engine against trainer, on the same tokens. Only rounding is normal: a mean below 1e-4 in float32, "
   + "0.03 with float16, 0.25 with bfloat16. Above four times that the server trains nothing."; // docs/precision.md
-const PHASES = ["engine", "pause", "train", "save", "load", "finish"];
+const PHASES = ["engine", "check", "pause", "train", "save", "load", "finish"];
 const CHARTS = [
   { title: "Reward", lines: { "train/reward": "train", "val/reward": "validation" }, note: "Mean of the step's rollouts." },
   { title: "Gap of log-probabilities", lines: { "loss/logprob_gap_mean": "mean", "loss/logprob_gap_max": "largest token" }, isLog: true, note: GAP },
