@@ -9,7 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.live import PROJECT, Server, chat, find_process, register, sampled_group
+from tests.integration.live import (
+    PROJECT,
+    Server,
+    chat,
+    find_process,
+    register,
+    sampled_group,
+    train_one_step,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -26,6 +34,7 @@ def test_the_gate_stays_open_while_a_step_trains(tmp_path: Path) -> None:
     try:
         server.wait_ready()
         register(server, "a")
+        train_one_step(server, "a")  # the first job on a base also checks its layers
         model = f"{PROJECT}/a"
         trainer = find_process(server, "art_server.trainer.worker")
         engine = find_process(server, "art_server.in_vllm.child")
@@ -42,8 +51,8 @@ def test_the_gate_stays_open_while_a_step_trains(tmp_path: Path) -> None:
                     meanwhile = chat(other, model, n=4)
                 os.kill(trainer, signal.SIGCONT)
                 done = list(events)[-1]
-            assert [choice["art"]["step"] for choice in meanwhile["choices"]] == [0] * 4
-            assert (done["event"], done["step"]) == ("done", 1)
-            assert chat(client, model)["choices"][0]["art"]["step"] == 1
+            assert [choice["art"]["step"] for choice in meanwhile["choices"]] == [1] * 4
+            assert (done["event"], done["step"]) == ("done", 2)
+            assert chat(client, model)["choices"][0]["art"]["step"] == 2
     finally:
         server.stop()
