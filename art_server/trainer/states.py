@@ -7,7 +7,7 @@ transformers' layers take and leave that state through a cache, so ours (`_State
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from art_server.trainer.tree import Forest, Node
 
 CACHE_NAMES = ("cache_params", "past_key_values")
 CHUNK = 64
-"""State-space layers pad each call to a multiple of their chunk size, 256 by default. The result does not depend on it."""
+"""Largest chunk size of state-space layers, which pad each sequence to a multiple of it. The usual 256 would be mostly
+padding. The result does not depend on it."""
 MAX_PADDING = 2
 """Leaves are computed together if the longest is at most this many times as long as the shortest."""
 
@@ -80,18 +81,24 @@ def make_plan(nodes: Sequence[Node]) -> Plan:
     return Plan(calls, len(nodes))
 
 
-@dataclass
 class ForestStates:
-    """What the recurrent layers of a model compute over: a forest, or usual rows if `plan` is None."""
+    """What the recurrent layers of a model compute over: a forest, or usual rows."""
 
-    plan: Plan | None = None
-    made_for: Sequence[Node] = field(default=(), repr=False)
+    def __init__(self) -> None:
+        self._nodes: Sequence[Node] | None = None
+        self._plan: Plan | None = None
 
     def use(self, forest: Forest | None) -> None:
-        if forest is None:
-            self.plan, self.made_for = None, ()
-        elif forest.nodes is not self.made_for:
-            self.plan, self.made_for = make_plan(forest.nodes), forest.nodes
+        """Has the layers compute over the forest from here on; None: rows."""
+        nodes = None if forest is None else forest.nodes
+        if nodes is not self._nodes:
+            self._nodes, self._plan = nodes, None
+
+    def plan(self) -> Plan | None:
+        """The plan for the forest, made once for all layers; None for rows."""
+        if self._plan is None and self._nodes is not None:
+            self._plan = make_plan(self._nodes)
+        return self._plan
 
 
 def share_states(model: PreTrainedModel) -> ForestStates:
@@ -100,12 +107,10 @@ def share_states(model: PreTrainedModel) -> ForestStates:
     for module in model.modules():
         cache_name = _cache_name(module)
         if cache_name is not None:
+            if isinstance(chunk := getattr(module, "chunk_size", None), int):
+                setattr(module, "chunk_size", min(CHUNK, chunk))  # noqa: B010  # torch types no such attribute
             module.forward = _over_forest(module, cache_name, states)
     return states
-
-
-def has_states(model: PreTrainedModel) -> bool:
-    return any(_cache_name(module) for module in model.modules())
 
 
 def _cache_name(module: torch.nn.Module) -> str | None:
@@ -116,21 +121,19 @@ def _cache_name(module: torch.nn.Module) -> str | None:
     return next((name for name in CACHE_NAMES if name in accepted), None)
 
 
-def _over_forest(module: Any, cache_name: str, states: ForestStates) -> Callable[..., torch.Tensor]:
-    """The module's forward over a forest. Any: a family's layer, whose chunk size is no part of torch's types."""
-    usual: Callable[..., torch.Tensor] = module.forward
-    chunk: int = getattr(module, "chunk_size", CHUNK)
+def _over_forest(
+    module: torch.nn.Module, cache_name: str, states: ForestStates
+) -> Callable[..., torch.Tensor]:
+    usual = module.forward
     kernel = max(
         child.kernel_size[0] for child in module.children() if isinstance(child, torch.nn.Conv1d)
     )
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Any: what the model's decoder layer passes on
-        plan = states.plan
+        plan = states.plan()
         if plan is None:
             return usual(hidden_states, *args, **kwargs)
-        if hasattr(module, "chunk_size"):
-            module.chunk_size = min(CHUNK, chunk)
         outputs: list[torch.Tensor] = [hidden_states] * plan.num_nodes
         ends: dict[int, _State] = {}
         for runs in plan.calls:
@@ -143,8 +146,6 @@ def _over_forest(module: Any, cache_name: str, states: ForestStates) -> Callable
                 ends[runs[0].node] = start
             for out_TD, run in zip(out_RTD, runs, strict=True):
                 outputs[run.node] = out_TD[run.num_repeated : len(run.tokens)]
-        if hasattr(module, "chunk_size"):
-            module.chunk_size = chunk
         return torch.cat(outputs)[None]
 
     return forward

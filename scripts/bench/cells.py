@@ -30,7 +30,10 @@ STATE_SPACE = {"mamba_n_groups": 1, "mamba_d_state": 64, "mamba_d_conv": 4, "mam
 
 def family_settings(family: str, hidden: int, layers: int) -> dict:
     """Of families with a recurrent state: every fourth layer is attention where a family has both, as published."""
-    every_fourth = [("attention", "mamba")[bool((index + 1) % 4)] for index in range(layers)]
+
+    def kinds(attention: str, recurrent: str) -> list[str]:
+        return [recurrent if (index + 1) % 4 else attention for index in range(layers)]
+
     heads = {"mamba_n_heads": 2 * hidden // 64, "mamba_d_head": 64}
     return {
         "qwen3": {},
@@ -39,27 +42,24 @@ def family_settings(family: str, hidden: int, layers: int) -> dict:
             "linear_num_value_heads": hidden // 64,
             "linear_key_head_dim": 64,
             "linear_value_head_dim": 64,
-            "layer_types": [
-                "full_attention" if each == "attention" else "linear_attention"
-                for each in every_fourth
-            ],
+            "layer_types": kinds("full_attention", "linear_attention"),
         },
         "granitemoehybrid": STATE_SPACE
         | heads
         | {
-            "layer_types": every_fourth,
+            "layer_types": kinds("attention", "mamba"),
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": 3 * hidden,
         },
         "lfm2": {
             "block_auto_adjust_ff_dim": False,
-            "layer_types": [
-                "full_attention" if each == "attention" else "conv" for each in every_fourth
-            ],
+            "layer_types": kinds("full_attention", "conv"),
         },
         "nemotron_h": {
-            "layers_block_type": [e for each in every_fourth for e in (each, "mlp")],
+            "layers_block_type": [
+                each for kind in kinds("attention", "mamba") for each in (kind, "mlp")
+            ],
             "mamba_num_heads": 2 * hidden // 64,
             "mamba_head_dim": 64,
             "n_groups": 1,
@@ -88,13 +88,13 @@ def make_config(settings: dict) -> Any:
         "pad_token_id": 1,
         "eos_token_id": 2,
         "bos_token_id": 0,
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": 0,
     }
-    if family != "qwen3":
-        for name in ("use_sliding_window", "sliding_window", "max_window_layers"):
-            del shape[name]
+    if family == "qwen3":
+        shape |= {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": 0,
+        }
     if family == "nemotron_h":  # it counts its layers by their kinds
         del shape["num_hidden_layers"]
     return AutoConfig.for_model(

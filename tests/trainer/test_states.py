@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from art.wire import TrainConfig
 from art_server.trainer.policy import Policy
-from art_server.trainer.states import MAX_PADDING, has_states, make_plan
+from art_server.trainer.states import MAX_PADDING, make_plan
 from art_server.trainer.tree import lay_out, sort_sequences
 from tests.toy_models import make_model
 
@@ -62,5 +62,6 @@ def test_a_plan_computes_each_token_once_after_those_before_it(sequences: list[l
         )
 
 
-def test_a_model_of_attention_alone_has_no_states(tmp_path: Path) -> None:
-    assert not has_states(Policy(str(make_model("qwen3", tmp_path / "base")))._base)
+def test_a_model_of_attention_alone_keeps_its_layers(tmp_path: Path) -> None:
+    base = Policy(str(make_model("qwen3", tmp_path / "base")))._base
+    assert not [each for each in base.modules() if "forward" in vars(each)]

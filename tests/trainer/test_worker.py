@@ -25,10 +25,13 @@ from art_server.shared.tasks import (
     CheckTask,
     Done,
     Failed,
+    GapBars,
     InitTask,
+    LayersTask,
     LoadTask,
     Progress,
     Ready,
+    Task,
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
@@ -185,13 +188,20 @@ def test_wherever_the_base_is_between_steps_they_are_the_same(
 ) -> None:
     for way in ("stay", between_steps):
         folder = tmp_path / way
-        tasks = [InitTask(lora=LORA, out_dir=str(folder / "0"))]
+        tasks: list[Task] = [InitTask(lora=LORA, out_dir=str(folder / "0"))]
         tasks += [
             train_task(folder / f"{index}", folder / f"{index + 1}", make_batch(index))
             for index in range(3)
         ]
+        (folder / "layers").mkdir(parents=True)
+        bars = GapBars(high=1.0, wrong=1.0)
+        layers = LayersTask(lora=LORA, out_dir=str(folder / "layers"), gap_bars=bars)
+        tasks.insert(2, layers)  # it leaves nothing behind for the steps after it
         _, *ended = serve(Worker, base_dir, *tasks, between_steps=way)  # type: ignore[arg-type]
-        assert [each["event"] for each in ended] == ["done"] * 4
+        assert [each["event"] for each in ended] == ["done"] * 5
+        assert set(ended[2]["layer_probes"]) == {
+            each.name for each in (folder / "layers").iterdir()
+        }
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         made = [(tmp_path / way / "3" / name).read_bytes() for way in ("stay", between_steps)]
         assert made[0] == made[1]
