@@ -95,6 +95,8 @@ class Facts(BaseModel, frozen=True):
     """Heads of keys and values; 1 for latent attention, which keeps one vector."""
     is_mixture: bool = False
     """Whether it is a mixture of experts."""
+    has_delta_rule: bool = False
+    """Whether it has gated delta layers (as Qwen3.5 has), which vLLM computes on a CPU in bfloat16 only."""
     lora_width: int = 0
     """Sum of inputs and outputs of the layers that take an adapter: an adapter's parameters per rank."""
     lora_modules: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer_process import TrainerError
 from art_server.processes import Processes
-from art_server.settings import ServerConfig
+from art_server.settings import Device, ServerConfig
 from art_server.shared.tasks import LoadTask
 from art_server.store import files
 
@@ -158,6 +158,10 @@ class BaseLoader:
                     f"base model {name} has no chat template, so chat is refused: start the server with --chat-template "
                     "FILE, or send prompts to /v1/completions"
                 )
+            if self._machine.kind == "cpu" and base.facts.has_delta_rule:
+                self._progress.note(
+                    f"base model {name}: the engine computes in bfloat16, as its gated delta layers have to on a CPU"
+                )
             await asyncio.to_thread(self._ledger.use_tokenizer, base.path, base.facts)
             self._trainer.set_base(base.path, plan)
             self._trained = base.path
@@ -177,6 +181,7 @@ class BaseLoader:
         template = self._config.chat_template
         small = find_base_model(name, base_models.CACHE_DIR, needs_weights=False)
         base_models.check_trainable(replace(small, template=template), self._config.trainer)
+        check_number_types(self._config, self._machine.kind, small)
         return replace(find_base_model(name, base_models.CACHE_DIR), template=template)
 
     async def _log_download(self, name: str) -> None:
@@ -264,3 +269,20 @@ async def cancel(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def check_number_types(config: ServerConfig, device: Device, base: BaseModel) -> None:
+    """Checks that the engine can compute the model in the number type that the command line sets.
+
+    Raises:
+        InvalidInput: it cannot.
+    """
+    is_free = config.dtype in ("auto", "bfloat16") and not config.exact
+    if device == "cpu" and base.facts.has_delta_rule and not is_free:
+        flag = "--exact" if config.exact else f"--dtype {config.dtype}"
+        raise InvalidInput(
+            f"base_model '{base.name}' has gated delta layers, which vLLM computes on a CPU in bfloat16 only: start the server "
+            f"without {flag}, or on a GPU",
+            code="not_trainable",
+            param="base_model",
+        )

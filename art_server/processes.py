@@ -2,6 +2,7 @@
 reports."""
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from art_server.device.owner import DeviceOwner
 from art_server.device.probe import probe
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
-from art_server.jobs.gap_bars import gap_bars
+from art_server.jobs.gap_bars import bars_of
 from art_server.jobs.reports import Reports, Totals
 from art_server.jobs.trainer import Trainer
 from art_server.ledger.intake import Intake
@@ -62,8 +63,6 @@ class Processes:
             config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30)
         )
         self.ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
-        types = config.number_types(machine.kind)
-        self.gap_bars = bars = gap_bars(types, config.exact, config.gap_limit)
         self.engine = Engine(
             config,
             machine.kind,
@@ -73,7 +72,7 @@ class Processes:
             Intake(self.ledger, self.background).receiver(),
             lambda: self.gate.num_inside > 0,
             self.background,
-            bars,
+            functools.partial(bars_of, config, machine.kind),
         )
         for_trainer = device_environment(config.train_devices, machine)
         self.trainer = Trainer(config, machine.kind, for_trainer, children)

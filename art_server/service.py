@@ -64,11 +64,8 @@ class Service:
             gate,
             trainer,
             processes.owner if config.takes_turns else None,
-            processes.gap_bars,
             self._checkpoints.retain,
-            LayerCheck(config.server_dir / "layers", bars)
-            if (bars := processes.gap_bars) is not None
-            else None,
+            LayerCheck(config.server_dir / "layers"),
             processes.reports.take,
         )
         self._relay = Relay(

@@ -333,11 +333,16 @@ class ServerConfig(BaseModel):
         """Whether engine and trainer share devices and take turns."""
         return not self.train_devices
 
-    def number_types(self, device: Device) -> tuple[NumberType, NumberType]:
+    def number_types(
+        self, device: Device, *, has_delta_rule: bool = False
+    ) -> tuple[NumberType, NumberType]:
         """The number types of the engine and of the trainer's base weights. On a CPU the default is float32, which
-        costs the engine nothing there and lets a model learn faster than bfloat16 (docs/precision.md)."""
+        costs the engine nothing there and lets a model learn faster than bfloat16 (docs/precision.md); the engine computes
+        gated delta layers there in bfloat16 only."""
         usual: NumberType = "bfloat16" if device == "cuda" and not self.exact else "float32"
         engine = usual if self.dtype == "auto" else self.dtype
+        if self.dtype == "auto" and device == "cpu" and has_delta_rule:
+            engine = "bfloat16"
         return engine, usual if self.trainer_dtype == "auto" else self.trainer_dtype
 
     def with_requested(self, requested: Mapping[str, str], max_positions: int) -> "ServerConfig":

@@ -16,6 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import cast
 
+import art_server  # noqa: F401  # isort: skip - first, for torchvision
 import torch
 from tiny_model import games
 from tiny_model.measuring import Sampler, measure, rates_table, yes_no_maybe_prompts

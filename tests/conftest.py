@@ -1,3 +1,4 @@
+import art_server  # noqa: F401  # isort: skip - first, for torchvision
 import pytest
 from hypothesis import HealthCheck, settings
 

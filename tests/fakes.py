@@ -10,7 +10,16 @@ from art_server.base_models import TINY_DIR, BaseModel
 from art_server.engine.engine import AdapterRefused, PolicyDiffers, State
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
-from art_server.shared.tasks import Done, InitTask, LayersTask, Probe, Progress, Task, TrainTask
+from art_server.shared.tasks import (
+    Done,
+    GapBars,
+    InitTask,
+    LayersTask,
+    Probe,
+    Progress,
+    Task,
+    TrainTask,
+)
 
 BASE = BaseModel("base", TINY_DIR)
 
@@ -26,6 +35,7 @@ class FakeEngine:
         self.state: State = "ready"
         self.detail: str | None = None
         self.base: BaseModel | None = BASE
+        self.gap_bars: GapBars | None = None
         self.max_seq_length = 4096
         self.is_paused = False
         self.refused: set[str] = set()

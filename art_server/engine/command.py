@@ -70,7 +70,7 @@ def engine_command(
         "max-lora-rank": str(config.max_lora_rank),
         "max-loras": str(config.max_loras),
         "max-cpu-loras": str(max(MIN_CPU_LORAS, config.max_loras)),
-        "dtype": config.number_types(device)[0],
+        "dtype": config.number_types(device, has_delta_rule=facts.has_delta_rule)[0],
         "generation-config": "vllm",
     }
     if has_other_format(base.path):

@@ -147,7 +147,7 @@ class Engine:
         receiver: Receiver,
         is_busy: Callable[[], bool],
         background: Background,
-        gap_bars: GapBars | None = None,
+        bars_of: Callable[[BaseModel], GapBars | None] = lambda _: None,
     ):
         self.state: State = "none"
         self.detail: str | None = None
@@ -170,7 +170,7 @@ class Engine:
         self._receiver = receiver
         self._is_busy = is_busy
         self._background = background
-        self._gap_bars = gap_bars
+        self._bars_of = bars_of
         self._adapters: dict[str, Path] = {}
         self._compared: set[str] = set()
         """The adapters that this process has loaded and scores as their trainer does. Only these serve."""
@@ -234,6 +234,11 @@ class Engine:
         if self.base is None:
             return None
         return self._seq_length or self.base.facts.max_positions
+
+    @property
+    def gap_bars(self) -> GapBars | None:
+        """How far engine and trainer may differ with the loaded base model; None: they are not compared."""
+        return self._bars_of(self.base) if self.base is not None else None
 
     @property
     def start_waited_for(self) -> str | None:
@@ -598,7 +603,8 @@ class Engine:
 
     async def _find_fault(self, name: str, path: Path) -> str | None:
         description = path / DESCRIPTION_FILE
-        if self._gap_bars is None or not description.exists():
+        bars = self.gap_bars
+        if bars is None or not description.exists():
             return None
         probe = CheckpointRecord.model_validate_json(description.read_bytes()).probe
         if probe is None or not probe.is_of_step:
@@ -611,7 +617,7 @@ class Engine:
                 await self._post_load(f"{name}*{probe.factor}", Path(folder))
                 scaled = await self._score(f"{name}*{probe.factor}", probe.token_ids)
                 await self._post("/v1/unload_lora_adapter", {"lora_name": f"{name}*{probe.factor}"})
-        return find_fault(probe, logprobs, scaled, self._gap_bars)
+        return find_fault(probe, logprobs, scaled, bars)
 
     async def _score(self, name: str, token_ids: list[int]) -> list[float]:
         """The log-probability of each token but the first."""

@@ -1,6 +1,7 @@
 """Our changes of vLLM, which loads this module in each of its processes (entry point `vllm.general_plugins`)."""
 
 import os
+import sys
 import time
 
 from art_server.shared.switches import EXPERTS_SWITCH, SWITCH
@@ -64,6 +65,19 @@ def install() -> None:
     cpu_rope.install()
     if EXPERTS_SWITCH in os.environ:
         cpu_lora.leave_experts_out()
+    let_inspection_import_torchvision()
     if not hasattr(shm_broadcast, "sched_yield"):
         raise ImportError("vLLM's message queue no longer calls sched_yield")
     shm_broadcast.sched_yield = Pause()
+
+
+def let_inspection_import_torchvision() -> None:
+    """vLLM looks at a model's class in a new process, which imports transformers before the plugins. This package has to be
+    there first (`image_operators.py`)."""
+    from vllm.model_executor.models import registry
+
+    if registry._SUBPROCESS_COMMAND[1] != "-m":
+        raise ImportError("vLLM no longer inspects models by `python -m`")
+    module = registry._SUBPROCESS_COMMAND[2]
+    program = f"import runpy, art_server; runpy.run_module({module!r}, run_name='__main__')"
+    registry._SUBPROCESS_COMMAND = [sys.executable, "-c", program]

@@ -66,6 +66,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         kv_per_token=_kv_per_token(model, text),
         kv_heads=1 if is_latent else int(kv_heads),
         is_mixture=layers.is_mixture,
+        has_delta_rule=bool(getattr(text, "linear_num_key_heads", None)),
         lora_width=sum(sum(_shape(model.get_submodule(path))) for path in layers.takes),
         lora_modules=tuple(sorted({path.rpartition(".")[2] for path in layers.takes})),
         stop_ids=find_stop_ids(folder, config),

@@ -5,6 +5,8 @@ docs/precision.md has the measured gaps that the bars are derived from.
 
 import math
 
+from art_server.base_models import BaseModel
+from art_server.settings import Device, ServerConfig
 from art_server.shared.tasks import GapBars
 
 WRONG_FACTOR = 4.0
@@ -22,6 +24,12 @@ MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 EXACT = GapBars(high=1e-5, wrong=WRONG_FACTOR * 1e-5, largest=WRONG_FACTOR * 1e-4)
 """The bars of `--exact`, with float32 on both sides. Confident answers have a mean gap below 1e-6, incoherent text of a
 model with 30 layers one of 8e-6 (the largest measured)."""
+
+
+def bars_of(config: ServerConfig, device: Device, base: BaseModel) -> GapBars | None:
+    """The bars of a server for a base model."""
+    types = config.number_types(device, has_delta_rule=base.facts.has_delta_rule)
+    return gap_bars(types, config.exact, config.gap_limit)
 
 
 def gap_bars(

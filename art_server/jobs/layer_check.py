@@ -32,21 +32,25 @@ NAME = ".layers"
 class LayerCheck:
     _folder: Path
     """Keeps the answers."""
-    _bars: GapBars
 
-    def known(self, base: BaseModel) -> dict[str, str] | None:
+    def known(self, base: BaseModel, bars: GapBars) -> dict[str, str] | None:
         """The kinds of layers that the engine does not adapt, and why; None if that was not checked yet (blocking)."""
-        file = self._file(base)
+        file = self._file(base, bars)
         return json.loads(file.read_text()) if file.is_file() else None
 
     async def score(
-        self, trainer: TrainerProcess, lora: LoRAConfig, max_seq_length: int | None, folder: Path
+        self,
+        trainer: TrainerProcess,
+        lora: LoRAConfig,
+        bars: GapBars,
+        max_seq_length: int | None,
+        folder: Path,
     ) -> list[str]:
         """Has the trainer write adapters into an empty folder and score them; returns their kinds. It needs the device."""
         task = LayersTask(
             lora=lora.model_copy(update={"target_modules": None}),
             out_dir=str(folder),
-            gap_bars=self._bars,
+            gap_bars=bars,
             max_seq_length=max_seq_length,
         )
         done = await trainer.run(task)
@@ -57,6 +61,7 @@ class LayerCheck:
         self,
         engine: Engine,
         base: BaseModel,
+        bars: GapBars,
         folder: Path,
         kinds: Sequence[str],
         timeout_seconds: float,
@@ -80,21 +85,21 @@ class LayerCheck:
         logger.info("%s: the engine adapts %s", base.name, ", ".join(sorted({*kinds} - {*lost})))
         for kind, reason in lost.items():
             logger.warning("%s: layers %s are not trained: %s", base.name, kind, reason)
-        await asyncio.to_thread(self._remember, base, lost)
+        await asyncio.to_thread(self._remember, base, bars, lost)
         return lost
 
-    def _remember(self, base: BaseModel, lost: dict[str, str]) -> None:
-        file = self._file(base)
+    def _remember(self, base: BaseModel, bars: GapBars, lost: dict[str, str]) -> None:
+        file = self._file(base, bars)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             files.write_json(file, lost)
         except OSError as error:  # the next start checks again
             logger.warning("the check of %s is not kept: %s", base.name, error)
 
-    def _file(self, base: BaseModel) -> Path:
+    def _file(self, base: BaseModel, bars: GapBars) -> Path:
         """Named after all that the answer depends on: the base's files, versions and number types."""
         facts = facts_digest(base.path, base.template)
-        name = hashlib.sha256(f"{facts} {self._bars.model_dump_json()}".encode()).hexdigest()
+        name = hashlib.sha256(f"{facts} {bars.model_dump_json()}".encode()).hexdigest()
         return self._folder / f"{name}.json"
 
 

@@ -46,7 +46,7 @@ from art_server.jobs.resolve import Limits, Message, Sources, resolve
 from art_server.jobs.step_record import StepRecord, base_digests, write_record
 from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
 from art_server.ledger.ledger import Ledger
-from art_server.shared.tasks import Done, GapBars, Progress, TrainTask
+from art_server.shared.tasks import Done, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import Model, Registry
 
@@ -116,7 +116,6 @@ class JobRunner:
     _trainer: TrainerProcess
     _owner: DeviceOwner | None
     """Of the device that engine and trainer share; None if they have separate devices."""
-    _gap_bars: GapBars | None
     _retain: Callable[[Model], Awaitable[None]]
     """Called after each job, to delete old steps."""
     _layers: LayerCheck | None = None
@@ -496,10 +495,10 @@ class JobRunner:
         Raises:
             PolicyDiffers: it adapts none as the trainer does.
         """
-        base = self._engine.base
-        if self._layers is None or base is None:
+        base, bars = self._engine.base, self._engine.gap_bars
+        if self._layers is None or base is None or bars is None:
             return {}
-        known = await asyncio.to_thread(self._layers.known, base)
+        known = await asyncio.to_thread(self._layers.known, base, bars)
         if known is not None:
             return known
         folder = await asyncio.to_thread(model.folder.new_checkpoint_dir)
@@ -507,8 +506,12 @@ class JobRunner:
             self._stop_if_cancelled(job)
             self._move(job, "check layers")
             longest = self._engine.max_seq_length
-            kinds = await self._layers.score(self._trainer, model.record.lora, longest, folder)
-        return await self._layers.compare(self._engine, base, folder, kinds, ENGINE_WAIT_SECONDS)
+            kinds = await self._layers.score(
+                self._trainer, model.record.lora, bars, longest, folder
+            )
+        return await self._layers.compare(
+            self._engine, base, bars, folder, kinds, ENGINE_WAIT_SECONDS
+        )
 
     async def _train(
         self, model: Model, job: Job, step: int, config: TrainConfig, lost: dict[str, str]
@@ -529,7 +532,7 @@ class JobRunner:
                 optimizer_steps=start.optimizer_steps,
                 max_seq_length=self._engine.max_seq_length,
                 seed=seed_of(model, step),
-                gap_bars=self._gap_bars,
+                gap_bars=self._engine.gap_bars,
                 probe=start.probe,
                 lost_layers=sorted(lost),
                 # The kernel kills a process that takes too much memory. Two deaths may have another reason.

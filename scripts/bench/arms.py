@@ -187,6 +187,7 @@ def measure_gemm_share(take_step: Any) -> float:
 def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> None:
     """Runs TRL 1.16's GRPOTrainer. All arms but "trl_shipped" compute the output head at completion positions only,
     which TRL itself does only with Triton. "trl_checkpointed" uses gradient checkpointing, TRL's default."""
+    import art_server  # noqa: F401  # isort: skip - first, for torchvision
     import trl.trainer.utils
     from datasets import Dataset
     from peft import PeftModel

@@ -98,7 +98,6 @@ async def main(folder: Path, num_jobs: int) -> None:
         PauseGate(),
         trainer,
         DeviceOwner(),
-        None,
         keep_all,
     )
     background = Background()

@@ -86,7 +86,6 @@ async def train_two_steps(path: Path) -> ModelFolder:
         PauseGate(),
         trainer,
         DeviceOwner(),
-        None,
         keep_all,
     )
     background = Background()

@@ -122,7 +122,6 @@ class House:
             self.gate,
             self.trainer,
             self.owner if world.plan.training_card is None else None,
-            None,
             keep_all,
         )
 

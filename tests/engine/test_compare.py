@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from art_server.background import Background
+from art_server.base_models import BaseModel
 from art_server.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.jobs.gap_bars import gap_bars
@@ -39,8 +40,9 @@ class ScoringEngine(Engine):
             None,  # type: ignore[arg-type]
             lambda: False,
             Background(),
-            gap_bars(("bfloat16", "float32"), limit=limit),
+            lambda _: gap_bars(("bfloat16", "float32"), limit=limit),
         )
+        self.base = BaseModel("base", folder)
         self.state, self._run_dir = "ready", folder
         self.alphas: dict[str, float] = {}
         self.posts: list[str] = []

@@ -2,7 +2,7 @@
 adapter.
 
 It prints one JSON line per family: the largest difference between the log-probabilities of trainer and engine, for the
-base and with the adapter. vLLM runs with our plugin inside this process, because a new engine process takes 20 s or
+base and with the adapter, over the text and the tokens that the engine then samples. vLLM runs with our plugin inside this process, because a new engine process takes 20 s or
 more to start.
 """
 
@@ -36,6 +36,7 @@ from art_server.trainer.step import train
 from tests.toy_models import make_model
 
 LORA = LoRAConfig(rank=8)
+NUM_SAMPLED = 8
 LEARNING_RATE = 0.03
 """Large, so that one step changes log-probabilities by more than any rounding."""
 
@@ -50,7 +51,7 @@ def main() -> None:
 
 def measure(family: str, folder: Path, token_ids: list[int]) -> dict[str, float]:
     base, after = make_model(family, folder / "base"), folder / "0001"
-    trained, plain = take_step(base, folder, after, token_ids)
+    policy = take_step(base, folder, after)
     environment = command.engine_environment(ServerConfig(), BaseModel(family, base), "cpu", {})
     os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     # Imported here, because vLLM reads the environment at import.
@@ -63,26 +64,27 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> dict[str, float]
         enable_lora=True,
         max_lora_rank=LORA.rank,
         lora_target_modules=list(facts.lora_modules) if facts.is_mixture else None,
-        dtype="float32",
+        dtype=ServerConfig().number_types("cpu", has_delta_rule=facts.has_delta_rule)[0],
         max_model_len=128,
         enforce_eager=True,
+        language_model_only=True,
         block_size=command.CPU_BLOCK_SIZE,
     )
-    gaps = {
-        "base": float((score(engine, token_ids, None) - plain).abs().max()),
-        "trained": float((score(engine, token_ids, after) - trained).abs().max()),
-        "moved": float((trained - plain).abs().max()),
-    }
+    whole, found = score(engine, token_ids, after)
+    trained = policy.sequence_logprobs(whole)
+    gaps = {"trained": float((found - trained).abs().max())}
+    with policy.model.disable_adapter():
+        gaps["moved"] = float((trained - policy.sequence_logprobs(whole)).abs().max())
+        whole, found = score(engine, token_ids, None)
+        gaps["base"] = float((found - policy.sequence_logprobs(whole)).abs().max())
     del engine
     cleanup_dist_env_and_memory()
     gc.collect()
     return gaps
 
 
-def take_step(
-    base: Path, folder: Path, after: Path, token_ids: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The trainer's log-probabilities after a step and before it."""
+def take_step(base: Path, folder: Path, after: Path) -> Policy:
+    """The policy after a step, whose adapter is in the folder `after`."""
     write_first_checkpoint(str(base), LORA, 0, folder / "0000")
     policy = Policy(str(base))
     task = TrainTask(
@@ -93,9 +95,7 @@ def take_step(
         batch=a_group(),
     )
     train(policy, task, 4096, lambda _: None)
-    trained = policy.sequence_logprobs(token_ids)
-    with policy.model.disable_adapter():
-        return trained, policy.sequence_logprobs(token_ids)
+    return policy
 
 
 def a_group() -> Batch:
@@ -111,20 +111,27 @@ def a_group() -> Batch:
     return Batch(groups=[TrainableGroup(trajectories=trajectories)])
 
 
-def score(engine: Any, token_ids: list[int], adapter: Path | None) -> torch.Tensor:
-    """The engine's log-probability of each token but the first. Any: vLLM's LLM."""
+def score(
+    engine: Any, token_ids: list[int], adapter: Path | None
+) -> tuple[list[int], torch.Tensor]:
+    """The text with the tokens that the engine samples after it, and the engine's log-probability of each token but the
+    first. Any: vLLM's LLM."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     request = LoRARequest("trained", 1, str(adapter)) if adapter is not None else None
     (answer,) = engine.generate(
         {"prompt_token_ids": token_ids},
-        SamplingParams(max_tokens=1, prompt_logprobs=0),
+        SamplingParams(
+            max_tokens=NUM_SAMPLED, prompt_logprobs=0, logprobs=0, seed=0, ignore_eos=True
+        ),
         lora_request=request,
         use_tqdm=False,
     )
-    said = zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)
-    return torch.tensor([entries[token].logprob for token, entries in said])
+    sampled = answer.outputs[0]
+    whole = [*token_ids, *sampled.token_ids]
+    said = zip(whole[1:], [*answer.prompt_logprobs[1:], *sampled.logprobs], strict=True)
+    return whole, torch.tensor([entries[token].logprob for token, entries in said])
 
 
 if __name__ == "__main__":

@@ -61,13 +61,12 @@ class House:
             self.gate,
             self.trainer,  # type: ignore[arg-type]
             DeviceOwner(),
-            None,
             retain,
         )
 
     def check_layers(self) -> None:
-        layers = LayerCheck(self.folder / "layers", BARS)
-        self.runner._layers = layers
+        layers = LayerCheck(self.folder / "layers")
+        self.runner._layers, self.engine.gap_bars = layers, BARS
         self.trainer.layer_probes = {"attn.q_proj": PROBE, "attn.kv_b_proj": PROBE}
 
     def add_model(self, name: str, base_model: str = "base") -> Model:

@@ -7,11 +7,11 @@ from art_server.installation import check_builds, installed_builds
 
 
 def test_cuda_builds_beside_a_cpus_torch_are_refused_with_the_remedy() -> None:
-    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchcodec": "0.17.0"}
+    versions = {"torch": "2.13.0+cpu", "torchaudio": "2.11.0", "torchcodec": "0.17.0"}
     with pytest.raises(InvalidInput) as refused:
         check_builds(versions)
-    assert str(refused.value).endswith("pip uninstall torchvision torchcodec")
-    assert "torchvision 0.28.0, torchcodec 0.17.0" in str(refused.value)
+    assert str(refused.value).endswith("pip uninstall torchaudio torchcodec")
+    assert "torchaudio 2.11.0, torchcodec 0.17.0" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ import pytest
 
 from art_server import base_facts
 from art_server.base_facts import read_facts
+from art_server.base_loader import check_number_types
 from art_server.base_models import TINY_DIR, BaseModel, check_trainable
 from art_server.errors import InvalidInput
 from art_server.inspection.model import inspect
+from art_server.settings import ServerConfig
+from tests.toy_models import make_model
 
 TINY = json.loads((TINY_DIR / "config.json").read_text())
 BNB = {"quant_method": "bitsandbytes"}
@@ -191,3 +194,24 @@ def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(tmp_path: P
     file.write_text("{% for m in messages %}")
     with pytest.raises(InvalidInput, match=r"mine\.jinja, line 1: Unexpected end of template"):
         _ = replace(bare, template=file).facts
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [({"exact": True}, "--exact"), ({"dtype": "float32"}, "--dtype float32"), ({}, None)],
+)
+def test_gated_delta_layers_on_a_cpu_want_bfloat16(
+    given: dict[str, Any], flag: str | None, tmp_path: Path
+) -> None:
+    make_model("qwen3_5_text", tmp_path / "base")
+    model, config = BaseModel("a base", tmp_path / "base"), ServerConfig(**given)
+    assert model.facts.has_delta_rule and not BaseModel("art/tiny", TINY_DIR).facts.has_delta_rule
+    check_number_types(config, "cuda", model)
+    check_number_types(config, "cpu", BaseModel("art/tiny", TINY_DIR))
+    if flag is None:
+        check_number_types(config, "cpu", model)
+        return
+    with pytest.raises(InvalidInput, match="bfloat16 only") as refused:
+        check_number_types(config, "cpu", model)
+    assert f"without {flag}," in refused.value.message

@@ -36,6 +36,10 @@ def test_number_types_follow_the_device_unless_they_are_given() -> None:
     assert ServerConfig().number_types("cuda") == ("bfloat16", "bfloat16")
     assert ServerConfig(exact=True).number_types("cuda") == ("float32", "float32")
     assert ServerConfig(dtype="bfloat16").number_types("cpu") == ("bfloat16", "float32")
+    delta = {"has_delta_rule": True}
+    assert ServerConfig().number_types("cpu", **delta) == ("bfloat16", "float32")
+    assert ServerConfig().number_types("cuda", **delta) == ("bfloat16", "bfloat16")
+    assert ServerConfig(dtype="float32").number_types("cpu", **delta) == ("float32", "float32")
     with pytest.raises(ValueError, match="--exact computes in float32"):
         ServerConfig(exact=True, dtype="bfloat16")
 

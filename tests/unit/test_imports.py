@@ -41,6 +41,7 @@ FLOORS = [
     {"store"},
     {"settings", "errors", "clock", "progress", "shared"},
     {"art", "art_server"},
+    {"image_operators"},
 ]
 """From the roof down: a room imports what lies below it."""
 OTHER_PROCESSES = {"inspection", "trainer", "in_vllm"}
