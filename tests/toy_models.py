@@ -41,7 +41,7 @@ SHARED_EXPERTS = EXPERTS | {
 }
 LATENT = {
     "q_lora_rank": 32,
-    "kv_lora_rank": 256,
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
     "v_head_dim": 48,

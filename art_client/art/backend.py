@@ -149,11 +149,10 @@ class Backend(Buckets):
                     timeout_seconds=REGISTER_TIMEOUT_SECONDS,
                 )
             logger.info("registered %s at step %d", info.inference_name, info.step)
-            for note in (
-                *(f"{name} has no effect" for name in settings.without_effect),
-                *info.notes,
-            ):
-                logger.warning("register: _internal_config: %s", note)
+            for name in settings.without_effect:
+                logger.warning("register: _internal_config: %s has no effect", name)
+            for note in info.notes:
+                logger.warning("register: %s", note)
             self._steps[info.inference_name] = info.step
             add_server(self)
             self._reporting.know(info)

@@ -91,7 +91,7 @@ class LoRAConfig(Body):
     """Configuration of the trained adapter, fixed when a model is first registered."""
 
     rank: int = Field(default=8, ge=1, le=512)
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: float = Field(default=16.0, gt=0, le=65_536)
     """The adapter's output is multiplied by alpha / rank."""
     target_modules: list[str] | None = None
     """Names of the linear layers to adapt. None: all linear layers of the language model except the output head; in a
@@ -122,7 +122,8 @@ class ModelInfo(Reply):
     max_seq_length: int | None = None
     """Maximum number of tokens of prompt plus completion; None before a base model is loaded."""
     notes: list[str] = Field(default=[], exclude_if=operator.not_)
-    """Requested engine arguments that are not in effect, one sentence each."""
+    """In the answer to a registration: what its user has to know of the base model's chat template, and requested engine
+    arguments that are not in effect, one sentence each."""
 
 
 class ModelList(Reply):

@@ -170,7 +170,7 @@ async def register(
     )
     requested, notes = read_settings(body, service.device)
     info = await service.register(wanted, requested, always_logprobs=True)
-    notes += service.ignored_args(requested)
+    notes += service.ignored_args(requested) + info.notes
     log_notes(info.inference_name, notes)
     return {"notes": notes}
 

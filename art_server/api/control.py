@@ -70,7 +70,7 @@ async def register(
     requested, unknown = read_engine_args(body.engine_args, service.device)
     info = await service.register(body, requested)
     notes = no_effect(unknown) + service.ignored_args(requested)
-    return info.model_copy(update={"notes": notes})
+    return info.model_copy(update={"notes": notes + info.notes})
 
 
 @router.get("/api/models")

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from art_server.base_facts import Facts
 from art_server.inspection.engine_classes import engine_problem
 from art_server.inspection.parsers import choose_parsers
-from art_server.inspection.template import find_rules, read_templates
+from art_server.inspection.template import find_notes, find_rules, read_templates
 from art_server.trainer.base import outline, read_config
 from art_server.trainer.layers import Layers, find_layers
 
@@ -70,7 +70,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         lora_width=sum(sum(_shape(model.get_submodule(path))) for path in layers.takes),
         lora_modules=tuple(sorted({path.rpartition(".")[2] for path in layers.takes})),
         stop_ids=find_stop_ids(folder, config),
-        has_template=bool(templates.usual),
+        notes=find_notes(templates, folder),
         parsers=choose_parsers(templates, family),
         rules=find_rules(templates),
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from art_server.base_facts import TemplateRules
@@ -24,6 +25,14 @@ SPACES = "\n\t \r\u2003"
 WORD, THOUGHT = "WORD", "THOUGHT"
 QUESTION = {"role": "user", "content": "question"}
 CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_around",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 RESULT = {"role": "tool", "tool_call_id": "call12345", "name": "look", "content": "result"}
 
 
@@ -119,3 +128,53 @@ def _find_rules(template: str) -> TemplateRules:
         .partition(WORD)[2]
         .lstrip(),
     )
+
+
+def find_notes(templates: Templates, folder: Path) -> tuple[str, ...]:
+    """What a user of the model in `folder` has to know about its templates, one sentence each."""
+    if not templates.usual:
+        return (
+            "it has no chat template, so chat is refused: start the server with --chat-template FILE, or send prompts to "
+            "/v1/completions",
+        )
+    notes: list[str] = []
+    if _render(templates.usual, QUESTION) and not _render(templates.usual, QUESTION, QUESTION):
+        notes.append(
+            "its chat template wants user and assistant messages in turns, and refuses two of a kind"
+        )
+    system = {"role": "system", "content": WORD}
+    in_parts = [
+        each | {"content": [{"type": "text", "text": each["content"]}]}
+        for each in (system, QUESTION)
+    ]
+    rendered = _render(templates.usual, system, QUESTION)
+    if WORD not in rendered + _render(templates.usual, *in_parts):
+        how = "leaves system messages out" if rendered else "refuses system messages"
+        notes.append(f"its chat template {how}: write instructions into the first user message")
+    if TOOL["function"]["name"] not in _render(templates.with_tools, QUESTION, tools=[TOOL]):
+        notes.append("its chat template renders no tools, so the model does not see them")
+    if begin := _twice(templates.usual, folder):
+        notes.append(
+            f"its chat template and its tokenizer both begin a text with {begin}: send a prompt that you render yourself to "
+            '/v1/completions with "add_special_tokens": false'
+        )
+    return tuple(notes)
+
+
+def _render(template: str, *messages: dict[str, Any], **more: Any) -> str:
+    """Empty if the template refuses the messages."""
+    try:
+        return template_renderer(template)(messages=[*messages], **more)
+    except TEMPLATE_ERRORS:
+        return ""
+
+
+def _twice(template: str, folder: Path) -> str | None:
+    """The token that a rendered text begins with twice when the tokenizer reads it as it reads any text."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # Any: its methods are untyped
+        text = tokenizer.apply_chat_template([QUESTION], chat_template=template, tokenize=False)
+        first = tokenizer(text).input_ids[:2]
+    except (*TEMPLATE_ERRORS, OSError, ImportError):
+        return None
+    return tokenizer.bos_token if first == [tokenizer.bos_token_id] * 2 else None

