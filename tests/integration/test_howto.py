@@ -288,6 +288,7 @@ async def test_the_queue_is_shown_and_its_routes_answer(
 # --- serve-elsewhere.md -----------------------------------------------------------------------------------------------
 
 SCRIPT = """
+import art_server  # first, for torchvision
 import torch
 BASE = {base!r}
 {blocks}
@@ -315,6 +316,7 @@ async def test_an_exported_model_answers_as_on_the_server(
 
 
 VLLM = """
+import art_server  # first, for torchvision
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
