@@ -177,7 +177,8 @@ class BaseLoader:
         """The base model with its weights. One that cannot be trained is refused before its weights are downloaded."""
         template = self._config.chat_template
         small = find_base_model(name, base_models.CACHE_DIR, needs_weights=False)
-        base_models.check_trainable(replace(small, template=template), self._config.trainer)
+        small = replace(small, template=template)
+        base_models.check_trainable(small, self._config.trainer)
         check_number_types(self._config, self._machine.kind, small)
         return replace(find_base_model(name, base_models.CACHE_DIR), template=template)
 

@@ -89,16 +89,7 @@ def find_rules(templates: Templates) -> TemplateRules:
 
 
 def _find_rules(template: str) -> TemplateRules:
-    try:
-        rendered = template_renderer(template)
-    except jinja2.TemplateError:
-        return TemplateRules()
-
-    def render(*messages: dict[str, Any]) -> str:
-        try:
-            return rendered(messages=[*messages])
-        except TEMPLATE_ERRORS:
-            return ""
+    render = partial(_render, template)
 
     def stripped(left: str, right: str) -> str | None:
         """The white space that is stripped beside an answer, on the side of the "x"; None: all white space."""
