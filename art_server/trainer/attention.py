@@ -330,8 +330,10 @@ def _flex() -> Callable[..., torch.Tensor]:
         from torch.nn.attention.flex_attention import flex_attention
 
         # A model with two windows, with and without gradient, needs eight graphs, torch's default limit. Above the
-        # limit torch would silently fall back to computing all heads x T x T scores.
+        # limit torch would silently fall back to computing all heads x T x T scores. So it would after an error of the
+        # compiler if `suppress_errors` is set, as `import unsloth` does.
         torch._dynamo.config.recompile_limit = MAX_GRAPHS
+        torch._dynamo.config.suppress_errors = False
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         _compiled_flex.append(torch.compile(flex_attention, dynamic=True))
     return _compiled_flex[0]
