@@ -96,6 +96,8 @@ class Facts(BaseModel, frozen=True):
     """Heads of keys and values; 1 for latent attention, which keeps one vector."""
     is_mixture: bool = False
     """Whether it is a mixture of experts."""
+    has_latent_attention: bool = False
+    """Whether its attention keeps one small vector of a token for all heads (as DeepSeek-V3's does)."""
     has_delta_rule: bool = False
     """Whether it has gated delta layers (as Qwen3.5 has), which vLLM computes on a CPU in bfloat16 only."""
     lora_width: int = 0

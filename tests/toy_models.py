@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from art_server.base_models import TINY_DIR
+from art_server.base_models import TINY_DIR, BaseModel
 from art_server.trainer.base import find_class
 
 SHAPE = {
@@ -301,8 +301,92 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 """Kinds of rotary embeddings (after the family's name), and an attention whose temperature grows with the position."""
 
+CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
+REFUSED: dict[str, dict[str, Any]] = {
+    "openai/gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "Qwen/Qwen3-8B-FP8": {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
+    "Qwen/Qwen3-8B-AWQ": {"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}},
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": {
+        "model_type": "qwen2",
+        "quantization_config": {"quant_method": "gptq"},
+    },
+    "RedHatAI/Llama-3.1-8B-Instruct-w4a16": {
+        "model_type": "llama",
+        "compression_config": {"quant_method": "compressed-tensors"},
+    },
+    "deepseek-ai/DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "quantization_config": {"quant_method": "fp8"},
+    },
+    "moonshotai/Kimi-K2.5": {
+        "model_type": "kimi_k25",
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "text_config": {"quantization_config": {"quant_method": "compressed-tensors"}},
+    },
+    "moonshotai/Kimi-K2-Base": {
+        "model_type": "kimi_k2",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **CODE,
+    },
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": {
+        "model_type": "kimi_linear",
+        "architectures": ["KimiLinearForCausalLM"],
+        **CODE,
+    },
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": {
+        "model_type": "llama4",
+        "architectures": ["Llama4ForConditionalGeneration"],
+    },
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": {
+        "model_type": "mllama",
+        "architectures": ["MllamaForConditionalGeneration"],
+    },
+    "google/gemma-3n-E4B-it": {
+        "model_type": "gemma3n",
+        "architectures": ["Gemma3nForConditionalGeneration"],
+    },
+    "microsoft/Phi-3.5-MoE-instruct": {
+        "model_type": "phimoe",
+        "architectures": ["PhiMoEForCausalLM"],
+        "original_max_position_embeddings": 64,
+        "rope_parameters": None,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 32,
+            "long_factor": [2.0] * 32,
+            "short_mscale": 1.0,
+            "long_mscale": 1.0,
+        },
+    },
+    "stabilityai/stablelm-2-1_6b-chat": {
+        "model_type": "stablelm",
+        "architectures": ["StableLmForCausalLM"],
+    },
+    "Zyphra/Zamba2-2.7B-instruct": {
+        "model_type": "zamba2",
+        "architectures": ["Zamba2ForCausalLM"],
+    },
+    "XiaomiMiMo/MiMo-V2-Flash": {
+        "model_type": "mimo_v2_flash",
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "sliding_window": 128,
+        **CODE,
+    },
+}
+"""Models that are refused, by their names on the hub, and the fields of their config.json that decide it."""
+
 WITHOUT_TREES = ("gemma2", "gpt_oss")
 """Families that train each sequence alone: soft-capped scores, attention sinks."""
+
+
+def refused_model(name: str, folder: Path) -> BaseModel:
+    """A model of REFUSED without weights: art/tiny's configuration but for what decides."""
+    config = json.loads((TINY_DIR / "config.json").read_text()) | REFUSED[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    return BaseModel(name, folder)
 
 
 def make_model(name: str, folder: Path) -> Path:

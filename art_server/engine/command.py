@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from art_server.base_facts import Facts
 from art_server.base_models import BaseModel, has_other_format, weight_bytes
 from art_server.device.plan import Plan
 from art_server.errors import InvalidInput
@@ -21,6 +22,10 @@ CPU_MAX_SEQ_LENGTH = 8192
 CPU_BLOCK_SIZE = 32
 """Tokens in a block of the KV cache, the fewest that vLLM's fast kernels support. Only whole blocks are shared: with
 vLLM's default of 128, each rollout computed its prompt again if the prompt was shorter than that."""
+
+LATENT_BACKEND = "CPU_MLA"
+"""vLLM's kernels for latent attention on any CPU and in both number types; it sets their block size itself. Those that it
+prefers on a CPU with AMX take bfloat16 only, and a CPU serves float32."""
 
 FEW_CORES, LARGE_BYTES = 4, 100_000_000
 """vLLM leaves one core to its other processes. With at most this many cores and a model larger than this, that costs
@@ -56,6 +61,13 @@ def seq_length(config: ServerConfig, base: BaseModel, device: Device) -> int | N
     return config.max_seq_length
 
 
+def attention_on_cpu(facts: Facts) -> dict[str, str]:
+    """vLLM's options for the attention of a model on a CPU."""
+    if facts.has_latent_attention:
+        return {"attention-backend": LATENT_BACKEND}
+    return {"block-size": str(CPU_BLOCK_SIZE)}
+
+
 def engine_command(
     config: ServerConfig, base: BaseModel, device: Device, run_dir: Path, plan: Plan | None = None
 ) -> list[str]:
@@ -87,7 +99,7 @@ def engine_command(
         arguments["default-chat-template-kwargs"] = json.dumps(thinks)
     if device == "cpu":
         switches.append("enforce-eager")
-        arguments["block-size"] = str(CPU_BLOCK_SIZE)
+        arguments |= attention_on_cpu(facts)
     if device == "cuda" and len(config.serve_devices) > 1:
         arguments["tensor-parallel-size"] = str(len(config.serve_devices))
     if plan is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -18,6 +19,15 @@ from art_server.trainer.layers import Layers, find_layers
 
 FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "att_proj")
 """Layers that compute queries, keys and values at once."""
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    StrictDataclassError,
+)
+"""What transformers raises for a configuration that it does not understand."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
 
@@ -29,7 +39,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
     told: dict[str, Any] = {"model_type": family, "quantization": method, "has_8_bits": has_8_bits}
     try:
         config = read_config(str(folder))
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except UNREADABLE as error:
         return Facts(**told, problem=_unreadable(family, raw, error))
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -66,6 +76,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         kv_per_token=_kv_per_token(model, text),
         kv_heads=1 if is_latent else int(kv_heads),
         is_mixture=layers.is_mixture,
+        has_latent_attention=is_latent,
         has_delta_rule=bool(getattr(text, "linear_num_key_heads", None)),
         lora_width=sum(sum(_shape(model.get_submodule(path))) for path in layers.takes),
         lora_modules=tuple(sorted({path.rpartition(".")[2] for path in layers.takes})),
@@ -98,7 +109,7 @@ def _unreadable(family: str, raw: dict[str, Any], error: Exception) -> str:
             f"it needs code of its own, which is never run, and transformers {transformers.__version__} has no class for its "
             f"family '{family}'"
         )
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = " ".join(str(error).split()) or type(error).__name__
     return f"transformers {transformers.__version__} cannot read its configuration: {reason[:300]}"
 
 

@@ -30,6 +30,9 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
         for name, value in list(vars(part).items()):
             if name.endswith(("dropout", "pdrop")) and type(value) in (int, float):
                 setattr(part, name, 0.0)
+    if config.model_type == "cohere2":
+        # Its layers see that many tokens before a token, and itself (vLLM 0.32, models/commandr.py); transformers counts it.
+        config.sliding_window += 1
     model_class = find_class(config)
     base = model_class.from_pretrained(
         base_model,

@@ -32,6 +32,8 @@ from art_server.engine.command import engine_command, engine_environment
 from art_server.settings import ServerConfig
 
 MODEL = "art/tiny"
+PLAIN_VLLM = """import art_server, runpy  # which lets vLLM import torchvision beside a CPU's torch
+runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__", alter_sys=True)"""
 
 
 def start_ours(path: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -54,10 +56,9 @@ def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command[at : at + 2] = ["--host", "127.0.0.1", "--port", str(port)]
-    module = "vllm.entrypoints.launchers.api_server.entry"
     with open(path / "vllm.log", "wb") as log:
         process = subprocess.Popen(
-            [command[0], "-m", module, *command[4:]],
+            [command[0], "-c", PLAIN_VLLM, *command[4:]],
             env=engine_environment(config, BaseModel(MODEL, TINY_DIR), "cpu", os.environ),
             stdout=log,
             stderr=log,
@@ -65,8 +66,11 @@ def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
     return process, f"http://127.0.0.1:{port}"
 
 
-async def wait_ready(session: aiohttp.ClientSession, path: str) -> None:
+async def wait_ready(
+    process: subprocess.Popen[bytes], session: aiohttp.ClientSession, path: str
+) -> None:
     while True:
+        assert process.poll() is None, f"{process.args} ended"
         try:
             async with session.get(path) as response:
                 if response.status == 200:
@@ -131,8 +135,10 @@ async def main() -> None:
         )
         try:
             async with ours, vllm:
-                await wait_ready(ours, "/ready")
-                await wait_ready(vllm, "/health")
+                for (process, _), session, path in zip(
+                    processes, (ours, vllm), ("/ready", "/health"), strict=True
+                ):
+                    await wait_ready(process, session, path)
                 await measure(ours, vllm, flags)
         finally:
             for process, _ in processes:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from art_server.base_facts import Facts
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.device.plan import make_plan
 from art_server.engine import command
@@ -30,6 +31,29 @@ def test_short_prompts_fill_blocks_of_a_cpus_cache() -> None:
     given = ServerConfig(path=Path("x"), engine_args={"block_size": "64"})
     made = engine_command(given, TINY, "cpu", Path("y"))
     assert value_of(made, "--block-size") == "64" and made.count("--block-size") == 1
+
+
+def test_latent_attention_gets_the_kernels_that_take_float32_on_any_cpu() -> None:
+    """vLLM's own choice on a CPU with AMX fails at the first request in float32: `expect weight to be bfloat16`."""
+    config = ServerConfig(path=Path("x"))
+    latent = BaseModel("latent", TINY_DIR)
+    vars(latent)["facts"] = Facts(model_type="deepseek_v3", has_latent_attention=True)
+    made = engine_command(config, latent, "cpu", Path("y"))
+    assert value_of(made, "--attention-backend") == "CPU_MLA" and "--block-size" not in made
+    assert "--attention-backend" not in engine_command(config, latent, "cuda", Path("y"))
+    assert "--attention-backend" not in engine_command(config, TINY, "cpu", Path("y"))
+
+
+@pytest.mark.parametrize("other", ["params.json", "consolidated.safetensors"])
+def test_a_folder_with_mistrals_format_is_served_in_the_hubs(other: str, tmp_path: Path) -> None:
+    for file in TINY_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config, both = ServerConfig(path=Path("x")), BaseModel("both", tmp_path)
+    flags = ("--config-format", "--load-format", "--tokenizer-mode")
+    assert not set(flags) & set(engine_command(config, both, "cpu", Path("y")))
+    (tmp_path / other).touch()
+    made = engine_command(config, both, "cpu", Path("y"))
+    assert [value_of(made, flag) for flag in flags] == ["hf", "safetensors", "hf"]
 
 
 def test_a_message_names_no_image_that_the_engine_would_fetch() -> None:

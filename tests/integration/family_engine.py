@@ -80,6 +80,10 @@ def start_engine(family: str, base: Path, number_type: NumberType) -> Any:
     from vllm import LLM
 
     facts = read_facts(base)
+    attention: dict[str, Any] = {
+        name.replace("-", "_"): int(value) if value.isdecimal() else value
+        for name, value in command.attention_on_cpu(facts).items()
+    }
     return LLM(
         str(base),
         enable_lora=True,
@@ -89,7 +93,7 @@ def start_engine(family: str, base: Path, number_type: NumberType) -> Any:
         max_model_len=128,
         enforce_eager=True,
         language_model_only=True,
-        block_size=command.CPU_BLOCK_SIZE,
+        **attention,
     )
 
 

@@ -40,10 +40,17 @@ def test_what_was_trained_is_what_is_served() -> None:
         assert line["base"] < largest and line["trained"] < largest, line
 
 
-def test_a_layer_whose_adapter_vllm_ignores_is_found_before_it_is_trained() -> None:
-    command = [sys.executable, "-m", "tests.integration.planted_layers", "deepseek_v3"]
+@pytest.mark.parametrize(
+    ("family", "folded"), [("deepseek_v3", {"self_attn.kv_b_proj"}), ("gemma3", set())]
+)
+def test_an_adapter_that_vllm_applies_otherwise_or_ignores_is_found_at_its_first_load(
+    family: str, folded: set[str]
+) -> None:
+    command = [sys.executable, "-m", "tests.integration.planted_layers", family]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    faults = json.loads(done.stdout.splitlines()[-1])
-    wrong = {kind for kind, fault in faults.items() if fault is not None}
-    assert wrong == {"self_attn.kv_b_proj"} and len(faults) > 3, faults
+    kinds, changes = map(json.loads, done.stdout.splitlines()[-2:])
+    assert {kind for kind, fault in kinds.items() if fault is not None} == folded and len(kinds) > 3
+    assert (
+        set(changes) == {"alpha", "layer numbers", "tower", "base"} and None not in changes.values()
+    )

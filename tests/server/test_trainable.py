@@ -1,6 +1,7 @@
 """Which base models are refused before their weights are downloaded, and in which words."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from art_server.base_models import TINY_DIR, BaseModel, check_trainable
 from art_server.errors import InvalidInput
 from art_server.inspection.model import inspect
 from art_server.settings import ServerConfig
-from tests.toy_models import make_model
+from tests.toy_models import REFUSED, make_model, refused_model
 
 TINY = json.loads((TINY_DIR / "config.json").read_text())
 NO_TOOLS = "its chat template renders no tools, so the model does not see them"
@@ -111,6 +112,11 @@ def test_bitsandbytes_trains_but_8_bits_not_with_unsloth(tmp_path: Path) -> None
             "it needs code of its own, which is never run",
             "Qwen/Qwen3-4B",
         ),
+        (
+            {"model_type": "mimo_v2_flash", "sliding_window": "wide"},
+            "cannot read its configuration: Validation error for field 'sliding_window': TypeError: Field",
+            "Qwen/Qwen3-4B",
+        ),
         ({"model_type": "of_tomorrow"}, "cannot read its configuration", "Qwen/Qwen3-4B"),
         ({"model_type": ""}, "names no model_type", "Qwen/Qwen3-4B"),
         (
@@ -125,6 +131,15 @@ def test_a_family_that_cannot_be_trained_and_served_is_refused(
 ) -> None:
     message = refusal(base(tmp_path, **config))
     assert words in message and instead in message
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_refusal_of_a_published_model_names_one_to_take(name: str, tmp_path: Path) -> None:
+    message = refusal(refused_model(name, tmp_path))
+    assert name in message and re.search(
+        r"use (another|unsloth/|Qwen/|RedHatAI/|the model without)", message
+    )
 
 
 LONG = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}

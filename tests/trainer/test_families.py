@@ -1,5 +1,6 @@
 """Each family of models trains a step, at toy size with random weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ def test_a_step_moves_layers_that_the_engine_adapts(family: str, tmp_path: Path)
     assert layers == {path.rpartition(".")[2] for path in find_layers(outline(str(base))).takes}
     assert not layers & {"router", "gate", "experts", "shared_expert_gate", "lm_head"}
     assert all(each.grad is not None for each in policy.parameters.values())
+
+
+def test_a_window_is_as_long_as_the_engines(tmp_path: Path) -> None:
+    """vLLM's layers of Cohere 2 see one token more than transformers' (tests/integration/family_engine.py compares them)."""
+    base = make_model("cohere2", tmp_path / "base")
+    written = json.loads((base / "config.json").read_text())["sliding_window"]
+    loaded = load_base(str(base), torch.float32, torch.device("cpu"))
+    first = loaded.get_submodule("model.layers.0.self_attn")
+    assert (first.sliding_window, loaded.config.sliding_window) == (written + 1, written + 1)
 
 
 def test_of_a_model_that_sees_only_the_language_model_is_adapted(tmp_path: Path) -> None:
