@@ -92,8 +92,8 @@ NEMOTRON = {
 GATED = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "num_hidden_layers": 4,
 }
 """Layers of the gated delta rule, three in four."""
