@@ -3,8 +3,7 @@ adapter.
 
 It prints two JSON lines per family. The first is about the step. The second has the largest difference between the
 log-probabilities of trainer and engine, for the base and with the adapter, over the text and the tokens that the engine then
-samples. vLLM runs with our plugin inside this process, because a new engine process takes 20 s or
-more to start.
+samples. vLLM runs with our plugin inside this process if it can, because a new engine process takes 20 s or more to start.
 """
 
 import gc
@@ -41,6 +40,8 @@ LORA = LoRAConfig(rank=8)
 NUM_SAMPLED = 8
 LEARNING_RATE = 0.03
 """Large, so that one step changes log-probabilities by more than any rounding."""
+OWN_PROCESS = ("smollm3",)
+"""Families that vLLM serves by transformers' class, which it changes for its whole process."""
 
 
 def main() -> None:
@@ -73,9 +74,10 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> Iterator[dict[st
 
 
 def start_engine(family: str, base: Path, number_type: NumberType) -> Any:
-    """vLLM's LLM in this process. Any: it is imported when it starts."""
+    """vLLM's LLM, in this process if possible. Any: it is imported when it starts."""
     environment = command.engine_environment(ServerConfig(), BaseModel(family, base), "cpu", {})
-    os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    apart = str(int(family in OWN_PROCESS))
+    os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": apart}
     # Imported here, because vLLM reads the environment at import.
     from vllm import LLM
 
