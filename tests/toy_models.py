@@ -92,8 +92,8 @@ NEMOTRON = {
 GATED = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
     "num_hidden_layers": 4,
 }
 """Layers of the gated delta rule, three in four."""
@@ -133,7 +133,8 @@ ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_next": SHAPE | EXPERTS | GATED | {"shared_expert_intermediate_size": 32},
     "qwen3_5": {
-        "text_config": TIED | GATED,
+        # vLLM's kernel for CPUs takes no smaller heads.
+        "text_config": TIED | GATED | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
         "vision_config": QWEN_SEES | {"num_position_embeddings": 16},
         "tie_word_embeddings": True,
         **QWEN_IDS,

@@ -2,7 +2,7 @@
 before them (`unsloth_worker.py`), and only the worker imports this file, on demand.
 
 Unsloth does loading, kernels and gradient checkpointing; `Policy` does adapter, head and loss. Written against unsloth
-2026.10.9; only this file uses its private names. docs/training.md lists the differences from PEFT.
+2026.10.7; only this file uses its private names. docs/training.md lists the differences from PEFT.
 """
 
 import contextlib
