@@ -40,7 +40,7 @@ LORA = LoRAConfig(rank=8)
 NUM_SAMPLED = 8
 LEARNING_RATE = 0.03
 """Large, so that one step changes log-probabilities by more than any rounding."""
-OWN_PROCESS = ("smollm3",)
+OWN_PROCESS = ("seed_oss", "smollm3")
 """Families that vLLM serves by transformers' class, which it changes for its whole process."""
 
 
