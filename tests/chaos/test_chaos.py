@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.chaos import Chaos
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_kills_lose_nothing(tmp_path: Path) -> None:

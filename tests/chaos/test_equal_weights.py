@@ -14,7 +14,7 @@ import pytest
 from tests.chaos.chaos import read_lines
 from tests.chaos.server import POINTS, VARIABLE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 NUM_KILLS = 20 if os.environ.get("ART_TEST_FULL") else 1
 NUM_JOBS = max(2, NUM_KILLS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 LOAD = Path(__file__).parents[2] / "scripts" / "bench" / "load"
 MAY_HAPPEN = {"200", "hostile: 413", "hostile: 422", "steps", "stream ended by the engine's death"}

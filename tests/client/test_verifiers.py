@@ -10,7 +10,7 @@ import pytest
 
 from tests.client.conftest import MODEL_INFO, Answer, FakeServer, Request
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 

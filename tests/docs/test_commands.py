@@ -165,7 +165,7 @@ def test_the_pythons_are_those_of_the_package() -> None:
     assert set(python[1:]) == {"3.11 to 3.13"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "system", ["windows", "macos", "aarch64-apple-darwin", "x86_64-unknown-linux-musl"]
 )

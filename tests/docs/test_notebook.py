@@ -11,7 +11,7 @@ from tests.client.conftest import Answer
 from tests.docs.conftest import FakeArt
 from tests.docs.pages import SERVERS, blocks
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
 
 def make_notebook(url: str, *more: str) -> NotebookClient:

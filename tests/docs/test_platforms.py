@@ -101,7 +101,7 @@ UNIX_ONLY = {
 """Parts of the client that docs/howto/platforms.md names as Unix's own."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("system", "missing"), [("Windows", UNIX_ONLY), ("Darwin", {})])
 def test_the_client_calls_nothing_that_a_system_lacks(
     system: str, missing: dict[str, set[str]]

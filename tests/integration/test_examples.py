@@ -78,7 +78,7 @@ OF_PROGRAM = {"rock_paper_scissors": FEWER}
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program",
     ["rock_paper_scissors", "mail_search", "mcp_tools", "temporal_clue", "judged", "reasoning"],
@@ -97,7 +97,7 @@ def test_a_learner_trains_exact_tokens_and_compares_before_and_after(
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_warm_start_is_compared_before_it_after_it_and_at_the_end(
     server: Server, tmp_path: Path
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_warm_start_is_compared_before_it_after_it_and_at_the_end(
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_student_is_distilled_from_the_teacher_that_the_program_trained(
     server: Server, tmp_path: Path
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_student_is_distilled_from_the_teacher_that_the_program_trained(
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs_from_its_first_cell_to_its_last(server: Server, tmp_path: Path) -> None:
     notebook: Any = nbformat.read(ROOT / "examples" / "temporal_clue.ipynb", as_version=4)
     assert all(cell.cell_type == "markdown" or not cell.outputs for cell in notebook.cells)
@@ -150,7 +150,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(server: Server, tmp_p
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example_of_the_readme_runs_with_a_server_of_its_own(tmp_path: Path) -> None:
     printed = run([str(ROOT / "examples" / "minimal.py")], tmp_path)
     steps = [

@@ -12,7 +12,7 @@ from art_server.jobs.resolve import TWICE
 from tests.collector import Collector, attributes
 from tests.integration.live import BEFORE_AND_AFTER, Server, done_jobs, run_program
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "frameworks"

@@ -22,7 +22,7 @@ from tests.integration.live import Server, descendants
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
 ]
 

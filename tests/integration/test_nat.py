@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.live import Server
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 EQUAL = "all rewards in the group are equal: no signal"

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.live import Server, run_program
 from tests.integration.test_frameworks import ROOT
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

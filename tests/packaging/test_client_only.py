@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 UV = shutil.which("uv") or str(ROOT / ".build" / "uv" / "bin" / "uv")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_client_installs_alone(tmp_path: Path) -> None:
     if not Path(UV).exists():
         pytest.skip("uv is not installed; scripts/setup installs it where it is missing")

@@ -110,7 +110,7 @@ def test_a_tracker_installs_beside_a_server_and_the_other_trackers(
         assert {name: beside.get(name, own[name]) for name in own} == own, other
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("extra", LOCKED)
 def test_an_extra_installs_under_its_constraints(extra: str, python: str, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ COMPILER = re.compile(r"(.*-)?(cc|gcc|g\+\+|c\+\+|clang|clang\+\+|nvcc)(-[\d.]+)
 START_SECONDS = 240
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_of_the_cpu_image_end_in_a_server_that_answers(tmp_path: Path) -> None:
     python = re.match(r"python:(\d+\.\d+)-slim", argument("Dockerfile.cpu", "FROM"))
     assert python is not None

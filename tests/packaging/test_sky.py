@@ -262,7 +262,7 @@ def probe(venv: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_skypilots_parser_reads_the_task_and_refuses_a_bogus_key(probe: dict[str, Any]):
     assert probe["name"] == "art-server"
     resources, workdir, secrets, variables = probe["file"]
@@ -273,7 +273,7 @@ def test_skypilots_parser_reads_the_task_and_refuses_a_bogus_key(probe: dict[str
     assert "bogus_key" in probe["bogus"]["top"] and "bogus_key" in probe["bogus"]["resources"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_backend_makes_its_task_with_skypilots_own_classes(probe: dict[str, Any]):
     resources, workdir, secrets, variables = probe["made"]
     assert resources == [[{"H100": 2}, 200, None]]
@@ -284,7 +284,7 @@ def test_backend_makes_its_task_with_skypilots_own_classes(probe: dict[str, Any]
     assert probe["of_resources"] == [[None, 99, None]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shell_scripts_pass_shellcheck(venv: Path, tmp_path: Path):
     scripts = [ROOT / "scripts" / "launch-cluster.sh"]
     task = yaml.safe_load(TASK.read_text())

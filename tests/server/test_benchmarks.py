@@ -31,7 +31,7 @@ def test_ledger_finds_what_it_recorded() -> None:
     assert told["disk_bytes_per_completion_1_turn"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gpu_check_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     """At toy size on a CPU every check runs, and none claims to have seen a device."""
     out = tmp_path / "gpu.jsonl"

@@ -32,7 +32,7 @@ def can_trace() -> bool:
     return shutil.which("strace") is not None and subprocess.run(traced).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not can_trace(), reason="strace, which makes calls fail, is not in reach")
 @pytest.mark.parametrize("first", [1, 2, 5, 9])
 @pytest.mark.parametrize("call", ["fsync,fdatasync", "pwrite64", "write,rename"])

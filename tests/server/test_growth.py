@@ -18,7 +18,7 @@ from art_server.store.registry import Model
 from tests.jobs import test_runner
 from tests.jobs.test_runner import House, quick, running  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.timeout(3600)]
 
 NUM_JOBS = 10_000 if os.environ.get("ART_TEST_FULL") else 400
 MAX_GROWTH_BYTES = 1 << 20

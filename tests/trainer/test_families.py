@@ -28,7 +28,7 @@ LAYOUTS = ("qwen3_5", "gemma3", "gemma4 whose keys are values", "glm4_moe_lite",
 """Of PUBLISHED: several parts, latent attention, several kinds of layers."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", [*FAMILIES, *LAYOUTS])
 def test_a_step_moves_layers_that_the_engine_adapts(family: str, tmp_path: Path) -> None:
     base = make_model(family, tmp_path / "base")

@@ -55,7 +55,7 @@ ROUNDED = {"granite": 1e-5, "gemma4_text": 2e-5, "qwen3_5_text": 1e-5}
 alone differs by 7e-6 as a tree and as a row. granite, which multiplies its embeddings and residuals, and qwen3_5, with its recurrent layers: 1.4e-6 beside others."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*FAMILIES, *ROPES])
 def test_neighbours_change_no_sequence(name: str, tmp_path: Path) -> None:
     assert_own(name, tmp_path)

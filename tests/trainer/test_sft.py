@@ -215,7 +215,7 @@ def test_the_gap_is_judged_before_the_weights_change(
     assert done.metrics["loss/importance_ratio_p99"] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
 def test_three_steps_are_those_of_trl(

@@ -28,7 +28,7 @@ from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.step import train
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     # TRL and what it imports warn about settings that this test does not touch.
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -36,7 +36,7 @@ from art_server.trainer.batches import MicroBatch, make_micro_batches, make_trai
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.step import train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 OWN_LENGTH = 256
