@@ -179,6 +179,8 @@ class BaseLoader:
         small = find_base_model(name, base_models.CACHE_DIR, needs_weights=False)
         small = replace(small, template=template)
         base_models.check_trainable(small, self._config.trainer)
+        if self._machine.kind == "cpu":
+            base_models.check_on_cpu(small)
         check_number_types(self._config, self._machine.kind, small)
         return replace(find_base_model(name, base_models.CACHE_DIR), template=template)
 

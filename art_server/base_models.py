@@ -33,6 +33,13 @@ WITHOUT_ADAPTERS = ("llama4", "llama4_text")
 """Families whose adapters vLLM applies wrongly: it reorders the weights of Llama 4's queries and keys when it loads
 them, but not the weights of their adapters."""
 
+NOT_ON_CPU = {
+    "ernie4_5_moe": "leave out the bias by which it chooses them",
+    "minimax_m2": "cannot choose them by a sigmoid",
+    "nemotron_h": "cannot compute them without a gate",
+}
+"""Families of mixtures of experts, and why vLLM's experts for CPUs are not theirs."""
+
 INSTEAD = {
     "gemma": "google/gemma-3-4b-it",
     "llama": "meta-llama/Llama-3.1-8B-Instruct",
@@ -43,7 +50,9 @@ INSTEAD = {
 }
 """A model of about the same kind, by the beginning of a family's name."""
 USUAL = "Qwen/Qwen3-4B-Instruct-2507"
-QUANTIZED_SUFFIX = re.compile(r"-(FP8|AWQ|GPTQ|NVFP4|INT[48]|[Ww]\d+[Aa]\d+).*$", re.IGNORECASE)
+QUANTIZED_SUFFIX = re.compile(
+    r"-(FP8|AWQ|GPTQ|NVFP4|INT[48]|w\d+a\d+|(unsloth-)?bnb-[48]bit).*$", re.IGNORECASE
+)
 """What the names of quantised copies add."""
 
 BY_LENGTH = ("longrope", "su", "dynamic")
@@ -253,6 +262,25 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
         raise _not_trainable(
             f"base_model '{base.name}' has rotary embeddings of the kind '{by_length[0]}', whose factors would depend on "
             f"which sequences train together: {remedy}"
+        )
+
+
+def check_on_cpu(base: BaseModel) -> None:
+    """Checks that vLLM can serve the base model on a CPU. Needs no weights.
+
+    Raises:
+        InvalidInput: the weights are quantised, or vLLM's experts for CPUs are not those of the family.
+    """
+    facts = base.facts
+    if facts.quantization is not None:
+        raise _not_trainable(
+            f"base_model '{base.name}' is quantised by '{facts.quantization}', which needs a GPU: use "
+            f"{_unquantized(base.name, facts.model_type)}"
+        )
+    if facts.is_mixture and facts.model_type in NOT_ON_CPU:
+        raise _not_trainable(
+            f"base_model '{base.name}' is a mixture of experts, and vLLM's experts for CPUs "
+            f"{NOT_ON_CPU[facts.model_type]}: start the server on a GPU, or use another base model, such as {USUAL}"
         )
 
 

@@ -92,11 +92,11 @@ NEMOTRON = {
 GATED = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "num_hidden_layers": 4,
 }
-"""Layers of the gated delta rule, three in four."""
+"""Layers of the gated delta rule, three in four. vLLM's kernel for CPUs takes no smaller heads."""
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}}
 SEES = {
     "hidden_size": 32,
@@ -133,8 +133,7 @@ ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_next": SHAPE | EXPERTS | GATED | {"shared_expert_intermediate_size": 32},
     "qwen3_5": {
-        # vLLM's kernel for CPUs takes no smaller heads.
-        "text_config": TIED | GATED | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        "text_config": TIED | GATED,
         "vision_config": QWEN_SEES | {"num_position_embeddings": 16},
         "tie_word_embeddings": True,
         **QWEN_IDS,
@@ -265,6 +264,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "moe_latent_size": None,
     },
     "falcon_h1": SHAPE | MAMBA | {"mamba_d_ssm": 256},
+    "olmo_hybrid": SHAPE | GATED,
+    "glm4": SHAPE,
+    "glm4v": {
+        "text_config": SHAPE
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 3, 3],
+            }
+        },
+        "vision_config": SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 128},
+        **QWEN_IDS,
+    },
+    "exaone_moe": SHAPE | SHARED_EXPERTS | ONE_OF_EACH,
+    "hy_v3": SHAPE | EXPERTS,
+    "laguna": SHAPE
+    | EXPERTS
+    | {"num_attention_heads_per_layer": [4, 4], "shared_expert_intermediate_size": 32},
+    "idefics3": {
+        "text_config": SHAPE | {"model_type": "llama"},
+        "vision_config": PIXELS,
+        "image_token_id": 1390,
+    },
 }
 """The layouts in which families are published: parts that see, nested settings, several kinds of layers. What follows a
 family's name tells its variants apart."""
@@ -390,16 +414,26 @@ def refused_model(name: str, folder: Path) -> BaseModel:
     return BaseModel(name, folder)
 
 
-def make_model(name: str, folder: Path) -> Path:
-    """Writes the model of FAMILIES, PUBLISHED or ROPES into a new folder, in float32; returns the folder."""
-    family = name.partition(" ")[0]
-    settings = PUBLISHED.get(name) or SHAPE | FAMILIES.get(family, {})
+def toy_settings(name: str) -> dict[str, Any]:
+    """The settings of the model of FAMILIES, PUBLISHED or ROPES."""
+    settings = PUBLISHED.get(name) or SHAPE | FAMILIES.get(name.partition(" ")[0], {})
     if name in ROPES:
         settings |= {"rope_parameters": {"rope_theta": 10000.0, **ROPES[name]}}
         if "original_max_position_embeddings" in ROPES[name]:
             settings |= {"original_max_position_embeddings": ORIGINAL}
-    config = AutoConfig.for_model(family, **settings)
+    return settings
+
+
+def toy_config(name: str) -> Any:
+    """transformers' configuration of that model, in float32. Any: its class follows from the name."""
+    config = AutoConfig.for_model(name.partition(" ")[0], **toy_settings(name))
     config.dtype = "float32"
+    return config
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """Writes that model with random weights into a new folder; returns the folder."""
+    settings, config = toy_settings(name), toy_config(name)
     torch.manual_seed(0)
     model = find_class(config)(config)
     model.save_pretrained(folder)

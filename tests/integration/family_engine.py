@@ -3,7 +3,7 @@ adapter.
 
 It prints two JSON lines per family. The first is about the step. The second has the largest difference between the
 log-probabilities of trainer and engine, for the base and with the adapter, over the text and the tokens that the engine then
-samples. vLLM runs with our plugin inside this process if it can, because a new engine process takes 20 s or more to start.
+samples, or says why a CPU does not serve the family. vLLM runs with our plugin inside this process if it can, because a new engine process takes 20 s or more to start.
 """
 
 import gc
@@ -20,8 +20,9 @@ import torch
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.base_facts import read_facts
-from art_server.base_models import BaseModel, check_trainable
+from art_server.base_models import BaseModel, check_on_cpu, check_trainable
 from art_server.engine import command
+from art_server.errors import InvalidInput
 from art_server.settings import NumberType, ServerConfig
 from art_server.shared import switches
 from art_server.shared.tasks import (
@@ -60,6 +61,11 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> Iterator[dict[st
     number_type, _ = ServerConfig().number_types("cpu", has_delta_rule=facts.has_delta_rule)
     policy, grad_norm = take_step(base, folder, after)
     yield {"trees": policy.shares_prefixes, "grad_norm": grad_norm, "number_type": number_type}
+    try:
+        check_on_cpu(BaseModel(family, base))
+    except InvalidInput as error:
+        yield {"refused": error.message}
+        return
     engine = start_engine(family, base, number_type)
     whole, found = score(engine, token_ids, after)
     trained = policy.sequence_logprobs(whole)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from art_server.base_models import NOT_ON_CPU
 from tests.toy_models import FAMILIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -16,18 +17,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("gemma3_text", "qwen3_moe")
 """Families of every run. vLLM inspects each new architecture for 20 s, so all of them run only with ART_TEST_FULL=1."""
-NOT_HERE = {
-    "minimax_m2": "vLLM's experts for CPUs are not routed by a sigmoid",
-}
-
-
 SIXTEEN_BITS = {"qwen3_5_text"}
 """Families that the engine computes in bfloat16."""
 
 
 def test_what_was_trained_is_what_is_served() -> None:
     is_full = os.environ.get("ART_TEST_FULL") == "1"
-    families = [each for each in FAMILIES if each not in NOT_HERE] if is_full else QUICK
+    families = [each for each in FAMILIES if each not in NOT_ON_CPU] if is_full else QUICK
     command = [sys.executable, "-m", "tests.integration.family_engine", *families]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -40,6 +36,7 @@ def test_what_was_trained_is_what_is_served() -> None:
         assert line["base"] < largest and line["trained"] < largest, line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "folded"), [("deepseek_v3", {"self_attn.kv_b_proj"}), ("gemma3", set())]
 )

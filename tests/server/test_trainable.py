@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 from art_server import base_facts
 from art_server.base_facts import read_facts
 from art_server.base_loader import check_number_types
-from art_server.base_models import TINY_DIR, BaseModel, check_trainable
+from art_server.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trainable
 from art_server.errors import InvalidInput
 from art_server.inspection.model import inspect
 from art_server.settings import ServerConfig
-from tests.toy_models import REFUSED, make_model, refused_model
+from tests.toy_models import REFUSED, make_model, refused_model, toy_config
 
 TINY = json.loads((TINY_DIR / "config.json").read_text())
 NO_TOOLS = "its chat template renders no tools, so the model does not see them"
@@ -140,6 +141,37 @@ def test_the_refusal_of_a_published_model_names_one_to_take(name: str, tmp_path:
     assert name in message and re.search(
         r"use (another|unsloth/|Qwen/|RedHatAI/|the model without)", message
     )
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("suffix", ["bnb-4bit", "unsloth-bnb-4bit"])
+def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
+    model = base(tmp_path, f"unsloth/Qwen3-4B-{suffix}", quantization_config=BNB)
+    check_trainable(model)
+    with pytest.raises(InvalidInput, match=r"needs a GPU: use unsloth/Qwen3-4B$"):
+        check_on_cpu(model)
+    check_on_cpu(BaseModel("art/tiny", TINY_DIR))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("toy", "is_refused"),
+    [
+        ("minimax_m2", True),
+        ("ernie4_5_moe", True),
+        ("nemotron_h moe", True),
+        ("nemotron_h", False),
+        ("qwen3_moe", False),
+    ],
+)
+def test_a_cpu_serves_no_experts_that_vllm_computes_otherwise(
+    toy: str, is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(toy_config(toy).to_dict()))
+    model = BaseModel("a base", tmp_path)
+    check_trainable(model)
+    with pytest.raises(InvalidInput, match="GPU") if is_refused else nullcontext():
+        check_on_cpu(model)
 
 
 LONG = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}

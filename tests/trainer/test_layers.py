@@ -20,10 +20,14 @@ MIXER = "mixer.q_proj mixer.k_proj mixer.v_proj mixer.o_proj"
 LATENT = "self_attn.q_a_proj self_attn.q_b_proj self_attn.kv_a_proj_with_mqa self_attn.o_proj"
 GATED = " ".join(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"))  # fmt: skip
 MOE_QKVO = dict.fromkeys(
-    ("hunyuan_v1_moe", "ernie4_5_moe", "afmoe", "phimoe", "granitemoehybrid", "qwen3_vl_moe"), QKVO
+    (
+        *("hunyuan_v1_moe", "ernie4_5_moe", "afmoe", "phimoe", "granitemoehybrid", "qwen3_vl_moe"),
+        *("exaone_moe", "hy_v3"),
+    ),
+    QKVO,
 )
 DENSE = dict.fromkeys(
-    ("olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"),
+    ("olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "idefics3"),
     f"{QKVO} {MLP}",
 )  # fmt: skip
 TAKES = MOE_QKVO | DENSE | {
@@ -39,11 +43,17 @@ TAKES = MOE_QKVO | DENSE | {
     "lfm2_moe": QKVO.replace("o_proj", "out_proj"),
     "nemotron_h": f"{MIXER} mixer.in_proj mixer.up_proj mixer.down_proj",
     "nemotron_h moe": MIXER,
+    **dict.fromkeys(("glm4", "glm4v"), f"{QKVO} mlp.gate_up_proj mlp.down_proj"),
+    "laguna": f"{QKVO} self_attn.g_proj",
+    "olmo_hybrid": f"{QKVO} {MLP} " + " ".join(f"linear_attn.{name}_proj" for name in "abgkoqv"),
     "falcon_h1": f"{QKVO} mamba.in_proj {MLP}".replace("mlp.", "feed_forward."),
 }  # fmt: skip
 """Paths in a layer."""
-INSIDE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4 whose keys are values", "mistral3")  # fmt: skip
-"""Families whose language model is a part of a larger model."""
+INSIDE = dict.fromkeys(
+    ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4 whose keys are values", "mistral3", "glm4v"),
+    "model.language_model.layers",
+) | {"idefics3": "model.text_model.layers"}  # fmt: skip
+"""Families whose language model is a part of a larger model, and the path of its layers."""
 
 
 def outline(name: str) -> Any:
@@ -65,7 +75,7 @@ def test_the_language_models_layers_take_an_adapter_and_no_others(name: str) -> 
     model = outline(name)
     layers = find_layers(model)
     assert adapted(model, LoRAConfig()) == layers.takes
-    before = "model.language_model.layers" if name in INSIDE else "model.layers"
+    before = INSIDE.get(name, "model.layers")
     assert {re.sub(rf"^{re.escape(before)}\.\d+\.", "", path) for path in layers.takes} == set(
         TAKES[name].split()
     )

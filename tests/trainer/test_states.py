@@ -14,7 +14,7 @@ from art_server.trainer.states import MAX_PADDING, make_plan
 from art_server.trainer.tree import lay_out, sort_sequences
 from tests.toy_models import make_model
 
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1")  # fmt: skip
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1", "olmo_hybrid")  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=RECURRENT)
