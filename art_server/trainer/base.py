@@ -39,7 +39,7 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
         config=config,
         dtype=dtype,
         device_map={"": device},
-        attn_implementation=usual_attention(model_class),
+        attn_implementation=usual_attention(model_class, config),
         use_safetensors=True,
         trust_remote_code=False,
     )
@@ -80,9 +80,15 @@ def find_class(config: Any) -> Any:
     )
 
 
-def usual_attention(model_class: Any) -> str:
-    """The attention implementation for unshared sequences: sdpa where the model supports it (gpt-oss does not)."""
-    return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
+def usual_attention(model_class: Any, config: Any) -> str:
+    """The attention implementation for unshared sequences: sdpa where the model supports it. gpt-oss does not, and for Gemma 2
+    sdpa would leave out the cap of attention scores, which vLLM applies.
+
+    Any: transformers has a class of each for each family.
+    """
+    has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    has_sdpa = getattr(model_class, "_supports_sdpa", False) and not has_cap
+    return "sdpa" if has_sdpa else "eager"
 
 
 def peft_config(lora: LoRAConfig, model: PreTrainedModel) -> PeftLoraConfig:

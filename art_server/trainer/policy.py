@@ -179,7 +179,7 @@ class Policy:
         self.shares_prefixes = shared
         self._states.use(None)
         self._base.set_attn_implementation(
-            TREE_ATTENTION if shared else usual_attention(type(self._base))
+            TREE_ATTENTION if shared else usual_attention(type(self._base), self._base.config)
         )
 
     def use_context(self, max_seq_length: int | None) -> None:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from art_server.trainer.tree import Forest, Node
 
-CACHE_NAMES = ("cache_params", "past_key_values")
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+"""transformers 5.24's name of it, and earlier ones."""
 CHUNK = 64
 """Largest chunk size of state-space layers, which pad each sequence to a multiple of it. The usual 256 would be mostly
 padding. The result does not depend on it."""
@@ -165,8 +166,8 @@ def _rows(hidden_1TD: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
 
 
 class _State:
-    """The state of one layer, in the place of transformers' Cache (5.19, `cache_utils.py`), which copies into its tensors
-    and so has no gradient."""
+    """The state of one layer, in the place of transformers' Cache (5.17 to 5.24, `cache_utils.py`), which copies into its
+    tensors and so has no gradient."""
 
     record_past = True
     """The layers then leave the convolution's state to `update_conv_state`."""
@@ -193,6 +194,15 @@ class _State:
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
         return self.has_started
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.conv_states.get(state_idx) if self.has_started else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.recurrent_states.get(state_idx) if self.has_started else None
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any

@@ -139,7 +139,7 @@ class UnslothPolicy(Policy):
         model_class = _untouched_class(config)
         with init_empty_weights():
             plain = model_class._from_config(
-                config, dtype=self.dtype, attn_implementation=usual_attention(model_class)
+                config, dtype=self.dtype, attn_implementation=usual_attention(model_class, config)
             )
         _share_weights(plain, self._base)
         return plain.to(self.device).eval()

@@ -49,7 +49,7 @@ def plain_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tenso
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
     base = cast(Any, whole)  # Any: transformers' switches are untyped
     implementation = base.config._attn_implementation
-    base.set_attn_implementation("sdpa")
+    base.set_attn_implementation("eager")
     with torch.no_grad():
         logits = model(input_ids=token_ids[None]).logits[0, -1].float()
     base.set_attn_implementation(implementation)
