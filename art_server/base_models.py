@@ -33,12 +33,15 @@ WITHOUT_ADAPTERS = ("llama4", "llama4_text")
 """Families whose adapters vLLM applies wrongly: it reorders the weights of Llama 4's queries and keys when it loads
 them, but not the weights of their adapters."""
 
+NO_SIGMOID = "vLLM's experts for CPUs are not chosen by a sigmoid"
 NOT_ON_CPU = {
-    "ernie4_5_moe": "leave out the bias by which it chooses them",
-    "minimax_m2": "cannot choose them by a sigmoid",
-    "nemotron_h": "cannot compute them without a gate",
+    "ernie4_5_moe": "vLLM's experts for CPUs are chosen without the bias of its router",
+    "laguna": NO_SIGMOID,
+    "minimax_m2": NO_SIGMOID,
+    "nemotron_h": "vLLM's experts for CPUs have a gate, and its have none",
+    "olmo_hybrid": "vLLM computes its gated delta layers on a GPU only",
 }
-"""Families of mixtures of experts, and why vLLM's experts for CPUs are not theirs."""
+"""Families whose experts or gated delta layers vLLM does not compute on a CPU, or computes otherwise."""
 
 INSTEAD = {
     "gemma": "google/gemma-3-4b-it",
@@ -269,7 +272,7 @@ def check_on_cpu(base: BaseModel) -> None:
     """Checks that vLLM can serve the base model on a CPU. Needs no weights.
 
     Raises:
-        InvalidInput: the weights are quantised, or vLLM's experts for CPUs are not those of the family.
+        InvalidInput: the weights are quantised, or vLLM computes the family's layers otherwise there.
     """
     facts = base.facts
     if facts.quantization is not None:
@@ -277,10 +280,11 @@ def check_on_cpu(base: BaseModel) -> None:
             f"base_model '{base.name}' is quantised by '{facts.quantization}', which needs a GPU: use "
             f"{_unquantized(base.name, facts.model_type)}"
         )
-    if facts.is_mixture and facts.model_type in NOT_ON_CPU:
+    reason = NOT_ON_CPU.get(facts.model_type)
+    if reason is not None and (facts.is_mixture or facts.has_delta_rule):
         raise _not_trainable(
-            f"base_model '{base.name}' is a mixture of experts, and vLLM's experts for CPUs "
-            f"{NOT_ON_CPU[facts.model_type]}: start the server on a GPU, or use another base model, such as {USUAL}"
+            f"base_model '{base.name}' is not served on a CPU: {reason}: start the server on a GPU, or use another base model, "
+            f"such as {USUAL}"
         )
 
 

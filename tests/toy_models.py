@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from art_server.base_models import TINY_DIR, BaseModel
@@ -156,7 +157,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **QWEN_IDS,
     },
     "qwen3_vl_moe": {
-        "text_config": SHAPE | EXPERTS | MROPE,
+        "text_config": SHAPE | EXPERTS | MROPE | {"norm_topk_prob": True},
         "vision_config": QWEN_SEES
         | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **QWEN_IDS,
@@ -207,7 +208,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cohere2": TIED | ONE_OF_EACH,
     "apertus": SHAPE,
     "hunyuan_v1_dense": TIED,
-    "hunyuan_v1_moe": SHAPE | EXPERTS | {"moe_topk": [2, 2], "num_shared_expert": [1, 1]},
+    "hunyuan_v1_moe": SHAPE
+    | EXPERTS
+    | {"moe_topk": [2, 2], "num_shared_expert": [1, 1], "moe_intermediate_size": 128},
     "ernie4_5": TIED,
     "ernie4_5_moe": SHAPE
     | {
@@ -223,8 +226,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "afmoe": SHAPE
     | SHARED_EXPERTS
     | ONE_OF_EACH
-    | {"num_dense_layers": 1, "num_shared_experts": 1},
-    "phimoe": SHAPE | EXPERTS,
+    | {"num_dense_layers": 1, "num_shared_experts": 1, "score_func": "sigmoid"},
+    "phimoe": SHAPE | EXPERTS | {"moe_intermediate_size": 128},
     "granitemoehybrid": TIED
     | MAMBA
     | {
@@ -280,7 +283,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **QWEN_IDS,
     },
     "exaone_moe": SHAPE | SHARED_EXPERTS | ONE_OF_EACH,
-    "hy_v3": SHAPE | EXPERTS,
+    "hy_v3": SHAPE | EXPERTS | {"first_k_dense_replace": 1},
     "laguna": SHAPE
     | EXPERTS
     | {"num_attention_heads_per_layer": [4, 4], "shared_expert_intermediate_size": 32},
@@ -292,6 +295,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """The layouts in which families are published: parts that see, nested settings, several kinds of layers. What follows a
 family's name tells its variants apart."""
+
+TRANSPOSED = "qwen3_vl_moe"
+"""The family whose experts are published as inputs x outputs, which transformers reads but does not write."""
 
 ORIGINAL = 32
 """Positions before a rotary embedding was stretched to those of SHAPE."""
@@ -427,7 +433,7 @@ def toy_settings(name: str) -> dict[str, Any]:
 def toy_config(name: str) -> Any:
     """transformers' configuration of that model, in float32. Any: its class follows from the name."""
     config = AutoConfig.for_model(name.partition(" ")[0], **toy_settings(name))
-    config.dtype = "float32"
+    config.dtype = torch.float32
     return config
 
 
@@ -437,6 +443,12 @@ def make_model(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     model = find_class(config)(config)
     model.save_pretrained(folder)
+    if name == TRANSPOSED:
+        weights = load_file(folder / "model.safetensors")
+        for key in weights:
+            if ".experts." in key:
+                weights[key] = weights[key].transpose(1, 2).contiguous()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     written = json.loads((folder / "config.json").read_text())
     dropped = {key: settings[key] for key in LFM if key in settings}
     (folder / "config.json").write_text(json.dumps(written | dropped))

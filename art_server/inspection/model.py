@@ -64,7 +64,6 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         )
     templates = read_templates(folder, template)
     layers = find_layers(model)
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     is_latent = bool(getattr(text, "kv_lora_rank", None))
     return Facts(
         **told,
@@ -74,7 +73,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         hidden=int(text.hidden_size),
         intermediate=_intermediate(text, layers),
         kv_per_token=_kv_per_token(model, text),
-        kv_heads=1 if is_latent else int(kv_heads),
+        kv_heads=1 if is_latent else _kv_heads(text),
         is_mixture=layers.is_mixture,
         has_latent_attention=is_latent,
         has_delta_rule=bool(getattr(text, "linear_num_key_heads", None)),
@@ -122,6 +121,14 @@ def _intermediate(text: Any, layers: Layers) -> int:
     active = next((each for name in ACTIVE_EXPERTS if (each := getattr(text, name, None))), 1)
     active = max(active) if isinstance(active, list | tuple) else active
     return int(getattr(text, "moe_intermediate_size", None) or inner) * int(active)
+
+
+def _kv_heads(text: Any) -> int:
+    """Of keys and values, in the layer that has the fewest: Gemma 4's layers differ."""
+    return min(
+        int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
+        for layer in getattr(text, "per_layer_config", [text])
+    )
 
 
 def _kv_per_token(model: PreTrainedModel, text: Any) -> int:

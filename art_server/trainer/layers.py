@@ -18,6 +18,9 @@ PEFT_REFUSES_OUT_PROJ = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotr
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 """PEFT takes a layer of such a name in a mixture for a part of an expert (Arcee Trinity's attention has a `gate_proj`)."""
 
+HALVED = {"glm4": "gate_up_proj"}
+"""Layers of which vLLM's class of a family adapts the halves, by their own names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layers:
@@ -26,7 +29,7 @@ class Layers:
     takes: frozenset[str]
     """Those that take an adapter."""
     folded: frozenset[str]
-    """Those whose weights vLLM folds into others when it loads them: an adapter there would be lost without a word."""
+    """Those whose weights vLLM folds into others when it loads them: an adapter there would be lost or refused."""
     is_mixture: bool
     """Whether the model is a mixture of experts. Its adapters change attention only: routers stay as they are, and vLLM
     supports adapted experts on few devices."""
@@ -56,7 +59,8 @@ def find_layers(model: PreTrainedModel) -> Layers:
             continue
         # Latent attention keeps two matrices made of one; keys without a value layer are the values, too.
         is_value = last == "k_proj" and f"{before}.v_proj" not in modules
-        (folded if last == "kv_b_proj" or is_value else takes).add(path)
+        is_halved = last == HALVED.get(model.config.model_type)
+        (folded if last == "kv_b_proj" or is_value or is_halved else takes).add(path)
     return Layers(frozenset(takes), frozenset(folded), is_mixture)
 
 

@@ -1,6 +1,5 @@
 """Whether vLLM serves adapters of a class, read from its sources, is what its classes say."""
 
-import os
 import warnings
 
 import pytest
@@ -24,13 +23,13 @@ QUICK = (
     "Qwen3NextForCausalLM",
     "StableLmForCausalLM",
 )
-"""All of vLLM's classes take minutes; with ART_TEST_FULL=1."""
 
 
 @pytest.mark.filterwarnings("ignore")  # of vLLM's imports
 @pytest.mark.parametrize(
-    "architecture", ALL if os.environ.get("ART_TEST_FULL") == "1" else QUICK
-)  # fmt: skip
+    "architecture",
+    [*QUICK, *(pytest.param(each, marks=pytest.mark.long) for each in ALL if each not in QUICK)],
+)
 def test_what_the_sources_say_is_what_the_class_says(architecture: str) -> None:
     try:
         made = registry.ModelRegistry.models[architecture].load_model_cls()

@@ -19,7 +19,7 @@ from art_server.shared.tasks import Probe
 from art_server.trainer import layers
 from art_server.trainer.policy import Policy
 from art_server.trainer.probe import write_layer_probes
-from tests.integration.family_engine import LORA, score, start_engine, stop_engine
+from tests.integration.family_engine import LORA, score, start_engine
 from tests.toy_models import make_model
 
 CHANGED = "self_attn.o_proj"
@@ -50,8 +50,6 @@ def main() -> None:
         changes["base"] = compare(engine, probes[CHANGED], None)
         print(json.dumps(kinds))
         print(json.dumps(changes))
-        del engine
-        stop_engine()
 
 
 def compare(engine: Any, probe: Probe, adapter: Path | None) -> str | None:

@@ -2,7 +2,6 @@
 trainer compute the same log-probabilities."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,30 +9,45 @@ from pathlib import Path
 import pytest
 
 from art_server.base_models import NOT_ON_CPU
-from tests.toy_models import FAMILIES
+from tests.toy_models import FAMILIES, PUBLISHED, WITHOUT_TREES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("gemma3_text", "qwen3_moe")
-"""Families of every run. vLLM inspects each new architecture for 20 s, so all of them run only with ART_TEST_FULL=1."""
-SIXTEEN_BITS = {"qwen3_5_text"}
-"""Families that the engine computes in bfloat16."""
+LARGEST = 1e-4
+"""Difference of log-probabilities in float32."""
+WITHIN = {"apertus": 2e-3, "nemotron_h": 1e-3}
+"""Larger ones. vLLM computes parameters of Apertus' activation in bfloat16; of Nemotron-H the cause is not known."""
+ROUNDINGS = 2
+"""Their mean difference in bfloat16, in those that the trainer's own rounding makes. 0.6 to 1.14 have been seen."""
 
 
-def test_what_was_trained_is_what_is_served() -> None:
-    is_full = os.environ.get("ART_TEST_FULL") == "1"
-    families = [each for each in FAMILIES if each not in NOT_ON_CPU] if is_full else QUICK
-    command = [sys.executable, "-m", "tests.integration.family_engine", *families]
+@pytest.mark.parametrize("toy", QUICK)
+def test_what_was_trained_is_what_is_served(toy: str) -> None:
+    assert_served(toy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("toy", [each for each in (*FAMILIES, *PUBLISHED) if each not in QUICK])
+def test_what_was_trained_is_what_is_served_or_a_cpu_refuses_it(toy: str) -> None:
+    assert_served(toy)
+
+
+def assert_served(toy: str) -> None:
+    command = [sys.executable, "-m", "tests.integration.family_engine", toy]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    lines = [line for line in said if "trained" in line]
-    assert [line["family"] for line in lines] == list(families)
-    for line in lines:
-        assert line["moved"] > 0.1, line
-        largest = 0.5 if line["family"] in SIXTEEN_BITS else 1e-3
-        assert line["base"] < largest and line["trained"] < largest, line
+    step, served = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert step["grad_norm"] > 0 and step["trees"] == (toy not in WITHOUT_TREES)
+    if "refused" in served:
+        assert toy.partition(" ")[0] in NOT_ON_CPU
+        return
+    assert served["moved"] > 0.03, served
+    if step["number_type"] == "bfloat16":
+        assert served["mean"] < ROUNDINGS * served["rounding"], served
+    else:
+        assert max(served["base"], served["trained"]) < WITHIN.get(toy, LARGEST), served
 
 
 @pytest.mark.long

@@ -17,7 +17,14 @@ from art_server.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trai
 from art_server.errors import InvalidInput
 from art_server.inspection.model import inspect
 from art_server.settings import ServerConfig
-from tests.toy_models import REFUSED, make_model, refused_model, toy_config
+from tests.toy_models import (
+    FAMILIES,
+    PUBLISHED,
+    REFUSED,
+    make_model,
+    refused_model,
+    toy_config,
+)
 
 TINY = json.loads((TINY_DIR / "config.json").read_text())
 NO_TOOLS = "its chat template renders no tools, so the model does not see them"
@@ -144,6 +151,18 @@ def test_the_refusal_of_a_published_model_names_one_to_take(name: str, tmp_path:
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("toy", [*FAMILIES, *PUBLISHED])
+def test_each_published_layout_is_interpreted(toy: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(toy_config(toy).to_dict()))
+    facts = read_facts(tmp_path)
+    assert (facts.problem, facts.vocabulary, facts.max_positions) == (None, 1408, 1024)
+    assert facts.kv_heads == {"gemma4 whose keys are values": 1}.get(
+        toy, 1 if facts.has_latent_attention else 2
+    )
+    assert facts.lora_modules
+
+
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("suffix", ["bnb-4bit", "unsloth-bnb-4bit"])
 def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
     model = base(tmp_path, f"unsloth/Qwen3-4B-{suffix}", quantization_config=BNB)
@@ -160,17 +179,22 @@ def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
         ("minimax_m2", True),
         ("ernie4_5_moe", True),
         ("nemotron_h moe", True),
+        ("olmo_hybrid", True),
         ("nemotron_h", False),
         ("qwen3_moe", False),
     ],
 )
-def test_a_cpu_serves_no_experts_that_vllm_computes_otherwise(
+def test_a_cpu_serves_no_layers_that_vllm_computes_otherwise(
     toy: str, is_refused: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(toy_config(toy).to_dict()))
     model = BaseModel("a base", tmp_path)
     check_trainable(model)
-    with pytest.raises(InvalidInput, match="GPU") if is_refused else nullcontext():
+    with (
+        pytest.raises(InvalidInput, match="not served on a CPU: vLLM")
+        if is_refused
+        else nullcontext()
+    ):
         check_on_cpu(model)
 
 
