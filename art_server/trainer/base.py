@@ -4,6 +4,7 @@ A model that also reads images is loaded whole, as vLLM serves it. Only its lang
 gives the other parts no gradient.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
         use_safetensors=True,
         trust_remote_code=False,
     )
+    for module in base.modules():
+        if hasattr(module, "time_step_limit"):
+            # vLLM's state-space layers have no limits (0.32, mamba_mixer2.py); Nemotron-H's in transformers have one.
+            module.time_step_limit = (0.0, math.inf)  # pyright: ignore[reportAttributeAccessIssue]
     return base.eval()
 
 

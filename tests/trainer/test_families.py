@@ -1,6 +1,7 @@
 """Each family of models trains a step, at toy size with random weights."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def test_a_window_is_as_long_as_the_engines(tmp_path: Path) -> None:
     loaded = load_base(str(base), torch.float32, torch.device("cpu"))
     first = loaded.get_submodule("model.layers.0.self_attn")
     assert (first.sliding_window, loaded.config.sliding_window) == (written + 1, written + 1)
+
+
+@pytest.mark.parametrize("toy", ["nemotron_h", "granitemoehybrid dense", "falcon_h1"])
+def test_steps_of_state_space_layers_have_the_engines_limits(toy: str, tmp_path: Path) -> None:
+    """None: tests/integration/family_engine.py compares them."""
+    loaded = load_base(str(make_model(toy, tmp_path / "base")), torch.float32, torch.device("cpu"))
+    limits = {each.time_step_limit for each in loaded.modules() if hasattr(each, "time_step_limit")}
+    assert limits == {(0.0, math.inf)}
 
 
 def test_of_a_model_that_sees_only_the_language_model_is_adapted(tmp_path: Path) -> None:
