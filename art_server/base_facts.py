@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -106,6 +107,8 @@ class Facts(BaseModel, frozen=True):
     """The last names of these layers."""
     stop_ids: tuple[int, ...] = ()
     """The tokens at which the engine stops."""
+    overrides: dict[str, Any] = {}
+    """What vLLM has to be told of the configuration (`--hf-overrides`), because it looks for it elsewhere."""
     notes: tuple[str, ...] = ()
     """What a user has to know about its chat template, one sentence each."""
     parsers: Parsers = Parsers(None)

@@ -203,6 +203,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "image_token_index": 10,
         "spatial_merge_size": 1,
     },
+    "mistral3 whose queries grow": {
+        "text_config": SHAPE
+        | {
+            "model_type": "ministral3",
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+        "vision_config": PIXELS | {"model_type": "pixtral", "head_dim": 16},
+        "image_token_index": 10,
+        "spatial_merge_size": 1,
+    },
     "olmo3": SHAPE | {"sliding_window": 16},
     "exaone4": SHAPE | ONE_OF_EACH | {"sliding_window_pattern": "LG"},
     "cohere2": TIED | ONE_OF_EACH,

@@ -87,6 +87,8 @@ def engine_command(
     }
     if has_other_format(base.path):
         arguments |= {"config-format": "hf", "load-format": "safetensors", "tokenizer-mode": "hf"}
+    if facts.overrides:
+        arguments["hf-overrides"] = json.dumps(facts.overrides)
     if base.template is not None:
         arguments["chat-template"] = str(base.template)
     switches = [*SWITCHES]

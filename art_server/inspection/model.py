@@ -80,6 +80,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         lora_width=sum(sum(_shape(model.get_submodule(path))) for path in layers.takes),
         lora_modules=tuple(sorted({path.rpartition(".")[2] for path in layers.takes})),
         stop_ids=find_stop_ids(folder, config),
+        overrides=find_overrides(config),
         notes=find_notes(templates, folder),
         parsers=choose_parsers(templates, family),
         rules=find_rules(templates),
@@ -121,6 +122,22 @@ def _intermediate(text: Any, layers: Layers) -> int:
     active = next((each for name in ACTIVE_EXPERTS if (each := getattr(text, name, None))), 1)
     active = max(active) if isinstance(active, list | tuple) else active
     return int(getattr(text, "moe_intermediate_size", None) or inner) * int(active)
+
+
+def find_overrides(config: Any) -> dict[str, Any]:
+    """For Ministral 3, whose queries grow with the position: vLLM reads by how much from Mistral's own format only."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("llama_4_scaling_beta") is None:
+        return {}
+    length = rope["original_max_position_embeddings"]
+    scaling = {
+        "llama_4_scaling": {
+            "original_max_position_embeddings": length,
+            "beta": rope["llama_4_scaling_beta"],
+        }
+    }
+    return scaling if text is config else {"text_config": scaling}
 
 
 def _kv_heads(text: Any) -> int:

@@ -1,5 +1,6 @@
 """How vLLM is started."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -42,6 +43,16 @@ def test_latent_attention_gets_the_kernels_that_take_float32_on_any_cpu() -> Non
     assert value_of(made, "--attention-backend") == "CPU_MLA" and "--block-size" not in made
     assert "--attention-backend" not in engine_command(config, latent, "cuda", Path("y"))
     assert "--attention-backend" not in engine_command(config, TINY, "cpu", Path("y"))
+
+
+def test_vllm_is_told_by_how_much_queries_grow_with_the_position() -> None:
+    """Which it reads from Mistral's own format only (tests/integration/family_engine.py compares them)."""
+    config, growing = ServerConfig(path=Path("x")), BaseModel("growing", TINY_DIR)
+    scaling = {"text_config": {"llama_4_scaling": {"beta": 0.1}}}
+    vars(growing)["facts"] = Facts(model_type="mistral3", overrides=scaling)
+    made = engine_command(config, growing, "cuda", Path("y"))
+    assert json.loads(value_of(made, "--hf-overrides")) == scaling
+    assert "--hf-overrides" not in engine_command(config, TINY, "cuda", Path("y"))
 
 
 @pytest.mark.parametrize("other", ["params.json", "consolidated.safetensors"])

@@ -38,6 +38,7 @@ from tests.toy_models import make_model
 
 LORA = LoRAConfig(rank=8)
 NUM_SAMPLED = 8
+MAX_LENGTH = 128
 LEARNING_RATE = 0.03
 """Large, so that one step changes log-probabilities by more than any rounding."""
 
@@ -57,6 +58,7 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> Iterator[dict[st
     check_trainable(BaseModel(family, base))
     number_type, _ = ServerConfig().number_types("cpu", has_delta_rule=facts.has_delta_rule)
     policy, grad_norm = take_step(base, folder, after)
+    policy.use_context(MAX_LENGTH)
     yield {"trees": policy.shares_prefixes, "grad_norm": grad_norm, "number_type": number_type}
     try:
         check_on_cpu(BaseModel(family, base))
@@ -96,7 +98,8 @@ def start_engine(family: str, base: Path, number_type: NumberType) -> Any:
         max_lora_rank=LORA.rank,
         lora_target_modules=list(facts.lora_modules) if facts.is_mixture else None,
         dtype=number_type,
-        max_model_len=128,
+        max_model_len=MAX_LENGTH,
+        hf_overrides=facts.overrides,
         enforce_eager=True,
         language_model_only=True,
         **attention,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from art_server.base_models import NOT_ON_CPU
-from tests.toy_models import FAMILIES, PUBLISHED, WITHOUT_TREES
+from tests.toy_models import FAMILIES, PUBLISHED, ROPES, WITHOUT_TREES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -29,7 +29,9 @@ def test_what_was_trained_is_what_is_served(toy: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("toy", [each for each in (*FAMILIES, *PUBLISHED) if each not in QUICK])
+@pytest.mark.parametrize(
+    "toy", [each for each in (*FAMILIES, *PUBLISHED, *ROPES) if each not in QUICK]
+)
 def test_what_was_trained_is_what_is_served_or_a_cpu_refuses_it(toy: str) -> None:
     assert_served(toy)
 

@@ -163,6 +163,19 @@ def test_each_published_layout_is_interpreted(toy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("toy", "place"), [("mistral3 whose queries grow", "text_config"), ("ministral3 yarn", None)]
+)
+def test_how_queries_grow_with_the_position_is_known(
+    toy: str, place: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(toy_config(toy).to_dict()))
+    scaling = {"llama_4_scaling": {"original_max_position_embeddings": 32, "beta": 0.5}}
+    assert read_facts(tmp_path).overrides == ({place: scaling} if place else scaling)
+    assert BaseModel("art/tiny", TINY_DIR).facts.overrides == {}
+
+
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("suffix", ["bnb-4bit", "unsloth-bnb-4bit"])
 def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
     model = base(tmp_path, f"unsloth/Qwen3-4B-{suffix}", quantization_config=BNB)

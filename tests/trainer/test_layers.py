@@ -27,7 +27,7 @@ MOE_QKVO = dict.fromkeys(
     QKVO,
 )
 DENSE = dict.fromkeys(
-    ("olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "idefics3"),
+    ("olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "mistral3 whose queries grow", "idefics3"),
     f"{QKVO} {MLP}",
 )  # fmt: skip
 TAKES = MOE_QKVO | DENSE | {
@@ -51,7 +51,7 @@ TAKES = MOE_QKVO | DENSE | {
 }  # fmt: skip
 """Paths in a layer."""
 INSIDE = dict.fromkeys(
-    ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4 whose keys are values", "mistral3", "glm4v"),
+    ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4 whose keys are values", "mistral3", "mistral3 whose queries grow", "glm4v"),
     "model.language_model.layers",
 ) | {"idefics3": "model.text_model.layers"}  # fmt: skip
 """Families whose language model is a part of a larger model, and the path of its layers."""
