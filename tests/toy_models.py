@@ -127,6 +127,12 @@ GEMMA4_IDS = {
     "boi_token_id": 1392,
     "eoi_token_id": 1393,
 }
+MISTRAL_SEES = {
+    "vision_config": PIXELS | {"model_type": "pixtral", "head_dim": 16},
+    "image_token_index": 10,
+    "spatial_merge_size": 1,
+}
+MINISTRAL = SHAPE | {"model_type": "ministral3", "sliding_window": None}
 LFM = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 128}
 """Published files have these fields, which vLLM reads and transformers drops."""
 ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
@@ -197,17 +203,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         **GEMMA4_IDS,
     },
-    "mistral3": {
-        "text_config": SHAPE | {"model_type": "ministral3", "sliding_window": None},
-        "vision_config": PIXELS | {"model_type": "pixtral", "head_dim": 16},
-        "image_token_index": 10,
-        "spatial_merge_size": 1,
-    },
-    "mistral3 whose queries grow": {
-        "text_config": SHAPE
+    "mistral3": MISTRAL_SEES | {"text_config": MINISTRAL},
+    "mistral3 whose queries grow": MISTRAL_SEES
+    | {
+        "text_config": MINISTRAL
         | {
-            "model_type": "ministral3",
-            "sliding_window": None,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
@@ -218,9 +218,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                 "llama_4_scaling_beta": 0.5,
             },
         },
-        "vision_config": PIXELS | {"model_type": "pixtral", "head_dim": 16},
-        "image_token_index": 10,
-        "spatial_merge_size": 1,
     },
     "olmo3": SHAPE | {"sliding_window": 16},
     "exaone4": SHAPE | ONE_OF_EACH | {"sliding_window_pattern": "LG"},

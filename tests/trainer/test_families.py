@@ -63,7 +63,7 @@ def test_a_window_is_as_long_as_the_engines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("toy", ["nemotron_h", "granitemoehybrid dense", "falcon_h1"])
 def test_steps_of_state_space_layers_have_the_engines_limits(toy: str, tmp_path: Path) -> None:
-    """None: tests/integration/family_engine.py compares them."""
+    """vLLM's have no limits (tests/integration/family_engine.py compares them)."""
     loaded = load_base(str(make_model(toy, tmp_path / "base")), torch.float32, torch.device("cpu"))
     limits = {each.time_step_limit for each in loaded.modules() if hasattr(each, "time_step_limit")}
     assert limits == {(0.0, math.inf)}
