@@ -10,7 +10,9 @@ with warnings.catch_warnings(action="ignore"):  # vLLM's and torch's own depreca
     from vllm.model_executor.models import registry
     from vllm.model_executor.models.interfaces import supports_lora
 
-ALL = sorted({*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS})
+BY_PLATFORM = {"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"}
+"""vLLM has another class of these for CPUs, without adapters. The sources tell of all platforms."""
+ALL = sorted({*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS} - BY_PLATFORM)
 QUICK = (
     "Cohere2MoeForCausalLM",
     "DeepseekV32ForCausalLM",
