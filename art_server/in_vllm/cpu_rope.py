@@ -19,16 +19,13 @@ def install() -> None:
     def forward_cpu(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if query.dim() == 2:
+            return turn(self, positions, query, key)
         turned, turned_key = turn(
-            self, positions, _flat(query), None if key is None else _flat(key)
+            self, positions, query.flatten(1), None if key is None else key.flatten(1)
         )
         if key is None or turned_key is None:
             return turned.view(query.shape), None
         return turned.view(query.shape), turned_key.view(key.shape)
 
     RotaryEmbedding.forward_cpu = forward_cpu
-
-
-def _flat(heads: torch.Tensor) -> torch.Tensor:
-    """Tokens x width."""
-    return heads.reshape(heads.shape[0], -1)

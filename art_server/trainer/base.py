@@ -31,9 +31,6 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
         for name, value in list(vars(part).items()):
             if name.endswith(("dropout", "pdrop")) and type(value) in (int, float):
                 setattr(part, name, 0.0)
-    if config.model_type == "cohere2":
-        # Its layers see that many tokens before a token, and itself (vLLM 0.32, models/commandr.py); transformers counts it.
-        config.sliding_window += 1
     model_class = find_class(config)
     base = model_class.from_pretrained(
         base_model,
@@ -44,11 +41,24 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
         use_safetensors=True,
         trust_remote_code=False,
     )
-    for module in base.modules():
-        if hasattr(module, "time_step_limit"):
-            # vLLM's state-space layers have no limits (0.32, mamba_mixer2.py); Nemotron-H's in transformers have one.
-            module.time_step_limit = (0.0, math.inf)  # pyright: ignore[reportAttributeAccessIssue]
+    match_engine(base)
     return base.eval()
+
+
+def match_engine(model: PreTrainedModel) -> None:
+    """Changes what the model's layers compute to what vLLM's do, where they differ."""
+    config: Any = model.config
+    has_wider_window = config.model_type == "cohere2"
+    if has_wider_window:  # for the masks
+        config.sliding_window += 1
+    for module in model.modules():
+        layer: Any = module
+        if has_wider_window and getattr(layer, "sliding_window", None) is not None:
+            # Its layers see that many tokens before a token, and itself (vLLM 0.32, models/commandr.py); transformers counts it.
+            layer.sliding_window += 1
+        if hasattr(layer, "time_step_limit"):
+            # vLLM's state-space layers have no limits (0.32, mamba_mixer2.py); Nemotron-H's in transformers have one.
+            layer.time_step_limit = (0.0, math.inf)
 
 
 def outline(base_model: str) -> PreTrainedModel:

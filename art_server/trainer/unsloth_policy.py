@@ -25,7 +25,13 @@ from unsloth_zoo.peft_utils import (  # pyright: ignore[reportMissingImports]
 
 from art.wire import LoRAConfig
 from art_server.trainer.attention import ForestAttention, tree_attention
-from art_server.trainer.base import find_class, peft_config, read_config, usual_attention
+from art_server.trainer.base import (
+    find_class,
+    match_engine,
+    peft_config,
+    read_config,
+    usual_attention,
+)
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.policy import Policy
 from art_server.trainer.tree import pad_forest
@@ -79,6 +85,7 @@ class UnslothPolicy(Policy):
             getattr(text, each, None) for each in limits
         )
         attention_dispatch._flex_shared_prefix_attention = _attend
+        match_engine(base)
         return base
 
     def _wrap(self, lora: LoRAConfig, seed: int) -> PeftModel:
@@ -142,6 +149,7 @@ class UnslothPolicy(Policy):
                 config, dtype=self.dtype, attn_implementation=usual_attention(model_class, config)
             )
         _share_weights(plain, self._base)
+        match_engine(plain)
         return plain.to(self.device).eval()
 
 

@@ -7,7 +7,7 @@ conversations, then a server starts with a simulated engine and a trainer that c
 trains the choices. Prints one JSON line a case: the body in MB, the client's seconds until its body is sent and accepted,
 its peak memory above the trajectories' own and the server's peak above idle in GiB, and the MB that the step keeps on disk.
 `--tokens`: the choices carry their tokens and log-probabilities, as for a program that requests them. `--train`: the
-server's trainer trains them (on two cores `--cases 8x16x512x32`; the whole case takes hours there).
+server's trainer trains them, with a model of one narrow layer, because two cores need hours for such jobs with art/tiny.
 """
 
 import argparse
@@ -62,6 +62,26 @@ def conversation_of(
         answer = [*rng.choices(range(300, 1000), k=sampled - 1), END_ID]
         yield prompt, answer
         prompt = prompt + answer
+
+
+def write_narrow_model(folder: Path) -> None:
+    """A model of one layer with art/tiny's tokenizer."""
+    from art_server.base_models import TINY_DIR  # isort: skip - first, for torchvision
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shutil.copytree(TINY_DIR, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = Qwen3Config.from_pretrained(
+        TINY_DIR,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+        hidden_size=32,
+        intermediate_size=64,
+        head_dim=16,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=1 << 17,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 def fill(path: Path, case: list[int]) -> None:
@@ -134,7 +154,9 @@ def work() -> None:
     worker.main(claim_stdout())
 
 
-def start_server(path: Path, is_trained: bool) -> tuple[subprocess.Popen[bytes], str]:
+def start_server(
+    path: Path, base_model: str, is_trained: bool
+) -> tuple[subprocess.Popen[bytes], str]:
     flags = [
         "--path",
         str(path),
@@ -143,7 +165,7 @@ def start_server(path: Path, is_trained: bool) -> tuple[subprocess.Popen[bytes],
         "--inference-port",
         "0",
         "--base-model",
-        "art/tiny",
+        base_model,
         "--gap-limit",
         "0",  # the log-probabilities are random
     ]
@@ -223,7 +245,7 @@ class Watch:
 
 
 async def measure(
-    path: Path, url: str, pid: int, case: list[int], flags: argparse.Namespace
+    path: Path, url: str, pid: int, base_model: str, case: list[int], flags: argparse.Namespace
 ) -> None:
     build, sizes, seconds = art.backend.build_train_request, list[int](), list[float]()
 
@@ -235,7 +257,7 @@ async def measure(
         return body
 
     async with art.Backend(url) as backend:
-        model = art.TrainableModel(name=NAME, project=PROJECT, base_model="art/tiny")
+        model = art.TrainableModel(name=NAME, project=PROJECT, base_model=base_model)
         await model.register(backend)
         groups = make_groups(case, flags.tokens)
         before = kept_bytes(path)
@@ -289,11 +311,14 @@ def main() -> None:
     flags = parser.parse_args()
     case = [int(number) for number in flags.cases[0].split("x")]
     if flags.fill is not None:
+        if flags.train:
+            write_narrow_model(flags.fill.with_name("model"))
         fill(flags.fill, case)
     elif flags.one is not None:
-        process, url = start_server(flags.one, flags.train)
+        base_model = str(flags.one.with_name("model")) if flags.train else "art/tiny"
+        process, url = start_server(flags.one, base_model, flags.train)
         try:
-            asyncio.run(measure(flags.one, url, process.pid, case, flags))
+            asyncio.run(measure(flags.one, url, process.pid, base_model, case, flags))
         finally:
             process.terminate()
             process.wait()
@@ -304,7 +329,7 @@ def main() -> None:
                 command += ["--tokens"] if flags.tokens else []
                 command += ["--train"] if flags.train else []
                 for part in ("--fill", "--one"):  # each measures a process of its own
-                    subprocess.run([*command, part, folder], check=True)
+                    subprocess.run([*command, part, f"{folder}/art"], check=True)
 
 
 if __name__ == "__main__":
