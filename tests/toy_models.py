@@ -40,6 +40,21 @@ SHARED_EXPERTS = EXPERTS | {
     "n_group": 1,
     "topk_group": 1,
 }
+SCALED = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 2.0,
+}
+GEMMA3 = {
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
 LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 512,
@@ -56,22 +71,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {},
-    "smollm3": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "phi3": {},
-    "granite": {"logits_scaling": 2.0},
-    "gemma2": {"sliding_window": 16, "tie_word_embeddings": True},
-    "gemma3_text": {"sliding_window": 16},
+    "granite": GRANITE,
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma3_text": GEMMA3,
     "gemma4_text": {"sliding_window": 16, "hidden_size_per_layer_input": 32},
     "seed_oss": {},
     "qwen3_5_text": {},
     "mixtral": EXPERTS,
-    "qwen3_moe": EXPERTS,
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
     "gpt_oss": EXPERTS | {"sliding_window": 16},
-    "glm4_moe": SHARED_EXPERTS,
+    "glm4_moe": SHARED_EXPERTS | SCALED | {"use_qk_norm": True},
     "minimax_m2": EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "deepseek_v3": SHARED_EXPERTS | LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v3": SHARED_EXPERTS
+    | LATENT
+    | SCALED
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 2},
 }
-"""transformers' name of each family, and its settings beyond SHAPE. vLLM reads some fields that transformers lacks."""
+"""transformers' name of each family, and its settings beyond SHAPE: published factors, because defaults of 1 would hide that one
+side leaves them out. vLLM reads some fields that transformers lacks."""
 
 TIED = SHAPE | {"tie_word_embeddings": True}
 MAMBA = {
@@ -133,8 +152,22 @@ MISTRAL_SEES = {
     "spatial_merge_size": 1,
 }
 MINISTRAL = SHAPE | {"model_type": "ministral3", "sliding_window": None}
+DROPPED = ("conv_dim", "conv_dim_out", "block_dim", "block_ff_dim", "expert_hidden_dim")
+"""Fields of published files which vLLM reads and transformers drops."""
 LFM = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 128}
-"""Published files have these fields, which vLLM reads and transformers drops."""
+HUNYUAN = {
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "alpha": 1000.0,
+        "factor": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    },
+    "use_qk_norm": True,
+}
 ONE_OF_EACH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -169,7 +202,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **QWEN_IDS,
     },
     "gemma3": {
-        "text_config": TIED | {"sliding_window": 16},
+        "text_config": TIED | GEMMA3,
         "vision_config": PIXELS,
         "mm_tokens_per_image": 4,
         "image_token_index": 1390,
@@ -219,13 +252,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "phi3 turned in part": SHAPE
+    | {
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 12,
+            "long_factor": [1.0 + index / 2 for index in range(12)],
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+        },
+    },
     "olmo3": SHAPE | {"sliding_window": 16},
     "exaone4": SHAPE | ONE_OF_EACH | {"sliding_window_pattern": "LG"},
-    "cohere2": TIED | ONE_OF_EACH,
+    "cohere2": TIED | ONE_OF_EACH | {"logit_scale": 0.25},
     "apertus": SHAPE,
-    "hunyuan_v1_dense": TIED,
+    "hunyuan_v1_dense": TIED | HUNYUAN,
     "hunyuan_v1_moe": SHAPE
     | EXPERTS
+    | HUNYUAN
     | {"moe_topk": [2, 2], "num_shared_expert": [1, 1], "moe_intermediate_size": 128},
     "ernie4_5": TIED,
     "ernie4_5_moe": SHAPE
@@ -238,14 +285,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "moe_layer_end_index": 1,
         "moe_layer_interval": 1,
     },
-    "glm4_moe_lite": SHAPE | SHARED_EXPERTS | LATENT,
+    "glm4_moe_lite": SHAPE | SHARED_EXPERTS | LATENT | SCALED,
     "afmoe": SHAPE
     | SHARED_EXPERTS
     | ONE_OF_EACH
-    | {"num_dense_layers": 1, "num_shared_experts": 1, "score_func": "sigmoid"},
+    | {
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "route_scale": 2.826,
+        "mup_enabled": True,
+    },
     "phimoe": SHAPE | EXPERTS | {"moe_intermediate_size": 128},
     "granitemoehybrid": TIED
     | MAMBA
+    | GRANITE
     | {
         "layer_types": ["mamba", "attention"],
         "num_local_experts": 4,
@@ -255,6 +310,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid dense": TIED
     | MAMBA
+    | GRANITE
     | {
         "layer_types": ["mamba", "attention"],
         "num_local_experts": 0,
@@ -272,17 +328,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "lfm2_moe": TIED
     | LFM
     | EXPERTS
-    | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "conv_L_cache": 3},
+    | {
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "conv_L_cache": 3,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+    },
     "nemotron_h": SHAPE | NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp"]},
     "nemotron_h moe": SHAPE
     | SHARED_EXPERTS
+    | SCALED
     | NEMOTRON
     | {
         "layers_block_type": ["mamba", "attention", "moe"],
         "moe_shared_expert_intermediate_size": 32,
         "moe_latent_size": None,
     },
-    "falcon_h1": SHAPE | MAMBA | {"mamba_d_ssm": 256},
+    "falcon_h1": SHAPE
+    | MAMBA
+    | {
+        "mamba_d_ssm": 256,
+        "embedding_multiplier": 5.7,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.4,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.9,
+        "mlp_multipliers": [0.9, 0.3],
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.3,
+        "ssm_multipliers": [0.4, 0.3, 0.2, 0.5, 0.4],
+    },
     "olmo_hybrid": SHAPE | GATED,
     "glm4": SHAPE,
     "glm4v": {
@@ -298,8 +374,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vision_config": SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 128},
         **QWEN_IDS,
     },
-    "exaone_moe": SHAPE | SHARED_EXPERTS | ONE_OF_EACH,
-    "hy_v3": SHAPE | EXPERTS | {"first_k_dense_replace": 1},
+    "exaone_moe": SHAPE | SHARED_EXPERTS | ONE_OF_EACH | SCALED,
+    "hy_v3": SHAPE | EXPERTS | {"first_k_dense_replace": 1, "expert_hidden_dim": 32},
     "laguna": SHAPE
     | EXPERTS
     | {"num_attention_heads_per_layer": [4, 4], "shared_expert_intermediate_size": 32},
@@ -311,6 +387,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """The layouts in which families are published: parts that see, nested settings, several kinds of layers. What follows a
 family's name tells its variants apart."""
+
+ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
+"""Published names of classes that transformers has renamed."""
 
 TRANSPOSED = "qwen3_vl_moe"
 """The family whose experts are published as inputs x outputs, which transformers reads but does not write."""
@@ -458,6 +537,11 @@ def make_model(name: str, folder: Path) -> Path:
     settings, config = toy_settings(name), toy_config(name)
     torch.manual_seed(0)
     model = find_class(config)(config)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.ndim == 1 and tensor.is_floating_point():
+                # Norms start as ones and biases, the routers' too, as zeros, which would hide that one side leaves them out.
+                tensor += 0.1 * torch.randn_like(tensor)
     model.save_pretrained(folder)
     if name == TRANSPOSED:
         weights = load_file(folder / "model.safetensors")
@@ -466,8 +550,10 @@ def make_model(name: str, folder: Path) -> Path:
                 weights[key] = weights[key].transpose(1, 2).contiguous()
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     written = json.loads((folder / "config.json").read_text())
-    dropped = {key: settings[key] for key in LFM if key in settings}
-    (folder / "config.json").write_text(json.dumps(written | dropped))
+    changed = {key: settings[key] for key in DROPPED if key in settings}
+    if name in ARCHITECTURES:
+        changed["architectures"] = [ARCHITECTURES[name]]
+    (folder / "config.json").write_text(json.dumps(written | changed))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TINY_DIR / name, folder / name)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1401}))

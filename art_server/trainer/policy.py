@@ -33,6 +33,8 @@ from art_server.trainer.states import share_states
 from art_server.trainer.tree import Forest, pad_forest
 
 ADAPTER_FILE = "adapter_model.safetensors"
+FACTORS_OF_LOGITS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+"""Fields of configurations by whose values families multiply their logits: Cohere, Falcon-H1, Muse Glimmer."""
 
 
 class Policy:
@@ -323,7 +325,7 @@ class Policy:
         """The model's logits from the input of its output head, for the whole vocabulary or these tokens only.
 
         Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),
-        CohereForCausalLM, HyperCLOVAXForCausalLM (product). `check_trees` and `check_sequences` compare with the model's own
+        CohereForCausalLM, FalconH1ForCausalLM, MuseGlimmerForCausalLM, HyperCLOVAXForCausalLM (product). `check_trees` and `check_sequences` compare with the model's own
         logits, so they detect other formulas.
         """
         config = self._base.config.get_text_config()
@@ -339,8 +341,9 @@ class Policy:
         if scaling is not None and self.model_type != "minicpm3":  # it divides the head's input
             multiplies = self.model_type.startswith("hyperclovax")
             logits_NV = logits_NV * scaling if multiplies else logits_NV / scaling
-        if (factor := getattr(config, "logit_scale", None)) is not None:
-            logits_NV = logits_NV * factor
+        for name in FACTORS_OF_LOGITS:
+            if (factor := getattr(config, name, None)) is not None:
+                logits_NV = logits_NV * factor
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
             logits_NV = torch.tanh(logits_NV / cap) * cap
         return logits_NV

@@ -41,11 +41,11 @@ def _fix(module: Any, kind: str, layer: str | None, max_seq_length: int | None) 
         length, stretch = max_seq_length or positions, positions / original
         usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
         scale = parameters.get("long_mscale" if length > original else "short_mscale") or usual
-    elif parameters["rope_type"] == "dynamic" and "factor" in parameters:
+    elif parameters["rope_type"] == "dynamic" and "alpha" not in parameters:
         # transformers stretches from `positions` on, vLLM from the trained positions, if they are named.
         length = positions**2 / parameters.get("max_trained_positions", positions)
         scale = 1.0
-    else:  # with an alpha the factors are final when the module is made
+    else:  # with an alpha (Hunyuan) the factors are final when the module is made, and both leave out the `factor` beside it
         return FIXED if parameters["rope_type"] == "dynamic" else kind
     inv_freq, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
         config, seq_len=length, layer_type=layer

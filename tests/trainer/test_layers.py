@@ -43,6 +43,7 @@ TAKES = MOE_QKVO | DENSE | {
     "lfm2_moe": QKVO.replace("o_proj", "out_proj"),
     "nemotron_h": f"{MIXER} mixer.in_proj mixer.up_proj mixer.down_proj",
     "nemotron_h moe": MIXER,
+    "phi3 turned in part": "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj",
     "glm4": f"{QKVO} mlp.down_proj",
     "glm4v": f"{QKVO} mlp.gate_up_proj mlp.down_proj",
     "laguna": f"{QKVO} self_attn.g_proj",

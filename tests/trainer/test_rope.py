@@ -92,6 +92,18 @@ def test_dynamic_ntk_stretches_by_the_trained_positions_and_never_by_the_call(
         )
 
 
+def test_an_alpha_leaves_out_the_factor_beside_it() -> None:
+    """As Hunyuan is published."""
+    rope = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+    model = model_with(rope, "hunyuan_v1_dense")
+    fix_rope(model, 512)
+    base = 10000.0 * 1000.0 ** (HEAD / (HEAD - 2))
+    inverse = 1 / base ** (torch.arange(0, HEAD, 2) / HEAD)
+    torch.testing.assert_close(
+        embedding(model, [0, 3, 500])[:2], expected(inverse, [0, 3, 500])[:2], atol=1e-5, rtol=0
+    )
+
+
 def test_each_type_of_layer_has_its_own_factors() -> None:
     layers = {
         "full_attention": ROPES["phi3 longrope"],
