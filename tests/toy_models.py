@@ -152,7 +152,15 @@ MISTRAL_SEES = {
     "spatial_merge_size": 1,
 }
 MINISTRAL = SHAPE | {"model_type": "ministral3", "sliding_window": None}
-DROPPED = ("conv_dim", "conv_dim_out", "block_dim", "block_ff_dim", "expert_hidden_dim")
+DROPPED = (
+    "conv_dim",
+    "conv_dim_out",
+    "block_dim",
+    "block_ff_dim",
+    "expert_hidden_dim",
+    "route_norm",
+    "qk_norm",
+)
 """Fields of published files which vLLM reads and transformers drops."""
 LFM = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 128}
 HUNYUAN = {
@@ -297,7 +305,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "route_scale": 2.826,
         "mup_enabled": True,
     },
-    "phimoe": SHAPE | EXPERTS | {"moe_intermediate_size": 128},
+    "phimoe": SHAPE
+    | EXPERTS
+    | {"moe_intermediate_size": 128, "attention_bias": True, "lm_head_bias": True},
     "granitemoehybrid": TIED
     | MAMBA
     | GRANITE
@@ -364,18 +374,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4v": {
         "text_config": SHAPE
         | {
+            "attention_bias": True,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
                 "partial_rotary_factor": 0.5,
                 "mrope_section": [2, 3, 3],
-            }
+            },
         },
         "vision_config": SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 128},
         **QWEN_IDS,
     },
     "exaone_moe": SHAPE | SHARED_EXPERTS | ONE_OF_EACH | SCALED,
-    "hy_v3": SHAPE | EXPERTS | {"first_k_dense_replace": 1, "expert_hidden_dim": 32},
+    "hy_v3": SHAPE
+    | EXPERTS
+    | {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
     "laguna": SHAPE
     | EXPERTS
     | {"num_attention_heads_per_layer": [4, 4], "shared_expert_intermediate_size": 32},

@@ -42,7 +42,7 @@ NUM_SAMPLED = 8
 MAX_LENGTH = 128
 LARGEST = 1e-4
 """Difference of log-probabilities in float32."""
-WITHIN = {"apertus": 2e-3}
+WITHIN = {"apertus": 0.02}
 """Larger ones: vLLM computes parameters of Apertus' activation in bfloat16."""
 ROUNDINGS = 2
 """Their mean difference in bfloat16, in those that the trainer's own rounding makes. 0.6 to 1.14 have been seen."""
