@@ -29,9 +29,13 @@ NOT_DOWNLOADED = [OTHER_WEIGHTS, OTHER_CONFIG, "*/*.safetensors"]
 """Also weights in folders, of other formats or programs."""
 TRAINABLE_QUANTIZATIONS = ("bitsandbytes",)
 """In 4 and 8 bits. FP8, MXFP4, AWQ, GPTQ and others are made for inference."""
-WITHOUT_ADAPTERS = ("llama4", "llama4_text")
-"""Families whose adapters vLLM applies wrongly: it reorders the weights of Llama 4's queries and keys when it loads
-them, but not the weights of their adapters."""
+REORDERED = "it reorders the weights of queries and keys when it loads them, but not those of their adapters"
+SERVED_WRONGLY = {
+    "llama4": REORDERED,
+    "llama4_text": REORDERED,
+    "phimoe": "it leaves out the bias of the output head",
+}
+"""Families that vLLM serves as another policy than transformers computes, on every device."""
 
 NO_SIGMOID = "vLLM's experts for CPUs are not chosen by a sigmoid"
 NOT_ON_CPU = {
@@ -62,8 +66,6 @@ QUANTIZED_SUFFIX = re.compile(
 BY_LENGTH = ("longrope", "su", "dynamic")
 """Kinds of rotary embeddings whose factors transformers and Unsloth choose by the longest sequence of a call, vLLM by its
 context. `trainer/rope.py` fixes transformers' modules."""
-OWN_ROPE = ("phimoe",)
-"""Families whose module in transformers makes this choice in its own code, too."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
 
     Raises:
         InvalidInput: the weights are quantised in a way that prevents training, vLLM serves no adapters of the family or
-            applies them wrongly, or the trainer's positions would depend on what else it computes.
+            serves it wrongly, or the trainer's positions would depend on what else it computes.
     """
     facts = base.facts
     if (method := facts.quantization) not in (None, *TRAINABLE_QUANTIZATIONS):
@@ -252,20 +254,19 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
     other = "use another base model, such as " + next(
         (model for start, model in INSTEAD.items() if facts.model_type.startswith(start)), USUAL
     )
-    if facts.model_type in WITHOUT_ADAPTERS:
+    if (fault := SERVED_WRONGLY.get(facts.model_type)) is not None:
         raise _not_trainable(
-            f"base_model '{base.name}' is of the family '{facts.model_type}', whose adapters vLLM applies wrongly: {other}"
+            f"base_model '{base.name}' is of the family '{facts.model_type}', which vLLM serves wrongly ({fault}): {other}"
         )
     if facts.problem is not None:
         raise _not_trainable(
             f"base_model '{base.name}' cannot be trained here: {facts.problem}: {other}"
         )
     by_length = [each for each in facts.ropes if each in BY_LENGTH]
-    if by_length and (trainer == "unsloth" or facts.model_type in OWN_ROPE):
-        remedy = "start the server with --trainer peft" if trainer == "unsloth" else other
+    if by_length and trainer == "unsloth":
         raise _not_trainable(
             f"base_model '{base.name}' has rotary embeddings of the kind '{by_length[0]}', whose factors would depend on "
-            f"which sequences train together: {remedy}"
+            "which sequences train together: start the server with --trainer peft"
         )
 
 

@@ -89,8 +89,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | SCALED
     | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 2},
 }
-"""transformers' name of each family, and its settings beyond SHAPE: published factors, because defaults of 1 would hide that one
-side leaves them out. vLLM reads some fields that transformers lacks."""
+"""transformers' name of each family, and its settings beyond SHAPE. Factors are not 1, which would hide that one side leaves them
+out. vLLM reads some fields that transformers lacks."""
 
 TIED = SHAPE | {"tie_word_embeddings": True}
 MAMBA = {
@@ -270,7 +270,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "short_factor": [1.0] * 12,
             "long_factor": [1.0 + index / 2 for index in range(12)],
             "original_max_position_embeddings": 32,
-            "partial_rotary_factor": 0.75,
         },
     },
     "olmo3": SHAPE | {"sliding_window": 16},
@@ -305,9 +304,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "route_scale": 2.826,
         "mup_enabled": True,
     },
-    "phimoe": SHAPE
-    | EXPERTS
-    | {"moe_intermediate_size": 128, "attention_bias": True, "lm_head_bias": True},
     "granitemoehybrid": TIED
     | MAMBA
     | GRANITE
@@ -401,9 +397,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """The layouts in which families are published: parts that see, nested settings, several kinds of layers. What follows a
 family's name tells its variants apart."""
 
-ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
-"""Published names of classes that transformers has renamed."""
-
 TRANSPOSED = "qwen3_vl_moe"
 """The family whose experts are published as inputs x outputs, which transformers reads but does not write."""
 
@@ -490,15 +483,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "microsoft/Phi-3.5-MoE-instruct": {
         "model_type": "phimoe",
         "architectures": ["PhiMoEForCausalLM"],
-        "original_max_position_embeddings": 64,
-        "rope_parameters": None,
-        "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0] * 32,
-            "long_factor": [2.0] * 32,
-            "short_mscale": 1.0,
-            "long_mscale": 1.0,
-        },
     },
     "stabilityai/stablelm-2-1_6b-chat": {
         "model_type": "stablelm",
@@ -563,10 +547,8 @@ def make_model(name: str, folder: Path) -> Path:
                 weights[key] = weights[key].transpose(1, 2).contiguous()
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     written = json.loads((folder / "config.json").read_text())
-    changed = {key: settings[key] for key in DROPPED if key in settings}
-    if name in ARCHITECTURES:
-        changed["architectures"] = [ARCHITECTURES[name]]
-    (folder / "config.json").write_text(json.dumps(written | changed))
+    dropped = {key: settings[key] for key in DROPPED if key in settings}
+    (folder / "config.json").write_text(json.dumps(written | dropped))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TINY_DIR / name, folder / name)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1401}))

@@ -47,14 +47,15 @@ def load_base(base_model: str, dtype: torch.dtype, device: torch.device) -> PreT
 
 def match_engine(model: PreTrainedModel) -> None:
     """Changes what the model's layers compute to what vLLM's do, where they differ."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
+    # Layers of Cohere 2 see that many tokens before a token, and itself (vLLM 0.32, models/commandr.py); transformers
+    # counts it.
     has_wider_window = config.model_type == "cohere2"
     if has_wider_window:  # for the masks
         config.sliding_window += 1
     for module in model.modules():
         layer: Any = module
         if has_wider_window and getattr(layer, "sliding_window", None) is not None:
-            # Its layers see that many tokens before a token, and itself (vLLM 0.32, models/commandr.py); transformers counts it.
             layer.sliding_window += 1
         if hasattr(layer, "time_step_limit"):
             # vLLM's state-space layers have no limits (0.32, mamba_mixer2.py); Nemotron-H's in transformers have one.

@@ -325,8 +325,8 @@ class Policy:
         """The model's logits from the input of its output head, for the whole vocabulary or these tokens only.
 
         Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),
-        CohereForCausalLM, FalconH1ForCausalLM, MuseGlimmerForCausalLM, HyperCLOVAXForCausalLM (product). `check_trees` and `check_sequences` compare with the model's own
-        logits, so they detect other formulas.
+        CohereForCausalLM, FalconH1ForCausalLM, MuseGlimmerForCausalLM, HyperCLOVAXForCausalLM (product). `check_trees`
+        and `check_sequences` compare with the model's own logits, so they detect other formulas.
         """
         config = self._base.config.get_text_config()
         head = self.model.get_output_embeddings()

@@ -104,7 +104,8 @@ def test_bitsandbytes_trains_but_8_bits_not_with_unsloth(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("config", "words", "instead"),
     [
-        ({"model_type": "llama4"}, "vLLM applies wrongly", "Llama-3.1-8B-Instruct"),
+        ({"model_type": "llama4"}, "vLLM serves wrongly", "Llama-3.1-8B-Instruct"),
+        ({"model_type": "phimoe"}, "vLLM serves wrongly", "Phi-4-mini-instruct"),
         (
             {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]},
             "vLLM serves no adapters of its class Gemma3nForConditionalGeneration",
@@ -193,6 +194,7 @@ def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
         ("ernie4_5_moe", True),
         ("nemotron_h moe", True),
         ("olmo_hybrid", True),
+        ("laguna", True),
         ("nemotron_h", False),
         ("qwen3_moe", False),
     ],
@@ -224,7 +226,6 @@ LONG = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
         ("llama", {"rope_type": "dynamic", "factor": 2.0}, "unsloth", True),
         ("llama", {"rope_type": "linear", "factor": 2.0}, "unsloth", False),
         ("llama", None, "unsloth", False),
-        ("phimoe", {"type": "longrope", **LONG, "short_mscale": 1.0, "long_mscale": 1.0}, "auto", True),
     ],
 )  # fmt: skip
 def test_positions_that_would_depend_on_neighbours_are_refused(

@@ -21,7 +21,7 @@ LATENT = "self_attn.q_a_proj self_attn.q_b_proj self_attn.kv_a_proj_with_mqa sel
 GATED = " ".join(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"))  # fmt: skip
 MOE_QKVO = dict.fromkeys(
     (
-        *("hunyuan_v1_moe", "ernie4_5_moe", "afmoe", "phimoe", "granitemoehybrid", "qwen3_vl_moe"),
+        *("hunyuan_v1_moe", "ernie4_5_moe", "afmoe", "granitemoehybrid", "qwen3_vl_moe"),
         *("exaone_moe", "hy_v3"),
     ),
     QKVO,
