@@ -30,6 +30,8 @@ SOURCES = (
     "config.json",
     "generation_config.json",
     "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",

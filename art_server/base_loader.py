@@ -14,6 +14,7 @@ from art_server.base_models import BaseModel, find_base_model
 from art_server.device.figures import read_figures
 from art_server.device.model_size import read_model_size
 from art_server.device.plan import Card, Demand, Plan, make_plan
+from art_server.engine.command import seq_length
 from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer_process import TrainerError
@@ -182,6 +183,7 @@ class BaseLoader:
         if self._machine.kind == "cpu":
             base_models.check_on_cpu(small)
         check_number_types(self._config, self._machine.kind, small)
+        seq_length(self._config, small, self._machine.kind)
         return replace(find_base_model(name, base_models.CACHE_DIR), template=template)
 
     async def _log_download(self, name: str) -> None:

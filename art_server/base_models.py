@@ -53,8 +53,8 @@ INSTEAD = {
     "llama": "meta-llama/Llama-3.1-8B-Instruct",
     "mllama": "meta-llama/Llama-3.1-8B-Instruct",
     "phi": "microsoft/Phi-4-mini-instruct",
-    "mistral": "mistralai/Ministral-3-8B-Instruct-2512",
-    "nemotron": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "mistral": "mistralai/Mistral-7B-Instruct-v0.3",
+    "nemotron": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
 }
 """A model of about the same kind, by the beginning of a family's name."""
 USUAL = "Qwen/Qwen3-4B-Instruct-2507"
@@ -241,19 +241,10 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
             serves it wrongly, or the trainer's positions would depend on what else it computes.
     """
     facts = base.facts
-    if (method := facts.quantization) not in (None, *TRAINABLE_QUANTIZATIONS):
-        raise _not_trainable(
-            f"base_model '{base.name}' is quantised by '{method}', and such weights pass no gradient to an adapter: use "
-            f"{_unquantized(base.name, facts.model_type)}, or one quantised by {' or '.join(TRAINABLE_QUANTIZATIONS)}"
-        )
-    if trainer == "unsloth" and facts.has_8_bits:
-        raise _not_trainable(
-            f"base_model '{base.name}' is quantised to 8 bits, which Unsloth has no kernels for: start the server with "
-            "--trainer peft, or use the model in 4 bits or without quantisation"
-        )
-    other = "use another base model, such as " + next(
+    instead = next(
         (model for start, model in INSTEAD.items() if facts.model_type.startswith(start)), USUAL
     )
+    other = f"use another base model, such as {instead}"
     if (fault := SERVED_WRONGLY.get(facts.model_type)) is not None:
         raise _not_trainable(
             f"base_model '{base.name}' is of the family '{facts.model_type}', which vLLM serves wrongly ({fault}): {other}"
@@ -261,6 +252,16 @@ def check_trainable(base: BaseModel, trainer: str = "auto") -> None:
     if facts.problem is not None:
         raise _not_trainable(
             f"base_model '{base.name}' cannot be trained here: {facts.problem}: {other}"
+        )
+    if (method := facts.quantization) not in (None, *TRAINABLE_QUANTIZATIONS):
+        raise _not_trainable(
+            f"base_model '{base.name}' is quantised by '{method}', and such weights pass no gradient to an adapter: use "
+            f"{_unquantized(base.name, facts.model_type, instead)}, or one quantised by {' or '.join(TRAINABLE_QUANTIZATIONS)}"
+        )
+    if trainer == "unsloth" and facts.has_8_bits:
+        raise _not_trainable(
+            f"base_model '{base.name}' is quantised to 8 bits, which Unsloth has no kernels for: start the server with "
+            "--trainer peft, or use the model in 4 bits or without quantisation"
         )
     by_length = [each for each in facts.ropes if each in BY_LENGTH]
     if by_length and trainer == "unsloth":
@@ -280,7 +281,7 @@ def check_on_cpu(base: BaseModel) -> None:
     if facts.quantization is not None:
         raise _not_trainable(
             f"base_model '{base.name}' is quantised by '{facts.quantization}', which needs a GPU: use "
-            f"{_unquantized(base.name, facts.model_type)}"
+            f"{_unquantized(base.name, facts.model_type, USUAL)}"
         )
     reason = NOT_ON_CPU.get(facts.model_type)
     if reason is not None and (facts.is_mixture or facts.has_delta_rule):
@@ -294,9 +295,11 @@ def _not_trainable(message: str) -> InvalidInput:
     return InvalidInput(message, code="not_trainable", param="base_model")
 
 
-def _unquantized(name: str, family: str) -> str:
-    """The model without quantisation, by its name if a suffix of this one tells it."""
-    if family == "gpt_oss":
-        return f"unsloth/{name.rpartition('/')[2]}-BF16"
+def _unquantized(name: str, family: str, other: str) -> str:
+    """The model without quantisation, by its name if a suffix of this one tells it, else `other`."""
     plain = QUANTIZED_SUFFIX.sub("", name)
-    return plain if plain != name and is_hub_id(plain) else "the model without quantisation"
+    if family == "gpt_oss":
+        return f"unsloth/{plain.rpartition('/')[2]}-BF16"
+    if plain == name or not is_hub_id(plain):
+        return f"a copy of it without quantisation, or another base model, such as {other}"
+    return f"{plain}-BF16" if "Nemotron-3" in plain else plain

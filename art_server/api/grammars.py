@@ -44,26 +44,52 @@ REMOVED = ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace
 """vLLM's former fields `guided_...`, which it ignores."""
 
 
-def check_grammars(body: dict[str, Any]) -> None:
+OF_OTHER_APIS = {
+    "chat": ("text.format", "output_config.format", "output_format"),
+    "completions": ("text.format", "output_config.format", "output_format"),
+    "responses": ("response_format", "output_config.format", "output_format"),
+    "messages": ("response_format", "structured_outputs", "text.format", "output_format"),
+}
+"""Constraints that vLLM ignores, by API: they belong to another one."""
+OWN = {
+    "chat": "`response_format` or `structured_outputs`",
+    "completions": "`response_format` or `structured_outputs`",
+    "responses": "`text.format` or `structured_outputs`",
+    "messages": "`output_config.format`",
+}
+"""Its own constraints, by API."""
+
+
+def check_grammars(api: str, body: dict[str, Any]) -> None:
     """Checks the constraints of a request.
 
     Raises:
-        BadRequest: vLLM would ignore an option.
+        BadRequest: vLLM would ignore an option, or a field has the wrong type.
         InvalidInput: a field is above a limit.
     """
-    check_options(body)
+    check_options(api, body)
     for field in FIELDS:
         if body.get(field) is not None:
             check_field(field, msgspec.json.encode(body[field]))
 
 
-def check_options(body: dict[str, Any]) -> None:
+def check_options(api: str, body: dict[str, Any]) -> None:
     """Checks that no option would be ignored: an answer would not be what its request demands."""
+    for name, kind, what in (("structured_outputs", dict, "an object"), ("tools", list, "a list")):
+        if body.get(name) is not None and not isinstance(body[name], kind):
+            raise BadRequest(f"{name}: it must be {what}", code="invalid_body", param=name)
     for name in REMOVED:
         if body.get(f"guided_{name}") is not None:
             raise ignored_option(
                 f"guided_{name}", "use `structured_outputs` or `response_format` instead"
             )
+    for path in OF_OTHER_APIS[api]:
+        field, _, member = path.partition(".")
+        value = body.get(field)
+        if member:
+            value = value.get(member) if isinstance(value, dict) else None
+        if value is not None:
+            raise ignored_option(path, f"use {OWN[api]} instead")
     options = body.get("structured_outputs")
     if isinstance(options, dict):
         for name, value in options.items():

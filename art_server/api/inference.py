@@ -80,13 +80,13 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
             code="missing_model",
             param="model",
         )
-    check_conversation(PATHS[request.scope["path"]], data)
-    check_no_beam_search(data)
-    check_choices(PATHS[request.scope["path"]], data)
-    check_grammars(data)
     caller: Caller = request.state.caller
     path = request.scope["path"]
     api = PATHS[path]
+    check_conversation(api, data)
+    check_no_beam_search(data)
+    check_choices(api, data)
+    check_grammars(api, data)
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
     messages = conversation.messages_of(api, data)
@@ -139,6 +139,10 @@ def check_conversation(api: str, body: dict[str, Any]) -> None:
             raise not_messages(path, f"it must be an object, not {json_kind(message)}")
         if api == "chat" and message.get("name", "") is None:
             del message["name"]
+        calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            path = f"{field}[{index}].tool_calls"
+            raise not_messages(path, f"it must be a list, not {json_kind(calls)}")
 
 
 def not_messages(path: str, reason: str) -> BadRequest:
@@ -166,8 +170,6 @@ def num_choices(api: str, body: Mapping[str, Any]) -> int:
     n, prompt = body.get("n"), body.get("prompt")
     if api not in ("chat", "completions"):
         return 1
-    if isinstance(n, str) and n.strip().isdecimal():  # vLLM reads such a text as a number
-        n = int(n)
     num = int(n) if isinstance(n, int | float) and 1 < n < math.inf else 1
     if api == "completions" and isinstance(prompt, list):
         num *= sum(1 for each in prompt if not isinstance(each, int)) or 1
@@ -178,8 +180,10 @@ def check_choices(api: str, body: Mapping[str, Any]) -> None:
     """Checks the number of choices.
 
     Raises:
-        BadRequest: it is above the limit.
+        BadRequest: it is above the limit, or `n` is a text, which vLLM would read as a number.
     """
+    if isinstance(body.get("n"), str):
+        raise BadRequest("n: it must be a number, not a text", code="invalid_body", param="n")
     if (num := num_choices(api, body)) > MAX_CHOICES:
         raise BadRequest(
             f"n: the request asks for {num} choices (n times the number of prompts), above the limit of {MAX_CHOICES}: ask "

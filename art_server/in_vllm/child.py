@@ -27,7 +27,7 @@ import msgspec
 
 from art_server.children import be_child, collect_seldom
 from art_server.in_vllm import entries, plain_text
-from art_server.shared.samples import GRAMMAR_MARK, is_first_turn, whole_characters
+from art_server.shared.samples import GRAMMAR_MARK, CutText, is_first_turn, whole_characters
 from art_server.shared.switches import RAW_SWITCH
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -187,6 +187,8 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
             for output in result.outputs:
                 if output.finish_reason == "error" and is_constrained:
                     raise bad_grammar("the engine cannot compile it, or no text satisfies it")
+                if output.finish_reason == "length":
+                    output.text = CutText(output.text)
                 parts = choices[output.index]
                 mask, output.sampling_mask = output.sampling_mask, None
                 found = mask.token_ids if mask is not None else ()
@@ -298,8 +300,8 @@ NO_TEMPLATE = (
     "--chat-template FILE"
 )
 NO_TOOLS = (
-    "tools: this base model's chat template has no mark of a tool call, so that no call can be read from an answer: leave "
-    "out `tools`, or start the server with --engine-arg tool_call_parser=NAME"
+    "tools: this base model's chat template renders no tools, or has no mark of a call that the engine can read: leave out "
+    "`tools`, or start the server with --chat-template FILE or --engine-arg tool_call_parser=NAME"
 )
 
 

@@ -31,7 +31,7 @@ from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.renderers.chat_utils import make_tool_call_id
 
-from art_server.shared.samples import whole_characters
+from art_server.shared.samples import CutText, whole_characters
 
 CALL_MARKS = {
     "DeepSeekV3ToolParser": ("<｜tool▁calls▁begin｜>",),
@@ -45,6 +45,11 @@ CALL_MARKS = {
     "PoolsideV1ToolParser": ("<tool_call>",),
 }
 """What begins a call, by the class of the tool parser. Parsers with a grammar of vLLM's own name their marks."""
+CALL_ENDS = {
+    "ApertusToolParser": ("<|tools_prefix|>", "<|tools_suffix|>"),
+    "FunctionGemmaToolParser": ("<start_function_call>", "<end_function_call>"),
+}
+"""The marks around calls, of the parsers without a grammar that complete a call which was cut."""
 UNKNOWN_CALL_MARKS = ("<", "[", "{", "functools")
 """The marks of a tool parser that is not listed. A text with one of them waits for the answer's end."""
 THINKING_MARKS = {
@@ -244,6 +249,8 @@ class WholeAnswers(DelegatingParser):
     """The beginning of thinking at the prompt's end."""
     _must_open = False
     """Whether the answer itself has to open its thinking."""
+    _is_at_limit = False
+    """Whether the limit of tokens ended the answer."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -275,6 +282,7 @@ class WholeAnswers(DelegatingParser):
         enable_auto_tools: bool = False,
         model_output_token_ids: Sequence[int] = (),
     ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+        self._is_at_limit = isinstance(model_output, CutText)
         opening = self._make_opening(request)
         opening.add(model_output)
         return self._read(opening, model_output, request, enable_auto_tools)
@@ -303,6 +311,7 @@ class WholeAnswers(DelegatingParser):
         message = Message(opening.reasoning, opening.content, None)
         self._is_streaming = not finished
         if finished:
+            self._is_at_limit = isinstance(delta_text, CutText)
             has_tools = self._tool_parser is not None
             message = self._read(opening, "".join(self._texts), request, has_tools)
         return delta_of(message, *sent, request)
@@ -347,20 +356,25 @@ class WholeAnswers(DelegatingParser):
         return start is not None and text.lstrip().startswith(start)
 
     def _is_cut(self, rest: str, request: Any) -> bool:
-        """Whether a stop text ended the answer inside a call. A parser with a grammar would complete the call."""
+        """Whether a stop text or the limit of tokens ended the answer inside a call. Some parsers would complete
+        the call."""
         stops = getattr(request, "stop", None) or ()
+        stops = (stops,) if isinstance(stops, str) else stops
         tool: Any = self._tool_parser  # Any: vLLM has no class for parsers with a grammar
-        if not stops or not getattr(tool, "engine_based_streaming", False):
+        begin, end = CALL_ENDS.get(type(tool).__name__, ("", ""))
+        has_grammar = getattr(tool, "engine_based_streaming", False)
+        if not (has_grammar or end) or not (stops or self._is_at_limit):
             return False
-        parser = tool._parser_engine
 
         def is_open(text: str) -> bool:
+            if not has_grammar:
+                return text.rfind(end) < text.rfind(begin)
+            parser = tool._parser_engine
             parser._reset(initial_state=ParserState.CONTENT)
             parser._feed(text, [])
             return parser._engine.state in CALL_STATES
 
-        stops = (stops,) if isinstance(stops, str) else stops
-        return is_open(rest) and all(is_open(rest + stop) for stop in stops)
+        return is_open(rest) and (self._is_at_limit or all(is_open(rest + each) for each in stops))
 
     def _make_opening(self, request: Any) -> Opening:
         reading = self._reading(request)

@@ -1,6 +1,7 @@
 """What a base model is, from its small files, as transformers reads them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from art_server.base_facts import Facts
 from art_server.inspection.engine_classes import engine_problem
 from art_server.inspection.parsers import choose_parsers
-from art_server.inspection.template import find_notes, find_rules, read_templates
+from art_server.inspection.template import find_notes, find_rules, read_templates, renders_tools
 from art_server.trainer.base import outline, read_config
 from art_server.trainer.layers import Layers, find_layers
 
@@ -28,6 +29,14 @@ UNREADABLE = (
     StrictDataclassError,
 )
 """What transformers raises for a configuration that it does not understand."""
+QUANTIZATION_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files beside config.json that say how the weights are quantised, from which vLLM's classes read it."""
+NO_LANGUAGE_MODELS = ("Classification", "QuestionAnswering", "MaskedLM", "RewardModel")
+"""What the classes of published models for other tasks have in their names."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
 
@@ -49,13 +58,19 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
     }
     told["ropes"] = tuple(sorted(ropes - {"None"}))
     architecture = (raw.get("architectures") or [""])[0]
+    if any(kind in architecture for kind in NO_LANGUAGE_MODELS):
+        return Facts(**told, problem=f"its class {architecture} writes no text")
     if architecture and (problem := engine_problem(architecture)):
         return Facts(**told, problem=problem)
     try:
         model = outline(str(folder))
     except (ValueError, ImportError, AttributeError, TypeError) as error:
+        if method not in (None, "bitsandbytes"):
+            return Facts(**told)  # it is refused as quantised, which names the copy to take
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return Facts(**told, problem=f"transformers cannot make its model: {reason[:300]}")
+    if not architecture and (problem := engine_problem(type(model).__name__)):
+        return Facts(**told, problem=problem)
     positions = getattr(text, "max_position_embeddings", None)
     if not positions:
         return Facts(
@@ -63,6 +78,9 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
             problem="its configuration does not say how many positions it has (max_position_embeddings)",
         )
     templates = read_templates(folder, template)
+    parsers = choose_parsers(templates, family)
+    if not renders_tools(templates):  # so that a request with tools is refused
+        parsers = replace(parsers, tool=None)
     layers = find_layers(model)
     is_latent = bool(getattr(text, "kv_lora_rank", None))
     return Facts(
@@ -82,7 +100,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         stop_ids=find_stop_ids(folder, config),
         overrides=find_overrides(config),
         notes=find_notes(templates, folder),
-        parsers=choose_parsers(templates, family),
+        parsers=parsers,
         rules=find_rules(templates),
     )
 
@@ -96,8 +114,9 @@ def find_quantization(folder: Path, raw: dict[str, Any]) -> tuple[str | None, bo
                 usual = "bitsandbytes" if found.get("load_in_4bit") else "unknown"
                 is_8 = bool(found.get("load_in_8bit"))
                 return str(found.get("quant_method") or ("bitsandbytes" if is_8 else usual)), is_8
-    if (folder / "hf_quant_config.json").exists():
-        return "modelopt", False
+    for name, method in QUANTIZATION_FILES.items():
+        if (folder / name).exists():
+            return method, False
     return None, False
 
 
@@ -157,9 +176,11 @@ def _kv_per_token(model: PreTrainedModel, text: Any) -> int:
         }
         if "kv_a_proj_with_mqa" in linear:  # multi-head latent attention keeps one small vector
             total += linear["kv_a_proj_with_mqa"]
+        elif "linear" in path:  # a recurrent state, which does not grow
+            continue
         elif "k_proj" in linear:
             total += linear["k_proj"] + linear.get("v_proj", linear["k_proj"])
-        elif any(name in linear for name in FUSED) and "linear" not in path:
+        elif any(name in linear for name in FUSED):
             heads = text.num_attention_heads
             size = getattr(text, "head_dim", None) or text.hidden_size // heads
             total += 2 * int(getattr(text, "num_key_value_heads", None) or heads) * int(size)

@@ -39,8 +39,11 @@ FAMILIES = (
     Family("deepseek_v31", "deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
     Family("functiongemma", marks=("<start_function_call>",)),
     Family("gemma4", "gemma4", ("<|tool_call>",), thinks="<|channel>"),
-    Family("mistral", "mistral", ("[TOOL_CALLS]",), thinks="[THINK]"),
-    Family("poolside_v1", "poolside_v1", types=("laguna",)),
+    Family("mistral", "mistral", ("[TOOL_CALLS]", "[ARGS]"), thinks="[THINK]"),
+    # Models before [ARGS] write a list of JSON, which vLLM reads with Mistral's own tokenizers only.
+    Family(None, marks=("[TOOL_CALLS]",)),
+    Family("poolside_v1", "poolside_v1", ("<tool_call>",), ("laguna",)),
+    Family("hy_v3", "hy_v3", ("<tool_sep",)),
     Family("glm47", "glm47", ("<arg_key>",)),
     Family("olmo3", "olmo3", ("<function_calls>",)),
     Family("granite", "granite", ("<|tool_call|>",), thinks="thought process"),
@@ -53,8 +56,10 @@ FAMILIES = (
     # vLLM reads calls of Cohere's Command with a package of Cohere's only.
     Family(None, marks=("<|START_ACTION|>",)),
     Family("phi4_mini_json", marks=("<|tool|>",)),
-    Family("hunyuan_a13b", "hunyuan_a13b", types=("hunyuan_v1_dense", "hunyuan_v1_moe")),
-    Family("ernie45", "ernie45", types=("ernie4_5", "ernie4_5_moe")),
+    Family(
+        "hunyuan_a13b", "hunyuan_a13b", ("<tool_calls>",), ("hunyuan_v1_dense", "hunyuan_v1_moe")
+    ),
+    Family("ernie45", "ernie45", ("<tool_call>",), ("ernie4_5", "ernie4_5_moe")),
     Family("muse_glimmer", "muse_glimmer", types=("muse_glimmer",), thinks=""),
     Family("openai", "openai_gptoss", types=("gpt_oss",), thinks=""),
     Family("qwen3_coder", "nemotron_v3", ("<function=",), ("nemotron_h",)),

@@ -142,7 +142,7 @@ def find_notes(templates: Templates, folder: Path) -> tuple[str, ...]:
     if WORD not in rendered + _render(templates.usual, *in_parts):
         how = "leaves system messages out" if rendered else "refuses system messages"
         notes.append(f"its chat template {how}: write instructions into the first user message")
-    if TOOL["function"]["name"] not in _render(templates.with_tools, QUESTION, tools=[TOOL]):
+    if not renders_tools(templates):
         notes.append("its chat template renders no tools, so the model does not see them")
     if begin := _twice(templates.usual, folder):
         notes.append(
@@ -150,6 +150,11 @@ def find_notes(templates: Templates, folder: Path) -> tuple[str, ...]:
             '/v1/completions with "add_special_tokens": false'
         )
     return tuple(notes)
+
+
+def renders_tools(templates: Templates) -> bool:
+    """Whether the model sees the tools of a request."""
+    return TOOL["function"]["name"] in _render(templates.with_tools, QUESTION, tools=[TOOL])
 
 
 def _render(template: str, *messages: dict[str, Any], **more: Any) -> str:

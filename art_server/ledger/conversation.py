@@ -266,6 +266,8 @@ class Conversation:
     before: "Conversation | None"
     message: Message
     digest: bytes
+    exact: bytes
+    """Equal only if the other roles' texts are equal to the last white space, as those of a repeated request are."""
 
     def __iter__(self) -> Iterator["Conversation"]:
         """The conversation and its beginnings, longest first."""
@@ -277,17 +279,22 @@ class Conversation:
 
 def grow(before: Conversation | None, message: Message) -> Conversation:
     """A conversation with `message` added."""
-    return Conversation(before, message, extend(before.digest if before else EMPTY, message))
+    loose, exact = (before.digest, before.exact) if before else (EMPTY, EMPTY)
+    return Conversation(
+        before, message, extend(loose, message), extend(exact, message, is_exact=True)
+    )
 
 
-def extend(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation with `message` added; `before` is its digest without."""
+def extend(before: bytes, message: Message, *, is_exact: bool = False) -> bytes:
+    """The digest of a conversation with `message` added; `before` is its digest without. `is_exact`: white space counts,
+    but in answers, which parsers and agents strip."""
     role = str(message.get("role"))
     if role == "assistant":
         return after(before, message_digest(message))
     role = "system" if role == "developer" else role
     content = message.get("content")
-    text = without_space(system_text(content) if role == "system" else text_of(content))
+    text = system_text(content) if role == "system" else text_of(content)
+    text = text if is_exact else without_space(text)
     return digest(before, role.encode(), text.encode(errors="surrogatepass"))
 
 

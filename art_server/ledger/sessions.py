@@ -10,7 +10,8 @@ counted. So are those that it discarded, as the order of its requests and of the
                    answer to the same conversation
 
 Choices of one request, and of requests that overlap, are branches. Conversations are the same if messages, tools and
-the constraints of the answer (a JSON schema) are equal: the same text with another schema is another question.
+the constraints of the answer (a JSON schema) are equal: the same text with another schema, or with other white space, is
+another question.
 """
 
 import functools
@@ -99,14 +100,15 @@ def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTu
         asked = json.dumps([kept["tools"], kept.get("constraints") or {}], sort_keys=True)
         choice = kept["choices"][record.choice_id.rpartition("-")[2]]
         received = conversation.message_digest(choice["message"])
+        talk = conversation_of(kept)
         turns.append(
             SessionTurn(
                 record=record,
                 requested_at=requested,
                 delivered_at=delivered if record.is_delivered else None,
-                conversation=conversation_of(kept),
+                conversation=talk,
                 tools=kept["tools"],
-                asked=(record.request.before, asked),
+                asked=(talk.exact if talk else record.request.before, asked),
                 choice=choice,
                 ends={record.after, conversation.after(record.request.before, received)},
             )

@@ -74,6 +74,14 @@ ESCAPED_HALF = re.compile(
 """A surrogate pair that JSON writes as two escapes, or one half of a pair."""
 
 
+class CutText(str):
+    """The end of an answer that the limit of tokens ended. vLLM tells its parsers nothing of an answer but text and tokens."""
+
+    def __radd__(self, before: str) -> "CutText":
+        """vLLM's Responses add up the parts of an answer."""
+        return CutText(str.__add__(before, self))
+
+
 def whole_characters(text: str) -> str:
     """JSON in which each half of a surrogate pair, as a character or as an escape, is U+FFFD."""
     if not text.isascii():

@@ -173,6 +173,19 @@ class _Memory:
             logger.warning(self.notes[-1])
 
 
+def check_layers(policy: Policy, lost: Sequence[str]) -> None:
+    """Checks that the engine adapts some kind of layer that has an adapter; `lost` are the kinds that it does not.
+
+    Raises:
+        ValueError: it adapts none, so nothing could be trained.
+    """
+    if {layer_kind(name.partition(".lora_")[0]) for name in policy.parameters} <= {*lost}:
+        raise ValueError(
+            f"the engine adapts none of the model's layers ({', '.join(lost)}), so nothing can be trained: register it with "
+            "other lora.target_modules, or leave them out"
+        )
+
+
 def train(
     policy: Policy,
     task: TrainTask,
@@ -189,6 +202,7 @@ def train(
 
     Raises:
         FloatingPointError: the loss, its gradient or a metric is not finite. No checkpoint is written.
+        ValueError: the engine adapts none of the layers that have an adapter.
         GapTooLarge: the engine's log-probabilities are not those of this policy. No checkpoint is written.
     """
     config = task.config
@@ -198,6 +212,7 @@ def train(
     optimizer = load_checkpoint(policy, task.lora, Path(task.in_dir), rate)
     taken, age = task.optimizer_steps, steps_taken(optimizer)
     taken = age if taken is None else taken
+    check_layers(policy, task.lost_layers)
     num_too_stale = 0
     if config.max_staleness is not None:
         whole, oldest = task.batch, task.start_step - config.max_staleness

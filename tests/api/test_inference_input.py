@@ -39,6 +39,12 @@ async def test_a_request_is_refused_with_its_reason(
         ("chat", {"messages": None}, "messages", "not null"),
         ("chat", {"messages": "hi"}, "messages", "not a string"),
         ("chat", {"messages": [*MESSAGES, None]}, "messages[1]", "not null"),
+        (
+            "chat",
+            {"messages": [{"role": "assistant", "tool_calls": 5}]},
+            "messages[0].tool_calls",
+            "not a number",
+        ),
         ("messages", {"messages": {"role": "user"}}, "messages", "not an object"),
         ("messages", {"messages": [[]]}, "messages[0]", "not an array"),
         ("responses", {"input": None}, "input", "not null"),

@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from art.wire import Health
 from art_server.api.auth import Authentication
-from art_server.api.inference import num_choices
+from art_server.api.inference import check_choices, num_choices
 from art_server.api.keys import Keys, Usage
 from art_server.api.model_keys import ModelKeys
-from art_server.errors import TooMany
+from art_server.errors import BadRequest, TooMany
 from art_server.settings import ApiKey, ServerConfig
 from tests.api.test_art_wire import MODEL, client, make
 
@@ -229,7 +229,7 @@ async def test_choices_count_as_so_many_requests(tmp_path: Path) -> None:
         assert (await http.post(path, json=body)).status_code == 404, "6 of 8"
         assert app.state.keys._usages[keys[0].owner].num_running == 0
         assert len(app.state.keys._usages[keys[0].owner].starts) == 7, "1, and 6"
-        await http.post("/v1/chat/completions", json={"model": "none", "messages": [], "n": "8"})
+        await http.post("/v1/chat/completions", json={"model": "none", "messages": [], "n": 8.0})
         assert len(app.state.keys._usages[keys[0].owner].starts) == 15
         chat = {"model": "none", "messages": [], "n": 8}
         refused = await http.post("/v1/chat/completions", json=chat)
@@ -237,6 +237,13 @@ async def test_choices_count_as_so_many_requests(tmp_path: Path) -> None:
         many = {"model": "none", "prompt": ["a"] * 1000, "n": 2}
         refused = await http.post(path, json=many, headers=bearer("free"))
         assert refused.status_code == 400 and "2000 choices" in refused.text
+
+
+@pytest.mark.parametrize("n", ["8", "+3", "1_000", "16.0"])
+def test_a_text_is_no_number_of_choices(n: str) -> None:
+    """vLLM would read each as a number, and no limit would count it."""
+    with pytest.raises(BadRequest, match="n: it must be a number"):
+        check_choices("chat", {"n": n})
 
 
 @pytest.mark.parametrize(

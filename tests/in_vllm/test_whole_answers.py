@@ -41,6 +41,9 @@ DEEPSEEK = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
     '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 )
+DEEPSEEK_31 = DEEPSEEK.replace(
+    "function<｜tool▁sep｜>look\n```json\n", "look<｜tool▁sep｜>"
+).replace("\n```", "")
 GEMMA = '<|tool_call>call:look{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
 KIMI = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
@@ -54,8 +57,17 @@ SEED = (
     "<seed:tool_call>\n<function=look>\n<parameter=city>Paris</parameter>\n</function>\n"
     "</seed:tool_call>"
 )
+FUNCTION = "<start_function_call>call:look{city:<escape>Paris<escape>}<end_function_call>"
+MISTRAL = '[TOOL_CALLS]look[ARGS]{"city": "Paris"}'
 PYTHONIC = 'look(city="Paris", days=3)'
 TOOLS_TAG = f"[{J}, {J}]"
+
+
+def twice(text: str, begin: str, end: str) -> str:
+    """A block with its call from `begin` to `end` two times."""
+    before, _, behind = text.partition(begin)
+    call, _, after = behind.partition(end)
+    return before + 2 * f"{begin}{call}{end}" + after
 
 
 class Case(NamedTuple):
@@ -77,15 +89,16 @@ class Case(NamedTuple):
 
 
 HERMES = ("<tool_call>", "</tool_call>", "<tool", '{"name": "look", ', '"arguments": {')
-HERMES_CALLS = (f"<tool_call>\n{J}\n</tool_call>", f"<tool_call>{SWAPPED}</tool_call>")
+HERMES_CALL = f"<tool_call>\n{J}\n</tool_call>"
+HERMES_CALLS = (HERMES_CALL, f"<tool_call>{SWAPPED}</tool_call>", f"{HERMES_CALL}\n{HERMES_CALL}")
 XML_MARKS = ("<tool_call>", "</tool_call>", "<function=look>", "</function>", "<parameter=city>")
 CASES = {
     "hermes": Case("hermes", None, HERMES_CALLS, HERMES),
     "hermes-qwen3": Case("hermes", "qwen3", HERMES_CALLS, HERMES),
     "hermes-qwen3-on": Case("hermes", "qwen3", HERMES_CALLS, HERMES, thinks=True),
     "hermes-qwen3-off": Case("hermes", "qwen3", HERMES_CALLS, HERMES, thinks=False),
-    "qwen3_xml": Case("qwen3_xml", None, (XML,), XML_MARKS),
-    "qwen3_xml-qwen3": Case("qwen3_xml", "qwen3", (XML,), XML_MARKS),
+    "qwen3_xml": Case("qwen3_xml", None, (XML, f"{XML}\n{XML}"), XML_MARKS),
+    "qwen3_xml-qwen3": Case("qwen3_xml", "qwen3", (XML, f"{XML}\n{XML}"), XML_MARKS),
     "llama3_json": Case(
         "llama3_json", None, (LLAMA, f"<|python_tag|>{LLAMA}; {J}"), ("<|python_tag|>", "; ", "{")
     ),
@@ -98,13 +111,13 @@ CASES = {
     "mistral": Case(
         "mistral",
         None,
-        (f"[TOOL_CALLS][{J}]", '[TOOL_CALLS]look[ARGS]{"city": "Paris"}'),
+        (MISTRAL, 2 * MISTRAL),
         ("[TOOL_CALLS]", "[ARGS]", "[TOOL", f"[{J}, "),
     ),
     "deepseek_v3": Case(
         "deepseek_v3",
         "deepseek_r1",
-        (DEEPSEEK,),
+        (DEEPSEEK, twice(DEEPSEEK, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),
         (
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁call▁begin｜>",
@@ -115,24 +128,29 @@ CASES = {
     "gemma4": Case(
         "gemma4",
         "gemma4",
-        (GEMMA,),
+        (GEMMA, 2 * GEMMA),
         ("<|tool_call>", "<tool_call|>", '<|"|>', "thought\n", "call:look{"),
         ("<|channel>", "<channel|>"),
     ),
-    "glm45": Case("glm45", "glm45", (GLM,), ("<tool_call>", "<arg_key>", "</arg_value>")),
+    "glm45": Case(
+        "glm45", "glm45", (GLM, f"{GLM}\n{GLM}"), ("<tool_call>", "<arg_key>", "</arg_value>")
+    ),
     "kimi_k2": Case(
         "kimi_k2",
         "kimi_k2",
-        (KIMI,),
+        (KIMI, twice(KIMI, "<|tool_call_begin|>", "<|tool_call_end|>")),
         ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
     ),
     "minimax_m2": Case(
-        "minimax_m2", "minimax_m2", (MINIMAX,), ("<minimax:tool_call>", '<invoke name="look">')
+        "minimax_m2",
+        "minimax_m2",
+        (MINIMAX, twice(MINIMAX, "<invoke", "</invoke>\n")),
+        ("<minimax:tool_call>", '<invoke name="look">'),
     ),
     "seed_oss": Case(
         "seed_oss",
         "seed_oss",
-        (SEED,),
+        (SEED, f"{SEED}\n{SEED}"),
         ("<seed:tool_call>", "</seed:tool_call>", "<function=look>"),
         ("<seed:think>", "</seed:think>"),
         thinks=True,
@@ -146,11 +164,7 @@ CASES = {
     "deepseek_v31": Case(
         "deepseek_v31",
         "deepseek_v3",
-        (
-            DEEPSEEK.replace("function<｜tool▁sep｜>look\n```json\n", "look<｜tool▁sep｜>").replace(
-                "\n```", ""
-            ),
-        ),
+        (DEEPSEEK_31, twice(DEEPSEEK_31, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),
         (
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁call▁begin｜>",
@@ -162,20 +176,20 @@ CASES = {
     "functiongemma": Case(
         "functiongemma",
         None,
-        ("<start_function_call>call:look{city:<escape>Paris<escape>}<end_function_call>",),
+        (FUNCTION, 2 * FUNCTION),
         ("<start_function_call>", "<escape>", "call:look{", "<end_function_call>"),
     ),
     "magistral": Case(
         "mistral",
         "mistral",
-        ('[TOOL_CALLS]look[ARGS]{"city": "Paris"}',),
+        (MISTRAL, 2 * MISTRAL),
         ("[TOOL_CALLS]", "[ARGS]", "[TOOL"),
         ("[THINK]", "[/THINK]"),
     ),
     "laguna": Case(
         "poolside_v1",
         "poolside_v1",
-        (GLM,),
+        (GLM, f"{GLM}\n{GLM}"),
         ("<tool_call>", "<arg_key>", "</arg_value>"),
         thinks=True,
     ),
@@ -195,13 +209,13 @@ CASES = {
     "apertus": Case(
         "apertus",
         None,
-        ('<|tools_prefix|>[{"look": {"city": "Paris"}}]<|tools_suffix|>',),
+        ('<|tools_prefix|>[{"look": {"city": "Paris"}}, {"look": {"days": 3}}]<|tools_suffix|>',),
         ("<|tools_prefix|>", '[{"look": ', "<|tools_suffix|>"),
     ),
     "phi4_mini_json": Case(
         "phi4_mini_json",
         None,
-        ('functools[{"name": "look", "arguments": {"city": "Paris"}}]',),
+        (f"functools{TOOLS_TAG}",),
         ("functools", "[{", "}]"),
     ),
     "hunyuan_a13b": Case(
@@ -215,11 +229,13 @@ CASES = {
     "ernie45": Case(
         "ernie45",
         "ernie45",
-        (f"<tool_call>\n{J}\n</tool_call>\n",),
+        (f"{HERMES_CALL}\n", f"{HERMES_CALL}\n{HERMES_CALL}\n"),
         ("<tool_call>", "</tool_call>", "<response>\n", "\n</response>\n"),
         answer="<response>\n{}\n</response>\n",
     ),
-    "nemotron_v3": Case("qwen3_coder", "nemotron_v3", (XML,), XML_MARKS, thinks=True),
+    "nemotron_v3": Case(
+        "qwen3_coder", "nemotron_v3", (XML, f"{XML}\n{XML}"), XML_MARKS, thinks=True
+    ),
 }
 PROSE = (
     "I will look. ",
@@ -344,13 +360,14 @@ async def results(
         for index, (choice, texts) in enumerate(zip(choices, parts, strict=True)):
             if step < len(texts):
                 is_last = step == len(texts) - 1
+                is_cut = is_last and choice.finish_reason == "length"
                 came = texts[step : step + 1] if streamed else choice.parts
                 encoded = [vllm.tokenizer.encode(part, add_special_tokens=False) for part in came]
                 ids = [token for part in encoded for token in part]
                 outputs.append(
                     vllm.outputs.CompletionOutput(
                         index=index,
-                        text=texts[step],
+                        text=vllm.ours.CutText(texts[step]) if is_cut else texts[step],
                         token_ids=[*ids, vllm.tokenizer.eos_token_id] if is_last else ids,
                         cumulative_logprob=None,
                         logprobs=None,
@@ -637,8 +654,8 @@ def test_a_familys_own_output_is_read_right(vllm: Any, name: str) -> None:
     prompt = vllm.tokenizer.encode("<|im_start|>assistant\n")
     thought = f"{case.think[0]}hm{case.think[1]}"
 
-    def say(text: str) -> Said:
-        output = Output(text, tuple(text), "stop")
+    def say(text: str, reason: str = "stop") -> Said:
+        output = Output(text, tuple(text), reason)
         whole, events = asyncio.run(chat(vllm, case, [output], chat_request(vllm), prompt))
         (said,) = whole_said(whole)
         assert [said] == streamed_said(events, 1)
@@ -649,12 +666,16 @@ def test_a_familys_own_output_is_read_right(vllm: Any, name: str) -> None:
     assert (plain.reasoning if unasked else plain.content) == "I look, a < b."
     assert (plain.content if unasked else plain.reasoning) == "" and not plain.calls
     end = case.think[1] if unasked else ""
-    # vLLM's parser of Mistral's HF tokenizers takes the list of the oldest models for a name.
-    for call in [call for call in case.calls if not call.startswith("[TOOL_CALLS][")]:
+    for call in case.calls:
         one, after_text = say(end + call), say(f"{end}I look.\n{call}")
-        assert one.calls and one.finish_reason == "tool_calls"
+        assert one.finish_reason == "tool_calls"
+        assert [called for called, _ in one.calls] == ["look"] * call.count("look")
+        arguments = [item for _, said in one.calls for item in json.loads(said).items()]
+        assert arguments.count(("city", "Paris")) == call.count("Paris")
+        assert len(arguments) == call.count("Paris") + call.count("days")
         assert after_text.calls == ([] if name == "llama4_pythonic" else one.calls)
-        assert all(called == "look" and json.loads(said) is not None for called, said in one.calls)
+        cut = say(end + call[: -len(call) // 3], "length")
+        assert cut.finish_reason == "length" and cut.calls == one.calls[: len(cut.calls)]
         assert "I look." in after_text.content and not one.reasoning
         if case.reasoning is not None and case.thinks is not False:
             thinking = say(thought + (case.answer.format(call) if name == "hunyuan_a13b" else call))

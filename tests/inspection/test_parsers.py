@@ -56,8 +56,9 @@ FAMILIES: list[tuple[str, str, str, Parsers]] = [
     ("Gemma 4", "gemma4", "gemma4", Parsers("gemma4", "gemma4", False)),
     ("Gemma 4, text", "gemma4_text", "gemma4_v3", Parsers("gemma4", "gemma4", False)),
     ("Gemma 4, unified", "gemma4_unified", "gemma4_v5", Parsers("gemma4", "gemma4", False)),
-    ("Mistral", "mistral", "[AVAILABLE_TOOLS][TOOL_CALLS]", Parsers("mistral")),
-    ("Magistral", "mistral3", "[TOOL_CALLS][THINK][/THINK]", Parsers("mistral", "mistral")),
+    ("Mistral 7B v0.3", "mistral", "[AVAILABLE_TOOLS][TOOL_CALLS]", Parsers(None)),
+    ("Ministral 3", "mistral3", "[AVAILABLE_TOOLS][TOOL_CALLS][ARGS]", Parsers("mistral")),
+    ("Magistral", "mistral3", "[TOOL_CALLS][ARGS][THINK][/THINK]", Parsers("mistral", "mistral")),
     ("Phi-4-mini", "phi3", "<|tool|><|/tool|>", Parsers("phi4_mini_json")),
     ("Phi 3.5", "phi3", "phi3_5", Parsers(None)),
     ("Phi-4-reasoning", "phi3", "<think></think>", Parsers(None, "qwen3")),
@@ -90,6 +91,9 @@ FAMILIES: list[tuple[str, str, str, Parsers]] = [
         Parsers("hunyuan_a13b", "hunyuan_a13b"),
     ),
     ("ERNIE 4.5", "ernie4_5_moe", "<tool_call><think><response>", Parsers("ernie45", "ernie45")),
+    ("ERNIE 4.5 PT", "ernie4_5", ASK, Parsers(None)),
+    ("Hunyuan Instruct", "hunyuan_v1_dense", ASK, Parsers(None)),
+    ("Hy3", "hy_v3", "<think><tool_calls><tool_sep><arg_key>", Parsers("hy_v3", "hy_v3")),
     (
         "MiniMax M2",
         "minimax_m2",
@@ -129,7 +133,7 @@ def test_parsers_follow_the_marks_of_published_templates(
 
 NAMED = [
     {"name": "default", "template": OFF},
-    {"name": "tool_use", "template": ASK + "[TOOL_CALLS]"},
+    {"name": "tool_use", "template": ASK + "[TOOL_CALLS][ARGS]"},
     {"name": "rag", "template": "rag"},
 ]
 
@@ -139,7 +143,7 @@ def test_templates_by_name_are_those_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": NAMED}))
     for _ in range(2):
         found = read_templates(tmp_path)
-        assert found == Templates(OFF, ASK + "[TOOL_CALLS]")
+        assert found == Templates(OFF, ASK + "[TOOL_CALLS][ARGS]")
         assert choose_parsers(found, "llama") == Parsers("mistral")
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
         (tmp_path / "chat_template.jinja").write_text(OFF)

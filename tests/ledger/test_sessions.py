@@ -249,6 +249,17 @@ def test_an_attempt_with_equal_answers_is_told_from_the_one_before_it(tmp_path: 
     assert answers(reply) == [["plan", "good end"]] and reply.unused == {ASKED_AGAIN: 2}
 
 
+def test_other_white_space_is_another_question(tmp_path: Path) -> None:
+    """Code with another indentation; the answer to it may differ."""
+    agent = Agent(tmp_path)
+    for code, answer in (("if a:\n  b\n  c", "1"), ("if a:\n  b\nc", "2")):
+        agent.ask([{"role": "user", "content": code}], answer)
+    assert answers(agent.reply()) == [["1"], ["2"]]
+    agent.ask([{"role": "user", "content": "if a:\n  b\n  c"}], "3")
+    reply = agent.reply()
+    assert answers(reply) == [["2"], ["3"]] and reply.unused == {ASKED_AGAIN: 1}
+
+
 def test_attempts_that_run_at_the_same_time_are_both_kept(tmp_path: Path) -> None:
     """Two sub-agents with the same task, one begun while the other had its first answer already."""
     agent = Agent(tmp_path)
@@ -411,10 +422,12 @@ def test_a_long_session_is_read_without_its_beginning_for_each_turn(
     extended: list[bytes] = []
     extend = conversation.extend
     monkeypatch.setattr(
-        conversation, "extend", lambda before, m: extended.append(before) or extend(before, m)
+        conversation,
+        "extend",
+        lambda before, m, **more: extended.append(before) or extend(before, m, **more),
     )
     assert agent.reply().num_choices == 100
-    assert len(extended) == 200, "one for each message, and one for the tools"
+    assert len(extended) == 2 * 200, "two for each message, of questions and answers"
 
 
 def test_messages_stay_as_long_as_a_turn_needs_them(tmp_path: Path) -> None:

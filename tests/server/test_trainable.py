@@ -74,13 +74,35 @@ def test_a_quantised_base_that_only_modelopt_describes_is_refused(tmp_path: Path
 
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
+    ("file", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")]
+)
+def test_a_quantised_base_of_which_only_a_file_says_so_is_refused(
+    file: str, method: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text("{}")
+    assert f"quantised by '{method}'" in refusal(base(tmp_path))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_quantised_base_that_could_not_be_trained_anyway_says_so(tmp_path: Path) -> None:
+    """Else its user takes the copy without quantisation, and is refused again."""
+    config = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
+    message = refusal(base(tmp_path, **config, quantization_config={"quant_method": "fp8"}))
+    assert "serves no adapters of its class" in message and "gemma-3-4b-it" in message
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
     ("name", "family", "instead"),
     [
         ("Qwen/Qwen3-8B-FP8", "qwen3", "use Qwen/Qwen3-8B,"),
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2", "use Qwen/Qwen2.5-7B-Instruct,"),
         ("RedHatAI/Llama-3.1-8B-w4a16", "llama", "use RedHatAI/Llama-3.1-8B,"),
         ("openai/gpt-oss-20b", "gpt_oss", "use unsloth/gpt-oss-20b-BF16,"),
-        ("/models/packed", "qwen3", "use the model without quantisation,"),
+        ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", "gpt_oss", "use unsloth/gpt-oss-20b-BF16,"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8", "qwen3", "-30B-A3B-BF16,"),
+        ("/models/packed", "qwen3", "such as Qwen/Qwen3-4B-Instruct-2507, or"),
+        ("mistralai/M", "mistral", "such as mistralai/Mistral-7B-Instruct-v0.3, or"),
     ],
 )
 def test_the_refusal_of_a_quantised_base_names_the_one_to_take(
@@ -126,6 +148,16 @@ def test_bitsandbytes_trains_but_8_bits_not_with_unsloth(tmp_path: Path) -> None
             "cannot read its configuration: Validation error for field 'sliding_window': TypeError: Field",
             "Qwen/Qwen3-4B",
         ),
+        (
+            {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]},
+            "its class Qwen3ForSequenceClassification writes no text",
+            "Qwen/Qwen3-4B",
+        ),
+        (
+            {"model_type": "stablelm", "architectures": None},
+            "serves no adapters of its class StableLmForCausalLM",
+            "Qwen/Qwen3-4B",
+        ),
         ({"model_type": "of_tomorrow"}, "cannot read its configuration", "Qwen/Qwen3-4B"),
         ({"model_type": ""}, "names no model_type", "Qwen/Qwen3-4B"),
         (
@@ -146,8 +178,13 @@ def test_a_family_that_cannot_be_trained_and_served_is_refused(
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_refusal_of_a_published_model_names_one_to_take(name: str, tmp_path: Path) -> None:
     message = refusal(refused_model(name, tmp_path))
-    assert name in message and re.search(
-        r"use (another|unsloth/|Qwen/|RedHatAI/|the model without)", message
+    assert (
+        name in message
+        and "/" in message.partition(": ")[2]
+        and re.search(
+            r"use (another|unsloth/|Qwen/|RedHatAI/|a copy of it without quantisation, or another)",
+            message,
+        )
     )
 
 

@@ -209,3 +209,6 @@ def test_a_lost_layer_is_not_trained(
     # A fresh adapter's A has no gradient: its B is zero.
     assert {name for name in after if ".k_proj." in name} <= same
     assert not [name for name in same if ".lora_B." in name and ".k_proj." not in name]
+    kinds = {layer_kind(name.partition(".lora_")[0]) for name in policy.parameters}
+    with pytest.raises(ValueError, match=r"register it with other lora\.target_modules"):
+        job(policy, adapter_dir, tmp_path / "2", make_batch(0), lost_layers=sorted(kinds))
