@@ -48,6 +48,7 @@ CALL_MARKS = {
 CALL_ENDS = {
     "ApertusToolParser": ("<|tools_prefix|>", "<|tools_suffix|>"),
     "FunctionGemmaToolParser": ("<start_function_call>", "<end_function_call>"),
+    "HYV3ToolParser": ("<tool_calls", "</tool_calls"),
 }
 """The marks around calls, of the parsers without a grammar that complete a call which was cut."""
 UNKNOWN_CALL_MARKS = ("<", "[", "{", "functools")

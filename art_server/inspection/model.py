@@ -37,6 +37,64 @@ QUANTIZATION_FILES = {
 """Files beside config.json that say how the weights are quantised, from which vLLM's classes read it."""
 NO_LANGUAGE_MODELS = ("Classification", "QuestionAnswering", "MaskedLM", "RewardModel")
 """What the classes of published models for other tasks have in their names."""
+TESTED = frozenset(
+    [
+        "afmoe",
+        "apertus",
+        "cohere2",
+        "deepseek_v3",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "falcon_h1",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "gemma4",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v",
+        "gpt_oss",
+        "granite",
+        "granitemoehybrid",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "idefics3",
+        "laguna",
+        "lfm2",
+        "lfm2_moe",
+        "llama",
+        "minimax_m2",
+        "mistral",
+        "mistral3",
+        "mixtral",
+        "nemotron_h",
+        "olmo3",
+        "olmo_hybrid",
+        "phi3",
+        "qwen2",
+        "qwen2_5_vl",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "seed_oss",
+        "smollm3",
+    ]
+)
+"""The families in docs/models.md, each compared between trainer and engine."""
+UNTESTED = (
+    "untested: no model of its family '{}' is in docs/models.md; engine and trainer are compared before its first job, and "
+    "nothing is trained if they differ"
+)
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
 
@@ -99,7 +157,10 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         lora_modules=tuple(sorted({path.rpartition(".")[2] for path in layers.takes})),
         stop_ids=find_stop_ids(folder, config),
         overrides=find_overrides(config),
-        notes=find_notes(templates, folder),
+        notes=(
+            *find_notes(templates, folder),
+            *([UNTESTED.format(family)] if family not in TESTED else []),
+        ),
         parsers=parsers,
         rules=find_rules(templates),
     )

@@ -37,6 +37,10 @@ XML = (
     "<tool_call>\n<function=look>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 )
 GLM = "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
+HY = (
+    "<tool_calls><tool_call>look<tool_sep><arg_key>city</arg_key><arg_value>Paris</arg_value>"
+    "</tool_call></tool_calls>"
+)
 DEEPSEEK = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
     '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
@@ -233,6 +237,12 @@ CASES = {
         ("<tool_call>", "</tool_call>", "<response>\n", "\n</response>\n"),
         answer="<response>\n{}\n</response>\n",
     ),
+    "hy_v3": Case(
+        "hy_v3",
+        None,
+        (HY, twice(HY, "<tool_call>", "</tool_call>")),
+        ("<tool_calls>", "<tool_sep>", "<arg_key>", "</arg_value>"),
+    ),
     "nemotron_v3": Case(
         "qwen3_coder", "nemotron_v3", (XML, f"{XML}\n{XML}"), XML_MARKS, thinks=True
     ),
@@ -297,6 +307,7 @@ SPECIAL = [
     "<|tools_suffix|>",
     "<tool_calls>",
     "</tool_calls>",
+    "<tool_sep>",
     "<answer>",
     "</answer>",
     "<response>",

@@ -15,7 +15,7 @@ from art_server.base_facts import read_facts
 from art_server.base_loader import check_number_types
 from art_server.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trainable
 from art_server.errors import InvalidInput
-from art_server.inspection.model import inspect
+from art_server.inspection.model import TESTED, inspect
 from art_server.settings import ServerConfig
 from tests.toy_models import (
     FAMILIES,
@@ -338,3 +338,11 @@ def test_gated_delta_layers_on_a_cpu_want_bfloat16(
     with pytest.raises(InvalidInput, match="bfloat16 only") as refused:
         check_number_types(config, "cpu", model)
     assert f"without {flag}," in refused.value.message
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_family_that_no_toy_has_is_called_untested(tmp_path: Path) -> None:
+    assert {toy_config(name).model_type for name in (*FAMILIES, *PUBLISHED)} == TESTED
+    *_, note = base(tmp_path, model_type="mistral4").facts.notes
+    assert note.startswith("untested: no model of its family 'mistral4'")
+    assert "untested" not in str(base(tmp_path, model_type="qwen3").facts.notes)
