@@ -346,3 +346,14 @@ def test_a_family_that_no_toy_has_is_called_untested(tmp_path: Path) -> None:
     *_, note = base(tmp_path, model_type="mistral4").facts.notes
     assert note.startswith("untested: no model of its family 'mistral4'")
     assert "untested" not in str(base(tmp_path, model_type="qwen3").facts.notes)
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("toy", ["olmo_hybrid", "qwen3_next"])
+def test_a_recurrent_layer_keeps_nothing_for_a_token(toy: str, tmp_path: Path) -> None:
+    text = toy_config(toy).get_text_config()
+    num_attention = sum(kind == "full_attention" for kind in text.layer_types)
+    assert 0 < num_attention < text.num_hidden_layers
+    text.save_pretrained(tmp_path)
+    of_layer = 2 * text.num_key_value_heads * text.head_dim
+    assert BaseModel(toy, tmp_path).facts.kv_per_token == num_attention * of_layer

@@ -95,6 +95,18 @@ def test_layers_that_vllm_folds_into_others_take_none() -> None:
         assert "choose from" in str(refused.value)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_what_chooses_tokens_takes_none(family: str) -> None:
+    """The indexer of sparse attention, which vLLM fuses."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99, "n_routed_experts": 4}
+    config = AutoConfig.for_model(family, **sizes)
+    with torch.device("meta"):
+        model = find_class(config)._from_config(config)
+    taken = find_layers(model).takes
+    assert any(".indexer." in name for name, _ in model.named_modules())
+    assert taken and not [path for path in taken if ".indexer." in path]
+
+
 @pytest.mark.parametrize(
     ("name", "targets", "taken"),
     [
