@@ -44,20 +44,15 @@ REMOVED = ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace
 """vLLM's former fields `guided_...`, which it ignores."""
 
 
-OF_OTHER_APIS = {
-    "chat": ("text.format", "output_config.format", "output_format"),
-    "completions": ("text.format", "output_config.format", "output_format"),
-    "responses": ("response_format", "output_config.format", "output_format"),
-    "messages": ("response_format", "structured_outputs", "text.format", "output_format"),
-}
-"""Constraints that vLLM ignores, by API: they belong to another one."""
 OWN = {
-    "chat": "`response_format` or `structured_outputs`",
-    "completions": "`response_format` or `structured_outputs`",
-    "responses": "`text.format` or `structured_outputs`",
-    "messages": "`output_config.format`",
+    "chat": ("response_format", "structured_outputs"),
+    "completions": ("response_format", "structured_outputs"),
+    "responses": ("text.format", "structured_outputs"),
+    "messages": ("output_config.format",),
 }
-"""Its own constraints, by API."""
+"""The constraints that vLLM obeys, by API. It ignores those of the others."""
+EVERY = {"output_format"}.union(*OWN.values())
+"""Those of all APIs, and one of Anthropic's earlier ones, which vLLM does not know."""
 
 
 def check_grammars(api: str, body: dict[str, Any]) -> None:
@@ -83,19 +78,22 @@ def check_options(api: str, body: dict[str, Any]) -> None:
             raise ignored_option(
                 f"guided_{name}", "use `structured_outputs` or `response_format` instead"
             )
-    for path in OF_OTHER_APIS[api]:
-        field, _, member = path.partition(".")
-        value = body.get(field)
-        if member:
-            value = value.get(member) if isinstance(value, dict) else None
-        if value is not None:
-            raise ignored_option(path, f"use {OWN[api]} instead")
-    options = body.get("structured_outputs")
-    if isinstance(options, dict):
-        for name, value in options.items():
-            if name not in CONSTRAINTS and value not in (None, False):
-                known = ", ".join(CONSTRAINTS)
-                raise ignored_option(f"structured_outputs.{name[:MAX_TEXT]}", f"it knows {known}")
+    for path in sorted(EVERY.difference(OWN[api])):
+        if value_at(body, path) is not None:
+            raise ignored_option(path, f"use {' or '.join(OWN[api])} instead")
+    for name, value in (body.get("structured_outputs") or {}).items():
+        if name not in CONSTRAINTS and value not in (None, False):
+            known = ", ".join(CONSTRAINTS)
+            raise ignored_option(f"structured_outputs.{name[:MAX_TEXT]}", f"it knows {known}")
+
+
+def value_at(body: Mapping[str, Any], path: str) -> Any:
+    """What a field, or a field's member, contains; None if there is none."""
+    field, _, member = path.partition(".")
+    value = body.get(field)
+    if not member:
+        return value
+    return value.get(member) if isinstance(value, dict) else None
 
 
 def ignored_option(path: str, remedy: str) -> BadRequest:
@@ -125,9 +123,9 @@ def grammar_field(body: Mapping[str, Any]) -> str:
         for name in CONSTRAINTS:
             if options.get(name) is not None:
                 return f"structured_outputs.{name}"
-    for field, member in (("text", "format"), ("output_config", "format")):
-        if isinstance(value := body.get(field), dict) and value.get(member) is not None:
-            return f"{field}.{member}"
+    for path in ("text.format", "output_config.format"):
+        if value_at(body, path) is not None:
+            return path
     wanted = body.get("response_format")
     if isinstance(wanted, dict) and wanted.get("type") not in (None, "text"):
         return "response_format" + (".json_schema" if wanted.get("json_schema") else "")

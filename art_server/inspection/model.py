@@ -1,7 +1,6 @@
 """What a base model is, from its small files, as transformers reads them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from art_server.base_facts import Facts
 from art_server.inspection.engine_classes import engine_problem
-from art_server.inspection.parsers import choose_parsers
-from art_server.inspection.template import find_notes, find_rules, read_templates, renders_tools
+from art_server.inspection.parsers import seen_parsers
+from art_server.inspection.template import find_notes, find_rules, read_templates
 from art_server.trainer.base import outline, read_config
 from art_server.trainer.layers import Layers, find_layers
 
@@ -136,9 +135,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
             problem="its configuration does not say how many positions it has (max_position_embeddings)",
         )
     templates = read_templates(folder, template)
-    parsers = choose_parsers(templates, family)
-    if not renders_tools(templates):  # so that a request with tools is refused
-        parsers = replace(parsers, tool=None)
+    untested = () if family in TESTED else (UNTESTED.format(family),)
     layers = find_layers(model)
     is_latent = bool(getattr(text, "kv_lora_rank", None))
     return Facts(
@@ -157,11 +154,8 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         lora_modules=tuple(sorted({path.rpartition(".")[2] for path in layers.takes})),
         stop_ids=find_stop_ids(folder, config),
         overrides=find_overrides(config),
-        notes=(
-            *find_notes(templates, folder),
-            *([UNTESTED.format(family)] if family not in TESTED else []),
-        ),
-        parsers=parsers,
+        notes=find_notes(templates, folder) + untested,
+        parsers=seen_parsers(templates, family),
         rules=find_rules(templates),
     )
 

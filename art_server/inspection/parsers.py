@@ -4,11 +4,16 @@ A mark is what the model writes around a call. It survives new names of an archi
 `model_type`. `--engine-arg tool_call_parser=...` and `reasoning_parser=...` override the choice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from art_server.base_facts import Parsers
-from art_server.inspection.template import TEMPLATE_ERRORS, Templates, template_renderer
+from art_server.inspection.template import (
+    TEMPLATE_ERRORS,
+    Templates,
+    renders_tools,
+    template_renderer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,13 @@ def choose_parsers(templates: Templates, model_type: str) -> Parsers:
     elif reasoning is not None and family.always:
         thinks = True
     return Parsers(family.tool, reasoning, thinks)
+
+
+def seen_parsers(templates: Templates, model_type: str) -> Parsers:
+    """As `choose_parsers`, but no tool parser if the model would not see the tools, so that a request with tools is
+    refused."""
+    parsers = choose_parsers(templates, model_type)
+    return parsers if renders_tools(templates) else replace(parsers, tool=None)
 
 
 def thinks_by_default(template: str) -> bool:

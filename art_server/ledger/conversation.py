@@ -280,22 +280,26 @@ class Conversation:
 def grow(before: Conversation | None, message: Message) -> Conversation:
     """A conversation with `message` added."""
     loose, exact = (before.digest, before.exact) if before else (EMPTY, EMPTY)
-    return Conversation(
-        before, message, extend(loose, message), extend(exact, message, is_exact=True)
-    )
+    loose = extend(loose, message)
+    is_answer = message.get("role") == "assistant"  # parsers and agents strip its white space
+    text = b"" if is_answer else asked_text(message).encode(errors="surrogatepass")
+    return Conversation(before, message, loose, digest(exact, loose, text))
 
 
-def extend(before: bytes, message: Message, *, is_exact: bool = False) -> bytes:
-    """The digest of a conversation with `message` added; `before` is its digest without. `is_exact`: white space counts,
-    but in answers, which parsers and agents strip."""
+def extend(before: bytes, message: Message) -> bytes:
+    """The digest of a conversation with `message` added; `before` is its digest without."""
     role = str(message.get("role"))
     if role == "assistant":
         return after(before, message_digest(message))
     role = "system" if role == "developer" else role
-    content = message.get("content")
-    text = system_text(content) if role == "system" else text_of(content)
-    text = text if is_exact else without_space(text)
+    text = without_space(asked_text(message))
     return digest(before, role.encode(), text.encode(errors="surrogatepass"))
+
+
+def asked_text(message: Message) -> str:
+    """The text of a message that is no answer."""
+    is_system = message.get("role") in ("system", "developer")
+    return (system_text if is_system else text_of)(message.get("content"))
 
 
 def without_space(text: str) -> str:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "art_server"
 
-LOCKS = ("lock", "_lock", "_locks", "making", "_making", "_turn", "_changed", "changed")
-LOCKS += ("held", "held_idle")
+LOCKS = (
+    *("lock", "_lock", "_locks", "making", "_making", "_turn", "_changed", "changed"),
+    *("held", "held_idle"),
+)
 """Names of locks, and of the functions that take one."""
 
 SLOW = ("_trainer", "trainer", "_engine", "engine", "_owner", "owner", "_gate", "gate")
@@ -90,15 +92,10 @@ def held_across(tree: ast.Module, methods: set[str], file: str) -> Iterator[str]
 def unlisted(tree: ast.Module) -> Iterator[str]:
     """Locks that the check does not know, and locks that are taken where it does not look."""
     for node in ast.walk(tree):
-        makes = any(
-            isinstance(each, ast.Attribute) and each.attr in ("Lock", "Condition", "Semaphore")
-            for value in [getattr(node, "value", None)]
-            if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
-            for each in ast.walk(value)
-        )
-        if makes:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # pyright: ignore[reportAttributeAccessIssue]
-            yield from {name_of(target) for target in targets} - {*LOCKS}
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if names_in(node.value) & {"Lock", "Condition", "Semaphore"}:
+                yield from {name_of(target) for target in targets} - {*LOCKS}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             is_stack = node.func.attr == "enter_async_context"
             taken = node.args[0] if is_stack and node.args else node.func.value
@@ -123,8 +120,8 @@ def test_no_lock_is_held_across_a_wait_for_a_step() -> None:
 
 
 def test_every_lock_is_known_and_taken_by_a_block() -> None:
-    asyncio_locks = {path: tree for path, tree in TREES.items() if "asyncio" in names_in(tree)}
-    assert [each for tree in asyncio_locks.values() for each in unlisted(tree)] == []
+    trees = [tree for tree in TREES.values() if "asyncio" in names_in(tree)]
+    assert [each for tree in trees for each in unlisted(tree)] == []
 
 
 def test_the_check_sees_direct_and_indirect_waits() -> None:
