@@ -203,8 +203,13 @@ def reconciled(opening: Opening, whole: Message) -> Message:
     reasoning, content, calls = whole
     if not all(is_object(call.arguments) for call in calls or ()):
         calls = None
+    ids: set[str | None] = set()
     for call in calls or ():
         call.name, call.arguments = whole_characters(call.name), whole_characters(call.arguments)
+        call.id = (
+            None if call.id in ids else call.id
+        )  # Kimi K2 writes ids itself; vLLM makes a new one
+        ids.add(call.id)
     if opening.is_thinking:
         if not (reasoning or "").startswith(opening.reasoning):
             reasoning = opening.reasoning + ("" if calls else opening.rest)

@@ -696,6 +696,18 @@ def test_a_familys_own_output_is_read_right(vllm: Any, name: str) -> None:
         assert (thinking.reasoning.strip(), thinking.content.strip()) == ("hm", "yes")
 
 
+def test_calls_with_one_id_stay_two(vllm: Any) -> None:
+    """Kimi K2 writes the ids itself. A client of /v1/messages would join the arguments of equal ones."""
+    case = CASES["kimi_k2"]
+    output = Output(case.calls[1], (case.calls[1],), "stop")
+    prompt = vllm.tokenizer.encode("<|im_start|>assistant\n")
+    request = chat_request(vllm, stream=True, stream_options={"include_usage": True})
+    whole, events = asyncio.run(chat(vllm, case, [output], request, prompt))
+    ids = [call.id for call in whole.choices[0].message.tool_calls]
+    assert len(set(ids)) == 2 and ids[0] == "functions.look:0"
+    assert asyncio.run(messages_streamed(vllm, case, events)) == messages_whole(vllm, case, whole)
+
+
 STREAMED = '<tool_call>{"name": "look", "arguments": {"city": "Paris"}}</tool_call>'
 
 
