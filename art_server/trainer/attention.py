@@ -250,8 +250,9 @@ class _SegmentAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         _, num_heads, length, size = query.shape
-        # The kernels' memory layout: 1 x T x heads, viewed as 1 x heads x T.
-        out = query.new_empty(1, length, num_heads, size).transpose(1, 2)
+        # The kernels' memory layout: 1 x T x heads, viewed as 1 x heads x T. Zeros, because no segment covers padding: what is
+        # not a number there would reach the weights' gradients.
+        out = query.new_zeros(1, length, num_heads, size).transpose(1, 2)
         sums = query.new_empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
         for each in segments:
             part, part_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
