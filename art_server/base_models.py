@@ -39,14 +39,13 @@ SERVED_WRONGLY = {
 
 NO_SIGMOID = "vLLM's experts for CPUs are not chosen by a sigmoid"
 NOT_ON_CPU = {
-    "deepseek_v4": "vLLM's class for CPUs takes no adapter",
     "ernie4_5_moe": "vLLM's experts for CPUs are chosen without the bias of its router",
     "laguna": NO_SIGMOID,
     "minimax_m2": NO_SIGMOID,
     "nemotron_h": "vLLM's experts for CPUs have a gate, and its have none",
     "olmo_hybrid": "vLLM computes its gated delta layers on a GPU only",
 }
-"""Families whose experts, gated delta layers or adapters vLLM does not compute on a CPU, or computes otherwise."""
+"""Families whose experts or gated delta layers vLLM does not compute on a CPU, or computes otherwise."""
 
 INSTEAD = {
     "gemma": "google/gemma-3-4b-it",

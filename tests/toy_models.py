@@ -146,22 +146,29 @@ GEMMA4_IDS = {
     "boi_token_id": 1392,
     "eoi_token_id": 1393,
 }
+GEMMA4_HEARS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 32,
+}
 MISTRAL_SEES = {
     "vision_config": PIXELS | {"model_type": "pixtral", "head_dim": 16},
     "image_token_index": 10,
     "spatial_merge_size": 1,
 }
 MINISTRAL = SHAPE | {"model_type": "ministral3", "sliding_window": None}
-DROPPED = (
-    "conv_dim",
-    "conv_dim_out",
-    "block_dim",
-    "block_ff_dim",
-    "expert_hidden_dim",
-    "route_norm",
-    "qk_norm",
-)
-"""Fields of published files which vLLM reads and transformers drops."""
+GLM_SEES = SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 128}
+GLM_BIAS = {
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 3, 3],
+    },
+}
 LFM = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 128}
 HUNYUAN = {
     "rope_parameters": {
@@ -244,7 +251,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         **GEMMA4_IDS,
     },
+    "gemma4 whose layers share": {
+        "text_config": TIED
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 16,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 1408,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+        },
+        "vision_config": GEMMA4_SEES,
+        "tie_word_embeddings": True,
+        **GEMMA4_IDS,
+        "audio_config": GEMMA4_HEARS,
+    },
+    "gemma4_unified": {
+        "text_config": TIED | {"sliding_window": 16},
+        "vision_config": {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 16},
+        "tie_word_embeddings": True,
+        **GEMMA4_IDS,
+        "audio_config": {"audio_embed_dim": 32},
+    },
     "mistral3": MISTRAL_SEES | {"text_config": MINISTRAL},
+    "mistral3 of Mistral": MISTRAL_SEES
+    | {"text_config": SHAPE | {"model_type": "mistral", "sliding_window": None}},
     "mistral3 whose queries grow": MISTRAL_SEES
     | {
         "text_config": MINISTRAL
@@ -324,6 +357,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64,
         "position_embedding_type": "nope",
     },
+    "granitemoehybrid without states": TIED
+    | GRANITE
+    | {
+        "layer_types": ["attention", "attention"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "rope",
+    },
     "lfm2": TIED
     | LFM
     | {
@@ -368,19 +410,42 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "olmo_hybrid": SHAPE | GATED,
     "glm4": SHAPE,
     "glm4v": {
-        "text_config": SHAPE
-        | {
-            "attention_bias": True,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [2, 3, 3],
-            },
-        },
-        "vision_config": SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 128},
+        "text_config": SHAPE | GLM_BIAS,
+        "vision_config": GLM_SEES,
         **QWEN_IDS,
     },
+    "glm4v_moe": {
+        "text_config": SHAPE | SHARED_EXPERTS | SCALED | {"use_qk_norm": False} | GLM_BIAS,
+        "vision_config": GLM_SEES,
+        **QWEN_IDS,
+    },
+    "granite_swa": SHAPE | GRANITE | ONE_OF_EACH,
+    "mellum": SHAPE | EXPERTS | ONE_OF_EACH | {"norm_topk_prob": True},
+    "exaone4_5": {
+        "text_config": SHAPE
+        | ONE_OF_EACH
+        | {"model_type": "exaone4", "sliding_window_pattern": "LG"},
+        "vision_config": QWEN_SEES | {"num_key_value_heads": 2},
+        "image_token_id": 1390,
+        "video_token_id": 1391,
+    },
+    "muse_glimmer": {
+        "text_config": SHAPE
+        | ONE_OF_EACH
+        | {
+            "qk_scale_factor": 3.0,
+            "output_multiplier": 0.3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        },
+        "vision_config": SEES
+        | {"pos_emb_height": 4, "pos_emb_width": 4, "output_dim": 128, "adapter_dim": 32},
+        "image_token_id": 1390,
+        "video_token_id": 1391,
+        "out_hidden_size": 128,
+        "projector_hidden_size": 32,
+    },
+    "qwen2_moe": SHAPE | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "olmo2": SHAPE,
     "exaone_moe": SHAPE | SHARED_EXPERTS | ONE_OF_EACH | SCALED,
     "hy_v3": SHAPE
     | EXPERTS
@@ -396,6 +461,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """The layouts in which families are published: parts that see, nested settings, several kinds of layers. What follows a
 family's name tells its variants apart."""
+
+WITH_ROPE_PARAMETERS = (
+    "exaone4_5",
+    "exaone_moe",
+    "gemma4",
+    "gemma4_unified",
+    "granite_swa",
+    "hy_v3",
+    "laguna",
+    "mellum",
+    "ministral3",
+    "mistral3",
+    "muse_glimmer",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
+"""Families whose files have `rope_parameters`."""
+FLAT = ("qwen2_5_vl",)
+"""Families that see whose files have the fields of the language model at the top."""
+OLDER: dict[str, dict[str, tuple[str, Any]]] = {
+    "cohere2": {"layer_types": ("sliding_window_pattern", 2)},
+    "lfm2": {"layer_types": ("full_attn_idxs", [1])},
+    "nemotron_h": {"layers_block_type": ("hybrid_override_pattern", "M*-")},
+}
+"""What files have instead of the fields of today's classes."""
 
 TRANSPOSED = "qwen3_vl_moe"
 """The family whose experts are published as inputs x outputs, which transformers reads but does not write."""
@@ -458,6 +549,51 @@ REFUSED: dict[str, dict[str, Any]] = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "text_config": {"quantization_config": {"quant_method": "compressed-tensors"}},
     },
+    "moonshotai/Kimi-K3": {
+        "model_type": "kimi_k3",
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        **CODE,
+    },
+    "deepseek-ai/DeepSeek-V3.2": {
+        "model_type": "deepseek_v32",
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "quantization_config": {"quant_method": "fp8"},
+    },
+    "zai-org/GLM-5": {
+        "model_type": "glm_moe_dsa",
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "qk_rope_head_dim": 64,
+    },
+    "MiniMaxAI/MiniMax-M3": {
+        "model_type": "minimax_m3_vl",
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+    },
+    "stepfun-ai/Step-3.5-Flash": {
+        "model_type": "step3p5",
+        "architectures": ["Step3p5ForCausalLM"],
+        **CODE,
+    },
+    "Qwen/Qwen4-Exp": {
+        "model_type": "qwen4_exp",
+        "architectures": ["Qwen4ExpForConditionalGeneration"],
+        "text_config": {
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 256,
+            "indexer_budget": 64,
+            "indexer_compress_ratio": 4,
+        },
+    },
+    "tencent/Hy4-preview": {"model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"]},
+    "zai-org/GLM-5.3-Flash": {
+        "model_type": "glm5_next",
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "num_key_value_heads": 4,
+    },
+    "CohereLabs/command-a-plus-05-2026": {
+        "model_type": "cohere2_moe",
+        "architectures": ["Cohere2MoeForCausalLM"],
+    },
     "moonshotai/Kimi-K2-Base": {
         "model_type": "kimi_k2",
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -501,7 +637,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 """Models that are refused, by their names on the hub, and the fields of their config.json that decide it."""
 
-WITHOUT_TREES = ("gemma2", "gpt_oss")
+WITHOUT_TREES = ("gemma2", "gpt_oss", "granite_swa")
 """Families that train each sequence alone: soft-capped scores, attention sinks."""
 
 
@@ -522,6 +658,11 @@ def toy_settings(name: str) -> dict[str, Any]:
     return settings
 
 
+def published_file(name: str) -> dict[str, Any]:
+    """The content of that model's config.json."""
+    return as_published(name, toy_settings(name), toy_config(name))
+
+
 def toy_config(name: str) -> Any:
     """transformers' configuration of that model, in float32. Any: its class follows from the name."""
     config = AutoConfig.for_model(name.partition(" ")[0], **toy_settings(name))
@@ -529,9 +670,43 @@ def toy_config(name: str) -> Any:
     return config
 
 
+def as_published(name: str, settings: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The fields of that model's file, as publishers write it: those that differ from the class's defaults, rotary
+    embeddings in the form of the family's time. Any: the configuration's class follows from the name."""
+    usual = json.loads(type(config)().to_json_string(use_diff=False))
+    known = usual.keys() | config.attribute_map.keys()  # EXPERTS has every family's names
+    has_older_rope = name.partition(" ")[0] not in WITH_ROPE_PARAMETERS
+    fields: dict[str, Any] = {"model_type": config.model_type}
+    for key, value in settings.items():
+        if key.endswith("_config") and isinstance(value, dict):
+            inner = as_published(name, value, getattr(config, key))
+            if name in FLAT and key == "text_config":
+                inner.pop("model_type")
+                fields |= inner
+            else:
+                fields[key] = inner
+        elif key == "rope_parameters" and has_older_rope:
+            fields |= older_rope(value)
+        elif (key in known or EXPERTS.get(key) != value) and usual.get(key, ...) != value:
+            fields[key] = value
+    for key, (older, content) in OLDER.get(name, {}).items():
+        del fields[key]
+        fields[older] = content
+    return fields
+
+
+def older_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Fields of rotary embeddings, as files of before 2026 have them."""
+    if "full_attention" in rope:  # Gemma 3
+        local = rope["sliding_attention"]["rope_theta"]
+        return older_rope(rope["full_attention"]) | {"rope_local_base_freq": local}
+    moved = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    return moved | {"rope_scaling": {key: rope[key] for key in rope if key not in moved}}
+
+
 def make_model(name: str, folder: Path) -> Path:
     """Writes that model with random weights into a new folder; returns the folder."""
-    settings, config = toy_settings(name), toy_config(name)
+    config = toy_config(name)
     torch.manual_seed(0)
     model = find_class(config)(config)
     with torch.no_grad():
@@ -546,9 +721,8 @@ def make_model(name: str, folder: Path) -> Path:
             if ".experts." in key:
                 weights[key] = weights[key].transpose(1, 2).contiguous()
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    written = json.loads((folder / "config.json").read_text())
-    dropped = {key: settings[key] for key in DROPPED if key in settings}
-    (folder / "config.json").write_text(json.dumps(written | dropped))
+    head = {"architectures": [type(model).__name__], "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(head | published_file(name)))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TINY_DIR / name, folder / name)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1401}))

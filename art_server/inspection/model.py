@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from art_server.base_facts import Facts
@@ -45,6 +45,7 @@ TESTED = frozenset(
         "ernie4_5",
         "ernie4_5_moe",
         "exaone4",
+        "exaone4_5",
         "exaone_moe",
         "falcon_h1",
         "gemma2",
@@ -52,12 +53,15 @@ TESTED = frozenset(
         "gemma3_text",
         "gemma4",
         "gemma4_text",
+        "gemma4_unified",
         "glm4",
         "glm4_moe",
         "glm4_moe_lite",
         "glm4v",
+        "glm4v_moe",
         "gpt_oss",
         "granite",
+        "granite_swa",
         "granitemoehybrid",
         "hunyuan_v1_dense",
         "hunyuan_v1_moe",
@@ -67,16 +71,20 @@ TESTED = frozenset(
         "lfm2",
         "lfm2_moe",
         "llama",
+        "mellum",
         "minimax_m2",
         "mistral",
         "mistral3",
         "mixtral",
+        "muse_glimmer",
         "nemotron_h",
+        "olmo2",
         "olmo3",
         "olmo_hybrid",
         "phi3",
         "qwen2",
         "qwen2_5_vl",
+        "qwen2_moe",
         "qwen3",
         "qwen3_5",
         "qwen3_5_moe",
@@ -128,6 +136,11 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         return Facts(**told, problem=f"transformers cannot make its model: {reason[:300]}")
     if not architecture and (problem := engine_problem(type(model).__name__)):
         return Facts(**told, problem=problem)
+    if any(path.endswith(".indexer") for path, _ in model.named_modules()):
+        return Facts(
+            **told,
+            problem="each token reads only those that an indexer chooses, which is not trained here",
+        )
     positions = getattr(text, "max_position_embeddings", None)
     if not positions:
         return Facts(
@@ -178,10 +191,10 @@ def find_quantization(folder: Path, raw: dict[str, Any]) -> tuple[str | None, bo
 def _unreadable(family: str, raw: dict[str, Any], error: Exception) -> str:
     if not family:
         return "its config.json names no model_type"
-    if "auto_map" in raw:
+    if family not in CONFIG_MAPPING:
+        code = "it needs code of its own, which is never run, and " if "auto_map" in raw else ""
         return (
-            f"it needs code of its own, which is never run, and transformers {transformers.__version__} has no class for its "
-            f"family '{family}'"
+            f"{code}transformers {transformers.__version__} has no class for its family '{family}'"
         )
     reason = " ".join(str(error).split()) or type(error).__name__
     return f"transformers {transformers.__version__} cannot read its configuration: {reason[:300]}"

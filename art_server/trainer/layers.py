@@ -55,8 +55,6 @@ def find_layers(model: PreTrainedModel) -> Layers:
             continue
         if is_mixture and (not _is_attention(path, parent) or last in EXPERT_NAMES):
             continue
-        if "indexer" in before.split("."):  # chooses tokens, as a router chooses experts
-            continue
         if last == "out_proj" and model.config.model_type in PEFT_REFUSES_OUT_PROJ:
             continue
         # Latent attention keeps two matrices made of one; keys without a value layer are the values, too.

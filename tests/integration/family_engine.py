@@ -1,6 +1,6 @@
 """A program of test_families.py: trains one step of a toy model, then vLLM scores a text with the trained adapter.
 
-It prints two JSON lines. The first is about the step. The second has the largest difference between the log-probabilities of
+It prints two JSON lines. The first is about the memory plan and the step. The second has the largest difference between the log-probabilities of
 trainer and engine, for the base and with the adapter, over the text and the tokens that the engine then samples. In bfloat16
 it also has the mean difference with the adapter, and the mean that the trainer's own rounding to bfloat16 makes. Or it says why
 a CPU does not serve the family. vLLM, with our plugin, computes in a process of its own: some families are served by
@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from art.wire import LoRAConfig, TrainConfig
 from art_server.base_facts import read_facts
-from art_server.base_models import BaseModel, check_on_cpu, check_trainable
+from art_server.base_models import BaseModel, check_on_cpu, check_trainable, weight_files
+from art_server.device.figures import read_figures
+from art_server.device.model_size import read_model_size
+from art_server.device.plan import GIB, Card, Demand, make_plan
 from art_server.engine import command
 from art_server.errors import InvalidInput
 from art_server.settings import NumberType, ServerConfig
@@ -32,6 +36,7 @@ from art_server.shared.tasks import (
     TrainableTrajectory,
     TrainTask,
 )
+from art_server.trainer.base import load_base
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.policy import Policy
 from art_server.trainer.step import train
@@ -64,9 +69,23 @@ def measure(family: str, folder: Path, token_ids: list[int]) -> Iterator[dict[st
     facts = read_facts(base)
     check_trainable(BaseModel(family, base))
     number_type, _ = ServerConfig().number_types("cpu", has_delta_rule=facts.has_delta_rule)
+    size = read_model_size(base, facts)
+    demand = Demand(family, size, engine_itemsize=2, trainer_itemsize=2, lora_rank=8, max_loras=4)
+    planned = make_plan(Card("a card", 16 * GIB, 64 * GIB), demand, read_figures())
     policy, grad_norm = take_step(base, folder, after)
     policy.use_context(MAX_LENGTH)
-    yield {"trees": policy.shares_prefixes, "grad_norm": grad_norm, "number_type": number_type}
+    yield {
+        "kv_tokens": planned.kv_tokens,
+        "counted": [size.num_parameters, size.lora_width * LORA.rank],
+        "there": [
+            sum(each.numel() for file in weight_files(base) for each in load_file(file).values()),
+            sum(each.numel() for each in policy.parameters.values()),
+        ],
+        "changed": changed_weights(policy, base),
+        "trees": policy.shares_prefixes,
+        "grad_norm": grad_norm,
+        "number_type": number_type,
+    }
     try:
         check_on_cpu(BaseModel(family, base))
     except InvalidInput as error:
@@ -133,6 +152,19 @@ def take_step(base: Path, folder: Path, after: Path) -> tuple[Policy, float]:
     )
     done = train(policy, task, 4096, lambda _: None)
     return policy, done.metrics["loss/grad_norm"]
+
+
+def changed_weights(policy: Policy, base: Path) -> list[str]:
+    """Names of the base's weights, those of towers and routers too, that are not as in its files."""
+    loaded = load_base(str(base), torch.float32, torch.device("cpu"))
+    kept = {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): each
+        for name, each in policy.model.named_parameters()
+        if not each.requires_grad
+    }
+    there = dict(loaded.named_parameters())
+    assert kept.keys() == there.keys()
+    return [name for name, each in kept.items() if not each.equal(there[name])]
 
 
 def a_group() -> Batch:

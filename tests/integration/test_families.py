@@ -35,6 +35,8 @@ def test_what_was_trained_is_what_is_served_or_a_cpu_refuses_it(toy: str) -> Non
 def assert_served(toy: str) -> None:
     step, served = run("family_engine", toy)
     assert step["grad_norm"] > 0 and step["trees"] == (toy not in WITHOUT_TREES)
+    assert step["counted"] == step["there"] and step["kv_tokens"] > 0, "the memory plan's numbers"
+    assert step["changed"] == []
     if "refused" in served:
         assert toy.partition(" ")[0] in NOT_ON_CPU
         return

@@ -22,12 +22,19 @@ from tests.toy_models import (
     PUBLISHED,
     REFUSED,
     make_model,
+    published_file,
     refused_model,
     toy_config,
 )
 
 TINY = json.loads((TINY_DIR / "config.json").read_text())
 NO_TOOLS = "its chat template renders no tools, so the model does not see them"
+INDEXED = {
+    "architectures": None,
+    "kv_lora_rank": 512,
+    "n_routed_experts": 4,
+    "qk_rope_head_dim": 64,
+}
 BNB = {"quant_method": "bitsandbytes"}
 
 
@@ -158,7 +165,16 @@ def test_bitsandbytes_trains_but_8_bits_not_with_unsloth(tmp_path: Path) -> None
             "serves no adapters of its class StableLmForCausalLM",
             "Qwen/Qwen3-4B",
         ),
-        ({"model_type": "of_tomorrow"}, "cannot read its configuration", "Qwen/Qwen3-4B"),
+        ({"model_type": "of_tomorrow"}, "has no class for its family 'of_tomor", "Qwen/Qwen3-4B"),
+        (
+            {"model_type": "cohere2_moe", "architectures": ["Cohere2MoeForCausalLM"]},
+            "vLLM serves no adapters of its class Cohere2MoeForCausalLM",
+            "Qwen/Qwen3-4B",
+        ),
+        *(
+            ({"model_type": family, **INDEXED}, "only those that an indexer chooses", "Qwen/Qwen3")
+            for family in ("deepseek_v32", "glm_moe_dsa", "hy_v4")
+        ),
         ({"model_type": ""}, "names no model_type", "Qwen/Qwen3-4B"),
         (
             {"model_type": "vit", "architectures": ["ViTModel"]},
@@ -191,7 +207,7 @@ def test_the_refusal_of_a_published_model_names_one_to_take(name: str, tmp_path:
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("toy", [*FAMILIES, *PUBLISHED])
 def test_each_published_layout_is_interpreted(toy: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(toy_config(toy).to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
     facts = read_facts(tmp_path)
     assert (facts.problem, facts.vocabulary, facts.max_positions) == (None, 1408, 1024)
     assert facts.kv_heads == {"gemma4 whose keys are values": 1}.get(
@@ -207,7 +223,7 @@ def test_each_published_layout_is_interpreted(toy: str, tmp_path: Path) -> None:
 def test_how_queries_grow_with_the_position_is_known(
     toy: str, place: str | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(toy_config(toy).to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
     scaling = {"llama_4_scaling": {"original_max_position_embeddings": 32, "beta": 0.5}}
     assert read_facts(tmp_path).overrides == ({place: scaling} if place else scaling)
     assert BaseModel("art/tiny", TINY_DIR).facts.overrides == {}
@@ -239,7 +255,7 @@ def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
 def test_a_cpu_serves_no_layers_that_vllm_computes_otherwise(
     toy: str, is_refused: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(toy_config(toy).to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
     model = BaseModel("a base", tmp_path)
     check_trainable(model)
     with (

@@ -22,12 +22,12 @@ GATED = " ".join(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", 
 MOE_QKVO = dict.fromkeys(
     (
         *("hunyuan_v1_moe", "ernie4_5_moe", "afmoe", "granitemoehybrid", "qwen3_vl_moe"),
-        *("exaone_moe", "hy_v3"),
+        *("exaone_moe", "hy_v3", "glm4v_moe", "qwen2_moe", "mellum"),
     ),
     QKVO,
 )
 DENSE = dict.fromkeys(
-    ("olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "mistral3 whose queries grow", "idefics3"),
+    ("olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "mistral3 whose queries grow", "mistral3 of Mistral", "idefics3", "gemma4_unified", "granite_swa", "exaone4_5", "olmo2"),
     f"{QKVO} {MLP}",
 )  # fmt: skip
 TAKES = MOE_QKVO | DENSE | {
@@ -37,8 +37,11 @@ TAKES = MOE_QKVO | DENSE | {
     "qwen3_5_moe": f"{QKVO} {GATED}",
     "gemma4": f"{QKVO} {MLP} per_layer_input_gate per_layer_projection",
     "gemma4 whose keys are values": QKVO,
+    "gemma4 whose layers share": f"{QKVO} {MLP} per_layer_input_gate per_layer_projection",
+    "muse_glimmer": f"{QKVO} self_attn.gate_proj {MLP}",
     "glm4_moe_lite": LATENT,
     "granitemoehybrid dense": f"{QKVO} mamba.in_proj mamba.out_proj shared_mlp.input_linear shared_mlp.output_linear",
+    "granitemoehybrid without states": f"{QKVO} shared_mlp.input_linear shared_mlp.output_linear",
     "lfm2": f"{QKVO} conv.in_proj conv.out_proj {FEED}".replace("o_proj", "out_proj"),
     "lfm2_moe": QKVO.replace("o_proj", "out_proj"),
     "nemotron_h": f"{MIXER} mixer.in_proj mixer.up_proj mixer.down_proj",
@@ -52,7 +55,7 @@ TAKES = MOE_QKVO | DENSE | {
 }  # fmt: skip
 """Paths in a layer."""
 INSIDE = dict.fromkeys(
-    ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4 whose keys are values", "mistral3", "mistral3 whose queries grow", "glm4v"),
+    ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4 whose keys are values", "mistral3", "gemma4 whose layers share", "gemma4_unified", "mistral3 whose queries grow", "mistral3 of Mistral", "glm4v", "glm4v_moe", "exaone4_5", "muse_glimmer"),
     "model.language_model.layers",
 ) | {"idefics3": "model.text_model.layers"}  # fmt: skip
 """Families whose language model is a part of a larger model, and the path of its layers."""
@@ -93,18 +96,6 @@ def test_layers_that_vllm_folds_into_others_take_none() -> None:
         with pytest.raises(ValueError, match="vLLM folds this layer into others") as refused:
             adapted(model, LoRAConfig(target_modules=[name]))
         assert "choose from" in str(refused.value)
-
-
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_what_chooses_tokens_takes_none(family: str) -> None:
-    """The indexer of sparse attention, which vLLM fuses."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99, "n_routed_experts": 4}
-    config = AutoConfig.for_model(family, **sizes)
-    with torch.device("meta"):
-        model = find_class(config)._from_config(config)
-    taken = find_layers(model).takes
-    assert any(".indexer." in name for name, _ in model.named_modules())
-    assert taken and not [path for path in taken if ".indexer." in path]
 
 
 @pytest.mark.parametrize(
