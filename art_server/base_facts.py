@@ -95,6 +95,8 @@ class Facts(BaseModel, frozen=True):
     """Inner width of a layer's feed-forward network; in a mixture of experts, of the active experts together."""
     kv_per_token: int = 0
     """Numbers that the attention of all layers keeps for a token."""
+    state_per_sequence: int = 0
+    """Numbers that the recurrent layers together keep for a sequence of any length."""
     kv_heads: int = 1
     """Heads of keys and values; 1 for latent attention, which keeps one vector."""
     is_mixture: bool = False

@@ -14,7 +14,7 @@ from art_server.base_models import BaseModel, find_base_model
 from art_server.device.figures import read_figures
 from art_server.device.model_size import read_model_size
 from art_server.device.plan import Card, Demand, Plan, make_plan
-from art_server.engine.command import seq_length
+from art_server.engine.command import LATENT_BACKEND, seq_length
 from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer_process import TrainerError
@@ -159,6 +159,11 @@ class BaseLoader:
             if self._machine.kind == "cpu" and base.facts.has_delta_rule:
                 self._progress.note(
                     f"base model {name}: the engine computes in bfloat16, as its gated delta layers have to on a CPU"
+                )
+            if self._machine.kind == "cpu" and base.facts.has_latent_attention:
+                self._progress.note(
+                    f"base model {name}: the engine's attention is {LATENT_BACKEND}, vLLM's only one for latent attention in "
+                    "float32 on a CPU"
                 )
             await asyncio.to_thread(self._ledger.use_tokenizer, base.path, base.facts)
             self._trainer.set_base(base.path, plan)

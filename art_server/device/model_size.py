@@ -34,6 +34,8 @@ class ModelSize:
     """Heads of keys and values; 1 for latent attention, which keeps one vector."""
     vocabulary: int = 0
     """Number of tokens."""
+    state_per_sequence: int = 0
+    """Numbers that recurrent layers keep for a sequence."""
 
     def weights(self, itemsize: float) -> float:
         """Bytes of all weights, with `itemsize` bytes for each floating-point weight."""
@@ -55,6 +57,7 @@ def read_model_size(folder: Path, facts: Facts | None = None) -> ModelSize:
         quantized_bytes=sum(math.prod(shape) for _, kind, shape in tensors if kind not in FLOATS),
         kv_heads=facts.kv_heads,
         vocabulary=facts.vocabulary,
+        state_per_sequence=facts.state_per_sequence,
     )
 
 

@@ -42,6 +42,9 @@ MAX_TOKENS = 32_768
 LARGE_CARD = 70 * GIB
 MAX_SEQUENCES = {False: 256, True: 1024}
 """vLLM's default of `max_num_seqs`, on a large card and on others."""
+STATES, STATE_BYTES = 16, 4
+"""Sequences whose recurrent states have room at least (vLLM runs fewer at a time when its cache is full), and bytes of one of
+their numbers: files of such models ask for float32."""
 SAMPLING_BYTES = 18
 """For each sequence and token of the vocabulary: logits in bfloat16 and float32, log-probabilities, probabilities, and the
 random numbers that choose."""
@@ -209,8 +212,9 @@ def _make(
         utilization = max(0.0, int(utilization * 1000) / 1000)
     else:
         utilization = demand.utilization
-    kv = utilization * card.total - fixed
-    kept = {"none": fixed + kv, "kv_cache": fixed, "sleep": graphs}[handover]
+    states = STATES * size.state_per_sequence * STATE_BYTES / demand.num_serving
+    kv = utilization * card.total - fixed - states
+    kept = {"none": fixed + states + kv, "kv_cache": fixed, "sleep": graphs}[handover]
     room = own.total - context - trainer if own else card.total - beside - kept - trainer
     tokens = max(0, min(MAX_TOKENS, int(room / per_token)))
     checkpointed_tokens = max(0, int(room / checkpointed))
@@ -235,6 +239,7 @@ def _make(
         engine("LoRA slots", slots, has_weights),
         engine("largest batch", batch, has_weights),
         engine(f"KV cache, {_tokens(kv, demand):,} tokens", cache, has_cache),
+        *([engine(f"recurrent states, {STATES} sequences", states, has_cache)] if states else ()),
         Line("trainer: context", context if is_shared else 0.0, context),
         Line("trainer: base weights", base if is_resident and is_shared else 0.0, base),
         Line("trainer: adapter, gradients, optimizer", stays, trainer - base),

@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionNamedToolChoiceParam,
     ChatCompletionResponse,
 )
+from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.parser.engine.parser_engine_config import ParserState
@@ -41,6 +42,7 @@ CALL_MARKS = {
     "Hermes2ProToolParser": ("<tool_call>",),
     "Llama3JsonToolParser": ("{", "<|python_tag|>"),
     "Llama4PythonicToolParser": ("[", "<|python_start|>"),
+    "MuseGlimmerToolParser": ("<atem:",),
     "Phi4MiniJsonToolParser": ("functools",),
     "PoolsideV1ToolParser": ("<tool_call>",),
 }
@@ -57,6 +59,7 @@ THINKING_MARKS = {
     "Ernie45ReasoningParser": ("<response>", "</response>"),
     "GraniteReasoningParser": ("Here is my thought process:", "Here's my thought process:"),
     "HunyuanA13BReasoningParser": ("<think>", "<answer>", "</answer>"),
+    "MuseGlimmerReasoningParser": ("to=", "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
 }
 """What a reasoning parser takes out of a text besides the marks that it names, by its class."""
 PLAIN_STATES = (ParserState.CONTENT, ParserState.REASONING)
@@ -474,8 +477,27 @@ def grammar_marks(parser: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class HeldAnswers(Parser):
-    """Comes before a parser class of vLLM's that parses whole answers in its own way: an answer with tools is sent at
-    its end. Without tools the stream is vLLM's own."""
+    """Comes before a parser class of vLLM's that parses whole answers from tokens, as gpt-oss' does: an answer with tools is
+    sent at its end. Without tools the stream is vLLM's own."""
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+        found = super().parse(model_output, request, enable_auto_tools, model_output_token_ids)
+        if not request.tools:
+            return found
+        reasoning, content, calls = found
+        if not any(map(get_encoding().is_special_token, model_output_token_ids)):
+            content = model_output  # without a frame, of which vLLM leaves tokens out
+        # A call that was cut is text.
+        cut = [call.arguments for call in calls or () if not is_object(call.arguments)]
+        content = "\n".join(filter(None, [content, *cut]))
+        calls = [call for call in calls or () if is_object(call.arguments)]
+        return reasoning, content or None, calls or None
 
     def parse_delta(
         self,

@@ -1,6 +1,7 @@
 """What a base model is, from its small files, as transformers reads them."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,11 @@ UNTESTED = (
     "untested: no model of its family '{}' is in docs/models.md; engine and trainer are compared before its first job, and "
     "nothing is trained if they differ"
 )
+STATE_SIZES = (
+    ("num_heads", "head_dim", "ssm_state_size"),
+    ("num_v_heads", "head_k_dim", "head_v_dim"),
+)
+"""transformers' names of the sizes of a recurrent state: of state-space layers, of gated delta rules."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
 
@@ -159,6 +165,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         hidden=int(text.hidden_size),
         intermediate=_intermediate(text, layers),
         kv_per_token=_kv_per_token(model, text),
+        state_per_sequence=_state_per_sequence(model),
         kv_heads=1 if is_latent else _kv_heads(text),
         is_mixture=layers.is_mixture,
         has_latent_attention=is_latent,
@@ -252,6 +259,21 @@ def _kv_per_token(model: PreTrainedModel, text: Any) -> int:
             heads = text.num_attention_heads
             size = getattr(text, "head_dim", None) or text.hidden_size // heads
             total += 2 * int(getattr(text, "num_key_value_heads", None) or heads) * int(size)
+    return total
+
+
+def _state_per_sequence(model: PreTrainedModel) -> int:
+    """The numbers that a sequence keeps: of a convolution the tokens before the last, and the heads' matrices of state-space
+    layers and gated delta rules."""
+    total = 0
+    for module in model.get_decoder().modules():
+        convolutions = [each for each in module.children() if isinstance(each, torch.nn.Conv1d)]
+        total += sum(each.in_channels * (each.kernel_size[0] - 1) for each in convolutions)
+        if not convolutions:
+            continue
+        for names in STATE_SIZES:
+            if all(hasattr(module, name) for name in names):
+                total += math.prod(int(getattr(module, name)) for name in names)
     return total
 
 

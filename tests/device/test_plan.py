@@ -118,6 +118,19 @@ def test_several_cards_share_the_engine() -> None:
     check(card("80 GB"), wanted, make_plan(card("48 GB"), replace(wanted, num_serving=2), FIGURES))
 
 
+def test_recurrent_states_have_room() -> None:
+    """By hand: 16 sequences of 10^7 numbers, four bytes each."""
+    hybrid = replace(SIZES["4B"], state_per_sequence=10**7)
+    wanted = replace(demand("4B"), utilization=0.6)
+    usual = make_plan(card("80 GB"), wanted, FIGURES)
+    plan = make_plan(card("80 GB"), replace(wanted, size=hybrid), FIGURES)
+    check(card("80 GB"), wanted, plan)
+    (line,) = (each for each in plan.lines if "recurrent states, 16 sequences" in each.what)
+    per_token = SIZES["4B"].kv_per_token * 2
+    assert line.sampling == 64e7
+    assert (usual.kv_tokens - plan.kv_tokens) * per_token == pytest.approx(64e7, abs=2 * per_token)
+
+
 def test_each_card_of_a_sleeping_engine_copies_its_share() -> None:
     wanted = replace(demand("32B"), handover="sleep")
     one = make_plan(card("141 GB"), wanted, FIGURES)

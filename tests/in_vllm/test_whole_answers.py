@@ -63,6 +63,11 @@ SEED = (
 )
 FUNCTION = "<start_function_call>call:look{city:<escape>Paris<escape>}<end_function_call>"
 MISTRAL = '[TOOL_CALLS]look[ARGS]{"city": "Paris"}'
+MUSE = (
+    "<|start|>assistant to=tools<|message|><atem:function_calls>\n"
+    '<atem:invoke name="look">\n<atem:parameter name="city">Paris</atem:parameter>\n</atem:invoke>\n'
+    "</atem:function_calls><|eom|>"
+)
 PYTHONIC = 'look(city="Paris", days=3)'
 TOOLS_TAG = f"[{J}, {J}]"
 
@@ -242,6 +247,14 @@ CASES = {
         None,
         (HY, twice(HY, "<tool_call>", "</tool_call>")),
         ("<tool_calls>", "<tool_sep>", "<arg_key>", "</arg_value>"),
+    ),
+    "muse_glimmer": Case(
+        "muse_glimmer",
+        "muse_glimmer",
+        (MUSE, 2 * MUSE),
+        ("<|start|>assistant", " to=tools", "<|message|>", "<|eom|>", "<atem:function_calls>"),
+        (" to=self<|message|>", "<|eom|>"),
+        answer="<|start|>assistant to=user<|message|>{}",
     ),
     "nemotron_v3": Case(
         "qwen3_coder", "nemotron_v3", (XML, f"{XML}\n{XML}"), XML_MARKS, thinks=True
@@ -926,3 +939,62 @@ def items_of(items: list[Any]) -> list[dict[str, Any]]:
         }
         for item in found
     ]
+
+
+FRAMES = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant", "<|constrain|>json", "<|call|>")  # fmt: skip
+HARMONY = (
+    "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+    '{"city": "Paris", "days": 3}<|call|>'
+)
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+ANSWERED = "<|channel|>final<|message|>I look, a < b.<|return|>"
+FIRST = HARMONY.replace("<|call|>", "<|end|><|start|>assistant")
+
+
+def harmony_said(vllm: Any, text: str) -> tuple[str | None, str | None, list[tuple[str, str]]]:
+    """What gpt-oss' parser says of an answer, whole and streamed by token. Its tokens are those of its own encoding."""
+    encoding = vllm.ours.get_encoding()
+    ids, request = encoding.encode(text, allowed_special="all"), chat_request(vllm)
+    manager = importlib.import_module("vllm.parser").ParserManager
+    kind = manager.get_parser("openai", "openai_gptoss", True, is_harmony=True)
+    plain = [t for t in ids if not encoding.is_special_token(t)]  # the engine's text has no marks
+    reasoning, content, calls = kind(vllm.tokenizer, request.tools).parse(
+        encoding.decode(plain), request, True, ids
+    )
+    said = (reasoning, content, [(call.name, call.arguments) for call in calls or ()])
+    stream = kind(vllm.tokenizer, request.tools)
+    for at, token in enumerate(ids):
+        part = "" if encoding.is_special_token(token) else encoding.decode([token])
+        is_last = at == len(ids) - 1
+        delta = stream.parse_delta(part, [token], request, [1], finished=is_last)
+        assert is_last or delta is None
+        if delta is not None:
+            made = [(call.function.name, call.function.arguments) for call in delta.tool_calls]
+            assert (delta.reasoning, delta.content, made) == said
+    return said
+
+
+def test_gpt_oss_own_output_is_read_right(vllm: Any) -> None:
+    call = ("look", '{"city": "Paris", "days": 3}')
+    assert harmony_said(vllm, ANSWERED) == (None, "I look, a < b.", [])
+    assert harmony_said(vllm, "I look, a < b.") == (None, "I look, a < b.", [])
+    assert harmony_said(vllm, HARMONY) == (None, None, [call])
+    assert harmony_said(vllm, FIRST + HARMONY) == (None, None, [call, call])
+    assert harmony_said(vllm, HARMONY_THOUGHT + ANSWERED) == ("hm", "I look, a < b.", [])
+    assert harmony_said(vllm, HARMONY_THOUGHT + HARMONY) == ("hm", None, [call])
+    cut = HARMONY.partition(", ")[0]
+    assert harmony_said(vllm, HARMONY_THOUGHT + cut) == ("hm", '{"city": "Paris"', [])
+    assert harmony_said(vllm, FIRST + cut) == (None, '{"city": "Paris"', [call])
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(data=st.data())
+def test_a_stream_of_gpt_oss_says_what_the_whole_answer_says(
+    vllm: Any, data: st.DataObject
+) -> None:
+    pieces = [*PROSE, *FRAMES, HARMONY, FIRST, HARMONY_THOUGHT, ANSWERED]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=6)))
+    text = text[: data.draw(st.integers(0, len(text)))]
+    _, content, calls = harmony_said(vllm, text)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    assert content is None or content

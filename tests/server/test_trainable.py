@@ -373,3 +373,19 @@ def test_a_recurrent_layer_keeps_nothing_for_a_token(toy: str, tmp_path: Path) -
     text.save_pretrained(tmp_path)
     of_layer = 2 * text.num_key_value_heads * text.head_dim
     assert BaseModel(toy, tmp_path).facts.kv_per_token == num_attention * of_layer
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("toy", "state"),
+    [
+        ("qwen3_5", 3 * (3 * (2 * 2 * 128 + 4 * 128) + 4 * 128 * 128)),
+        ("nemotron_h", 3 * (8 * 32 + 2 * 16) + 8 * 32 * 16),
+        ("lfm2", 2 * 128),
+        ("qwen3_moe", 0),
+    ],
+)
+def test_recurrent_layers_keep_a_state_for_a_sequence(toy: str, state: int, tmp_path: Path) -> None:
+    """By hand, as vLLM's MambaStateShapeCalculator: channels times (kernel - 1), heads times the two sizes of a head."""
+    (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
+    assert BaseModel(toy, tmp_path).facts.state_per_sequence == state
