@@ -263,6 +263,8 @@ def _tokens(kv: float, demand: Demand) -> int:
     # A head of keys and values is on one card, so more cards than heads have copies of it.
     num_shares = min(demand.num_serving, demand.size.kv_heads)
     per_token = demand.size.kv_per_token * demand.engine_itemsize / num_shares
+    if not per_token:  # recurrent layers alone, which keep nothing for a token
+        return max(GOOD_KV_TOKENS, demand.kv_tokens) if kv >= 0 else 0
     return max(0, int(kv / per_token))
 
 

@@ -131,6 +131,14 @@ def test_recurrent_states_have_room() -> None:
     assert (usual.kv_tokens - plan.kv_tokens) * per_token == pytest.approx(64e7, abs=2 * per_token)
 
 
+def test_a_model_of_recurrent_layers_alone_is_planned() -> None:
+    recurrent = replace(SIZES["4B"], kv_per_token=0, state_per_sequence=10**7)
+    wanted = replace(demand("4B"), size=recurrent)
+    check(card("24 GB"), wanted, make_plan(card("24 GB"), wanted, FIGURES))
+    with pytest.raises(InvalidInput, match="KV cache"):
+        make_plan(card("16 GB"), replace(wanted, utilization=0.1), FIGURES)
+
+
 def test_each_card_of_a_sleeping_engine_copies_its_share() -> None:
     wanted = replace(demand("32B"), handover="sleep")
     one = make_plan(card("141 GB"), wanted, FIGURES)

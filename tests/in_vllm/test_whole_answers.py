@@ -91,10 +91,13 @@ class Case(NamedTuple):
     """The argument `enable_thinking` of its template."""
     answer: str = "{}"
     """What the family writes around an answer after thinking."""
+    effort: str | None = None
+    """The argument `reasoning_effort` of its template."""
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        return {} if self.thinks is None else {"enable_thinking": self.thinks}
+        told = {"enable_thinking": self.thinks, "reasoning_effort": self.effort}
+        return {name: value for name, value in told.items() if value is not None}
 
 
 HERMES = ("<tool_call>", "</tool_call>", "<tool", '{"name": "look", ', '"arguments": {')
@@ -247,6 +250,22 @@ CASES = {
         None,
         (HY, twice(HY, "<tool_call>", "</tool_call>")),
         ("<tool_calls>", "<tool_sep>", "<arg_key>", "</arg_value>"),
+    ),
+    "hy_v3-thinks": Case(
+        "hy_v3",
+        "hy_v3",
+        (HY, twice(HY, "<tool_call>", "</tool_call>")),
+        ("<tool_calls>", "<tool_sep>", "<arg_key>", "</arg_value>"),
+        effort="high",
+    ),
+    "lfm2-silent": Case(
+        "lfm2",
+        None,
+        (f"<|tool_call_start|>[{PYTHONIC}]<|tool_call_end|>",),
+        ("<|tool_call_start|>", "<|tool_call_end|>", "look("),
+    ),
+    "llama3_json-qwen3": Case(
+        "llama3_json", "qwen3", (LLAMA, f"<|python_tag|>{LLAMA}; {J}"), ("<|python_tag|>", "; ")
     ),
     "muse_glimmer": Case(
         "muse_glimmer",
