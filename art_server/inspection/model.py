@@ -135,7 +135,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         return Facts(**told, problem=problem)
     try:
         model = outline(str(folder))
-    except (ValueError, ImportError, AttributeError, TypeError) as error:
+    except Exception as error:  # whatever the constructors of transformers' classes raise
         if method not in (None, "bitsandbytes"):
             return Facts(**told)  # it is refused as quantised, which names the copy to take
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -156,6 +156,8 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
     templates = read_templates(folder, template)
     untested = () if family in TESTED else (UNTESTED.format(family),)
     layers = find_layers(model)
+    if not layers.takes:
+        return Facts(**told, problem="none of its layers takes an adapter")
     is_latent = bool(getattr(text, "kv_lora_rank", None))
     return Facts(
         **told,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from art_server import base_facts
 from art_server.base_facts import read_facts
@@ -17,6 +18,7 @@ from art_server.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trai
 from art_server.errors import InvalidInput
 from art_server.inspection.model import TESTED, inspect
 from art_server.settings import ServerConfig
+from art_server.trainer.base import find_class
 from tests.toy_models import (
     FAMILIES,
     PUBLISHED,
@@ -214,6 +216,36 @@ def test_each_published_layout_is_interpreted(toy: str, tmp_path: Path) -> None:
         toy, 1 if facts.has_latent_attention else 2
     )
     assert facts.lora_modules
+
+
+USELESS = {
+    "granitemoehybrid": "none of its layers takes an adapter",  # experts and state-space layers only
+    "hunyuan_v1_dense": "unsupported operand",
+    "hunyuan_v1_moe": "unsupported operand",
+    "idefics3": "Padding_idx must be within num_embeddings",
+    "lfm2_moe": "object is not subscriptable",
+}
+"""Families of which transformers cannot make a useful model by its own defaults."""
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("family", sorted(TESTED))
+def test_a_file_may_leave_out_all_that_transformers_knows(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family)
+    text = config.get_text_config()
+    fields = {"model_type": family, "architectures": [find_class(config).__name__]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    if family in USELESS:
+        assert USELESS[family] in refusal(BaseModel(family, tmp_path))
+        return
+    facts = read_facts(tmp_path)
+    assert facts.problem is None and facts.kv_per_token > 0 and facts.lora_width > 0
+    assert (facts.vocabulary, facts.max_positions, facts.num_layers, facts.hidden) == (
+        text.vocab_size,
+        text.max_position_embeddings,
+        text.num_hidden_layers,
+        text.hidden_size,
+    )
 
 
 @pytest.mark.usefixtures("in_process")
