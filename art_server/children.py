@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from art.log_file import LogFile
+from art_protocol.log_file import LogFile
 from art_server.errors import StorageFull
 from art_server.store import files
 

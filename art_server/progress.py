@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 
-from art.wire import ProgressLine
+from art_protocol.wire import ProgressLine
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from art.wire import LoRAConfig, ModelInfo, RegisterRequest
+from art_protocol.wire import LoRAConfig, ModelInfo, RegisterRequest
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.errors import Conflict

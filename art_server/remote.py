@@ -4,7 +4,7 @@ import os
 
 import httpx
 
-from art.proxies import DIRECT
+from art_protocol.proxies import DIRECT
 from art_server.errors import UsageError
 from art_server.settings import KEY_VARIABLE
 

@@ -5,7 +5,7 @@ import logging
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from art.wire import LogReply, LogRequest, SessionReply, TrainRequest
+from art_protocol.wire import LogReply, LogRequest, SessionReply, TrainRequest
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints.manage import Checkpoints
 from art_server.checkpoints.uploads import Uploads

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from art.trackers import TrackerName
-from art.wire import Name
+from art_protocol.wire import Name
 
 Scope = Literal["infer", "train"]
 Device = Literal["cpu", "cuda"]

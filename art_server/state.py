@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from art.wire import Health
+from art_protocol.wire import Health
 from art_server import __version__
 from art_server.base_loader import BaseLoader
 from art_server.jobs.runner import JobRunner

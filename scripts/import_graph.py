@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"art": ROOT / "art_client" / "art", "art_server": ROOT / "art_server"}
+PACKAGES = {
+    "art": ROOT / "art_client" / "art",
+    "art_protocol": ROOT / "art_client" / "art_protocol",
+    "art_server": ROOT / "art_server",
+}
 
 PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "in_vllm"}
 """Each process with the folder that runs only in it. All other folders belong to the server or are shared."""
@@ -53,7 +57,7 @@ def foreign_packages(file: Path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The top-level folder or file of the server that contains the module; "art" for every module of the client."""
+    """The top-level folder or file of the server that contains the module; for every other module its package."""
     package, _, rest = module.partition(".")
     return rest.partition(".")[0] if package == "art_server" and rest else package
 
@@ -87,11 +91,16 @@ def picture() -> str:
     drawn = {each for each in rooms if (PACKAGES["art_server"] / each).is_dir()} | {
         "service",
         "art",
+        "art_protocol",
     }
     arrows = {each: frozenset(rooms[each] & drawn) - {each} for each in sorted(drawn)}
     lines = ["```mermaid", "flowchart TD"]
     for process, alone in PROCESSES.items():
-        inside = [alone] if alone else sorted(drawn - {*PROCESSES.values(), "shared", "art"})
+        inside = (
+            [alone]
+            if alone
+            else sorted(drawn - {*PROCESSES.values(), "shared", "art", "art_protocol"})
+        )
         lines += [f'    subgraph {alone or "server"}_process["{process}"]']
         lines += [*(f"        {each}" for each in inside), "    end"]
     for each, to in arrows.items():

@@ -1,12 +1,12 @@
-"""The page docs/train-config.md: every field of `art.TrainConfig` with its default, and the presets, from art/wire.py."""
+"""The page docs/train-config.md: every field of `art.TrainConfig` with its default, and the presets, from art_protocol/wire.py."""
 
 import ast
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from art.wire import PRESETS, LossConfig, TrainConfig
+from art_protocol.wire import PRESETS, LossConfig, TrainConfig
 
-SOURCE = Path(__file__).parents[1] / "art_client" / "art" / "wire.py"
+SOURCE = Path(__file__).parents[1] / "art_client" / "art_protocol" / "wire.py"
 HEAD = """# Train configuration
 
 The fields of `art.TrainConfig`, which `model.train(groups, config=...)` takes (`scripts/pages` writes this page). A preset

@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 
 from art.bodies import build_log_request, build_train_request
 from art.compat.buckets import Buckets
-from art.compat.options import ART_DEFAULTS, apply_options
 from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
 from art.errors import ArtError, ArtJobError, ArtStatusError
 from art.model import Model, TrainableModel, clean_key
@@ -28,7 +27,8 @@ from art.trackers import LOG_DIR, TrackerName, tracing
 from art.trackers.reporting import OnStep, Reporting
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
-from art.wire import (
+from art_protocol.art_options import ART_DEFAULTS, apply_options
+from art_protocol.wire import (
     DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
     CheckpointList,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from art.trajectories import REDUCE, Trajectory, TrajectoryGroup, by_reference, readable
-from art.wire import LogRequest, TrainConfig, TrainRequest
+from art_protocol.wire import LogRequest, TrainConfig, TrainRequest
 
 
 def build_train_request(

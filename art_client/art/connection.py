@@ -13,9 +13,9 @@ import httpx
 from pydantic import ValidationError
 
 from art.errors import ArtConnectionError, ArtError, ArtStatusError
-from art.proxies import DIRECT
 from art.waiting import Waiting, waiting_for
-from art.wire import ErrorBody, ErrorDetail, JobEvent
+from art_protocol.proxies import DIRECT
+from art_protocol.wire import ErrorBody, ErrorDetail, JobEvent
 
 logger = logging.getLogger(__name__)
 

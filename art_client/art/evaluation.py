@@ -29,9 +29,10 @@ from art.errors import ArtError
 from art.estimates import Estimate, estimate
 from art.gather import gather_trajectories
 from art.model import TrainableModel
-from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS, to_finite
+from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
-from art.wire import NAME_PATTERN, NAME_RULE
+from art_protocol.signal import to_finite
+from art_protocol.wire import NAME_PATTERN, NAME_RULE
 
 logger = logging.getLogger(__name__)
 

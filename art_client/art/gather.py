@@ -29,8 +29,8 @@ from art.pool import (
     close_unstarted,
     run_all,
 )
-from art.signal import group_has_signal
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
+from art_protocol.signal import group_has_signal
 
 logger = logging.getLogger(__name__)
 

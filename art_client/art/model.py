@@ -31,14 +31,14 @@ from pydantic import (
 from art import sft
 from art.compat import foreign, internal_config, unserved
 from art.compat.metrics import SUMMED, MetricsBuilder
-from art.compat.options import apply_options
-from art.display import Displayed
 from art.errors import ArtStatusError
 from art.loops import running_loop
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, TrainResult, TrainSFTConfig
-from art.wire import (
+from art_protocol.art_options import apply_options
+from art_protocol.display import Displayed
+from art_protocol.wire import (
     NAME_PATTERN,
     NAME_RULE,
     CheckpointInfo,

@@ -9,7 +9,7 @@ from typing import NoReturn
 from tqdm.auto import tqdm
 
 from art.pool import format_numbers, set_total
-from art.wire import Dropped, JobEvent, JobReport
+from art_protocol.wire import Dropped, JobEvent, JobReport
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 from openai.types.chat import ChatCompletion
 
 from art.loops import running_loop
-from art.proxies import DIRECT
 from art.scopes import headers_for
 from art.waiting import waiting_for
+from art_protocol.proxies import DIRECT
 
 READ_TIMEOUT_SECONDS = 1200
 """A request waits on the server while a step trains, and a long completion on a CPU takes minutes."""

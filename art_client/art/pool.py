@@ -9,11 +9,12 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol, Self, SupportsFloat, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from tqdm.auto import tqdm
 
 from art.errors import text_of
+from art_protocol.signal import to_finite
 
 logger = logging.getLogger(__name__)
 
@@ -190,17 +191,6 @@ class RolloutPool:
             shown[name] = means[name].mean
         self._bar.set_postfix_str(format_numbers(shown), refresh=False)
         self._bar.update(len(self._counted) + self._num_failed - self._bar.n)
-
-
-def to_finite(value: object) -> float | None:
-    """A number, or a NumPy or torch scalar, as a float. None for all else that a program may have set, and for NaN."""
-    if not isinstance(value, SupportsFloat):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array, or an int above 1e308
-        return None
-    return number if math.isfinite(number) else None
 
 
 def set_total(bar: "tqdm[Any]", total: int) -> None:

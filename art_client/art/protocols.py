@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
-from art.wire import (
+from art_protocol.wire import (
     CheckpointList,
     DeleteCheckpointsReply,
     ModelInfo,

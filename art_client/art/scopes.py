@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from art.trajectories import Trajectory
-from art.wire import SESSION_HEADER, SessionReply
+from art_protocol.wire import SESSION_HEADER, SessionReply
 
 
 class Server(Protocol):

@@ -22,7 +22,7 @@ from art.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trackers import tracing
 from art.trajectories import History, Trajectory
-from art.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionReply
+from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionReply
 
 logger = logging.getLogger(__name__)
 

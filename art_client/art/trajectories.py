@@ -33,11 +33,11 @@ from pydantic import (
 
 from art import types
 from art.compat.tolerance import Tolerant
-from art.display import Displayed, Short
 from art.errors import text_of
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.types import Message, Messages, MessagesAndChoices, Tools
-from art.wire import BY_REFERENCE, TOKEN_FIELDS, FailureBody, is_none
+from art_protocol.display import Displayed, Short
+from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, FailureBody, is_none
 
 REDUCE = "reduce entries"
 """The key of a function in the context of a dump. It dumps entries in place of the default: `by_reference`, `readable`."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from art import wire
 from art.compat.tolerance import Tolerant
-from art.display import Displayed
-from art.wire import JobReport
+from art_protocol import wire
+from art_protocol.display import Displayed
+from art_protocol.wire import JobReport
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam as Message

@@ -14,8 +14,8 @@ import httpx
 from pydantic import ValidationError
 from tqdm.auto import tqdm
 
-from art.proxies import DIRECT
-from art.wire import Health, ProgressLine
+from art_protocol.proxies import DIRECT
+from art_protocol.wire import Health, ProgressLine
 
 FIRST_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 START_SECONDS = 8.0

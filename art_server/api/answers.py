@@ -19,7 +19,7 @@ from fastapi.responses import Response
 from starlette.background import BackgroundTask
 from starlette.types import Receive
 
-from art.wire import STEP_HEADER
+from art_protocol.wire import STEP_HEADER
 from art_server.api.grammars import FIELDS, name_grammar
 from art_server.ledger import conversation
 from art_server.ledger.ledger import OpenRequest

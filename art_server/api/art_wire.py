@@ -16,8 +16,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from art.compat.options import ART_RATIO, apply_options
-from art.wire import (
+from art_protocol.art_options import ART_RATIO, apply_options
+from art_protocol.wire import (
     DeleteCheckpointsRequest,
     ErrorDetail,
     HistoryBody,

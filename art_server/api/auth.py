@@ -20,7 +20,7 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from art.wire import SESSION_HEADER
+from art_protocol.wire import SESSION_HEADER
 from art_server.api.errors import answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys

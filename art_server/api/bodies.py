@@ -10,7 +10,7 @@ import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from art.wire import TrajectoryBody, TrajectoryGroupBody
+from art_protocol.wire import TrajectoryBody, TrajectoryGroupBody
 from art_server.api.errors import invalid_body, invalid_fields, problems_of, too_deep
 from art_server.errors import InvalidInput, TooLarge
 

@@ -1,4 +1,4 @@
-"""The checkpoint routes: list, delete, fork, roll back, download, upload. `art.wire` defines the bodies."""
+"""The checkpoint routes: list, delete, fork, roll back, download, upload. `art_protocol.wire` defines the bodies."""
 
 import re
 from typing import Annotated
@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from art.wire import (
+from art_protocol.wire import (
     CheckpointList,
     DeleteCheckpointsReply,
     DeleteCheckpointsRequest,

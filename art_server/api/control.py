@@ -1,4 +1,4 @@
-"""The control routes: register, train, log, sessions, jobs, health. `art.wire` defines the bodies."""
+"""The control routes: register, train, log, sessions, jobs, health. `art_protocol.wire` defines the bodies."""
 
 import asyncio
 import functools
@@ -9,7 +9,7 @@ from typing import Annotated, cast, get_args
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from art.wire import (
+from art_protocol.wire import (
     DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
     Health,

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from art.wire import NAME_RULE, ErrorBody, ErrorDetail
+from art_protocol.wire import NAME_RULE, ErrorBody, ErrorDetail
 from art_server import errors
 
 STATUS: Mapping[type[errors.ServerError], int] = {

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
-from art.wire import Health, JobInfo, JobState
+from art_protocol.wire import Health, JobInfo, JobState
 from art_server.api.auth import PAGE, STRANGER, Caller, TheCaller
 from art_server.engine.pause_gate import unnamed
 from art_server.errors import Forbidden, NotFound

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from art.wire import Health
+from art_protocol.wire import Health
 from art_server import clock
 from art_server.api.parameters import TheCaller, TheService
 from art_server.engine.engine import State

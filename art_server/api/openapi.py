@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute
 
-from art.wire import ErrorBody
+from art_protocol.wire import ErrorBody
 from art_server.api.auth import ART_PATHS, OPEN_PATHS
 from art_server.api.inference import PATHS
 from art_server.api.parameters import JsonBody, LargeBody

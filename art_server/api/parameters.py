@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
-from art.wire import LogRequest, TrainRequest
+from art_protocol.wire import LogRequest, TrainRequest
 from art_server.api.auth import TheCaller
 from art_server.api.bodies import (
     GroupBodies,

@@ -15,7 +15,7 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from art.wire import ErrorBody
+from art_protocol.wire import ErrorBody
 from art_server.api.answers import (
     Losses,
     cancel_at_disconnect,

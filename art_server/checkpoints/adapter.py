@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.errors import InvalidInput
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE
 

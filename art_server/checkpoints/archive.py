@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from pydantic import Field, ValidationError
 
-from art.wire import FiniteFloat, LoRAConfig
+from art_protocol.wire import FiniteFloat, LoRAConfig
 from art_server.checkpoints.adapter import read_adapter
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.store import files

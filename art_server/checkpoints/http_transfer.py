@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 import httpx
 from pydantic import ValidationError
 
-from art.wire import ErrorBody, ModelInfo, ModelList, Reply, UploadReply
+from art_protocol.wire import ErrorBody, ModelInfo, ModelList, Reply, UploadReply
 from art_server.checkpoints.archive import UPLOAD_ID, CheckpointTar, Description, unpack
 from art_server.errors import InvalidInput, Unavailable
 from art_server.remote import open_client

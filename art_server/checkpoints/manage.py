@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from art.wire import (
+from art_protocol.wire import (
     CheckpointInfo,
     CheckpointList,
     DeleteCheckpointsReply,

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 import aiohttp
 
-from art.log_file import LogFile
+from art_protocol.log_file import LogFile
 from art_server.background import Background
 from art_server.base_models import BaseModel
 from art_server.children import Children, start_child

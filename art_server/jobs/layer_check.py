@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.base_facts import facts_digest
 from art_server.base_models import BaseModel
 from art_server.engine.engine import Engine, PolicyDiffers

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from art.history import log_metrics, trajectory_metrics
-from art.wire import JobReport, LogReply, LogRequest, TrainRequest
+from art_protocol.history import log_metrics, trajectory_metrics
+from art_protocol.wire import JobReport, LogReply, LogRequest, TrainRequest
 from art_server.errors import InvalidInput
 from art_server.jobs.queue import Job
 from art_server.store.registry import Model

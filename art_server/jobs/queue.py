@@ -19,8 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from art.history import GZIP_MAGIC, pack_rows, trajectory_row
-from art.wire import ErrorDetail, JobInfo, JobReport, JobState, TrainConfig, TrajectoryGroupBody
+from art_protocol.history import GZIP_MAGIC, pack_rows, trajectory_row
+from art_protocol.wire import (
+    ErrorDetail,
+    JobInfo,
+    JobReport,
+    JobState,
+    TrainConfig,
+    TrajectoryGroupBody,
+)
 from art_server import clock
 from art_server.errors import Conflict, NotFound, TooMany
 from art_server.jobs.turns import TurnTrace

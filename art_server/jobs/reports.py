@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from art.history import read_rows
 from art.trackers import RolloutRow, StepRecord, TrackerName, Trackers
 from art.trackers.records import make_rows
 from art.trackers.tracing import Span, Tracing, link_of
-from art.wire import JobReport, LogReply
+from art_protocol.history import read_rows
+from art_protocol.wire import JobReport, LogReply
 from art_server.jobs.metrics import ENDS, JobNews
 from art_server.store.registry import Model
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from art.wire import (
+from art_protocol.wire import (
     BY_REFERENCE,
     Dropped,
     HistoryBody,

@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from art.wire import (
+from art_protocol.wire import (
     ErrorDetail,
     JobEvent,
     JobInfo,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.store import files
 from art_server.store.model_folder import CONTENT_FILES, ModelFolder, content_digests
 

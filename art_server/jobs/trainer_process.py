@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from art.log_file import LogFile
+from art_protocol.log_file import LogFile
 from art_server.children import Children, start_child
 from art_server.errors import InvalidInput, ServerError, Unavailable
 from art_server.shared.tasks import (

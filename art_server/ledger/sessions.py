@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from art.wire import HistoryBody, SessionReply
+from art_protocol.wire import HistoryBody, SessionReply
 from art_server.ledger import conversation
 from art_server.ledger.conversation import Conversation
 from art_server.ledger.records import Record

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from art.log_file import LogFile
+from art_protocol.log_file import LogFile
 
 MAX_LINES = 2000
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from art.history import open_rows, whole_row
-from art.signal import group_has_signal
+from art_protocol.history import open_rows, whole_row
+from art_protocol.signal import group_has_signal
 from art_server.errors import NotFound
 from art_server.observe.history import file_mark, number, read_json
 from art_server.observe.tokens import opened_tokens

@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from art.signal import has_signal
-from art.wire import LossConfig
+from art_protocol.signal import has_signal
+from art_protocol.wire import LossConfig
 from art_server.shared.tasks import TokenSequence, TrainableGroup, TrainableTrajectory
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation, as published implementations do. Whether a difference is more than rounding is decided
-before (`art.signal`)."""
+before (`art_protocol.signal`)."""
 
 GroupTokens: TypeAlias = list[list[list[tuple[int, float]]]]
 """By trajectory and sequence: the positions of trained tokens, with their advantages."""
@@ -221,7 +221,7 @@ def group_advantages(
     """The advantage of each trajectory of a group, or None where the group has no signal. `what` names the rewards in
     errors.
 
-    It has none if its rewards are equal but for rounding (`art.signal`), as with a single trajectory. With
+    It has none if its rewards are equal but for rounding (`art_protocol.signal`), as with a single trajectory. With
     baseline="none" it has none if all are 0; with scaling="batch_std", too, it always has signal, because the mean of
     the batch is subtracted later.
     baseline: group_mean is reward - mean, leave_one_out is reward - mean of the others, none is the reward.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 
 BetweenSteps = Literal["stay", "leave", "reload"]
 """The base model between steps: it stays on the device, leaves it for main memory, or is loaded again from files."""

@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from art.history import history_row, merged_row, pack_rows, trajectory_row
-from art.wire import LoRAConfig, TrajectoryGroupBody
+from art_protocol.history import history_row, merged_row, pack_rows, trajectory_row
+from art_protocol.wire import LoRAConfig, TrajectoryGroupBody
 from art_server import clock
 from art_server.errors import Conflict, NotFound
 from art_server.shared.tasks import Probe
@@ -357,7 +357,7 @@ class ModelFolder:
             files.sync(kept.parent)
 
     def trajectories_file(self, split: str, step: int) -> Path:
-        """The file of a step's rollouts, which may not exist: `art.history.open_rows` reads it."""
+        """The file of a step's rollouts, which may not exist: `art_protocol.history.open_rows` reads it."""
         file = self.path / "trajectories" / split / f"{step:04d}.jsonl.gz"
         earlier = file.with_suffix("")
         return earlier if earlier.exists() and not file.exists() else file

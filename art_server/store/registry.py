@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from art.wire import NAME_PATTERN, NAME_RULE, LoRAConfig
+from art_protocol.wire import NAME_PATTERN, NAME_RULE, LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.store import files
 from art_server.store.model_folder import (

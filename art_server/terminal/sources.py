@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import httpx
 from pydantic import ValidationError
 
-from art.wire import ErrorBody
+from art_protocol.wire import ErrorBody
 from art_server.errors import (
     Conflict,
     Forbidden,

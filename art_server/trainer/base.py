@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.trainer.layers import find_targets
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from art.wire import LossConfig
+from art_protocol.wire import LossConfig
 from art_server.shared.advantages import (
     GroupTokens,
     has_advantage,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.store.files import sync
 from art_server.trainer.optimizer import (
     STATE_KEYS,

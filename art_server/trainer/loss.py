@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from art.wire import LossConfig
+from art_protocol.wire import LossConfig
 from art_server.trainer.batches import SampledTokens
 
 MAX_LOG_RATIO = 20.0

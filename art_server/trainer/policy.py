@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.trainer.attention import (
     TREE_ATTENTION,
     AttentionKind,

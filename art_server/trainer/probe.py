@@ -21,7 +21,7 @@ import torch
 from peft.helpers import rescale_adapter_scale
 from torch.nn.modules.module import register_module_forward_hook
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
 from art_server.trainer.batches import TrainSequence
 from art_server.trainer.layers import layer_kind

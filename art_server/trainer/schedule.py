@@ -5,7 +5,7 @@ After a rollback, a fork or an import AdamW may have lost its moments. The sched
 
 import math
 
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 
 WIDTH_POWERS = {"qwen": 0.0775, "llama": 0.781}
 """How fast the best rate falls with the model's width, by family. Other families use qwen's."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 from art_server.shared.tasks import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.trainer.batches import (
     MicroBatch,

@@ -23,7 +23,7 @@ from unsloth_zoo.peft_utils import (  # pyright: ignore[reportMissingImports]
     requires_grad_for_gradient_checkpointing,
 )
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.trainer.attention import ForestAttention, tree_attention
 from art_server.trainer.base import (
     find_class,

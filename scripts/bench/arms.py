@@ -107,7 +107,7 @@ def prepare_ours(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Callable[[], dict[str, float]], Any]:
     """Returns a function that takes one step and returns its metrics, and the policy."""
-    from art.wire import LoRAConfig
+    from art_protocol.wire import LoRAConfig
     from art_server.trainer.memory import return_freed_memory
     from art_server.trainer.policy import Policy
 
@@ -123,7 +123,7 @@ def prepare_step(
     policy: Any, groups: list[list[dict]], budget: int = 0
 ) -> Callable[[], dict[str, float]]:
     """Returns a function that trains the policy on these groups for one step and returns the metrics."""
-    from art.wire import LoRAConfig, TrainConfig
+    from art_protocol.wire import LoRAConfig, TrainConfig
     from art_server.shared.tasks import (
         Batch,
         TokenSequence,

@@ -109,7 +109,7 @@ def make_model(root: Path, settings: dict) -> None:
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    from art.wire import LoRAConfig
+    from art_protocol.wire import LoRAConfig
     from art_server.trainer.policy import ADAPTER_FILE, write_fresh_adapter
 
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from art.wire import ErrorDetail, JobEvent, LoRAConfig, TrainRequest
+from art_protocol.wire import ErrorDetail, JobEvent, LoRAConfig, TrainRequest
 from art_server.api.art_wire import _log_note_once
 from art_server.api.auth import ART_PATHS
 from art_server.api.control import event_lines

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from art.wire import JobEvent, LogRequest, LoRAConfig, TrainRequest
+from art_protocol.wire import JobEvent, LogRequest, LoRAConfig, TrainRequest
 from art_server.api import errors
 from art_server.api.bodies import (
     MAX_DEPTH,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from art.wire import Health
+from art_protocol.wire import Health
 from art_server.api.auth import Authentication
 from art_server.api.inference import check_choices, num_choices
 from art_server.api.keys import Keys, Usage

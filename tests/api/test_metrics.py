@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import art
-from art.wire import JobReport, TrainConfig
+from art_protocol.wire import JobReport, TrainConfig
 from art_server.jobs.queue import Payload
 from art_server.jobs.trainer_process import TrainerError
 from art_server.settings import ApiKey

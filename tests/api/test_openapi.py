@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.api import art_wire, checkpoints, control
 from art_server.api.openapi import bodies_of, route_table
 from art_server.app import make_app

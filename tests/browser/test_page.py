@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from art.wire import ErrorDetail
+from art_protocol.wire import ErrorDetail
 from art_server.observe import rollouts
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ModelFolder

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from art.types import TrainSFTConfig
-from art.wire import JobReport, LoRAConfig, TrainConfig
+from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.background import Background
 from art_server.base_models import TINY_DIR
 from art_server.children import Children

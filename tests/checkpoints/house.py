@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from art.wire import JobReport, LoRAConfig, TrainConfig
+from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.app import make_app
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.jobs.queue import Payload

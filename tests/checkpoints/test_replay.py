@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from art.wire import JobReport, LoRAConfig, TrainConfig
+from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server import cli
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from starlette.requests import ClientDisconnect
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.checkpoints import uploads as uploads_module
 from art_server.checkpoints.archive import CheckpointTar, Description, describe, unpack
 from art_server.checkpoints.uploads import ByteRange

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from art.wire import LoRAConfig, RegisterRequest
+from art_protocol.wire import LoRAConfig, RegisterRequest
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.errors import StorageFull
 from art_server.shared.tasks import Done, InitTask

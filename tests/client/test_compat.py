@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 import art
 from art.compat import tolerance
 from art.compat.internal_config import Settings, with_defaults
-from art.history import read_rows
+from art_protocol.history import read_rows
 
 pytestmark = pytest.mark.anyio
 

@@ -1,7 +1,7 @@
 import pytest
 
-from art.history import history_row, merged_row, trajectory_metrics
-from art.wire import TrajectoryGroupBody
+from art_protocol.history import history_row, merged_row, trajectory_metrics
+from art_protocol.wire import TrajectoryGroupBody
 
 
 def group(rewards: list[float], **more: object) -> TrajectoryGroupBody:

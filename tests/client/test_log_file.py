@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from art.log_file import LINE_BYTES, LogFile
+from art_protocol.log_file import LINE_BYTES, LogFile
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import art
 from art.notices import left_out_sentence
 from art.rewards import Judge
 from art.utils.litellm import convert_litellm_choice_to_openai
-from art.wire import Dropped, JobReport
+from art_protocol.wire import Dropped, JobReport
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from art.notices import Notices, left_out_sentence
-from art.wire import Dropped, JobReport
+from art_protocol.wire import Dropped, JobReport
 
 EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=1, unit="group")
 

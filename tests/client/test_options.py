@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 import art
-from art.compat.options import apply_options
+from art_protocol.art_options import apply_options
 
 pytestmark = pytest.mark.anyio
 

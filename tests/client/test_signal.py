@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art.signal import group_has_signal, has_signal
+from art_protocol.signal import group_has_signal, has_signal
 
 
 @pytest.mark.parametrize(

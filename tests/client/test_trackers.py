@@ -22,7 +22,7 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 import art
 from art.trackers import StepRecord, Trackers, delivery, records, tracing
 from art.trackers.delivery import Delivery
-from art.wire import FailureBody, JobReport
+from art_protocol.wire import FailureBody, JobReport
 from tests.client.conftest import MODEL_INFO
 
 pytestmark = [

@@ -13,9 +13,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 import art
-from art import wire
 from art.bodies import build_train_request
-from art.wire import TrainConfig
+from art_protocol import wire
+from art_protocol.wire import TrainConfig
 
 CHOICE: Any = {  # Any: a choice in JSON, which the declared types leave out
     "finish_reason": "stop",

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from art.wire import JobReport, LoRAConfig, TrainConfig
+from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server import background as background_module
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel

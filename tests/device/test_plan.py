@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.base_models import TINY_DIR, weight_bytes
 from art_server.device.figures import read_figures
 from art_server.device.model_size import ModelSize, read_model_size

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.base_facts import read_facts
 from art_server.base_models import BaseModel, check_on_cpu, check_trainable, weight_files
 from art_server.device.figures import read_figures

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from art.history import read_rows
+from art_protocol.history import read_rows
 from tests.integration.live import (
     PROJECT,
     Server,

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from art.wire import ErrorDetail, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
+from art_protocol.wire import (
+    ErrorDetail,
+    JobReport,
+    TrainConfig,
+    TrajectoryBody,
+    TrajectoryGroupBody,
+)
 from art_server import clock
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs import queue as queue_module

@@ -9,7 +9,7 @@ import pytest
 
 import art
 from art.trackers import RolloutRow, StepRecord
-from art.wire import JobReport, LogRequest, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
+from art_protocol.wire import JobReport, LogRequest, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import UsageError
 from art_server.flags import parse
 from art_server.jobs.metrics import DoneStep, JobNews, write_log

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art.wire import TrainConfig, TrajectoryGroupBody
+from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs.resolve import Limits, Sources, entry_ids, resolve
 from art_server.jobs.turns import ResolvedTurn, join_turns

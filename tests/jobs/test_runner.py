@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from art.history import read_rows
-from art.wire import JobEvent, JobReport, LoRAConfig, TrainConfig, TrajectoryGroupBody
+from art_protocol.history import read_rows
+from art_protocol.wire import JobEvent, JobReport, LoRAConfig, TrainConfig, TrajectoryGroupBody
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.device.owner import DeviceOwner

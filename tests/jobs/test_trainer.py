@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.base_models import TINY_DIR
 from art_server.children import Children
 from art_server.device.plan import Plan, make_plan

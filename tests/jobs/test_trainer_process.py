@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs import trainer_process as process_module
 from art_server.jobs.trainer_process import (
     TrainerDied,

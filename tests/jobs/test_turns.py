@@ -6,7 +6,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art.wire import TrainConfig, TrajectoryGroupBody
+from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.jobs.queue import Payload
 from art_server.jobs.resolve import Resolved, resolve
 from art_server.jobs.turns import ResolvedTurn, TurnTrace, join_turns

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from art.wire import TrainConfig, TrajectoryGroupBody
+from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
 from art_server.in_vllm import plain_text
 from art_server.in_vllm.plain_text import ControlTokens, Rendering

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from art.wire import SessionReply
+from art_protocol.wire import SessionReply
 from art_server import clock
 from art_server.api.streaming import add_deltas
 from art_server.ledger import conversation

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from tests.observe.demo_groups import NUM_DISTINCT, Made, Words, logged, make_group
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from art.wire import ErrorDetail, Health, JobEvent, JobInfo, JobReport, JobState
+from art_protocol.wire import ErrorDetail, Health, JobEvent, JobInfo, JobReport, JobState
 from art_server import clock
 from art_server.api import control
 from art_server.observe.activity import Activity, Doing

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art.wire import JobReport, TrainConfig
+from art_protocol.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger

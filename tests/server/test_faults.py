@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from art.wire import JobReport, TrainConfig
+from art_protocol.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger

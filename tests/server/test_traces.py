@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 import art
 from art.trackers import tracing
 from art.trackers.tracing import Tracing, link_of
-from art.wire import JobReport
+from art_protocol.wire import JobReport
 from art_server.jobs.metrics import JobNews
 from art_server.jobs.queue import Job
 from art_server.jobs.reports import JobSpans

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 from art_server.shared.advantages import (
     STD_FLOOR,
     group_advantages,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from art.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
+from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from art.wire import LogRequest, LoRAConfig, RegisterRequest
+from art_protocol.wire import LogRequest, LoRAConfig, RegisterRequest
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.metrics import step_metrics
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord

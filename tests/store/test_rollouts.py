@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from art.history import open_rows, pack_rows, read_row, read_rows, trajectory_row
-from art.wire import TrajectoryGroupBody
+from art_protocol.history import open_rows, pack_rows, read_row, read_rows, trajectory_row
+from art_protocol.wire import TrajectoryGroupBody
 from art_server.store.model_folder import ModelFolder
 
 

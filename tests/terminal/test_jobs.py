@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from art.wire import ErrorDetail, JobReport
+from art_protocol.wire import ErrorDetail, JobReport
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import Position
 from art_server.service import Service

@@ -2,7 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.terminal.plot import draw, points, print_plot
 from tests.observe.demo import HOSTILE_METRIC

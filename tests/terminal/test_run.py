@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.settings import ApiKey
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord

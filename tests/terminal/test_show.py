@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from art.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
+from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.terminal.show import mark, print_show, tokens_of
 from tests.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.shared.kept_set import pack_set, unpack_set
 from art_server.shared.tasks import (
     Batch,

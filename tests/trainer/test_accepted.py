@@ -14,7 +14,7 @@ import annotated_types
 import pytest
 from pydantic import BaseModel
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.shared.tasks import TrainTask
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.policy import ADAPTER_FILE, Policy

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 from art_server.shared.advantages import trained_tokens
 from art_server.shared.tasks import Batch, Span, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.batches import (

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from art.wire import PRESETS, TrainConfig
+from art_protocol.wire import PRESETS, TrainConfig
 from art_server.trainer.policy import Policy
 
 SMALL = {

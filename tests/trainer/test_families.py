@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.base_models import TINY_DIR
 from art_server.shared.tasks import TrainTask
 from art_server.trainer.base import find_class, load_base, outline

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.gap_bars import EXACT, gap_bars
 from art_server.settings import ServerConfig
 from art_server.shared.tasks import Probe, TrainTask

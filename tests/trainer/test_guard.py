@@ -12,7 +12,7 @@ from peft import PeftModel
 from peft.helpers import rescale_adapter_scale
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.probe import find_fault
 from art_server.jobs.gap_bars import gap_bars
 from art_server.shared.tasks import Probe, TrainTask

@@ -8,7 +8,7 @@ import torch
 from peft import get_peft_model
 from transformers import AutoConfig
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.trainer.base import find_class, peft_config
 from art_server.trainer.layers import find_layers
 from tests.toy_models import PUBLISHED

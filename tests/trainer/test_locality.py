@@ -9,7 +9,7 @@ import pytest
 import torch
 from forests import save_random_adapter
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.trainer.batches import TrainSequence, make_micro_batches
 from art_server.trainer.policy import Policy
 from tests.toy_models import FAMILIES, ORIGINAL, ROPES, WITHOUT_TREES, make_model

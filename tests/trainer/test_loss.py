@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art.wire import PRESETS, TrainConfig
+from art_protocol.wire import PRESETS, TrainConfig
 from art_server.trainer.batches import SampledTokens
 from art_server.trainer.loss import MAX_LOG_RATIO, TokenLoss, policy_loss, shape_advantages
 

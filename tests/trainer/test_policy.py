@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from art.wire import LoRAConfig
+from art_protocol.wire import LoRAConfig
 from art_server.shared.tasks import Batch
 from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_batch
 from art_server.trainer.policy import ADAPTER_FILE, Policy

@@ -8,7 +8,7 @@ import torch
 from peft.helpers import rescale_adapter_scale
 from safetensors.torch import load_file
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.probe import effect_ratio, find_fault
 from art_server.jobs.gap_bars import gap_bars
 from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, Batch, Done, GapBars, Probe, TrainTask

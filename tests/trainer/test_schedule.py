@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 from art_server.trainer.optimizer import make_optimizer
 from art_server.trainer.schedule import (
     FRESH_MOMENTS_STEPS,

@@ -14,7 +14,7 @@ from test_trl import assert_same_weights, make_tokenizer
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.shared.tasks import (
     Batch,
     Done,

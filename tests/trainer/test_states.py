@@ -8,7 +8,7 @@ from forests import assert_tree_equals_rows, save_random_adapter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 from art_server.trainer.policy import Policy
 from art_server.trainer.states import MAX_PADDING, make_plan
 from art_server.trainer.tree import lay_out, sort_sequences

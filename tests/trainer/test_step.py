@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch._inductor.exc import InductorError
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.shared.advantages import group_advantages, trained_positions
 from art_server.shared.kept_set import pack_set
 from art_server.shared.tasks import (

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.shared.advantages import group_advantages
 from art_server.shared.tasks import Batch, TrainableGroup, TrainableTrajectory, TrainTask
 from art_server.store.model_folder import TOKENS_FILE

@@ -17,7 +17,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from art.wire import LoRAConfig, TrainConfig
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import TrainerDied, TrainerProcess, worker_command
 from art_server.shared.tasks import (
     Batch,

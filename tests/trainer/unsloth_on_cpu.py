@@ -51,7 +51,7 @@ llama.get_current_device = lambda: "cpu"
 from safetensors.torch import save_file  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
-from art.wire import LoRAConfig, TrainConfig  # noqa: E402
+from art_protocol.wire import LoRAConfig, TrainConfig  # noqa: E402
 from art_server.shared.tasks import Batch, TrainTask  # noqa: E402
 from art_server.trainer.batches import (  # noqa: E402
     MicroBatch,

@@ -41,7 +41,7 @@ FLOORS = [
     {"store"},
     {"settings", "errors", "clock", "progress", "shared"},
     {"art", "art_server"},
-    {"image_operators"},
+    {"art_protocol", "image_operators"},
 ]
 """From the roof down: a room imports what lies below it."""
 OTHER_PROCESSES = {"inspection", "trainer", "in_vllm"}
@@ -76,6 +76,26 @@ def test_the_server_loads_no_torch(module: str) -> None:
     code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "vllm", "transformers"} & set(json.loads(ran.stdout))
+
+
+@pytest.mark.parametrize("module", ["art_server.trainer.worker", "art_server.in_vllm.child"])
+def test_other_processes_load_nothing_of_the_client(module: str) -> None:
+    assert "art" not in loaded_by(module)
+
+
+def test_the_protocol_needs_pydantic_only() -> None:
+    for module, file in modules().items():
+        if room(module) == "art_protocol":
+            assert foreign_packages(file) <= {"pydantic"}, module
+            assert {room(each) for each in import_graph()[module]} <= {"art_protocol"}, module
+            assert not {"art", "httpx", "openai"} & loaded_by(module)
+
+
+def loaded_by(module: str) -> set[str]:
+    """The packages that a process has after importing a module."""
+    code = f"import json, sys, {module}; print(json.dumps([*{{n.partition('.')[0] for n in sys.modules}}]))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(ran.stdout))
 
 
 def test_the_client_imports_what_it_declares() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
 from art_server.shared.tasks import Batch

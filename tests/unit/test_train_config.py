@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from art.wire import LossConfig, TrainConfig
+from art_protocol.wire import LossConfig, TrainConfig
 from scripts import train_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "train-config.md"

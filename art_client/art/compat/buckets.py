@@ -19,7 +19,7 @@ from art.compat.refused import DEPLOY, refused
 from art.connection import Connection
 from art.errors import ArtError, ArtStatusError
 from art.model import Model
-from art.wire import CheckpointList, ModelInfo
+from art_protocol.wire import CheckpointList, ModelInfo
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from art.pool import RolloutPool, current_pool
 from art.scopes import Scope, current_scope
 from art.sessions import add_captured, add_histories
 from art.trajectories import Trajectory, TrajectoryGroup
-from art.wire import FailureBody, SessionReply
+from art_protocol.wire import FailureBody, SessionReply
 
 
 async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:

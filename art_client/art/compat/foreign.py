@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from art.errors import ArtJobError
 from art.trajectories import TrajectoryGroup
 from art.types import TrainResult
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 
 
 @runtime_checkable

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from art.compat.options import apply_options
 from art.types import LoRAConfig
-from art.wire import TrainConfig
+from art_protocol.art_options import apply_options
+from art_protocol.wire import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 from art.bodies import build_log_request
 from art.files import write_whole
-from art.history import history_row, log_metrics, merged_row, pack_rows, trajectory_row
 from art.trajectories import Trajectory, TrajectoryGroup
-from art.wire import LogRequest
+from art_protocol.history import history_row, log_metrics, merged_row, pack_rows, trajectory_row
+from art_protocol.wire import LogRequest
 
 
 def log(

@@ -4,9 +4,9 @@ import inspect
 from typing import Any, Protocol
 
 from art.model import Model
-from art.pool import to_finite
 from art.trajectories import Trajectory
 from art.types import Message
+from art_protocol.signal import to_finite
 
 MAX_TURNS = 32
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 
 from art.compat.aliases import alias
 from art.compat.capturing import no_capture
-from art.display import Short
 from art.errors import ArtError
 from art.mcp.types import GeneratedScenario, GeneratedScenarioCollection, MCPResource, MCPTool
 from art.model import Model
+from art_protocol.display import Short
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast, overload
 
-from art.display import Short
+from art_protocol.display import Short
 
 DIFFICULTIES = range(1, 6)
 MAX_BAR = 30

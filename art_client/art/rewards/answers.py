@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from art.display import Short
+from art_protocol.display import Short
 
 MAX_CHARACTERS, MAX_STARTS = 200_000, 1_000
 """Of an answer without its thinking: its length, and the brackets at which JSON may begin. Reading costs at most Python's

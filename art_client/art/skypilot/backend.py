@@ -23,7 +23,7 @@ from art.skypilot.task import TASK_NAME, import_sky, make_task, read_environment
 from art.skypilot.tunnel import Tunnel, run_command, run_ssh
 from art.trackers import TrackerName
 from art.trackers.reporting import OnStep
-from art.wire import Health
+from art_protocol.wire import Health
 
 logger = logging.getLogger(__name__)
 

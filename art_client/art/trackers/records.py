@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from art.trajectories import TrajectoryGroup
-from art.wire import JobReport
+from art_protocol.wire import JobReport
 
 MAX_TEXT = 20_000
 """Characters of a conversation in a table. A tracker's page shows fewer, and the trajectories file has all of it."""

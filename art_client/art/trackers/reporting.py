@@ -12,7 +12,7 @@ from art.trackers import TrackerName, Trackers, tracing
 from art.trackers.records import StepRecord, group_rows
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
-from art.wire import LogReply, ModelInfo
+from art_protocol.wire import LogReply, ModelInfo
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from art.files import write_whole
-from art.history import read_row
-from art.history import read_rows as read_lines
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.utils.strip_logprobs import strip_logprobs
+from art_protocol.history import read_row
+from art_protocol.history import read_rows as read_lines
 
 if TYPE_CHECKING:
     import polars as pl

@@ -13,7 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-from art.wire import BY_REFERENCE, TOKEN_FIELDS, HistoryBody, LogRequest, TrajectoryGroupBody
+from art_protocol.wire import (
+    BY_REFERENCE,
+    TOKEN_FIELDS,
+    HistoryBody,
+    LogRequest,
+    TrajectoryGroupBody,
+)
 
 LEFT_OUT = TOKEN_FIELDS | {BY_REFERENCE}
 """The fields of choices that are not stored: for trained tokens the step's record of tokens has them."""

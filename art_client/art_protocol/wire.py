@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from art.display import Displayed
+from art_protocol.display import Displayed
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 """Valid names of projects, models and sessions. A name becomes a folder or a part of URLs."""

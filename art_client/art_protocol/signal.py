@@ -1,9 +1,8 @@
 """What counts as a difference: the one rule by which client and server decide whether a group has something to learn."""
 
+import math
 from collections.abc import Iterable, Iterator
-from typing import cast
-
-from art.pool import to_finite
+from typing import SupportsFloat, cast
 
 NOISE = 1e-6
 """Share of the largest magnitude. Rounding in float32 is 6e-8 of a number, and a sum of a few scores adds little to it."""
@@ -42,3 +41,14 @@ def _numbers(values: Iterable[object]) -> Iterator[float]:
             yield from _numbers(cast(list[object], value))
         elif (number := to_finite(value)) is not None:
             yield number
+
+
+def to_finite(value: object) -> float | None:
+    """A number, or a NumPy or torch scalar, as a float. None for all else that a program may have set, and for NaN."""
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array, or an int above 1e308
+        return None
+    return number if math.isfinite(number) else None

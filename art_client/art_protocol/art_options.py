@@ -7,7 +7,7 @@ if our trainer has an equivalent.
 from collections.abc import Mapping
 from typing import Any
 
-from art.wire import TrainConfig
+from art_protocol.wire import TrainConfig
 
 CISPO: dict[str, Any] = {"clip": "cispo", "epsilon": 1.0, "epsilon_high": 4.0}
 PPO: dict[str, Any] = {"clip": "two_sided", "epsilon": 0.2, "epsilon_high": None}
