@@ -188,13 +188,13 @@ def test_what_the_client_imports_is_declared() -> None:
     # inside a function of art.rewards, and in modules of art.utils and art.environments that say so
     of_extras = {"jsonschema", "polars", "matplotlib", "verifiers"}
     of_type_checkers = {"typing_extensions"}  # which contain it
-    needed = set(imported("art_client/art")) - {"art"}
+    needed = set(imported("art_client")) - {"art", "art_protocol"}
     assert needed - of_extras - of_type_checkers <= declared()
 
 
 def test_what_the_server_imports_is_declared() -> None:
     of_vllm = {"xgrammar"}  # in modules that only vLLM's processes import
-    needed = set(imported("art_server")) - {"art", "art_server"} - of_vllm
+    needed = set(imported("art_server")) - {"art", "art_protocol", "art_server"} - of_vllm
     assert needed <= declared("gpu")
     # On a CPU vLLM has another name, and there is neither Unsloth nor NVIDIA's driver.
     of_cuda = {"vllm", "unsloth", "unsloth-zoo", "accelerate", "nvidia-ml-py"}
