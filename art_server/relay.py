@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from art.trackers.tracing import Span, Tracing, link_of
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
@@ -18,6 +17,7 @@ from art_server.errors import Conflict, Unavailable
 from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
 from art_server.store.registry import Model, Registry
+from art_trackers.tracing import Span, Tracing, link_of
 
 METRICS_SECONDS = 2.0
 """For vLLM's metrics."""

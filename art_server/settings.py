@@ -9,8 +9,8 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from art.trackers import TrackerName
 from art_protocol.wire import Name
+from art_trackers import TrackerName
 
 Scope = Literal["infer", "train"]
 Device = Literal["cpu", "cuda"]

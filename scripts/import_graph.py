@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "art": ROOT / "art_client" / "art",
     "art_protocol": ROOT / "art_client" / "art_protocol",
+    "art_trackers": ROOT / "art_client" / "art_trackers",
     "art_server": ROOT / "art_server",
 }
 
@@ -92,15 +93,12 @@ def picture() -> str:
         "service",
         "art",
         "art_protocol",
+        "art_trackers",
     }
     arrows = {each: frozenset(rooms[each] & drawn) - {each} for each in sorted(drawn)}
     lines = ["```mermaid", "flowchart TD"]
     for process, alone in PROCESSES.items():
-        inside = (
-            [alone]
-            if alone
-            else sorted(drawn - {*PROCESSES.values(), "shared", "art", "art_protocol"})
-        )
+        inside = [alone] if alone else sorted(drawn - {*PROCESSES.values(), "shared", *PACKAGES})
         lines += [f'    subgraph {alone or "server"}_process["{process}"]']
         lines += [*(f"        {each}" for each in inside), "    end"]
     for each, to in arrows.items():

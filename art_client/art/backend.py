@@ -22,9 +22,8 @@ from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
 from art.errors import ArtError, ArtJobError, ArtStatusError
 from art.model import Model, TrainableModel, clean_key
 from art.notices import Notices, interrupted, show_event
+from art.reporting import OnStep, Reporting
 from art.scopes import add_server
-from art.trackers import LOG_DIR, TrackerName, tracing
-from art.trackers.reporting import OnStep, Reporting
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
 from art_protocol.art_options import ART_DEFAULTS, apply_options
@@ -44,6 +43,7 @@ from art_protocol.wire import (
     SessionReply,
     TrainConfig,
 )
+from art_trackers import LOG_DIR, TrackerName, tracing
 
 logger = logging.getLogger(__name__)
 

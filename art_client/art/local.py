@@ -22,10 +22,10 @@ from art.backend import Backend
 from art.compat.aliases import alias
 from art.errors import ArtConnectionError, ArtError
 from art.model import Model
-from art.trackers import TrackerName
-from art.trackers.reporting import OnStep
+from art.reporting import OnStep
 from art.waiting import START_SECONDS
 from art_protocol.log_file import LogFile
+from art_trackers import TrackerName
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from art.model import TrainableModel
 from art.scopes import Scope, current_scope
-from art.trackers import tracing
 from art.trajectories import History, Trajectory
 from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionReply
+from art_trackers import tracing
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from art.trackers import RolloutRow, StepRecord, TrackerName, Trackers
-from art.trackers.records import make_rows
-from art.trackers.tracing import Span, Tracing, link_of
 from art_protocol.history import read_rows
 from art_protocol.wire import JobReport, LogReply
 from art_server.jobs.metrics import ENDS, JobNews
 from art_server.store.registry import Model
+from art_trackers import RolloutRow, StepRecord, TrackerName, Trackers
+from art_trackers.records import make_rows
+from art_trackers.tracing import Span, Tracing, link_of
 
 
 @dataclass(slots=True)

@@ -20,9 +20,10 @@ import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 import art
-from art.trackers import StepRecord, Trackers, delivery, records, tracing
-from art.trackers.delivery import Delivery
+from art.reporting import group_rows
 from art_protocol.wire import FailureBody, JobReport
+from art_trackers import StepRecord, Trackers, delivery, records, tracing
+from art_trackers.delivery import Delivery
 from tests.client.conftest import MODEL_INFO
 
 pytestmark = [
@@ -63,8 +64,8 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         # Its process takes longer on cores that other tests use.
-        patch.setattr("art.trackers.wandb.INIT_SECONDS", 60.0)
-        patch.setattr("art.trackers.wandb.FINISH_SECONDS", 60.0)
+        patch.setattr("art_trackers.wandb.INIT_SECONDS", 60.0)
+        patch.setattr("art_trackers.wandb.FINISH_SECONDS", 60.0)
         patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -134,7 +135,7 @@ def rows_of(found: Sequence[Any]) -> list[dict[str, Any]]:
 
 def test_wandb_has_a_run_for_each_model_with_metrics_config_and_a_table(tmp_path: Path) -> None:
     groups = make_groups()
-    with_rollouts = make_record(1, rollouts=lambda: records.group_rows(groups))
+    with_rollouts = make_record(1, rollouts=lambda: group_rows(groups))
     changed = make_record(2, config={**CONFIG, "learning_rate": 2e-5})
     report(tmp_path, "wandb", [with_rollouts, make_record(7, "other"), changed])
 
@@ -170,7 +171,7 @@ def test_wandb_has_a_run_for_each_model_with_metrics_config_and_a_table(tmp_path
 
 def test_wandb_stores_neither_the_command_line_nor_a_key(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; from art.trackers import StepRecord, Trackers, wandb\n"
+        "import asyncio, sys; from pathlib import Path; from art_trackers import StepRecord, Trackers, wandb\n"
         "Trackers.close.__defaults__ = (60.0,)\n"  # cores that other tests use
         "wandb.INIT_SECONDS = wandb.FINISH_SECONDS = 60.0\n"
         "trackers = Trackers(['wandb'], Path(sys.argv[1]))\n"
@@ -191,7 +192,7 @@ def test_wandb_without_an_account_asks_nothing_and_warns_once(
 ) -> None:
     code = (
         "import sys, logging; logging.basicConfig(format='%(levelname)s %(message)s')\n"
-        "from pathlib import Path; from art.trackers import StepRecord, Trackers\n"
+        "from pathlib import Path; from art_trackers import StepRecord, Trackers\n"
         "trackers = Trackers(['wandb'], Path(sys.argv[1]))\n"
         "for step in range(3): trackers.report(StepRecord('demo', 'agent', step, 'train', {}, {}))\n"
         "trackers.close(30)\n"
@@ -300,9 +301,9 @@ def fake_tracker(
         made.append(FakeRun(act))
         return made[-1]
 
-    module = ModuleType("art.trackers.tensorboard")
+    module = ModuleType("art_trackers.tensorboard")
     module.open_run = open_run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "art.trackers.tensorboard", module)
+    monkeypatch.setitem(sys.modules, "art_trackers.tensorboard", module)
     return made
 
 
@@ -323,7 +324,7 @@ def test_a_folder_of_a_librarys_name_is_not_the_library(
 ) -> None:
     (tmp_path / "folder_without_code").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    library = importlib.import_module("art.trackers.library")
+    library = importlib.import_module("art_trackers.library")
     assert not library.is_installed("folder_without_code") and library.is_installed("json")
     with pytest.raises(ImportError, match=r"trainer\[extra\]"):
         library.import_library("folder_without_code", "extra")
@@ -422,9 +423,9 @@ def test_an_unknown_tracker_is_refused() -> None:
 
 def test_a_program_that_ends_is_not_held_up_by_a_tracker_that_hangs(tmp_path: Path) -> None:
     code = (
-        "import sys, time, types; from pathlib import Path; from art.trackers import StepRecord, Trackers\n"
+        "import sys, time, types; from pathlib import Path; from art_trackers import StepRecord, Trackers\n"
         "module = types.ModuleType('hanging'); module.open_run = lambda record, folder: time.sleep(600)\n"
-        "sys.modules['art.trackers.tensorboard'] = module\n"
+        "sys.modules['art_trackers.tensorboard'] = module\n"
         "Trackers(['tensorboard'], Path()).report(StepRecord('p', 'a', 1, 'train', {}, {}))\n"
     )
     began = time.monotonic()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import art
-from art.trackers import RolloutRow, StepRecord
 from art_protocol.wire import JobReport, LogRequest, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import UsageError
 from art_server.flags import parse
@@ -16,6 +15,7 @@ from art_server.jobs.metrics import DoneStep, JobNews, write_log
 from art_server.jobs.reports import Totals, step_record, stored_rows
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.store.registry import Model
+from art_trackers import RolloutRow, StepRecord
 from tests.server.served import sample_group, serving
 
 pytestmark = pytest.mark.anyio
@@ -35,9 +35,9 @@ def got(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepRecord, list[RolloutR
 
         def close(self) -> None: ...
 
-    module = ModuleType("art.trackers.tensorboard")
+    module = ModuleType("art_trackers.tensorboard")
     module.open_run = Run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "art.trackers.tensorboard", module)
+    monkeypatch.setitem(sys.modules, "art_trackers.tensorboard", module)
     return found
 
 

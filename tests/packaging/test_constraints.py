@@ -16,7 +16,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from art.trackers import TrackerName
+from art_trackers import TrackerName
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -188,13 +188,17 @@ def test_what_the_client_imports_is_declared() -> None:
     # inside a function of art.rewards, and in modules of art.utils and art.environments that say so
     of_extras = {"jsonschema", "polars", "matplotlib", "verifiers"}
     of_type_checkers = {"typing_extensions"}  # which contain it
-    needed = set(imported("art_client")) - {"art", "art_protocol"}
+    needed = set(imported("art_client")) - {"art", "art_protocol", "art_trackers"}
     assert needed - of_extras - of_type_checkers <= declared()
 
 
 def test_what_the_server_imports_is_declared() -> None:
     of_vllm = {"xgrammar"}  # in modules that only vLLM's processes import
-    needed = set(imported("art_server")) - {"art", "art_protocol", "art_server"} - of_vllm
+    needed = (
+        set(imported("art_server"))
+        - {"art", "art_protocol", "art_trackers", "art_server"}
+        - of_vllm
+    )
     assert needed <= declared("gpu")
     # On a CPU vLLM has another name, and there is neither Unsloth nor NVIDIA's driver.
     of_cuda = {"vllm", "unsloth", "unsloth-zoo", "accelerate", "nvidia-ml-py"}

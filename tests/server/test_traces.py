@@ -11,13 +11,13 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 import art
-from art.trackers import tracing
-from art.trackers.tracing import Tracing, link_of
 from art_protocol.wire import JobReport
 from art_server.jobs.metrics import JobNews
 from art_server.jobs.queue import Job
 from art_server.jobs.reports import JobSpans
 from art_server.jobs.trainer_process import TrainerError
+from art_trackers import tracing
+from art_trackers.tracing import Tracing, link_of
 from tests.collector import Collector, attributes
 from tests.server.served import Served, serving
 

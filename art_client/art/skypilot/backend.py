@@ -19,11 +19,11 @@ from typing import Any, Self
 
 from art.backend import Backend
 from art.errors import ArtConnectionError, ArtError
+from art.reporting import OnStep
 from art.skypilot.task import TASK_NAME, import_sky, make_task, read_environment
 from art.skypilot.tunnel import Tunnel, run_command, run_ssh
-from art.trackers import TrackerName
-from art.trackers.reporting import OnStep
 from art_protocol.wire import Health
+from art_trackers import TrackerName
 
 logger = logging.getLogger(__name__)
 

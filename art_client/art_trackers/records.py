@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from art.trajectories import TrajectoryGroup
 from art_protocol.wire import JobReport
 
 MAX_TEXT = 20_000
@@ -47,8 +46,8 @@ class StepRecord:
     """Under the names of history.jsonl."""
     config: Mapping[str, Any]
     """`base_model`, `lora` and, after a train call, every field of the `TrainConfig` in effect."""
-    groups: Sequence[TrajectoryGroup] = ()
-    """The groups of the call. Empty on a server, which has them on disk."""
+    groups: Sequence[Any] = ()
+    """The groups of the call (`art.TrajectoryGroup`). Empty on a server, which has them on disk."""
     report: JobReport | None = None
     """After a train call: what was trained, what was not, and why not."""
     rollouts: Callable[[], Iterable[RolloutRow]] = _no_rollouts
@@ -82,14 +81,6 @@ class Runs:
         with ExitStack() as stack:  # all are closed, also after an error
             for run in self._runs.values():
                 stack.callback(run.close)
-
-
-def group_rows(groups: Iterable[TrajectoryGroup]) -> Iterator[RolloutRow]:
-    """The rollouts of groups."""
-    for number, group in enumerate(groups):
-        trained = [(each.reward, each.messages()) for each in group.trajectories]
-        failed = [(each.type, each.message) for each in group.exceptions]
-        yield from make_rows(number, cast(Any, trained), failed)  # Any: messages are plain dicts
 
 
 def make_rows(

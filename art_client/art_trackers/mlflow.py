@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from art.trackers.library import import_library
-from art.trackers.records import StepRecord
+from art_trackers.library import import_library
+from art_trackers.records import StepRecord
 
 MODEL_TAG = "art.model"
 """The tag by which a model's run is found again."""

@@ -7,8 +7,8 @@ import contextvars
 from pathlib import Path
 from typing import Any
 
-from art.trackers.library import import_library
-from art.trackers.records import StepRecord
+from art_trackers.library import import_library
+from art_trackers.records import StepRecord
 
 
 class TrackioRun:

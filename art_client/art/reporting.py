@@ -4,15 +4,15 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
-from art.trackers import TrackerName, Trackers, tracing
-from art.trackers.records import StepRecord, group_rows
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
 from art_protocol.wire import LogReply, ModelInfo
+from art_trackers import TrackerName, Trackers, tracing
+from art_trackers.records import RolloutRow, StepRecord, make_rows
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class Reporting:
         """Reports a train call. `model` is its project and its name on the server."""
         if self._is_on:
             config, report = self._config(model) | result.report.config, result.report
-            make_rows = functools.partial(group_rows, groups)
+            rows = functools.partial(group_rows, groups)
             step, metrics = result.step, result.metrics
             await self._report(
-                StepRecord(*model, step, "train", metrics, config, groups, report, make_rows)
+                StepRecord(*model, step, "train", metrics, config, groups, report, rows)
             )
 
     async def logged(
@@ -60,11 +60,9 @@ class Reporting:
             groups = [entry for entry in entries if isinstance(entry, TrajectoryGroup)]
             if bare := [entry for entry in entries if not isinstance(entry, TrajectoryGroup)]:
                 groups.append(TrajectoryGroup(bare))
-            make_rows = functools.partial(group_rows, groups)
+            rows = functools.partial(group_rows, groups)
             step, metrics, config = reply.step, reply.metrics, self._config(model)
-            await self._report(
-                StepRecord(*model, step, split, metrics, config, groups, None, make_rows)
-            )
+            await self._report(StepRecord(*model, step, split, metrics, config, groups, None, rows))
 
     @property
     def _is_on(self) -> bool:
@@ -103,3 +101,11 @@ class Reporting:
             await asyncio.to_thread(self._trackers.close)
             if self._trackers.has_traces:
                 await asyncio.to_thread(tracing.close_program)
+
+
+def group_rows(groups: Iterable[TrajectoryGroup]) -> Iterator[RolloutRow]:
+    """The rollouts of groups."""
+    for number, group in enumerate(groups):
+        trained = [(each.reward, each.messages()) for each in group.trajectories]
+        failed = [(each.type, each.message) for each in group.exceptions]
+        yield from make_rows(number, cast(Any, trained), failed)  # Any: messages are plain dicts

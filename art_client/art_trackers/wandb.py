@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from art.trackers.library import import_library
-from art.trackers.records import RolloutRow, StepRecord
+from art_trackers.library import import_library
+from art_trackers.records import RolloutRow, StepRecord
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("art.trackers")
 
 INIT_SECONDS = 8.0
 """For W&B's answer when a run begins. At the program's end W&B's process waits for a call that has begun."""

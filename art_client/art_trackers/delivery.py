@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("art.trackers")
 
 _PASSWORD = re.compile(r"://[^/@\s]+@")
 """User and password in the address of a tracker, which its library's errors quote."""

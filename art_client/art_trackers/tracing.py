@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from art.trackers.delivery import Delivery
-from art.trackers.library import import_library
+from art_trackers.delivery import Delivery
+from art_trackers.library import import_library
 
 LINK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 TRACEPARENT = re.compile(r"00-([0-9a-f]{32}-[0-9a-f]{16})-[0-9a-f]{2}")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from art.trackers.delivery import Delivery
-from art.trackers.library import is_installed, missing
-from art.trackers.records import RolloutRow, Run, Runs, StepRecord
+from art_trackers.delivery import Delivery
+from art_trackers.library import is_installed, missing
+from art_trackers.records import RolloutRow, Run, Runs, StepRecord
 
 __all__ = ["RolloutRow", "StepRecord", "TrackerName", "Trackers"]
 
@@ -79,6 +79,6 @@ class Trackers:
 
 
 def _open(name: str, folder: Path) -> Runs:
-    module = importlib.import_module(f"art.trackers.{name}")
+    module = importlib.import_module(f"art_trackers.{name}")
     open_run: Callable[[StepRecord, Path], Run] = module.open_run
     return Runs(open_run, folder)
