@@ -35,6 +35,7 @@ SOURCES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
 """The files that a record depends on."""

@@ -62,6 +62,10 @@ QUANTIZED_SUFFIX = re.compile(
 )
 """What the names of quantised copies add."""
 
+OWN_MODELS = ("Qwen", "unsloth", "google", "ibm-granite", "zai-org", "LiquidAI", "LGAI-EXAONE")
+"""Whose quantised copies stand beside the models that they were made of, under the same owner."""
+GPT_OSS = ("gpt-oss-20b", "gpt-oss-120b")
+
 BY_LENGTH = ("longrope", "su", "dynamic")
 """Kinds of rotary embeddings whose factors transformers and Unsloth choose by the longest sequence of a call, vLLM by its
 context. `trainer/rope.py` fixes transformers' modules."""
@@ -296,9 +300,13 @@ def _not_trainable(message: str) -> InvalidInput:
 
 def _unquantized(name: str, family: str, other: str) -> str:
     """The model without quantisation, by its name if a suffix of this one tells it, else `other`."""
-    plain = QUANTIZED_SUFFIX.sub("", name)
-    if family == "gpt_oss":
-        return f"unsloth/{plain.rpartition('/')[2]}-BF16"
-    if plain == name or not is_hub_id(plain):
+    owner, _, plain = QUANTIZED_SUFFIX.sub("", name).rpartition("/")
+    if family == "gpt_oss" and plain in GPT_OSS:
+        return f"unsloth/{plain}-BF16"
+    if not is_hub_id(name) or name.endswith(f"/{plain}"):
         return f"a copy of it without quantisation, or another base model, such as {other}"
-    return f"{plain}-BF16" if "Nemotron-3" in plain else plain
+    if owner in OWN_MODELS:
+        return f"{owner}/{plain}"
+    if plain.startswith("NVIDIA-Nemotron"):
+        return f"{owner}/{plain}-BF16" if "Nemotron-3" in plain else f"{owner}/{plain}"
+    return f"{plain} of its publisher, or another base model, such as {other}"

@@ -313,7 +313,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": SHAPE
     | EXPERTS
     | HUNYUAN
-    | {"moe_topk": [2, 2], "num_shared_expert": [1, 1], "moe_intermediate_size": 128},
+    | {"moe_topk": [2, 2], "num_shared_expert": [1, 1], "moe_intermediate_size": [128, 128]},
     "ernie4_5": TIED,
     "ernie4_5_moe": SHAPE
     | {

@@ -27,7 +27,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
-from vllm.parser import ParserManager
+from vllm.parser import HarmonyParser, ParserManager
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.renderers.chat_utils import make_tool_call_id
@@ -491,7 +491,9 @@ class HeldAnswers(Parser):
         if not request.tools:
             return found
         reasoning, content, calls = found
-        if not any(map(get_encoding().is_special_token, model_output_token_ids)):
+        if isinstance(self, HarmonyParser) and not any(
+            map(get_encoding().is_special_token, model_output_token_ids)
+        ):
             content = model_output  # without a frame, of which vLLM leaves tokens out
         # A call that was cut is text.
         cut = [call.arguments for call in calls or () if not is_object(call.arguments)]

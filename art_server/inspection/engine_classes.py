@@ -24,6 +24,13 @@ def engine_problem(architecture: str) -> str | None:
     return f"vLLM serves no adapters of its class {architecture}"
 
 
+def is_known(architecture: str) -> bool:
+    """Whether vLLM has a class of its own for the architecture. Yes where there is no vLLM to ask."""
+    if importlib.util.find_spec("vllm") is None:
+        return True
+    return architecture in _registry(_file_of("vllm.model_executor.models.registry"))[0]
+
+
 def _registry(file: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
     """vLLM's classes by architecture, as module and name, and the architectures that it no longer serves."""
     known: dict[str, tuple[str, str]] = {}
@@ -37,7 +44,7 @@ def _registry(file: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
         for key, value in zip(statement.value.keys, statement.value.values, strict=True):
             if not isinstance(key, ast.Constant):
                 continue
-            if target.id == "_PREVIOUSLY_SUPPORTED_MODELS":
+            if target.id in ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"):
                 gone.add(str(key.value))
             elif isinstance(value, ast.Tuple):
                 module, name = (ast.literal_eval(each) for each in value.elts[:2])

@@ -12,14 +12,14 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from art_server.base_facts import Facts
-from art_server.inspection.engine_classes import engine_problem
+from art_server.inspection.engine_classes import engine_problem, is_known
 from art_server.inspection.parsers import seen_parsers
 from art_server.inspection.template import find_notes, find_rules, read_templates
 from art_server.trainer.base import outline, read_config
 from art_server.trainer.layers import Layers, find_layers
 
-FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "att_proj")
-"""Layers that compute queries, keys and values at once."""
+FUSED = ("qkv_proj", "kv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "att_proj")
+"""Layers that compute keys and values at once, and most also queries."""
 UNREADABLE = (
     ValueError,
     KeyError,
@@ -139,9 +139,35 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         if method not in (None, "bitsandbytes"):
             return Facts(**told)  # it is refused as quantised, which names the copy to take
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Facts(**told, problem=f"transformers cannot make its model: {reason[:300]}")
+        cannot = (
+            "" if reason.startswith("transformers ") else "transformers cannot make its model: "
+        )
+        return Facts(**told, problem=f"{cannot}{reason[:300]}")
     if not architecture and (problem := engine_problem(type(model).__name__)):
         return Facts(**told, problem=problem)
+    if not (is_known(architecture or type(model).__name__) or runs_unknown(type(model))):
+        return Facts(
+            **told,
+            problem=f"vLLM has no class for it and cannot run transformers' {type(model).__name__}",
+        )
+    try:
+        return _of_model(folder, template, config, model, told)
+    except (AttributeError, KeyError, TypeError) as error:
+        return Facts(**told, problem=f"its layers are of an unknown kind: {str(error)[:300]}")
+
+
+def runs_unknown(kind: Any) -> bool:
+    """Whether vLLM can run a class of transformers' for which it has none of its own. Any: a class of models.
+
+    Source: vLLM 0.32, `model_executor/models/registry.py`, `_try_resolve_transformers`."""
+    return bool(kind.is_backend_compatible() or kind._can_set_attn_implementation())
+
+
+def _of_model(
+    folder: Path, template: Path | None, config: Any, model: PreTrainedModel, told: dict[str, Any]
+) -> Facts:
+    """The facts of a model without weights. Any: transformers has a class of configurations for each family."""
+    family, text = told["model_type"], config.get_text_config()
     if any(path.endswith(".indexer") for path, _ in model.named_modules()):
         return Facts(
             **told,
@@ -165,7 +191,7 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         max_positions=int(positions),
         num_layers=int(text.num_hidden_layers),
         hidden=int(text.hidden_size),
-        intermediate=_intermediate(text, layers),
+        intermediate=_intermediate(model, text, layers),
         kv_per_token=_kv_per_token(model, text),
         state_per_sequence=_state_per_sequence(model),
         kv_heads=1 if is_latent else _kv_heads(text),
@@ -186,9 +212,10 @@ def find_quantization(folder: Path, raw: dict[str, Any]) -> tuple[str | None, bo
     """How the weights are quantised, and whether bitsandbytes did it to 8 bits, from any of the places where it stands."""
     text = raw.get("text_config") or {}
     for part in (raw, text):
-        for key in ("quantization_config", "compression_config"):
+        for key in ("quantization_config", "compression_config", "quantization"):
             if found := part.get(key):
                 usual = "bitsandbytes" if found.get("load_in_4bit") else "unknown"
+                usual = "mlx" if "group_size" in found else usual
                 is_8 = bool(found.get("load_in_8bit"))
                 return str(found.get("quant_method") or ("bitsandbytes" if is_8 else usual)), is_8
     for name, method in QUANTIZATION_FILES.items():
@@ -209,15 +236,19 @@ def _unreadable(family: str, raw: dict[str, Any], error: Exception) -> str:
     return f"transformers {transformers.__version__} cannot read its configuration: {reason[:300]}"
 
 
-def _intermediate(text: Any, layers: Layers) -> int:
+def _intermediate(model: PreTrainedModel, text: Any, layers: Layers) -> int:
     """Any: the fields that language models share."""
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    inner = max(inner) if isinstance(inner, list | tuple) else inner
+    inner = _largest(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     if not layers.is_mixture:
-        return int(inner)
+        widest = max(max(_shape(model.get_submodule(path))) for path in layers.takes)
+        return min(inner, widest)  # LFM2's layers are narrower than its file says
     active = next((each for name in ACTIVE_EXPERTS if (each := getattr(text, name, None))), 1)
-    active = max(active) if isinstance(active, list | tuple) else active
-    return int(getattr(text, "moe_intermediate_size", None) or inner) * int(active)
+    return _largest(getattr(text, "moe_intermediate_size", None) or inner) * _largest(active)
+
+
+def _largest(value: Any) -> int:
+    """Of a number, or of one for each layer. Any: a field of a configuration."""
+    return int(max(value) if isinstance(value, list | tuple) else value)
 
 
 def find_overrides(config: Any) -> dict[str, Any]:
@@ -273,6 +304,8 @@ def _state_per_sequence(model: PreTrainedModel) -> int:
         total += sum(each.in_channels * (each.kernel_size[0] - 1) for each in convolutions)
         if not convolutions:
             continue
+        if isinstance(decay := getattr(module, "A_log", None), torch.Tensor) and decay.dim() == 2:
+            total += decay.numel()  # of the first Mamba, channels x state
         for names in STATE_SIZES:
             if all(hasattr(module, name) for name in names):
                 total += math.prod(int(getattr(module, name)) for name in names)

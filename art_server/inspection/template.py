@@ -58,7 +58,8 @@ def read_templates(folder: Path, own: Path | None = None) -> Templates:
     """The templates of the model in `folder`, or the one in the file `own` instead.
 
     A model can have several by name: "default", and "tool_use" for conversations with tools. They are files, or a list in
-    tokenizer_config.json. Source: transformers, `PreTrainedTokenizerBase.get_chat_template` and `from_pretrained`.
+    tokenizer_config.json, or in chat_template.json of models that also read images. Source: transformers,
+    `PreTrainedTokenizerBase.get_chat_template` and `from_pretrained`, `ProcessorMixin.get_processor_dict`.
     """
     if own is not None:
         return Templates(own.read_text(), own.read_text())
@@ -66,9 +67,10 @@ def read_templates(folder: Path, own: Path | None = None) -> Templates:
     named = {file.stem: file.read_text() for file in sorted(more.glob("*.jinja"))}
     if (file := folder / "chat_template.jinja").exists():
         named["default"] = file.read_text()
-    config = folder / "tokenizer_config.json"
-    if not named and config.exists():
-        found = json.loads(config.read_text()).get("chat_template")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if named or not (folder / name).exists():
+            continue
+        found = json.loads((folder / name).read_text()).get("chat_template")
         if isinstance(found, list):
             named = {each["name"]: each["template"] for each in found}
         elif isinstance(found, str):

@@ -92,7 +92,7 @@ def find_class(config: Any) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     raise ValueError(
-        f"transformers has no model class that generates text for the family '{config.model_type}'"
+        f"transformers has no model class of a decoder that generates text for the family '{config.model_type}'"
     )
 
 

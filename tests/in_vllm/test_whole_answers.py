@@ -836,7 +836,7 @@ def test_text_comes_as_it_is_sampled_up_to_the_first_mark(vllm: Any) -> None:
     ]
 
 
-LOSING = ("llama3_json", "olmo3", "phi4_mini_json")
+LOSING = ("llama3_json", "muse_glimmer", "olmo3", "phi4_mini_json")
 """Tool parsers of vLLM's that lose the text before a call."""
 
 
@@ -853,7 +853,9 @@ def test_what_vllm_says_of_a_whole_answer_stays(vllm: Any) -> None:
                 ours = changed(vllm.tokenizer, request.tools, chat_template_kwargs=case.kwargs)
                 text = before + call
                 reasoning, content, calls = own.parse(text, request, True)
-                if case.tool in LOSING:
+                # Text behind Muse Glimmer's thinking would have a head of its own.
+                is_all = reasoning and (case.think[1] not in text or case.tool == "muse_glimmer")
+                if case.tool in LOSING and not is_all:
                     end = case.think[1] if case.reasoning else "\0"
                     content = before.rpartition(end)[2].rstrip() or None
                 said = ours.parse(text, request, True)

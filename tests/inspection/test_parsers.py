@@ -157,6 +157,13 @@ def test_templates_by_name_are_those_of_transformers(tmp_path: Path) -> None:
     assert read_templates(tmp_path, tmp_path / "mine.jinja") == Templates(ASK, ASK)
 
 
+def test_a_template_of_a_processor_is_read(tmp_path: Path) -> None:
+    """As repositories of models that read images have it."""
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": ASK}))
+    assert read_templates(tmp_path) == Templates(ASK, ASK)
+
+
 def test_rules_that_the_template_for_tools_does_not_share_are_not_assumed() -> None:
     strips = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>"

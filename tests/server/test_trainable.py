@@ -106,7 +106,10 @@ def test_a_quantised_base_that_could_not_be_trained_anyway_says_so(tmp_path: Pat
     [
         ("Qwen/Qwen3-8B-FP8", "qwen3", "use Qwen/Qwen3-8B,"),
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2", "use Qwen/Qwen2.5-7B-Instruct,"),
-        ("RedHatAI/Llama-3.1-8B-w4a16", "llama", "use RedHatAI/Llama-3.1-8B,"),
+        ("RedHatAI/Llama-3.1-8B-w4a16", "llama", "use Llama-3.1-8B of its publisher, or another"),
+        ("TheBloke/Mistral-7B-GPTQ", "mistral", "use Mistral-7B of its publisher, or another"),
+        ("acme/my-agent-oss", "gpt_oss", "use a copy of it without quantisation, or another base"),
+        ("/models/gpt-oss", "gpt_oss", "use a copy of it without quantisation, or another base"),
         ("openai/gpt-oss-20b", "gpt_oss", "use unsloth/gpt-oss-20b-BF16,"),
         ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", "gpt_oss", "use unsloth/gpt-oss-20b-BF16,"),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8", "qwen3", "-30B-A3B-BF16,"),
@@ -179,8 +182,27 @@ def test_bitsandbytes_trains_but_8_bits_not_with_unsloth(tmp_path: Path) -> None
         ),
         ({"model_type": ""}, "names no model_type", "Qwen/Qwen3-4B"),
         (
+            {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]},
+            "vLLM has no class for it and cannot run transformers' RwkvForCausalLM",
+            "Qwen/Qwen3-4B",
+        ),
+        (
+            {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]},
+            "vLLM no longer serves its class BartForConditionalGeneration",
+            "Qwen/Qwen3-4B",
+        ),
+        (
+            {
+                "model_type": "gpt_neo",
+                "architectures": ["GPTNeoForCausalLM"],
+                "attention_types": [[["global"], 4]],
+            },
+            "vLLM has no class for it and cannot run transformers' GPTNeoForCausalLM",
+            "Qwen/Qwen3-4B",
+        ),
+        (
             {"model_type": "vit", "architectures": ["ViTModel"]},
-            "no model class that generates text for the family 'vit'",
+            "here: transformers has no model class of a decoder that generates text for the family 'vit'",
             "Qwen/Qwen3-4B",
         ),
     ],
@@ -200,7 +222,7 @@ def test_the_refusal_of_a_published_model_names_one_to_take(name: str, tmp_path:
         name in message
         and "/" in message.partition(": ")[2]
         and re.search(
-            r"use (another|unsloth/|Qwen/|RedHatAI/|a copy of it without quantisation, or another)",
+            r"use (another|unsloth/|Qwen/|[\w.-]+ of its publisher, or another|a copy of it without quantisation, or another)",
             message,
         )
     )
@@ -405,6 +427,47 @@ def test_a_recurrent_layer_keeps_nothing_for_a_token(toy: str, tmp_path: Path) -
     text.save_pretrained(tmp_path)
     of_layer = 2 * text.num_key_value_heads * text.head_dim
     assert BaseModel(toy, tmp_path).facts.kv_per_token == num_attention * of_layer
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_quantisation_by_mlx_is_called_so(key: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {key: {"bits": 4, "group_size": 64}}
+    message = refusal(base(tmp_path, **fields))
+    assert "is quantised by 'mlx'" in message
+
+
+@pytest.mark.usefixtures("in_process")
+def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "blt"}))
+    message = refusal(BaseModel("a base", tmp_path))
+    assert "its layers are of an unknown kind: 'BltConfig' object has no attribute" in message
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_field_may_have_a_number_for_each_layer(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("ernie4_5_vl_moe")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_vl_moe"}))
+    facts = read_facts(tmp_path)
+    text = config.get_text_config()
+    assert facts.intermediate == max(text.moe_intermediate_size) * text.moe_k
+
+
+@pytest.mark.usefixtures("in_process")
+def test_numbers_are_those_of_the_layers(tmp_path: Path) -> None:
+    """By hand: LFM2's feed-forward network has two thirds of the file's width, rounded up to `block_multiple_of`; JetMoE's
+    layers make keys and values at once; Jamba's have Mamba's first state."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "lfm2", "hidden_size": 2048, "intermediate_size": 12_288})
+    )
+    assert read_facts(tmp_path).intermediate == 8192
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "jetmoe"}))
+    config = AutoConfig.for_model("jetmoe")
+    of_layer = 2 * config.num_key_value_heads * config.kv_channels
+    assert read_facts(tmp_path).kv_per_token == config.num_hidden_layers * of_layer
+    jamba = {"model_type": "jamba", "hidden_size": 64, "num_hidden_layers": 8, "num_experts": 2}
+    (tmp_path / "config.json").write_text(json.dumps(jamba))
+    assert read_facts(tmp_path).state_per_sequence == 7 * 128 * (3 + 16)
 
 
 @pytest.mark.usefixtures("in_process")
