@@ -127,7 +127,7 @@ async def test_a_base_that_cannot_be_trained_is_refused_before_its_download(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     async with house(tmp_path / "server") as here:
-        with pytest.raises(InvalidInput, match=r"quantised by 'fp8'.*: use some/model,"):
+        with pytest.raises(InvalidInput, match="quantised by 'fp8'"):
             await Loading(here).loader.load("some/model-FP8")
         assert asked == [SMALL_FILES] and here.engine.base is None
 
