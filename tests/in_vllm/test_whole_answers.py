@@ -983,10 +983,14 @@ def harmony_said(vllm: Any, text: str) -> tuple[str | None, str | None, list[tup
         encoding.decode(plain), request, True, ids
     )
     said = (reasoning, content, [(call.name, call.arguments) for call in calls or ()])
-    stream = kind(vllm.tokenizer, request.tools)
+    stream, came = kind(vllm.tokenizer, request.tools), ""
     for at, token in enumerate(ids):
-        part = "" if encoding.is_special_token(token) else encoding.decode([token])
         is_last = at == len(ids) - 1
+        before = [t for t in ids[: at + 1] if not encoding.is_special_token(t)]
+        so_far = encoding.decode(before)
+        # As the engine does: a character comes when all of its bytes have come.
+        part = so_far[len(came) :] if is_last or not so_far.endswith("\ufffd") else ""
+        came += part
         delta = stream.parse_delta(part, [token], request, [1], finished=is_last)
         assert is_last or delta is None
         if delta is not None:
