@@ -300,13 +300,12 @@ def _not_trainable(message: str) -> InvalidInput:
 
 def _unquantized(name: str, family: str, other: str) -> str:
     """The model without quantisation, by its name if a suffix of this one tells it, else `other`."""
-    owner, _, plain = QUANTIZED_SUFFIX.sub("", name).rpartition("/")
-    if family == "gpt_oss" and plain in GPT_OSS:
-        return f"unsloth/{plain}-BF16"
-    if not is_hub_id(name) or name.endswith(f"/{plain}"):
+    plain = QUANTIZED_SUFFIX.sub("", name)
+    owner, _, model = plain.rpartition("/")
+    if family == "gpt_oss" and model in GPT_OSS:
+        return f"unsloth/{model}-BF16"
+    if plain == name or not is_hub_id(plain):
         return f"a copy of it without quantisation, or another base model, such as {other}"
-    if owner in OWN_MODELS:
-        return f"{owner}/{plain}"
-    if plain.startswith("NVIDIA-Nemotron"):
-        return f"{owner}/{plain}-BF16" if "Nemotron-3" in plain else f"{owner}/{plain}"
-    return f"{plain} of its publisher, or another base model, such as {other}"
+    if owner in OWN_MODELS or model.startswith("NVIDIA-Nemotron"):
+        return f"{plain}-BF16" if "Nemotron-3" in model else plain
+    return f"{model} of its publisher, or another base model, such as {other}"

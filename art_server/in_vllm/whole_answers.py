@@ -209,9 +209,8 @@ def reconciled(opening: Opening, whole: Message) -> Message:
     ids: set[str | None] = set()
     for call in calls or ():
         call.name, call.arguments = whole_characters(call.name), whole_characters(call.arguments)
-        call.id = (
-            None if call.id in ids else call.id
-        )  # Kimi K2 writes ids itself; vLLM makes a new one
+        if call.id in ids:  # Kimi K2 writes ids itself; vLLM makes a new one
+            call.id = None
         ids.add(call.id)
     if opening.is_thinking:
         if not (reasoning or "").startswith(opening.reasoning):

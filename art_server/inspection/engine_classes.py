@@ -5,6 +5,8 @@ import functools
 import importlib.util
 from pathlib import Path
 
+import transformers
+
 
 def engine_problem(architecture: str) -> str | None:
     """Why vLLM serves no adapters of a class, if it does not."""
@@ -14,7 +16,11 @@ def engine_problem(architecture: str) -> str | None:
     if architecture in gone:
         return f"vLLM no longer serves its class {architecture}"
     if architecture not in known:
-        return None  # vLLM runs transformers' own class
+        # vLLM runs transformers' own class. Source: its registry, `_try_resolve_transformers`.
+        kind = getattr(transformers, architecture, None)
+        if kind is None or kind.is_backend_compatible() or kind._can_set_attn_implementation():
+            return None
+        return f"vLLM has no class for it and cannot run transformers' {architecture}"
     module, name = known[architecture]
     file = _file_of(
         module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
@@ -24,13 +30,7 @@ def engine_problem(architecture: str) -> str | None:
     return f"vLLM serves no adapters of its class {architecture}"
 
 
-def is_known(architecture: str) -> bool:
-    """Whether vLLM has a class of its own for the architecture. Yes where there is no vLLM to ask."""
-    if importlib.util.find_spec("vllm") is None:
-        return True
-    return architecture in _registry(_file_of("vllm.model_executor.models.registry"))[0]
-
-
+@functools.cache
 def _registry(file: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
     """vLLM's classes by architecture, as module and name, and the architectures that it no longer serves."""
     known: dict[str, tuple[str, str]] = {}

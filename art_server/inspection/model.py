@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from art_server.base_facts import Facts
-from art_server.inspection.engine_classes import engine_problem, is_known
+from art_server.inspection.engine_classes import engine_problem
 from art_server.inspection.parsers import seen_parsers
 from art_server.inspection.template import find_notes, find_rules, read_templates
 from art_server.trainer.base import outline, read_config
@@ -145,22 +145,10 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
         return Facts(**told, problem=f"{cannot}{reason[:300]}")
     if not architecture and (problem := engine_problem(type(model).__name__)):
         return Facts(**told, problem=problem)
-    if not (is_known(architecture or type(model).__name__) or runs_unknown(type(model))):
-        return Facts(
-            **told,
-            problem=f"vLLM has no class for it and cannot run transformers' {type(model).__name__}",
-        )
     try:
         return _of_model(folder, template, config, model, told)
     except (AttributeError, KeyError, TypeError) as error:
         return Facts(**told, problem=f"its layers are of an unknown kind: {str(error)[:300]}")
-
-
-def runs_unknown(kind: Any) -> bool:
-    """Whether vLLM can run a class of transformers' for which it has none of its own. Any: a class of models.
-
-    Source: vLLM 0.32, `model_executor/models/registry.py`, `_try_resolve_transformers`."""
-    return bool(kind.is_backend_compatible() or kind._can_set_attn_implementation())
 
 
 def _of_model(
@@ -214,10 +202,11 @@ def find_quantization(folder: Path, raw: dict[str, Any]) -> tuple[str | None, bo
     for part in (raw, text):
         for key in ("quantization_config", "compression_config", "quantization"):
             if found := part.get(key):
-                usual = "bitsandbytes" if found.get("load_in_4bit") else "unknown"
-                usual = "mlx" if "group_size" in found else usual
                 is_8 = bool(found.get("load_in_8bit"))
-                return str(found.get("quant_method") or ("bitsandbytes" if is_8 else usual)), is_8
+                is_bitsandbytes = is_8 or found.get("load_in_4bit")
+                usual = "mlx" if "group_size" in found else "unknown"
+                usual = "bitsandbytes" if is_bitsandbytes else usual
+                return str(found.get("quant_method") or usual), is_8
     for name, method in QUANTIZATION_FILES.items():
         if (folder / name).exists():
             return method, False

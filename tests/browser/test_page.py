@@ -120,7 +120,7 @@ def test_a_new_step_appears_without_reload(page: Any, serve: Any, root: Path) ->
         started = time.monotonic()
         folder_of(root, "sql-repair").add_history(NUM_STEPS + 1, {"train/reward": value})
         page.wait_for_function(
-            "([place, value]) => document.querySelector(place).title === value",
+            "([place, value]) => document.querySelector(place)?.title === value",
             arg=[place, str(value)],
         )
         assert time.monotonic() - started < LATENCY_SECONDS * PATIENCE

@@ -1,10 +1,10 @@
 """A program of test_families.py: trains one step of a toy model, then vLLM scores a text with the trained adapter.
 
-It prints two JSON lines. The first is about the memory plan and the step. The second has the largest difference between the log-probabilities of
-trainer and engine, for the base and with the adapter, over the text and the tokens that the engine then samples. In bfloat16
-it also has the mean difference with the adapter, and the mean that the trainer's own rounding to bfloat16 makes. Or it says why
-a CPU does not serve the family. vLLM, with our plugin, computes in a process of its own: some families are served by
-transformers' class, which vLLM changes.
+It prints two JSON lines. The first is about the memory plan and the step. The second has the largest difference between the
+log-probabilities of trainer and engine, for the base and with the adapter, over the text and the tokens that the engine then
+samples. In bfloat16 it also has the mean difference with the adapter, and the mean that the trainer's own rounding to bfloat16
+makes. Or it says why a CPU does not serve the family. vLLM, with our plugin, computes in a process of its own: some families
+are served by transformers' class, which vLLM changes.
 """
 
 import json

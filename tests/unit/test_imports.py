@@ -91,12 +91,13 @@ def test_the_protocol_needs_pydantic_only() -> None:
         if room(module) == "art_protocol":
             assert foreign_packages(file) <= {"pydantic"}, module
             assert {room(each) for each in import_graph()[module]} <= {"art_protocol"}, module
-            assert not {"art", "httpx", "openai"} & loaded_by(module)
+    every = ", ".join(each for each in modules() if room(each) == "art_protocol")
+    assert not {"art", "httpx", "openai"} & loaded_by(every)
 
 
-def loaded_by(module: str) -> set[str]:
-    """The packages that a process has after importing a module."""
-    code = f"import json, sys, {module}; print(json.dumps([*{{n.partition('.')[0] for n in sys.modules}}]))"
+def loaded_by(imported: str) -> set[str]:
+    """The packages that a process has after importing modules."""
+    code = f"import json, sys, {imported}; print(json.dumps([*{{n.partition('.')[0] for n in sys.modules}}]))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(ran.stdout))
 
