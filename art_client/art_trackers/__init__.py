@@ -1,21 +1,20 @@
 """Trackers: where the steps of models are reported, by a program (`art.Backend(trackers=[...])`) or by a server
 (`--tracker NAME`), with the same code.
 
-A tracker costs a training nothing but one warning. It works in a thread of its own (`delivery.py`), and its library, an
-optional extra, is imported there. Each model has its own run. "otlp" sends traces instead of steps (`tracing.py`).
+Each model has its own run. A tracker costs a training nothing but one warning: its library, an optional extra, is
+imported and called in a thread (`thread.py`), and has a queue of its own for what it sends. "otlp" sends traces instead of
+steps (`tracing.py`).
 """
 
 import atexit
-import functools
-import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from art_trackers.delivery import Delivery
-from art_trackers.library import is_installed, missing
-from art_trackers.records import RolloutRow, Run, Runs, StepRecord
+from art_trackers.library import OneWarning, is_installed, missing
+from art_trackers.records import RolloutRow, StepRecord
+from art_trackers.thread import TrackerThread
 
 __all__ = ["RolloutRow", "StepRecord", "TrackerName", "Trackers"]
 
@@ -42,43 +41,38 @@ class Trackers:
                 f"there is no tracker '{min(unknown)}': use {', '.join(get_args(TrackerName))}"
             )
         self.has_traces = "otlp" in names
-        self._deliveries = [
-            Delivery(
-                name,
-                functools.partial(_open, name, folder.absolute()),
-                after_send=self._close_at_exit,
-            )
-            for name in dict.fromkeys(names)
-            if name != "otlp"
-        ]
-        for delivery in self._deliveries:
-            if not is_installed(delivery.name):
-                delivery.warn(missing(delivery.name, delivery.name))
+        self._folder = folder.absolute()
+        self._warnings = {name: OneWarning(name) for name in names if name != "otlp"}
+        self._threads: list[TrackerThread] = []
+        for name, warning in self._warnings.items():
+            if not is_installed(name):
+                warning.give(missing(name, name))
 
     def report(self, record: StepRecord) -> None:
         """Reports a step to all trackers. Returns at once."""
-        for delivery in self._deliveries:
-            delivery.put(record)
-        self._close_at_exit()
+        if self._warnings and not self._threads:
+            self._threads = [
+                TrackerThread(name, self._folder, warning, self._close_at_exit)
+                for name, warning in self._warnings.items()
+            ]
+            self._close_at_exit()
+        for thread in self._threads:
+            thread.put(record)
 
     def close(self, limit_seconds: float = CLOSE_SECONDS) -> None:
         """Delivers what is queued and ends the runs. Returns after the limit at the latest (blocking). A later report
         continues the runs."""
         atexit.unregister(self.close)
+        threads, self._threads = self._threads, []
         deadline = time.monotonic() + limit_seconds
-        for delivery in self._deliveries:
-            delivery.finish()
-        for delivery in self._deliveries:
-            delivery.join(deadline - time.monotonic())
+        for thread in threads:
+            thread.end()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                thread.warning.give("does not finish in time, and the program goes on")
 
     def _close_at_exit(self) -> None:
         """Makes `close` the first thing at the program's exit, before the hooks of the trackers' libraries."""
-        if self._deliveries:
-            atexit.unregister(self.close)
-            atexit.register(self.close)
-
-
-def _open(name: str, folder: Path) -> Runs:
-    module = importlib.import_module(f"art_trackers.{name}")
-    open_run: Callable[[StepRecord, Path], Run] = module.open_run
-    return Runs(open_run, folder)
+        atexit.unregister(self.close)
+        atexit.register(self.close)

@@ -1,8 +1,15 @@
-"""The optional libraries of trackers, imported when they are first used."""
+"""The optional libraries of trackers: imported when they are first used, and one warning for each that fails."""
 
 import importlib
 import importlib.util
+import logging
+import re
 from typing import Any
+
+logger = logging.getLogger("art.trackers")
+
+_PASSWORD = re.compile(r"://[^/@\s]+@")
+"""User and password in the address of a tracker, which its library's errors quote."""
 
 
 def import_library(module: str, extra: str) -> Any:  # Any: the library need not be installed
@@ -28,3 +35,21 @@ def is_installed(module: str) -> bool:
 
 def missing(module: str, extra: str) -> str:
     return f"'{module}' is not installed: pip install 'agent-reinforcement-trainer[{extra}]'"
+
+
+class OneWarning:
+    """The only warning of one tracker."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_given = False
+
+    def give(self, reason: str) -> None:
+        """Logs the reason, unless there was a warning before."""
+        if not self._is_given:
+            self._is_given = True
+            logger.warning(
+                "tracker %s: %.500s. Nothing else depends on it; this is its only warning",
+                self._name,
+                _PASSWORD.sub("://***@", reason),
+            )

@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from art_protocol.wire import JobReport
@@ -60,27 +58,6 @@ class Run(Protocol):
     def log(self, record: StepRecord) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Runs:
-    """A tracker's runs, one for each model, opened with the model's first record."""
-
-    def __init__(self, open_run: Callable[[StepRecord, Path], Run], folder: Path) -> None:
-        self._open_run = open_run
-        self._folder = folder
-        self._runs: dict[tuple[str, str], Run] = {}
-
-    def send(self, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            model = record.project, record.name
-            if model not in self._runs:
-                self._runs[model] = self._open_run(record, self._folder)
-            self._runs[model].log(record)
-
-    def close(self) -> None:
-        with ExitStack() as stack:  # all are closed, also after an error
-            for run in self._runs.values():
-                stack.callback(run.close)
 
 
 def make_rows(

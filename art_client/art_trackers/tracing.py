@@ -18,13 +18,13 @@ import logging
 import os
 import re
 import secrets
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from art_trackers.delivery import Delivery
-from art_trackers.library import import_library
+from art_trackers.library import OneWarning, import_library
 
 LINK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 TRACEPARENT = re.compile(r"00-([0-9a-f]{32}-[0-9a-f]{16})-[0-9a-f]{2}")
@@ -32,7 +32,6 @@ TRACEPARENT = re.compile(r"00-([0-9a-f]{32}-[0-9a-f]{16})-[0-9a-f]{2}")
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 CONTENTS_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """OpenTelemetry's own variable for the text of messages."""
-MAX_QUEUED_SPANS, MAX_BATCH_SPANS, PAUSE_SECONDS = 2048, 512, 1.0
 CLOSE_SECONDS = 5.0
 
 Attributes = Mapping[str, str | int | float | bool]
@@ -73,19 +72,16 @@ class Tracing:
         sdk = import_library("opentelemetry.sdk.trace", "otlp")
         export = import_library("opentelemetry.sdk.trace.export", "otlp")
         resources = import_library("opentelemetry.sdk.resources", "otlp")
-        self.delivery: Delivery[Any] = Delivery(
-            "otlp",
-            SpanSink,
-            max_queued=MAX_QUEUED_SPANS,
-            max_batch=MAX_BATCH_SPANS,
-            pause_seconds=PAUSE_SECONDS,
-        )
+        self._warning = OneWarning("otlp")
         resource = resources.Resource.create({"service.name": service})
         named = resource.merge(resources.OTELResourceDetector().detect())
         provider = sdk.TracerProvider(
             resource=named, shutdown_on_exit=False, id_generator=_RandomIds()
         )
-        provider.add_span_processor(export.SimpleSpanProcessor(_Queue(self.delivery, export)))
+        exporter: Any = import_library(EXPORTER, "otlp").OTLPSpanExporter()
+        failure = export.SpanExportResult.FAILURE
+        self._processor = export.BatchSpanProcessor(_Exporter(exporter, failure, self._warning))
+        provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("art")
         self.holds_contents = os.environ.get(CONTENTS_VARIABLE, "").lower() == "true"
 
@@ -95,7 +91,7 @@ class Tracing:
         try:
             return cls(service)
         except Exception as error:  # whatever OpenTelemetry raises
-            Delivery[Any]("otlp", SpanSink).warn(str(error))
+            OneWarning("otlp").give(str(error))
             return None
 
     def start(
@@ -111,7 +107,7 @@ class Tracing:
         try:
             span = self._start(name, parent, attributes or {}, kind, links)
         except Exception as error:  # whatever a configured sampler raises
-            self.delivery.warn(f"makes no span ({type(error).__name__}: {error})")
+            self._warning.give(f"makes no span ({type(error).__name__}: {error})")
             span = self.api.INVALID_SPAN
         return Span(self, span)
 
@@ -144,8 +140,10 @@ class Tracing:
 
     def close(self, limit_seconds: float = CLOSE_SECONDS) -> None:
         """Delivers the ended spans. Returns after the limit at the latest (blocking)."""
-        self.delivery.finish()
-        self.delivery.join(limit_seconds)
+        # OpenTelemetry's flush ignores its own limit.
+        flush = threading.Thread(target=self._processor.force_flush, daemon=True)
+        flush.start()
+        flush.join(limit_seconds)
 
     def _context(self, link: str) -> Any:
         trace, span = (int(part, 16) for part in link.split("-"))
@@ -200,49 +198,32 @@ class Span:
         self.end(None if kind is None else kind.__name__)
 
 
-class SpanSink:
-    """The OTLP endpoint, as the delivery's thread uses it."""
+class _Exporter:
+    """OpenTelemetry's exporter, whose failures are one warning. Exports follow each other, in several threads."""
 
-    def __init__(self) -> None:
-        self._success = import_library(
-            "opentelemetry.sdk.trace.export", "otlp"
-        ).SpanExportResult.SUCCESS
-        self._exporter: Any = import_library(EXPORTER, "otlp").OTLPSpanExporter()
-        self._said = "no reason given"
+    def __init__(self, exporter: Any, failure: Any, warning: OneWarning) -> None:
+        self._exporter, self._failure, self._warning = exporter, failure, warning
+        self._thread: int | None = None
+        self._reason = "no reason given"
         logging.getLogger(EXPORTER).addFilter(self._keep)
 
-    def send(self, spans: Sequence[Any], /) -> None:
-        if self._exporter.export(spans) is not self._success:
-            raise ConnectionError(self._said)
+    def export(self, spans: Sequence[Any]) -> Any:
+        self._thread = threading.get_ident()
+        result = self._exporter.export(spans)
+        self._thread = None
+        if result is self._failure:
+            self._warning.give(self._reason)
+        return result
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         self._exporter.shutdown()
-        logging.getLogger(EXPORTER).removeFilter(self._keep)
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        """Takes the exporter's log lines from our thread, because the delivery warns once."""
-        if record.threadName != "tracker otlp":
+        """Takes the log lines of our exports, not those of another exporter of the program."""
+        if record.thread != self._thread:
             return True
-        self._said = record.getMessage()
+        self._reason = record.getMessage()
         return False
-
-
-class _Queue:
-    """The exporter that OpenTelemetry's processor calls: hands ended spans to the delivery."""
-
-    def __init__(self, delivery: Delivery[Any], export: Any) -> None:
-        self._delivery = delivery
-        self._success = export.SpanExportResult.SUCCESS
-
-    def export(self, spans: Sequence[Any]) -> Any:
-        for span in spans:
-            self._delivery.put(span)
-        return self._success
-
-    def shutdown(self) -> None: ...
-
-    def force_flush(self, timeout_millis: int = 0) -> bool:
-        return True
 
 
 class ProgramSpans:
