@@ -5,14 +5,22 @@ know (`attention.py`, `states.py`) or computes its logits differently. The train
 in the job's report.
 """
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from art_server.trainer.batches import MicroBatch, TrainSequence
+from art_server.trainer.batches import (
+    MicroBatch,
+    TrainBatch,
+    TrainSequence,
+    largest_unit,
+    make_micro_batches,
+)
 from art_server.trainer.distributions import RAW
+from art_server.trainer.memory import fill_tokens
 from art_server.trainer.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -26,6 +34,46 @@ MAX_CHECKED_POSITIONS = 32
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Largest accepted difference of log-probabilities. It bounds the maximum in float32, where another order of summation
 changes about 1e-5, and the mean in 16 bits, where rounding alone changes single tokens by tenths."""
+
+
+def make_checked_micro_batches(
+    policy: Policy, trained: TrainBatch, max_tokens: int, notes: list[str]
+) -> list[MicroBatch]:
+    """The micro-batches of the batch: trees, if the check shows that they equal separate sequences.
+
+    Cutting a tree above the budget would compute its trunk in each part. So gradient checkpointing raises the budget
+    first, and only trees above the raised budget are cut.
+    """
+    if largest_unit(trained.sequences, shared=policy.shares_prefixes) > max_tokens:
+        policy.use_checkpointing(True)
+        max_tokens = int(max_tokens * policy.checkpointing_factor)
+
+    def make(chosen: Sequence[TrainSequence]) -> list[MicroBatch]:
+        fill, shared = fill_tokens(policy.device), policy.shares_prefixes
+        return make_micro_batches(
+            chosen, max_tokens, table=trained.table, shared=shared, fill_tokens=fill
+        )
+
+    def checked() -> Iterator[list[TrainSequence]]:
+        """Of each micro-batch with several sequences, some that fill one micro-batch."""
+        for batch in make(trained.sequences):
+            found = sequences_to_check([trained.sequences[index] for index in batch.sequences])
+            if len(found) > 1:
+                yield found
+
+    if policy.shares_prefixes and policy.attention_kind == "flex" and not policy.has_tried_trees:
+        trial = make(sequences_to_check(trained.sequences))[0]
+        failed = try_trees(policy, trial)
+        notes += [failed] if failed is not None else []
+    if policy.shares_prefixes and policy.tree_gap is None:
+        # Without a branch in the whole job nothing could differ; a later job is checked then.
+        for sequences in itertools.islice(checked(), 1):
+            different = check_trees(policy, make(sequences)[0], sequences)
+            notes += [different] if different is not None else []
+    if not policy.shares_prefixes and policy.sequence_gap is None:
+        sequences = next(checked(), sequences_to_check(trained.sequences))
+        check_sequences(policy, make(sequences)[0], sequences)
+    return make(trained.sequences)
 
 
 def try_trees(policy: Policy, batch: MicroBatch) -> str | None:

@@ -4,13 +4,10 @@ The defaults depend only on the machine and the model, so a repeated job is spli
 """
 
 import ctypes
-import json
-from pathlib import Path
 
 import torch
 
 from art_server.shared.main_memory import main_memory
-from art_server.store import files
 
 SHARES = {"cpu": 1 / 8, "cuda": 1 / 3}
 """The share of the device's memory for activations. The rest is for the engine, weights and other processes."""
@@ -45,38 +42,8 @@ def default_tokens(
     and six layers of 256 and 768 in float32, including 64 MB at the output head.
     """
     bytes_per_token = dtype.itemsize * num_layers * (28 * hidden + 8 * intermediate)
-    fitting = int(SHARES.get(device.type, 1 / 8) * _device_memory(device) / bytes_per_token)
+    fitting = int(SHARES.get(device.type, 1 / 8) * device_memory(device) / bytes_per_token)
     return max(MIN_TOKENS, min(MAX_TOKENS.get(device.type, 4096), fitting))
-
-
-class Budgets:
-    """Token budgets that fitted after memory ran out, by device, base, adapter rank and longest sequence.
-
-    They are in one JSON file, so that later jobs and servers do not fail again; delete it to retry larger budgets. With
-    `file` None nothing is stored.
-    """
-
-    def __init__(self, file: Path | None) -> None:
-        self.file = file
-
-    def find(self, key: str) -> int | None:
-        return self._read().get(key)
-
-    def learn(self, key: str, tokens: int) -> None:
-        if self.file is not None:
-            files.write_json(self.file, self._read() | {key: tokens})
-
-    def _read(self) -> dict[str, int]:
-        if self.file is None or not self.file.exists():
-            return {}
-        return json.loads(self.file.read_text())
-
-
-def budget_key(device: torch.device, base_model: str, rank: int, longest_sequence: int) -> str:
-    """The key of a budget. The longest sequence is rounded up to a power of two."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    length = 1 << (longest_sequence - 1).bit_length()
-    return f"{name}, {_device_memory(device)} bytes; {base_model}; rank {rank}; rows of {length}"
 
 
 def fill_tokens(device: torch.device) -> int | None:
@@ -122,7 +89,7 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _device_memory(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
     """The device's memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

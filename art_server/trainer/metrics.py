@@ -4,6 +4,7 @@ import math
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -127,6 +128,13 @@ def peak_memory(device: torch.device) -> dict[str, float]:
         return {"data/step_peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"data/step_peak_memory_gib": largest / (2**30 if sys.platform == "darwin" else 2**20)}
+
+
+def seconds_since(started: float) -> float:
+    """Waits for the GPU first, so that the seconds include its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def check_finite(metrics: dict[str, float]) -> None:

@@ -4,6 +4,7 @@ After a rollback, a fork or an import AdamW may have lost its moments. The sched
 """
 
 import math
+from dataclasses import dataclass
 
 from art_protocol.wire import TrainConfig
 
@@ -15,6 +16,28 @@ FRESH_MOMENTS_STEPS = 10
 averages gradients. Its first step from zero moments moves every weight by the whole rate: for gradients that are noise
 4.4 times the length of its later steps (sqrt((1 + beta1) / (1 - beta1))). With this rise no step is longer than 1.5
 times these (`tests/trainer/test_schedule.py`)."""
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The learning rate of a job's optimizer steps."""
+
+    config: TrainConfig
+    base_rate: float
+    num_steps: int
+    """Optimizer steps that the model has taken."""
+    moments_age: int
+    """Those of them that AdamW's moments are made of."""
+
+    def rate(self, number: int) -> float:
+        """The rate of the next optimizer step; `number` is its index in a list of rates."""
+        rates = self.config.learning_rate
+        rate = rates[number] if isinstance(rates, list) else self.base_rate
+        rate *= learning_rate_factor(self.config, self.num_steps)
+        return rate * fresh_moments_factor(self.num_steps, self.moments_age)
+
+    def advance(self) -> None:
+        self.num_steps, self.moments_age = self.num_steps + 1, self.moments_age + 1
 
 
 def base_learning_rate(config: TrainConfig, model_type: str, hidden_size: int) -> tuple[float, str]:

@@ -32,8 +32,8 @@ from art_server.shared.tasks import (
 from art_server.store import files
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
+from art_server.trainer.job import train
 from art_server.trainer.memory import (
-    Budgets,
     free_cached_memory,
     is_out_of_memory,
     return_freed_memory,
@@ -41,7 +41,7 @@ from art_server.trainer.memory import (
 from art_server.trainer.optimizer import make_optimizer
 from art_server.trainer.policy import Policy
 from art_server.trainer.probe import write_layer_probes
-from art_server.trainer.step import train
+from art_server.trainer.token_budget import Budgets
 
 logger = logging.getLogger(__name__)
 

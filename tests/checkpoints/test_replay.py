@@ -33,7 +33,7 @@ from art_server.shared.tasks import (
 )
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry
-from art_server.trainer.memory import Budgets, budget_key
+from art_server.trainer.token_budget import Budgets, budget_key
 from tests.fakes import FakeEngine, keep_all
 
 pytestmark = pytest.mark.slow

@@ -38,8 +38,8 @@ from art_server.shared.tasks import (
 )
 from art_server.trainer.base import load_base
 from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import train
 from tests.toy_models import make_model
 
 LORA = LoRAConfig(rank=8)

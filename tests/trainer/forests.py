@@ -20,9 +20,9 @@ from art_server.shared.tasks import (
     TrainTask,
 )
 from art_server.trainer.checkpoint import save_checkpoint
+from art_server.trainer.job import train
 from art_server.trainer.optimizer import make_optimizer
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import train
 
 VOCABULARY = 128
 

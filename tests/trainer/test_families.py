@@ -20,9 +20,9 @@ from art_server.base_models import TINY_DIR
 from art_server.shared.tasks import TrainTask
 from art_server.trainer.base import find_class, load_base, outline
 from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.job import train
 from art_server.trainer.layers import find_layers
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import train
 from tests.toy_models import FAMILIES, WITHOUT_TREES, make_model
 
 LAYOUTS = ("qwen3_5", "gemma3", "gemma4 whose keys are values", "glm4_moe_lite", "nemotron_h", "falcon_h1")  # fmt: skip

@@ -17,8 +17,8 @@ from art_server.engine.probe import find_fault
 from art_server.jobs.gap_bars import gap_bars
 from art_server.shared.tasks import Probe, TrainTask
 from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import train
 
 FAULTS = ("half alpha", "double alpha", "base weights", "another RoPE", "another kernel")
 

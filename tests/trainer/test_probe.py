@@ -14,6 +14,7 @@ from art_server.jobs.gap_bars import gap_bars
 from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, Batch, Done, GapBars, Probe, TrainTask
 from art_server.trainer.batches import make_train_batch
 from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.job import train
 from art_server.trainer.layers import layer_kind
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.probe import (
@@ -26,7 +27,6 @@ from art_server.trainer.probe import (
     is_due,
     write_layer_probes,
 )
-from art_server.trainer.step import train
 
 WIDE = GapBars(high=100.0, wrong=100.0)
 """The batches' log-probabilities are random numbers."""

@@ -25,8 +25,8 @@ from art_server.shared.tasks import (
     TrainableTrajectory,
     TrainTask,
 )
+from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import train
 
 VOCABULARY = 128
 BATCH_SIZE, NUM_STEPS = 4, 3

@@ -37,9 +37,12 @@ from art_server.trainer.attention import ForestAttention
 from art_server.trainer.batches import MicroBatch, TrainSequence, make_train_batch
 from art_server.trainer.checkpoint import OPTIMIZER_FILE, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
-from art_server.trainer.memory import Budgets, budget_key
+from art_server.trainer.job import train
+from art_server.trainer.metrics import merge_steps
+from art_server.trainer.mini_batches import split_mini_batches
 from art_server.trainer.policy import ADAPTER_FILE, Policy
-from art_server.trainer.step import compute_gradient, divide, merge_steps, train
+from art_server.trainer.step import compute_gradient
+from art_server.trainer.token_budget import Budgets, budget_key
 from art_server.trainer.tree import Forest
 
 BUDGET = 4096
@@ -1232,7 +1235,9 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_o
     config = TrainConfig(passes=2, mini_batches=2, learning_rate=1e-2, max_grad_norm=1e9)
     task = train_task(adapter_dir, tmp_path / "out", batch, config, seed=7)
     done = train(policy, task, 60, lambda _: None)
-    parts = [each.sequences for each in divide(task, make_train_batch(batch, config), [])]
+    parts = [
+        each.sequences for each in split_mini_batches(task, make_train_batch(batch, config), [])
+    ]
 
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True).eval()
@@ -1283,7 +1288,7 @@ def test_the_first_of_several_steps_clips_no_rounding(
         return merge_steps(steps)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("art_server.trainer.step.merge_steps", merge)
+        patch.setattr("art_server.trainer.job.merge_steps", merge)
         config = TrainConfig(preset="gspo", mini_batches=6)
         step(own, adapter_dir, tmp_path / "1", make_batch(36, num_groups=6, num_openings=1), config)
     assert len(parts) > 2 and parts[0]["loss/clipped_token_fraction"] == 0.0
@@ -1297,7 +1302,7 @@ def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
     trained = make_train_batch(batch, config)
     group_of = [index // 3 for index in range(18)]
     task = train_task(adapter_dir, tmp_path / "1", batch, config, seed=1)
-    parts = [each.sequences for each in divide(task, trained, [])]
+    parts = [each.sequences for each in split_mini_batches(task, trained, [])]
     assert len(parts) == 6
     for first in (0, 3):
         groups = [
@@ -1308,7 +1313,7 @@ def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
         assert [len(part) for part in groups] == [2, 2, 2]
     assert parts[:3] != parts[3:]
     other = train_task(adapter_dir, tmp_path / "2", batch, config, seed=2)
-    assert [each.sequences for each in divide(other, trained, [])] != parts
+    assert [each.sequences for each in split_mini_batches(other, trained, [])] != parts
 
     train(policy, task, BUDGET, lambda _: None)
     again = train_task(adapter_dir, tmp_path / "again", batch, config, seed=1)

@@ -17,8 +17,8 @@ from art_server.shared.advantages import group_advantages
 from art_server.shared.tasks import Batch, TrainableGroup, TrainableTrajectory, TrainTask
 from art_server.store.model_folder import TOKENS_FILE
 from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import train
 
 
 def record(policy: Policy, folder: Path, batch: Batch, **config: Any) -> tuple[dict, dict]:

@@ -24,8 +24,8 @@ from art_server.shared.tasks import (
     TrainableTrajectory,
     TrainTask,
 )
+from art_server.trainer.job import train
 from art_server.trainer.policy import ADAPTER_FILE, Policy
-from art_server.trainer.step import train
 
 pytestmark = [
     pytest.mark.long,

@@ -33,8 +33,8 @@ from art_server.shared.tasks import (
     TrainTask,
 )
 from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_batch
+from art_server.trainer.job import train
 from art_server.trainer.policy import ADAPTER_FILE, Policy
-from art_server.trainer.step import train
 
 pytestmark = pytest.mark.long
 

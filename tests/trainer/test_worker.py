@@ -37,8 +37,8 @@ from art_server.shared.tasks import (
     TrainTask,
     WorkerConfig,
 )
+from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
-from art_server.trainer.step import train
 from art_server.trainer.worker import Worker, find_device
 
 LORA = LoRAConfig(rank=4)

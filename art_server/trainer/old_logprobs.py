@@ -1,0 +1,128 @@
+"""Log-probabilities from before a job's first optimizer step: the policy's own, and those of the reference."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from art_server.shared.tasks import Progress, TrainTask
+from art_server.trainer.batches import (
+    SampledTokens,
+    TrainBatch,
+    TrainSequence,
+    make_sampled_tokens,
+    make_train_batch,
+)
+from art_server.trainer.checking import make_checked_micro_batches
+from art_server.trainer.loss import kl_estimate, shape_advantages
+from art_server.trainer.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class OldLogprobs:
+    """Log-probabilities from before the first optimizer step, for all sampled tokens of the job. None: not needed."""
+
+    old_logprobs_S: torch.Tensor | None = None
+    """The trainer's at the start of the job; only for a job of several optimizer steps."""
+    reference_logprobs_S: torch.Tensor | None = None
+    seconds: float = 0.0
+
+    def of_sequences(
+        self, sequences: Sequence[TrainSequence], indices: Sequence[int]
+    ) -> "OldLogprobs":
+        """The log-probabilities of the sequences at `indices`."""
+        if self.old_logprobs_S is None and self.reference_logprobs_S is None:
+            return self
+        sizes = [len(sequence.targets) for sequence in sequences]
+        indices_S = torch.arange(sum(sizes)).split(sizes)
+        chosen_S = torch.cat([indices_S[index] for index in indices])
+        old_S, reference_S = self.old_logprobs_S, self.reference_logprobs_S
+        return OldLogprobs(
+            None if old_S is None else old_S[chosen_S],
+            None if reference_S is None else reference_S[chosen_S],
+        )
+
+    def sampled_tokens(self, task: TrainTask, sequences: Sequence[TrainSequence]) -> SampledTokens:
+        """The trained tokens of the sequences that these log-probabilities belong to."""
+        moved = task.probe.moved if task.probe else ()
+        return replace(
+            make_sampled_tokens(sequences, task.config, task.start_step, moved),
+            old_logprobs_S=self.old_logprobs_S,
+            reference_logprobs_S=self.reference_logprobs_S,
+        )
+
+
+NOTHING_OLD = OldLogprobs()
+"""For a job of one optimizer step without KL."""
+
+
+def compute_old_and_reference_logprobs(
+    policy: Policy,
+    task: TrainTask,
+    trained: TrainBatch,
+    num_steps: int,
+    max_tokens: int,
+    report: Callable[[Progress], None],
+    notes: list[str],
+) -> OldLogprobs:
+    """The log-probabilities from before the first optimizer step, by a forward pass without gradient: the policy's
+    if the job takes several optimizer steps and has a ratio or a gap to judge, and the reference's if KL is on."""
+    has_reference = task.config.beta > 0
+    needs_old = num_steps > 1 and (task.config.objective == "policy" or _has_gap(task, trained))
+    if not needs_old and not has_reference:
+        return OldLogprobs()
+    started = time.perf_counter()
+    tokens = make_sampled_tokens(trained.sequences)
+    old_S = torch.zeros_like(tokens.advantages_S) if needs_old else None
+    reference_S = torch.zeros_like(tokens.advantages_S) if has_reference else None
+    micro_batches = make_checked_micro_batches(policy, trained, max_tokens, notes)
+    with torch.no_grad():
+        for index, batch in enumerate(micro_batches):
+            report(Progress(phase="forward", completed=index, total=len(micro_batches)))
+            if old_S is not None:
+                old_S[batch.indices_S] = policy.logprobs(batch)[0].cpu()[batch.predictions_S]
+            if reference_S is not None:
+                reference_N = policy.reference_logprobs(batch).cpu()
+                reference_S[batch.indices_S] = reference_N[batch.predictions_S]
+    return OldLogprobs(old_S, reference_S, time.perf_counter() - started)
+
+
+def _has_gap(task: TrainTask, trained: TrainBatch) -> bool:
+    """Whether the job has a gap to judge: limits, and tokens of known steps with the engine's log-probabilities."""
+    return task.gap_bars is not None and any(
+        step is not None and value is not None
+        for each in trained.sequences
+        for step, value in zip(each.steps, each.sampled_logprobs, strict=True)
+    )
+
+
+def apply_kl_penalty(task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> TrainBatch:
+    """The batch with the KL penalty in the advantages of groups with signal; unchanged where KL is a term of the loss, or
+    off.
+
+    This KL compares the sampled log-probabilities with the reference's.
+    """
+    config = task.config
+    if old.reference_logprobs_S is None or config.kl_in == "loss":
+        return trained
+    tokens = make_sampled_tokens(trained.sequences)
+    kl_S = kl_estimate(tokens.sampled_logprobs_S, old.reference_logprobs_S, config.kl_estimator)[0]
+    kl_S = torch.where(tokens.is_unknown_S, 0.0, kl_S)
+    if config.kl_in == "reward":
+        penalties = [0.0] * trained.num_trajectories
+        names = [sequence.trajectory for sequence in trained.sequences for _ in sequence.targets]
+        for name, value in zip(names, kl_S.tolist(), strict=True):
+            penalties[name] += config.beta * value
+        return make_train_batch(task.batch, config, penalties)
+    is_dead_S = torch.tensor(
+        [not sequence.has_signal for sequence in trained.sequences for _ in sequence.targets]
+    )
+    is_kept_S = tokens.is_unknown_S | is_dead_S
+    shaped_S = shape_advantages(tokens.advantages_S, kl_S, config.beta, is_kept_S)
+    parts = shaped_S.split([len(sequence.targets) for sequence in trained.sequences])
+    shaped = [
+        replace(sequence, advantages=part.tolist())
+        for sequence, part in zip(trained.sequences, parts, strict=True)
+    ]
+    return replace(trained, sequences=shaped)
