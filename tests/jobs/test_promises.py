@@ -1,0 +1,604 @@
+"""The promises about jobs, whatever happens in whatever order: a machine accepts jobs, ends their training well or
+badly, kills and restarts the server at named points, cancels, moves, rolls back and deletes, and compares each job, step
+and weight on disk with what its own few lines imply.
+
+Queue, runner, registry, folders and `Checkpoints` are real. The trainer waits in every step for the machine's word, and
+time passes when the machine says so: nothing depends on speed. A step's weights are the numbers of the jobs that it was
+trained on, in their order.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from art_protocol.history import pack_rows
+from art_protocol.wire import ErrorDetail, JobReport, LoRAConfig, TrainConfig
+from art_server import clock
+from art_server.checkpoints.manage import Checkpoints
+from art_server.device.owner import DeviceOwner
+from art_server.engine.pause_gate import PauseGate
+from art_server.errors import Conflict, Unavailable
+from art_server.jobs import runner as runner_module
+from art_server.jobs.queue import Job, JobQueue, Payload
+from art_server.jobs.runner import JobRunner
+from art_server.jobs.trainer_process import TrainerDied, TrainerError
+from art_server.shared.tasks import Batch, Done, Progress, Task, TrainTask
+from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+from art_server.store.registry import Model, Registry
+from tests.fakes import FakeEngine, keep_all
+
+SECONDS = 120.0
+"""Until a server that neither trains nor rests counts as hung."""
+MODELS = ("a", "b")
+MAX_DEATHS = 5
+"""After one more the job fails."""
+LATER = 1000.0
+"""Longer than every pause before a retry."""
+WEIGHTS = "adapter_model.safetensors"
+
+BEFORE_TRAINING = {
+    "job begins": (JobQueue, "set_running", False),
+    "job is running": (JobQueue, "set_running", True),
+}
+BEFORE_THE_STEP = {"step begins": (ModelFolder, "commit_checkpoint", False)}
+AFTER_THE_STEP = {
+    "step is there": (ModelFolder, "commit_checkpoint", True),
+    "trajectories written": (ModelFolder, "write_lines", True),
+    "history begins": (ModelFolder, "add_history", False),
+    "history written": (ModelFolder, "add_history", True),
+    "job ends": (JobQueue, "set_done", False),
+    "job is done": (JobQueue, "set_done", True),
+}
+POINTS = BEFORE_TRAINING | BEFORE_THE_STEP | AFTER_THE_STEP
+"""Where a server is killed: a method, and whether before or after it."""
+
+ENVIRONMENT = (
+    TrainerError("no_disk_space", "os error 28", retryable=True),
+    Unavailable("the engine could not be started", code="engine_failed"),
+    OSError(30, "Read-only file system"),
+)
+
+
+class Killed(BaseException):
+    """The server is dead: nothing catches this."""
+
+
+class Trainer:
+    """A trainer that waits for the machine in each step."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """Of the job in training."""
+        self._word: asyncio.Future[None]
+
+    async def run(
+        self,
+        task: Task,
+        on_progress: Callable[[Progress], Any] | None = None,
+        batch: bytes | None = None,
+    ) -> Done:
+        assert isinstance(task, TrainTask) and batch is not None and self.number is None
+        self._word = asyncio.get_running_loop().create_future()
+        self.number = Batch.model_validate_json(batch).num_groups
+        number = self.number
+        await self._word
+        out = Path(task.out_dir)
+        (out / "adapter_config.json").write_text("{}")
+        (out / "optimizer.safetensors").write_bytes(b"moments")
+        before = (Path(task.in_dir) / WEIGHTS).read_text()
+        (out / WEIGHTS).write_text(f"{before}{number} ")
+        return Done(metrics={}, optimizer_steps=(task.optimizer_steps or 0) + 1)
+
+    def say(self, error: Exception | None = None) -> None:
+        """Ends the training, well or with an error."""
+        self.number = None
+        if error is None:
+            self._word.set_result(None)
+        else:
+            self._word.set_exception(error)
+
+    def cancel(self) -> None:
+        if self.number is not None:
+            self.say(TrainerError("cancelled", "the job was cancelled", retryable=True))
+
+
+class Engine(FakeEngine):
+    def forget_prompts(self) -> None: ...
+
+
+class NoLedger:
+    def forget_steps(self, project: str, name: str, after: int = -1) -> None: ...
+
+
+class Server:
+    """The parts of a server that jobs need, on a folder that may be a dead server's."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.engine, self.trainer = folder, Engine(), Trainer()
+        gate = PauseGate()
+        self.registry, self.queue = Registry(folder), JobQueue(folder / "jobs.sqlite")
+        self.checkpoints = Checkpoints(
+            self.registry,
+            self.queue,
+            gate,
+            self.engine,  # type: ignore[arg-type]
+            NoLedger(),  # type: ignore[arg-type]
+            asyncio.Lock(),
+            folder / "incoming",
+            0,
+        )
+        self.runner = JobRunner(
+            self.queue,
+            self.registry,
+            NoLedger(),  # type: ignore[arg-type]
+            self.engine,  # type: ignore[arg-type]
+            gate,
+            self.trainer,  # type: ignore[arg-type]
+            DeviceOwner(),
+            keep_all,
+        )
+        self._num_actions, self._rested_after = 0, 0
+        self._choose, self.runner._choose = self.runner._choose, self._note_rest
+        self.task = asyncio.create_task(self.runner.run_forever())
+
+    async def _note_rest(self) -> Job | None:
+        num_actions = self._num_actions
+        job = await self._choose()
+        if job is None:
+            self._rested_after = num_actions
+        return job
+
+    async def settle(self) -> None:
+        """Returns when the server trains, has found no job to run since this call, or is dead."""
+        self._num_actions += 1
+        async with asyncio.timeout(SECONDS):
+            while (  # noqa: ASYNC110 - the runner has no event for it
+                self.trainer.number is None
+                and self._rested_after < self._num_actions
+                and not self.task.done()
+            ):
+                await asyncio.sleep(0.0005)
+
+    async def end(self) -> None:
+        """Leaves the folder as it is."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        if not self.task.cancelled():
+            assert isinstance(self.task.exception(), Killed), self.task.exception()
+        self.queue.close()
+
+    async def create(self, name: str) -> None:
+        folder = self.registry.folder("p", name)
+        first = folder.new_checkpoint_dir()
+        (first / WEIGHTS).write_text("")
+        folder.commit_checkpoint(first, CheckpointRecord(step=0, optimizer_steps=0))
+        record = ModelRecord(name=name, project="p", base_model="base", lora=LoRAConfig())
+        folder.create(record, self.folder / "engine.log")
+        self.registry.add(folder, record)
+
+    async def accept(self, model: Model, key: str | None, body: str, number: int) -> Job:
+        """What `Service.submit` does, with a batch instead of trajectories."""
+        found = await self.runner.find(model, key, body)
+        if found is not None:
+            return found
+        batch = Batch(groups=[], num_groups=number).model_dump_json().encode()
+        payload = Payload(batch, pack_rows([{"trajectories": []}]))
+        given = ("p", model.record.name, key, body, TrainConfig(), payload, JobReport())
+        return await asyncio.to_thread(self.queue.add, *given)
+
+
+@dataclass
+class Expected:
+    """A job as the machine expects it."""
+
+    number: int
+    model: str
+    key: str | None
+    body: str
+    job_id: str
+    place: float
+    state: str = "queued"
+    is_retryable: bool = False
+    waits: bool = False
+    """It waits for a retry until time passes."""
+    target: int | None = None
+    """The step that its last attempt made or would have made."""
+    num_deaths: int = 0
+    num_deaths_here: int = 0
+    """Since the server's start."""
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state in ("queued", "running")
+
+
+@dataclass
+class Steps:
+    """A model as the machine expects it."""
+
+    jobs: list[Expected] = field(default_factory=list)
+    """The job that made each step, from step 1 on."""
+
+    @property
+    def weights(self) -> str:
+        return "".join(f"{job.number} " for job in self.jobs)
+
+
+class Jobs(RuleBasedStateMachine):
+    """The machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="jobs-"))
+        self.patches = pytest.MonkeyPatch()
+        self.now = 1e9
+        self.patches.setattr(clock, "now", lambda: self.now)
+        self.patches.setattr(
+            runner_module, "time", SimpleNamespace(monotonic=lambda: self.now), raising=False
+        )
+        self.patches.setattr(runner_module, "REST_SECONDS", 0.0005)
+        self.loop = asyncio.Runner()
+        self.jobs: list[Expected] = []
+        self.models: dict[str, Steps] = {}
+        self.trained: Expected | None = None
+        self.killed_at: str | None = None
+
+    def teardown(self) -> None:
+        self.loop.run(self.server.end())
+        self.loop.close()
+        self.patches.undo()
+        shutil.rmtree(self.folder)
+
+    # --- what is expected ---
+
+    def pending(self, model: str | None = None) -> list[Expected]:
+        """In the order in which they run."""
+        found = [job for job in self.jobs if job.is_pending and model in (None, job.model)]
+        return sorted(found, key=lambda job: (job.state == "queued", job.place))
+
+    def next_job(self) -> Expected | None:
+        waiting: set[str] = set()
+        for job in self.pending():
+            if job.waits:
+                waiting.add(job.model)
+            if job.model not in waiting:
+                return job
+        return None
+
+    # --- what happens ---
+
+    def act(self, action: Callable[[], Awaitable[Any]]) -> Any:
+        """Does something, and lets the server come to rest."""
+
+        async def whole() -> Any:
+            try:
+                return await action()
+            finally:
+                await self._settle()
+
+        return self.loop.run(whole())
+
+    async def _settle(self) -> None:
+        await self.server.settle()
+        while self.server.task.done():
+            await self._restart()
+            await self.server.settle()
+        self.trained = self.next_job()
+        if self.trained is not None:
+            self.trained.state = "running"
+            self.trained.target = len(self.models[self.trained.model].jobs) + 1
+
+    async def _restart(self) -> None:
+        await self.server.end()
+        point, self.killed_at = self.killed_at, None
+        if point == "job is running" and (job := self.next_job()) is not None:
+            job.state, job.target = "running", len(self.models[job.model].jobs) + 1
+        for job in self.jobs:
+            job.waits, job.num_deaths_here = False, 0
+        self.server = Server(self.folder)
+
+    @initialize()
+    def start(self) -> None:
+        async def begin() -> None:
+            self.server = Server(self.folder)
+
+        self.loop.run(begin())
+        for name in MODELS:
+            self.create(name)
+
+    @precondition(lambda self: len(self.models) < len(MODELS))
+    @rule(name=st.sampled_from(MODELS))
+    def create(self, name: str) -> None:
+        if name not in self.models:
+            self.act(lambda: self.server.create(name))
+            self.models[name] = Steps()
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data(), key=st.sampled_from([None, None, "k", "l"]), body=st.sampled_from("xxxy"))
+    def accept(self, data: st.DataObject, key: str | None, body: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.models)))
+        model, number = self.server.registry.get("p", name), len(self.jobs) + 1
+        same = [job for job in self.jobs if key and (job.model, job.key) == (name, key)]
+
+        async def accept() -> str:
+            job = await self.server.accept(model, key, body, number)
+            if not same:
+                self.jobs.append(Expected(number, name, key, body, job.job_id, float(number)))
+            elif same[0].state == "failed" and same[0].is_retryable:
+                same[0].state, same[0].place = "queued", float(same[0].number)
+                same[0].num_deaths = same[0].num_deaths_here = 0
+            return job.job_id
+
+        if same and same[0].body != body:
+            assert self.refused(accept) == "key_reused"
+        elif same:
+            assert self.act(accept) == same[0].job_id
+        else:
+            self.act(accept)
+
+    def refused(self, action: Callable[[], Awaitable[Any]]) -> str:
+        with pytest.raises(Conflict) as raised:
+            self.act(action)
+        return raised.value.code
+
+    @precondition(lambda self: self.trained is not None)
+    @rule(point=st.sampled_from([None, None, *POINTS]))
+    def finish_the_training(self, point: str | None) -> None:
+        """The training ends well; the server may be killed on the way to the next."""
+        job = self.trained
+        assert job is not None
+        if point not in BEFORE_THE_STEP:
+            job.state = "done"
+            self.models[job.model].jobs.append(job)
+        with pytest.MonkeyPatch.context() as patches:
+            if point is not None:
+                self._arm(patches, point)
+
+            async def say() -> None:
+                self.server.trainer.say()
+
+            self.act(say)
+
+    def _arm(self, patches: pytest.MonkeyPatch, point: str) -> None:
+        owner, name, is_after = POINTS[point]
+        real, server = getattr(owner, name), self.server
+
+        def reach() -> None:
+            if self.server is server:
+                self.killed_at = point
+                raise Killed(point)
+
+        def dying(*given: Any, **named: Any) -> Any:
+            if not is_after:
+                reach()
+            result = real(*given, **named)
+            if is_after:
+                reach()
+            return result
+
+        patches.setattr(owner, name, dying)
+
+    @precondition(lambda self: self.trained is not None)
+    @rule(error=st.sampled_from(ENVIRONMENT))
+    def fail_for_a_while(self, error: Exception) -> None:
+        job = self.trained
+        assert job is not None
+        job.state, job.waits = "queued", True
+
+        async def say() -> None:
+            self.server.trainer.say(error)
+
+        self.act(say)
+
+    @precondition(lambda self: self.trained is not None)
+    @rule(is_foreseen=st.booleans())
+    def die(self, is_foreseen: bool) -> None:
+        """The trainer dies, or something happens that nobody has thought of."""
+        job = self.trained
+        assert job is not None
+        job.num_deaths += 1
+        job.num_deaths_here += 1
+
+        async def say() -> None:
+            error = TrainerDied("killed") if is_foreseen else KeyError("what")
+            self.server.trainer.say(error)
+            await self.server.settle()
+            may_fail = (
+                job.num_deaths > MAX_DEATHS
+            )  # deaths before the server's start may count, or not
+            has_failed = self.server.queue.get(job.job_id).state == "failed"
+            assert job.num_deaths_here <= MAX_DEATHS or has_failed
+            if may_fail and has_failed:
+                job.state, job.is_retryable = "failed", is_foreseen
+            else:
+                job.state, job.waits = "queued", True
+
+        self.act(say)
+
+    @precondition(lambda self: self.trained is not None)
+    @rule()
+    def die_until_it_fails(self) -> None:
+        job = self.trained
+        assert job is not None
+        while job.state != "failed":
+            self.die(True)
+            self.let_time_pass()
+            while self.trained is not job and job.state != "failed":
+                self.finish_the_training(None)
+
+    @precondition(lambda self: self.trained is not None)
+    @rule()
+    def fail_by_its_own_fault(self) -> None:
+        job = self.trained
+        assert job is not None
+        job.state, job.is_retryable = "failed", False
+
+        async def say() -> None:
+            self.server.trainer.say(TrainerError("non_finite", "the loss is NaN"))
+
+        self.act(say)
+
+    @rule()
+    def let_time_pass(self) -> None:
+        async def wait() -> None:
+            self.now += LATER
+
+        for job in self.jobs:
+            job.waits = False
+        self.act(wait)
+
+    @rule()
+    def kill(self) -> None:
+        """The server dies while a job trains, or while none does, and starts again."""
+        self.act(self._restart)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self.jobs), label="job")
+        if job.waits:
+            self.let_time_pass()
+
+        async def cancel() -> None:
+            await self.server.runner.cancel(job.job_id)
+            job.state = "cancelled"
+
+        if job.is_pending or job.state == "cancelled":
+            self.act(cancel)
+        else:
+            assert self.refused(cancel) == "job_ended"
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        self.let_time_pass()
+        jobs = st.sampled_from(self.jobs)
+        job, before = data.draw(jobs, label="job"), data.draw(st.none() | jobs, label="before")
+
+        async def move() -> None:
+            next_id = None if before is None else before.job_id
+            await self.server.runner.move(job.job_id, next_id)
+
+        queued = [each for each in self.pending() if each.state == "queued"]
+        if job not in queued or (before is not None and before not in queued):
+            assert self.refused(move) == "not_queued"
+            return
+        places = [each.place for each in queued]
+        if before is not job:
+            queued.remove(job)
+            queued.insert(len(queued) if before is None else queued.index(before), job)
+        else:
+            queued.remove(job)
+            queued.append(job)
+        for each, place in zip(queued, places, strict=True):
+            each.place = place
+        self.act(move)
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.models)), label="model")
+        steps = self.models[name]
+        step = data.draw(st.integers(0, len(steps.jobs)), label="step")
+        model = self.server.registry.get("p", name)
+
+        async def roll_back() -> None:
+            await self.server.checkpoints.roll_back(model, step)
+
+        if self.pending(name):
+            assert self.refused(roll_back) == "jobs_pending"
+            return
+        del steps.jobs[step:]
+        self._forget_keys(name, step)
+        self.act(roll_back)
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.models)), label="model")
+        model = self.server.registry.get("p", name)
+
+        async def delete() -> None:
+            await self.server.checkpoints.delete_model(model)
+
+        if self.pending(name):
+            assert self.refused(delete) == "jobs_pending"
+            return
+        del self.models[name]
+        self._forget_keys(name, None)
+        self.act(delete)
+
+    def _forget_keys(self, model: str, after: int | None) -> None:
+        """The keys of ended jobs whose steps go can name new jobs."""
+        for job in self.jobs:
+            if job.model == model and (after is None or (job.target or 0) > after):
+                job.key = None
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def follow(self, data: st.DataObject) -> None:
+        """A client that comes late gets what the job is now."""
+        job = data.draw(st.sampled_from(self.jobs), label="job")
+
+        async def first_two() -> list[str]:
+            events = self.server.runner.follow(job.job_id)
+            seen = [(await anext(events)).event, (await anext(events)).event]
+            await events.aclose()  # type: ignore[attr-defined]
+            return seen
+
+        kinds = {"queued": "waiting", "running": "progress", "done": "done"}
+        assert self.loop.run(first_two()) == ["accepted", kinds.get(job.state, "error")]
+
+    # --- what is always true ---
+
+    @invariant()
+    def one_job_trains_and_it_is_the_next(self) -> None:
+        assert not self.server.task.done()
+        expected = None if self.trained is None else self.trained.number
+        assert self.server.trainer.number == expected
+
+    @invariant()
+    def each_job_is_where_it_should_be(self) -> None:
+        queue = self.server.queue
+        found = {job.number: queue.get(job.job_id) for job in self.jobs}
+        assert {number: job.state for number, job in found.items()} == {
+            job.number: job.state for job in self.jobs
+        }
+        assert [each.job_id for each in queue.waiting()] == [job.job_id for job in self.pending()]
+        for job in self.jobs:
+            error = found[job.number].error
+            if job.state == "failed":
+                assert isinstance(error, ErrorDetail) and error.retryable == job.is_retryable
+
+    @invariant()
+    def steps_are_contiguous_and_each_job_made_its_own(self) -> None:
+        for name, steps in self.models.items():
+            model = self.server.registry.get("p", name)
+            numbers = list(range(len(steps.jobs) + 1))
+            assert model.folder.steps() == numbers and model.step == numbers[-1]
+            weights = model.folder.checkpoint_dir(model.step) / WEIGHTS
+            assert weights.read_text() == steps.weights
+            made = [job.job_id for job in steps.jobs]
+            assert [model.folder.read_checkpoint(n).job_id for n in numbers[1:]] == made
+            assert [row["step"] for row in model.folder.history()] == numbers[1:]
+            for job, step in zip(steps.jobs, numbers[1:], strict=True):
+                found = self.server.queue.get(job.job_id)
+                assert (found.state, found.target_step) == ("done", step)
+                assert model.folder.trajectories_file("train", step).exists()
+            assert not list(model.folder.checkpoints_dir.glob(".*.tmp")) or (
+                self.trained is not None and self.trained.model == name
+            )
+
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
