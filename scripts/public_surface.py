@@ -1,9 +1,9 @@
 """The public surface as JSON: names and signatures of the client, routes and bodies, flags. Programs, other clients and
 stored files rely on it. Texts for people (descriptions, help) are omitted.
 
-    .venv/bin/python -m scripts.public_surface     writes tests/unit/public.json
+    .venv/bin/python -m scripts.public_surface     writes tests/quick/unit/public.json
 
-`tests/unit/test_public.py` compares the file with the code. A change of the file affects users and belongs in
+`tests/quick/unit/test_public.py` compares the file with the code. A change of the file affects users and belongs in
 CHANGELOG.md.
 """
 
@@ -20,7 +20,7 @@ from art_server.flags import make_parser
 from art_server.service import Service
 from art_server.settings import ServerConfig
 
-FILE = Path(__file__).parents[1] / "tests" / "unit" / "public.json"
+FILE = Path(__file__).parents[1] / "tests" / "quick" / "unit" / "public.json"
 FOR_PEOPLE = {"title", "description", "summary", "operationId"}
 
 

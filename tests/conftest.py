@@ -1,6 +1,13 @@
+"""What all tests share: one real art-server with real vLLM, which starts when the first test asks for it."""
+
 import art_server  # noqa: F401  # isort: skip - first, for torchvision
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.collector import Collector
+from tests.live import Server
 
 # Machines that are busy with other tests are slow now and then; examples are the same in each run.
 settings.register_profile(
@@ -12,3 +19,31 @@ settings.load_profile("busy")
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """What the server reports of its requests and jobs."""
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
+    """Engine and trainer in float32; a step whose log-probabilities differ by more than float32 rounds fails."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+    server.arguments = [
+        "--base-model",
+        "art/tiny",
+        "--exact",
+        "--max-seq-length",
+        "1024",
+        "--tracker",
+        "otlp",
+    ]
+    server.start()
+    server.wait_ready()
+    yield server
+    server.stop()

@@ -2,7 +2,7 @@
 
 vLLM's kernel (0.32) reads queries of tokens x heads x size as if they were tokens x width, and turns each head wrongly. LFM2 and
 multi-head latent attention call it so: without this patch the engine samples from another policy than the trainer trains.
-Remove it when `tests/in_vllm/test_cpu_rope.py` passes without it.
+Remove it when `tests/quick/in_vllm/test_cpu_rope.py` passes without it.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ FRESH_MOMENTS_STEPS = 10
 """Optimizer steps over which the rate rises after AdamW's moments were lost: 1 / (1 - beta1), the steps over which it
 averages gradients. Its first step from zero moments moves every weight by the whole rate: for gradients that are noise
 4.4 times the length of its later steps (sqrt((1 + beta1) / (1 - beta1))). With this rise no step is longer than 1.5
-times these (`tests/trainer/test_schedule.py`)."""
+times these (`tests/quick/trainer/test_schedule.py`)."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,202 @@
+"""A folder of runs as a server leaves it, made quickly: histories, checkpoints, rollouts with traces, token records.
+
+Groups are made once and repeated, with rewards that rise, so that 100,000 rollouts take seconds. Some contain hostile
+text. `scripts/screenshots` and the tests of the page use it.
+"""
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from art_protocol.wire import LoRAConfig
+from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+from tests.demo_groups import NUM_DISTINCT, Made, Words, logged, make_group
+
+NAMES = ("webnav-8b", "webnav-lr2e5", "sql-repair", "tau-airline", "math-hints", "2048-small")
+STEP_SECONDS = 97
+HOSTILE_METRIC = "train/<b onclick=alert(1)>bold</b>, %{x}"
+KEPT_STEPS = 6
+
+
+def make_demo(
+    root: Path, runs: int = 3, steps: int = 30, rollouts: int = 48, token_steps: int | None = None
+) -> list[ModelFolder]:
+    """Makes models in project "demo", each with this number of trained steps and of rollouts per step. Only the newest
+    `token_steps` have records of their tokens (None: all)."""
+    words, chance = Words(), random.Random(7)
+    size = min(8, rollouts)
+    groups = [make_group(words, chance, place, size) for place in range(NUM_DISTINCT)]
+    lines = [json.dumps(group.row).encode() + b"\n" for group in groups]
+    validations = [json.dumps(logged(group.row, words)).encode() + b"\n" for group in groups]
+    per_step = max(1, rollouts // size)
+    folders = [ModelFolder(root, "demo", name) for name in itertools.islice(model_names(), runs)]
+    for number, folder in enumerate(folders):
+        record = ModelRecord(
+            name=folder.name, project="demo", base_model="Qwen/Qwen3-8B", lora=LoRAConfig(rank=16)
+        )
+        folder.create(record, root / "logs" / "engine.log")
+        for split in ("train", "val"):
+            (folder.path / "trajectories" / split).mkdir(parents=True)
+        (folder.path / "tokens").mkdir()
+        with (folder.path / "history.jsonl").open("w") as history:
+            for step in range(1, steps + 1):
+                chosen = choose(groups, step, number, per_step)
+                write_rollouts(folder, "train", step, [lines[each] for each in chosen])
+                if step % 5 == 0:
+                    write_rollouts(folder, "val", step, [validations[each] for each in chosen[:1]])
+                if token_steps is None or step > steps - token_steps:
+                    write_tokens(folder, step, [groups[each] for each in chosen], words)
+                made = [groups[each] for each in chosen]
+                history.write(json.dumps(history_row(step, number, made, steps)) + "\n")
+        write_checkpoints(folder, steps)
+    return folders
+
+
+def model_names() -> Iterator[str]:
+    yield from NAMES
+    for number in itertools.count(1):
+        yield f"sweep-{number:03d}"
+
+
+def choose(groups: Sequence[Made], step: int, number: int, per_step: int) -> list[int]:
+    """The groups of a step. Step 1 begins with the special ones; later steps take groups with higher rewards."""
+    if step == 1:
+        return [place % len(groups) for place in range(per_step)]
+    chance = random.Random(step * 1009 + number)
+    ranked = sorted(range(len(groups)), key=lambda each: sum(groups[each].rewards))
+    middle = len(groups) * min(0.85, 0.2 + 0.7 * (1 - math.exp(-step / (12 + 3 * number))))
+    places = (int(chance.gauss(middle, 5)) for _ in range(per_step))
+    return [ranked[min(len(groups) - 1, max(0, place))] for place in places]
+
+
+def write_rollouts(folder: ModelFolder, split: str, step: int, lines: Sequence[bytes]) -> None:
+    (folder.path / "trajectories" / split / f"{step:04d}.jsonl").write_bytes(b"".join(lines))
+
+
+def write_tokens(folder: ModelFolder, step: int, groups: Sequence[Made], words: Words) -> None:
+    """Writes the record of a step's tokens, in the format of `art_server/trainer/token_record.py`."""
+    first = 0
+    described: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):
+        trajectories: list[list[list[int]]] = []
+        for lengths in group.spans:
+            stops = list(itertools.accumulate(lengths, initial=first))
+            trajectories.append([[a, b] for a, b in itertools.pairwise(stops)])
+            first = stops[-1]
+        described.append({"number": number, "trajectories": trajectories})
+    tensors = {
+        name: np.concatenate([group.columns[name] for group in groups])
+        for name in groups[0].columns
+    }
+    metadata = {"groups": json.dumps(described), "texts": json.dumps(words.texts())}
+    save_file(tensors, folder.tokens_file(step), metadata)
+
+
+def time_of(steps_ago: int, number: int) -> datetime:
+    """When a step was recorded. Run 0 is the newest."""
+    return datetime.now(UTC) - timedelta(hours=5 * number, seconds=STEP_SECONDS * steps_ago + 40)
+
+
+def history_row(step: int, number: int, groups: Sequence[Made], steps: int) -> dict[str, Any]:
+    """A row of history.jsonl, with the names of a real one and the rewards of the step's rollouts."""
+    chance = random.Random(step * 31 + number)
+    rewards = [reward for group in groups for reward in group.rewards]
+    dead = sum(len(set(group.rewards)) < 2 for group in groups)
+    failed = sum(len(group.row["exceptions"]) for group in groups)
+    tokens = sum(len(group.columns["token_ids_T"]) for group in groups)
+    at = time_of(steps - step, number)
+    row: dict[str, Any] = {
+        "train/reward": float(np.mean(rewards)),
+        "train/reward_std_dev": float(np.mean([np.std(group.rewards) for group in groups])),
+        "train/exception_rate": failed / (failed + len(rewards)),
+        "train/num_tool_calls": 1.0,
+        HOSTILE_METRIC: chance.random(),
+        **loss_metrics(step, steps, chance),
+        **data_metrics(len(groups), dead, len(rewards), tokens, chance),
+        **time_metrics(tokens, chance),
+        "sampled_step": step - 1.0,
+        "sampled_step_min": step - 1.0,
+        "sampled_step_max": step - 1.0,
+        "step": step,
+        "training_step": step,
+        "recorded_at": at.isoformat(),
+        "job_id": f"{step:032x}",
+    }
+    if step % 5 == 0:
+        row |= {"val/reward": float(np.mean(groups[0].rewards)), "val/exception_rate": 0.0}
+    return row
+
+
+def loss_metrics(step: int, steps: int, chance: random.Random) -> dict[str, float]:
+    gap = 0.021 * math.exp(chance.gauss(0, 0.2)) * (1 + 0.6 * step / steps)
+    return {
+        "loss/train": chance.gauss(-0.01, 0.01),
+        "loss/grad_norm": abs(chance.gauss(0.3, 0.08)),
+        "loss/learning_rate": 1e-5,
+        "loss/entropy": 0.25 + 0.6 * math.exp(-step / 20) + chance.gauss(0, 0.01),
+        "loss/clipped_token_fraction": abs(chance.gauss(0.012, 0.004)),
+        "loss/corrected_token_fraction": abs(chance.gauss(0.001, 0.0004)),
+        "loss/policy_ratio_mean": chance.gauss(1, 0.002),
+        "loss/policy_ratio_p95": 1.02 + abs(chance.gauss(0, 0.01)),
+        "loss/policy_ratio_p99": 1.06 + abs(chance.gauss(0, 0.02)),
+        "loss/importance_ratio_mean": chance.gauss(1, 0.002),
+        "loss/importance_ratio_p95": 1.05 + abs(chance.gauss(0, 0.02)),
+        "loss/importance_ratio_p99": 1.14 + abs(chance.gauss(0, 0.05)),
+        "loss/logprob_gap_mean": gap,
+        "loss/logprob_gap_max": gap * 22 * math.exp(chance.gauss(0, 0.3)),
+        "loss/logprob_gap_num_tokens": 5210.0,
+    }
+
+
+def data_metrics(
+    num_groups: int, num_dead: int, num_rollouts: int, tokens: int, chance: random.Random
+) -> dict[str, float]:
+    saving = 0.45 + chance.gauss(0, 0.03)
+    return {
+        "data/step_num_groups_submitted": float(num_groups),
+        "data/step_num_groups_trainable": float(num_groups - num_dead),
+        "data/step_num_groups_dead": float(num_dead),
+        "data/step_num_trajectories": float(num_rollouts),
+        "data/step_num_rows": float(num_rollouts),
+        "data/step_trainable_assistant_tokens": float(round(tokens * 0.3)),
+        "data/step_num_gradient_steps": 1.0,
+        "data/step_row_tokens": float(tokens),
+        "data/step_computed_tokens": float(round(tokens * (1 - saving))),
+        "data/step_shared_token_saving": saving,
+        "data/step_is_shared": 1.0,
+    }
+
+
+def time_metrics(tokens: int, chance: random.Random) -> dict[str, float]:
+    train = tokens / 900 + chance.gauss(2, 0.3)
+    return {
+        "time/job_pause_s": abs(chance.gauss(0.5, 0.1)),
+        "time/job_train_s": train,
+        "time/job_save_s": abs(chance.gauss(1.1, 0.2)),
+        "time/job_load_s": abs(chance.gauss(0.8, 0.2)),
+        "time/job_finish_s": abs(chance.gauss(0.1, 0.02)),
+        "time/step_forward_s": train * 0.3,
+        "time/step_backward_s": train * 0.6,
+        "time/step_optimizer_s": 0.2,
+        "throughput/avg_trainer_tok_per_s": tokens / train,
+    }
+
+
+def write_checkpoints(folder: ModelFolder, steps: int) -> None:
+    """The newest steps, with small adapters."""
+    for step in range(max(0, steps - KEPT_STEPS + 1), steps + 1):
+        made = folder.checkpoint_dir(step)
+        made.mkdir(parents=True)
+        (made / "adapter_config.json").write_text("{}")
+        (made / "adapter_model.safetensors").write_bytes(bytes(45_000 + step))
+        made_at = time_of(steps - step, 0).timestamp()
+        record = CheckpointRecord(step=step, created_at=made_at, unchanged=step % 11 == 5)
+        (made / "checkpoint.json").write_text(record.model_dump_json())

@@ -1,0 +1,92 @@
+"""Chromium, and the page of a demo folder served by uvicorn in a thread. Without Chromium these tests are skipped."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from tests.demo import make_demo
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+NUM_STEPS = 12
+
+
+class Served:
+    """An application on a free port of this machine, until `stop`."""
+
+    def __init__(self, app: FastAPI, port: int = 0):
+        self.app = app
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=3
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 60
+        while not self._server.started:
+            assert self._thread.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/"
+
+    def stop(self) -> None:
+        self.app.state.is_stopping = True  # ends the streams of open pages
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Playwright's event loop runs until the module ends: asynchronous tests run in other modules."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A tab in which no script fails, no dialog opens and nothing violates the page's security policy."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    tab = context.new_page()
+    faults: list[str] = []
+    tab.on("pageerror", lambda error: faults.append(str(error)))
+    tab.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
+    tab.on(
+        "console",
+        lambda message: "Content Security Policy" in message.text and faults.append(message.text),
+    )
+    yield tab
+    context.close()
+    assert not faults
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_demo(tmp_path, runs=3, steps=NUM_STEPS, rollouts=48)
+    return tmp_path
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    """Serves applications until the test ends."""
+    running: list[Served] = []
+
+    def start(app: FastAPI, port: int = 0) -> Served:
+        running.append(Served(app, port))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.stop()

@@ -1,0 +1,525 @@
+"""What the page shows, in Chromium: numbers as in the files, changes as they happen, addresses, keys, jobs."""
+
+import json
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_protocol.wire import ErrorDetail
+from art_server.observe import rollouts
+from art_server.settings import ApiKey
+from art_server.store.model_folder import ModelFolder
+from art_server.view import make_view
+from tests.demo import HOSTILE_METRIC
+from tests.demo_server import make_live
+from tests.engine.browser.conftest import NUM_STEPS
+
+RUN = "#/run/demo/webnav-8b"
+ROLLOUT = f"{RUN}/rollout/train/1/0/1"
+LATENCY_SECONDS = 2.0
+"""On a machine that does nothing else. `scripts/test` runs other tests beside it."""
+PATIENCE = 5.0
+
+
+def folder_of(root: Path, name: str = "webnav-8b") -> ModelFolder:
+    return ModelFolder(root, "demo", name)
+
+
+def rows_of(root: Path, name: str = "webnav-8b") -> dict[int, dict[str, Any]]:
+    lines = (folder_of(root, name).path / "history.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, lines)}
+
+
+def captions(page: Any) -> dict[str, dict[str, float | None]]:
+    """The numbers that the charts' captions show, in full, by title and label."""
+    found = page.evaluate(
+        """() => [...document.querySelectorAll(".chart")].map((chart) => [
+            chart.querySelector("h3").firstChild.textContent,
+            [...chart.querySelectorAll(".legend li")].map((item) => [
+                item.childNodes[1].textContent,
+                item.querySelector(".value .number")?.title ?? null,
+            ]),
+        ])"""
+    )
+    return {
+        title: {label: None if text is None else float(text) for label, text in values}
+        for title, values in found
+    }
+
+
+def shown(page: Any, row: dict[str, Any]) -> None:
+    """Waits until the charts show the numbers of a row, and checks them."""
+    page.wait_for_function(
+        "step => document.querySelector('#at')?.textContent.startsWith(`step ${step} `) || "
+        "document.querySelector('#at')?.textContent.startsWith(`step ${step},`)",
+        arg=row["step"],
+    )
+    found = captions(page)
+    assert found["Reward"] == {"train": row["train/reward"], "validation": row.get("val/reward")}
+    assert found["Gap of log-probabilities"]["mean"] == row["loss/logprob_gap_mean"]
+    assert found["Entropy"]["nats"] == row["loss/entropy"]
+    assert found["Dead groups"] == {
+        "dead": row["data/step_num_groups_dead"],
+        "submitted": row["data/step_num_groups_submitted"],
+    }
+    assert found["Seconds of a step"] == {
+        phase: row[f"time/job_{phase}_s"] for phase in ("pause", "train", "save", "load", "finish")
+    }
+    assert found[HOSTILE_METRIC]["value"] == row[HOSTILE_METRIC]
+
+
+def test_charts_show_the_numbers_of_the_history_at_any_step(
+    page: Any, serve: Any, root: Path
+) -> None:
+    also = json.dumps([HOSTILE_METRIC])
+    rows = rows_of(root)
+    page.goto(serve(make_view(root)).url)
+    page.evaluate(
+        "also => { location.hash = `#/run/demo/webnav-8b?also=${encodeURIComponent(also)}`; }", also
+    )
+    page.wait_for_selector(".js-plotly-plot")
+    page.get_by_label("Numbers of").focus()
+    newest = captions(page)
+    assert newest["Reward"]["train"] == rows[NUM_STEPS]["train/reward"]
+    assert newest["Reward"]["validation"] == rows[10]["val/reward"], "its newest value"
+    for step in (NUM_STEPS - 1, NUM_STEPS - 2):
+        page.keyboard.press("ArrowLeft")
+        shown(page, rows[step])
+    page.keyboard.press("Home")
+    shown(page, rows[1])
+
+
+def test_the_pointer_shows_one_step_in_all_charts(page: Any, serve: Any, root: Path) -> None:
+    rows = rows_of(root)
+    page.goto(serve(make_view(root)).url + RUN)
+    page.wait_for_selector(".chart:nth-child(2) .js-plotly-plot .plotly")
+    page.mouse.move(10, 10)
+    box = page.locator(".chart .plot").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=4)
+    page.wait_for_function(
+        "() => document.querySelector('#at')?.textContent.includes('newest') === false"
+    )
+    text = page.inner_text("#at")
+    step = int(re.findall(r"step (\d+)", text)[0])
+    assert 4 <= step <= 9
+    found = captions(page)
+    assert found["Reward"]["train"] == rows[step]["train/reward"]
+    assert found["Entropy"]["nats"] == rows[step]["loss/entropy"]
+    assert page.locator(".chart:nth-child(2) .spikeline").count() > 0, "a line in the others"
+
+
+def test_a_new_step_appears_without_reload(page: Any, serve: Any, root: Path) -> None:
+    page.goto(serve(make_view(root)).url)
+    page.wait_for_selector("text=Connected")
+    step = "[data-run='demo/sql-repair'] td:nth-child(3) .number"
+    for place, value in ((step, 0.123456789), (step, 0.5)):
+        started = time.monotonic()
+        folder_of(root, "sql-repair").add_history(NUM_STEPS + 1, {"train/reward": value})
+        page.wait_for_function(
+            "([place, value]) => document.querySelector(place)?.title === value",
+            arg=[place, str(value)],
+        )
+        assert time.monotonic() - started < LATENCY_SECONDS * PATIENCE
+    page.goto(page.url.split("#")[0] + "#/run/demo/sql-repair")
+    page.wait_for_selector(".js-plotly-plot")
+    started = time.monotonic()
+    folder_of(root, "sql-repair").add_history(NUM_STEPS + 2, {"train/reward": 0.75})
+    page.wait_for_function(
+        "() => document.querySelector('#at')?.textContent.startsWith('step 14 (newest)')"
+    )
+    assert time.monotonic() - started < LATENCY_SECONDS * PATIENCE
+    assert captions(page)["Reward"]["train"] == 0.75
+
+
+def test_a_page_that_is_open_before_the_first_step_gets_every_chart(
+    page: Any, serve: Any, root: Path
+) -> None:
+    folder = ModelFolder(root, "demo", "early")
+    folder.create(folder_of(root).read().model_copy(update={"name": "early"}), root / "engine.log")
+    page.goto(serve(make_view(root)).url + "#/run/demo/early")
+    page.wait_for_selector("text=No steps yet.")
+    assert page.locator("#add-metric").count() == 0 or page.locator("#add-metric").is_hidden()
+    folder.add_history(0, {"val/reward": 0.25})
+    page.wait_for_selector(".chart:has-text('Reward')")
+    page.select_option("#add-metric", "val/reward")
+    page.wait_for_function("() => document.querySelectorAll('.chart').length === 2")
+    folder.add_history(1, {"train/reward": 0.5, "loss/entropy": 1.25})
+    page.wait_for_selector(".chart:has-text('Entropy')")
+    found = captions(page)
+    assert found["Reward"] == {"train": 0.5, "validation": 0.25}
+    assert found["Entropy"]["nats"] == 1.25 and found["val/reward"]["value"] == 0.25
+
+
+def test_the_table_of_runs_filters_sorts_and_compares(page: Any, serve: Any, root: Path) -> None:
+    page.goto(serve(make_view(root)).url)
+    page.wait_for_selector("tbody tr")
+    page.get_by_label("Filter").fill("WEBNAV demo/webnav-8")
+    assert page.locator("tbody tr").count() == 1 and page.locator("text=1 of 3 runs").count() == 1
+    page.get_by_label("Filter").fill("")
+    page.get_by_role("button", name="name").click()
+    names = page.locator("tbody th a").all_inner_texts()
+    assert names == ["demo/sql-repair", "demo/webnav-8b", "demo/webnav-lr2e5"]
+    page.get_by_role("button", name="reward").click()
+    page.reload()
+    page.wait_for_selector("tbody tr")
+    rewards = [
+        float(each)
+        for each in page.locator("td:nth-child(3) .number").evaluate_all(
+            "all => all.map(e => e.title)"
+        )
+    ]
+    assert rewards == sorted(rewards, reverse=True) and len(rewards) == 3
+    page.get_by_label("Compare demo/sql-repair").check()
+    page.get_by_label("Compare demo/webnav-8b").check()
+    page.get_by_role("link", name="Compare 2 runs").click()
+    page.wait_for_selector(".js-plotly-plot")
+    expected = {
+        name: rows_of(root, name.split("/")[1])[NUM_STEPS]["train/reward"]
+        for name in ("demo/sql-repair", "demo/webnav-8b")
+    }
+    assert captions(page)["Reward"] == expected
+    page.get_by_label("By").select_option("tokens")
+    page.get_by_label("Also").select_option(HOSTILE_METRIC)
+    page.wait_for_function("() => document.querySelectorAll('.chart').length === 3")
+    page.reload()
+    page.wait_for_selector(".chart:nth-child(3)")
+    page.wait_for_function("() => document.querySelector('.plot')?.data?.length > 1")
+    tokens = "data/step_trainable_assistant_tokens"
+    rows = rows_of(root)
+    xs = page.evaluate("document.querySelector('.plot').data[1].x")
+    assert xs == [sum(rows[s][tokens] for s in range(1, step + 1)) for step in rows]
+
+
+def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> None:
+    page.goto(f"{serve(make_view(root)).url}{RUN}/rollouts/train/1")
+    page.wait_for_selector(".cards")
+    groups = rollouts.groups(folder_of(root), "train", 1)
+    for place, group in enumerate(groups):
+        cards = page.locator("section.rollouts").nth(place).locator("a.card .number")
+        seen = [float(text) for text in cards.evaluate_all("all => all.map(e => e.title)")]
+        assert seen == sorted((each["reward"] for each in group["rollouts"]), reverse=True)
+    assert page.locator(".card.failure").count() == 1
+    assert page.locator(".badge", has_text="dead").count() == 1
+    assert "groups with signal" in page.locator("#show option").all_inner_texts()
+    page.get_by_label("Reward from").fill("0.3")
+    wanted = sum(each["reward"] >= 0.3 for group in groups for each in group["rollouts"])
+    page.wait_for_function("n => document.querySelectorAll('a.card').length === n", arg=wanted)
+    page.reload()
+    page.wait_for_function("n => document.querySelectorAll('a.card').length === n", arg=wanted)
+    page.get_by_label("Reward from").fill("")
+    page.get_by_label("Show").select_option("failures")
+    page.wait_for_function("() => document.querySelectorAll('section.rollouts').length === 1")
+    page.get_by_label("Show").select_option("")
+    page.get_by_label("Text").fill("washit")
+    page.get_by_role("button", name="Search").click()
+    page.wait_for_selector("h2:has-text('Group 4')")
+    page.wait_for_function("() => document.querySelectorAll('section.rollouts').length === 1")
+    page.get_by_label("Split").select_option("val")
+    page.wait_for_function("() => location.hash.includes('/val/10')")
+    # The list has the new value before the page is drawn again.
+    page.wait_for_function(
+        """() => [...document.querySelectorAll("#show option")].at(-1)?.innerText === "answers cut by length" """
+    )
+
+
+@pytest.mark.parametrize("colour", ["logprob", "gap", "ratio", "advantage", "entropy"])
+def test_tokens_have_the_colour_and_the_numbers_of_the_record(
+    page: Any, serve: Any, root: Path, colour: str
+) -> None:
+    page.goto(f"{serve(make_view(root)).url}{ROLLOUT}?colour={colour}&figures=1")
+    found = rollouts.rollout(folder_of(root), "train", 1, 0, 1)
+    sequence, turn = found["sequences"][0], found["histories"][0]["entries"][2]["turn"]
+    tokens = page.locator(".turn.role-assistant .tokens").first.locator(".token")
+    page.wait_for_selector(".token[data-figure]")
+    assert tokens.count() == turn["stop"] - turn["start"]
+    seen = tokens.evaluate_all(
+        "all => all.map(e => [e.className, e.style.getPropertyValue('--level'), Number(e.dataset.place), e.textContent])"
+    )
+    for name, level, place, text in seen:
+        logprob, trainer = sequence["sampled_logprobs"][place], sequence["trainer_logprobs"][place]
+        assert text == sequence["texts"][place]
+        value = {
+            "logprob": logprob,
+            "gap": round(trainer - logprob, 5),
+            "entropy": sequence["entropies"][place],
+        }
+        if colour in value:
+            assert ("minus" in name) == (value[colour] < 0), (text, value[colour])
+        if colour == "logprob":
+            assert float(level) == pytest.approx(min(1, -logprob / 5), abs=1e-3)
+        assert ("clipped" in name) == sequence["is_clipped"][place]
+    for place in (0, 5, 20):
+        tokens.nth(place).hover()
+        index = seen[place][2]
+        tip = page.inner_text("#tip")
+        assert f"log-probability {sequence['sampled_logprobs'][index]} " in tip.replace("e-0", "e-")
+        assert f"id {sequence['ids'][index]}, position {index}" in tip
+        for line in ("ratio", "advantage", "entropy", "gap", "trained"):
+            assert line in tip, tip
+        assert float(re.findall(r"ratio ([\d.e-]+)", tip)[0]) == sequence["ratios"][index]
+        assert float(re.findall(r"trainer's (\S+)", tip)[0]) == sequence["trainer_logprobs"][index]
+
+
+def test_a_ratio_that_is_rounded_to_zero_has_a_colour(page: Any, serve: Any, root: Path) -> None:
+    page.goto(serve(make_view(root)).url)
+    scale = page.evaluate(
+        """async () => (await import("/page/tokens.js")).scaleOf("ratio", [
+            { texts: ["a", "b"], ratios: [0, 2] },
+        ])"""
+    )
+    assert scale == pytest.approx(math.log(1e5))
+
+
+def test_turns_say_where_their_tokens_come_from(page: Any, serve: Any, root: Path) -> None:
+    url = serve(make_view(root)).url
+    page.goto(f"{url}{RUN}/rollout/train/1/3/1?colour=trained")
+    page.wait_for_selector(".origin")
+    first, second = page.locator(".origin").all_inner_texts()
+    assert "ids" in first and "sampled by step 11" in first and "of sequence 0" in first
+    assert "ledger" in second and "changed" in second and "of sequence 1" in second
+    page.goto("about:blank")  # otherwise the elements of the page before are still there
+    page.goto(f"{url}{RUN}/rollout/train/1/5/0")
+    page.wait_for_selector(".badge:text-is('dropped')")
+    assert "the engine's record has expired" in page.inner_text("main")
+    page.goto("about:blank")
+    page.goto(f"{url}{RUN}/rollout/val/5/0/0")
+    page.wait_for_selector(".token")
+    options = page.locator("#colour option").all_inner_texts()
+    assert options == ["log-probability"], "all that the choices have"
+
+
+def test_rollouts_appear_on_a_page_that_was_open_before_them(
+    page: Any, serve: Any, root: Path
+) -> None:
+    folder = ModelFolder(root, "demo", "early")
+    folder.create(folder_of(root).read().model_copy(update={"name": "early"}), root / "engine.log")
+    page.goto(serve(make_view(root)).url + "#/run/demo/early/rollouts")
+    page.wait_for_selector("text=This run has no rollouts on disk.")
+    source = folder_of(root).trajectories_file("train", 1)
+    for step in (1, 2):
+        file = folder.trajectories_file("train", step)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(source.read_bytes())
+        folder.add_history(step, {"train/reward": 0.5})
+        if step == 1:
+            page.wait_for_selector("a.card")
+            page.get_by_label("Text").focus()
+    page.wait_for_function("() => document.querySelector('#steps')?.max === '1'")
+    assert page.evaluate("document.activeElement.id") == "text", "the field keeps the focus"
+    page.get_by_label("Later step").click()
+    page.wait_for_function("() => location.hash.endsWith('/rollouts/train/2')")
+
+
+def test_the_token_tree_states_the_saving_and_opens_rollouts(
+    page: Any, serve: Any, root: Path
+) -> None:
+    page.goto(f"{serve(make_view(root)).url}{RUN}/tree/1/0")
+    page.wait_for_selector(".block")
+    assert re.search(r"626 tokens instead of 1,537: 59.3 % less", page.inner_text(".saving"))
+    board = page.locator(".board").bounding_box()
+    widths = page.locator(".board .block").evaluate_all(
+        "all => all.map(e => e.getBoundingClientRect().width)"
+    )
+    assert len(widths) == 13 and all(width <= board["width"] for width in widths)
+    page.locator(".board .block").first.click()
+    assert "You are a travel agent" in page.inner_text("main pre")
+    page.get_by_role("link", name="rollout 5").click()
+    page.wait_for_selector("b:text-is('rollout 5')")
+
+
+def test_checkpoints_give_names_and_commands_to_copy(page: Any, serve: Any, root: Path) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(f"{serve(make_view(root)).url}{RUN}/checkpoints")
+    best = folder_of(root).best_step("val/reward")
+    row = page.locator("tr", has=page.locator(".badge.good"))
+    assert row.locator("th .number").inner_text() == str(best)
+    page.get_by_role("button", name=f"Copy art export demo/webnav-8b@{best} DIR").click()
+    page.wait_for_selector("text=Copied")
+    assert (
+        page.evaluate("navigator.clipboard.readText()") == f"art export demo/webnav-8b@{best} DIR"
+    )
+
+
+def test_a_running_server_shows_its_time_and_its_jobs(page: Any, serve: Any, root: Path) -> None:
+    served = serve(make_live(root))
+    page.goto(served.url)
+    page.wait_for_selector("h2:text-is('Where the time goes')")
+    assert "51% of the last 10 minutes: the engine samples" in page.inner_text("main")
+    page.get_by_role("link", name="Jobs").click()
+    page.wait_for_selector("text=31 of 48")
+    assert "waits for 1 earlier job, of demo/webnav-8b" in page.inner_text("main")
+    page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
+    page.get_by_role("button", name="No").click()
+    states = {key: each.state for key, each in served.app.state.service.infos.items()}
+    assert states["job-1"] == "queued", "nothing happens without the confirmation"
+    page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
+    page.get_by_role("button", name="Yes, cancel it").click()
+    page.wait_for_selector("text=The job of demo/sql-repair is cancelled.")
+    assert served.app.state.service.infos["job-1"].state == "cancelled"
+    page.get_by_role("link", name="Server").click()
+    page.wait_for_selector("text=the disk is nearly full")
+
+
+def test_a_job_that_runs_again_shows_its_progress(page: Any, serve: Any, root: Path) -> None:
+    served = serve(make_live(root))
+    infos = served.app.state.service.infos
+    error = ErrorDetail(message="the trainer died")
+    infos["job-0"] = infos["job-0"].model_copy(update={"error": error})
+    page.goto(f"{served.url}#/jobs")
+    page.wait_for_selector("[data-job='job-0'] >> text=31 of 48")
+    assert "the trainer died" not in page.inner_text("main")
+
+
+def test_a_closed_page_follows_no_job(page: Any, serve: Any, root: Path) -> None:
+    """Even if it was closed while a refresh of it was under way."""
+    page.goto(f"{serve(make_live(root)).url}#/jobs")
+    page.wait_for_selector("text=31 of 48")
+    held: list[Any] = []
+    page.route("**/api/look/overview", lambda route: held.append(route))
+    page.wait_for_event("request", lambda request: request.url.endswith("/api/look/overview"))
+    page.evaluate(f"location.hash = '{RUN}/checkpoints'")
+    page.wait_for_selector("text=art export")
+    followed: list[str] = []
+    page.on("request", lambda request: followed.append(request.url))
+    with page.expect_response(lambda response: "state=done" in response.url):
+        held[0].continue_()
+    page.wait_for_timeout(300)
+    assert not [url for url in followed if "/events" in url]
+
+
+def test_a_click_survives_a_refresh_while_the_button_is_pressed(
+    page: Any, serve: Any, root: Path
+) -> None:
+    served = serve(make_live(root))
+    page.goto(f"{served.url}#/jobs")
+    cancel = page.get_by_role("button", name="Cancel the job of demo/sql-repair")
+    cancel.hover()
+    page.mouse.down()
+    with page.expect_response(lambda response: "state=done" in response.url):
+        pass  # the list's next refresh
+    page.wait_for_timeout(200)
+    page.mouse.up()
+    page.wait_for_selector("text=Yes, cancel it")
+
+
+def test_cells_that_do_not_change_are_the_same_elements_after_a_refresh(
+    page: Any, serve: Any, root: Path
+) -> None:
+    """A pointer on its way to a button still meets it, whatever the other cells of its row do."""
+    served = serve(make_live(root))
+    infos = served.app.state.service.infos
+    page.goto(f"{served.url}#/jobs")
+    page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
+    yes = page.get_by_role("button", name="Yes, cancel it").element_handle()
+    for waits_for in ("2 earlier jobs", "nothing"):
+        infos["job-1"] = infos["job-1"].model_copy(update={"waits_for": waits_for})
+        page.wait_for_selector(f"text=waits for {waits_for}")
+        assert yes.evaluate("button => button.isConnected")
+    yes.click()
+    page.wait_for_selector("text=The job of demo/sql-repair is cancelled.")
+
+
+def test_times_go_on_while_a_page_is_open(page: Any, serve: Any, root: Path) -> None:
+    page.clock.install()
+    page.goto(f"{serve(make_view(root)).url}{RUN}/checkpoints")
+    shown = page.locator("tbody time").last
+    before = shown.inner_text()
+    page.clock.fast_forward("48:00:00")
+    page.wait_for_function(
+        "before => [...document.querySelectorAll('tbody time')].at(-1).textContent !== before",
+        arg=before,
+    )
+    assert shown.inner_text() == "2 d ago"
+
+
+def test_an_error_is_shown_until_the_next_success(page: Any, serve: Any, root: Path) -> None:
+    page.goto(f"{serve(make_view(root)).url}#/compare?runs=demo/webnav-8b")
+    page.wait_for_selector("#status:text-is('Connected')")
+    page.route("**/history**", lambda route: route.abort())
+    page.get_by_label("By").select_option("hours")
+    page.wait_for_selector("#status.bad:has-text('does not answer')")
+    assert page.get_by_text("by hours since the first step").count() == 2, "the old numbers"
+    page.unroute("**/history**")
+    folder_of(root).add_history(NUM_STEPS + 1, {"train/reward": 0.987})
+    page.wait_for_selector("#status:text-is('Connected')")
+    page.wait_for_selector("[title='0.987']")
+
+
+def test_a_comparison_names_runs_that_are_gone(page: Any, serve: Any, root: Path) -> None:
+    page.goto(f"{serve(make_view(root)).url}#/compare?runs=demo/gone,demo/webnav-8b")
+    page.wait_for_selector(".js-plotly-plot")
+    assert "No such run: demo/gone" in page.inner_text("main")
+    assert captions(page)["Reward"] == {"demo/webnav-8b": rows_of(root)[NUM_STEPS]["train/reward"]}
+
+
+def test_hours_are_those_since_the_first_row(page: Any, serve: Any, root: Path) -> None:
+    rows = [
+        {"step": 0, "val/reward": 0.5, "recorded_at": "2026-01-01T12:00:00+00:00"},
+        {"step": 1, "train/reward": 0.1, "recorded_at": "2026-01-01T10:00:00+00:00"},
+        {"step": 2, "train/reward": 0.2, "recorded_at": "2026-01-01T11:00:00+00:00"},
+    ]
+    file = folder_of(root).path / "history.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page.goto(f"{serve(make_view(root)).url}#/compare?runs=demo/webnav-8b&by=hours")
+    page.wait_for_function("() => document.querySelector('.plot')?.data?.length")
+    plot = page.evaluate(
+        "(({ data, layout }) => [data[0].x, layout.xaxis.range])(document.querySelector('.plot'))"
+    )
+    assert plot == [[2, 0, 1], [0, 2]]
+
+
+def test_the_chosen_step_is_the_newest_again_after_a_rollback(
+    page: Any, serve: Any, root: Path
+) -> None:
+    page.goto(serve(make_view(root)).url + RUN)
+    page.wait_for_selector(".js-plotly-plot")
+    page.get_by_label("Numbers of").focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function(
+        f"() => document.querySelector('#at')?.textContent.startsWith('step {NUM_STEPS - 1},')"
+    )
+    folder_of(root).roll_back(NUM_STEPS - 3)
+    page.wait_for_function(
+        f"() => document.querySelector('#at')?.textContent.startsWith('step {NUM_STEPS - 3} (newest)')"
+    )
+
+
+def test_a_server_with_keys_asks_for_one(page: Any, serve: Any, root: Path) -> None:
+    app = make_view(root)
+    keys: Any = next(each.kwargs["keys"] for each in app.user_middleware)
+    keys.replace((ApiKey(key="right"), ApiKey(key="few", projects=frozenset({"other"}))))
+    page.goto(f"{serve(app).url}{RUN}")
+    page.wait_for_selector("#key-form:not([hidden])")
+    assert page.inner_text("#status") == "The server needs an API key."
+    for key, wanted in (("wrong", "unknown API key"), ("few", "does not cover project 'demo'")):
+        page.get_by_label("API key").fill(key)
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f'main:has-text("{wanted}")')
+        page.wait_for_selector("#key-form:not([hidden])")
+    page.get_by_label("API key").fill("right")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".js-plotly-plot")
+    page.wait_for_selector("#status:text-is('Connected')")
+    assert page.locator("#key-form").is_hidden()
+    page.reload()
+    page.wait_for_selector(".js-plotly-plot")
+    assert page.evaluate("JSON.stringify(localStorage)") == "{}", "the key leaves with the tab"
+    assert "right" not in page.url
+
+
+def test_the_page_says_when_the_server_does_not_answer_and_comes_back(
+    page: Any, serve: Any, root: Path
+) -> None:
+    served = serve(make_view(root))
+    page.goto(served.url)
+    page.wait_for_selector("#status:text-is('Connected')")
+    served.stop()
+    page.wait_for_selector("#status.bad:has-text('does not answer')")
+    folder_of(root).add_history(NUM_STEPS + 1, {"train/reward": 0.987})
+    serve(make_view(root), served.port)
+    page.wait_for_selector("#status:text-is('Connected')")
+    page.wait_for_selector("[title='0.987']")

@@ -1,0 +1,333 @@
+"""The how-to pages that need an engine: their Python and their commands run as they stand, on art/tiny."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import art
+from art_server.base_models import TINY_DIR
+from tests.live import Server
+from tests.pages import SERVERS, blocks, commands, run
+
+pytestmark = pytest.mark.anyio
+
+QUESTION = "respond with yes, no, maybe"
+REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
+NUM_STEPS = 3
+
+
+def score(answer: str | None) -> float:
+    return float((answer or "").strip() == "maybe")
+
+
+async def rollout(model: art.TrainableModel, question: str) -> art.Trajectory:
+    messages: art.Messages = [{"role": "user", "content": question}]
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(), messages=messages, max_tokens=8, logprobs=True
+    )
+    choice = completion.choices[0]
+    reward = score(choice.message.content)
+    return art.Trajectory(messages_and_choices=[*messages, choice], reward=reward)
+
+
+async def graded(model: art.TrainableModel, question: str) -> art.Trajectory:
+    """Rewards of which a group of eight has almost always two, so that it is trained."""
+    trajectory = await rollout(model, question)
+    (said,) = trajectory.messages()[1:]
+    trajectory.reward = REWARDS.get(str(said.get("content")), 0.0)
+    return trajectory
+
+
+async def sample(model: art.TrainableModel) -> list[art.TrajectoryGroup]:
+    return await art.gather_trajectory_groups(
+        (art.TrajectoryGroup(graded(model, QUESTION) for _ in range(8)) for _ in range(32)),
+        min_informative=4,
+    )
+
+
+@pytest.fixture
+async def backend(server: Server) -> AsyncIterator[art.Backend]:
+    async with art.Backend(server.url) as backend:
+        yield backend
+
+
+@pytest.fixture
+async def model(backend: art.Backend) -> art.TrainableModel:
+    """The pages' demo/agent, at step 3 or later."""
+    model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+    await model.register(backend)
+    for _ in range(await model.get_step(), NUM_STEPS):
+        await model.train(await sample(model), art.TrainConfig(learning_rate=1e-3))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def home(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder whose `.art` is the server's folder, with the commands of this environment in PATH."""
+    (tmp_path / ".art").symlink_to(server.path / "art")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("ART_SERVER_URL", server.url)
+    return tmp_path
+
+
+async def shell(line: str) -> str:
+    """What a command prints. It ends with status 0."""
+    process = await asyncio.create_subprocess_shell(
+        line, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    output, errors = await process.communicate()
+    assert process.returncode == 0, (line, errors.decode())
+    return output.decode()
+
+
+def lines(page: str, program: str) -> list[str]:
+    """The lines of bash that call a program."""
+    found = "".join(blocks(page, "bash")).splitlines()
+    return [line for line in found if line.startswith(f"{program} ")]
+
+
+# --- gap.md, read-rollouts.md -----------------------------------------------------------------------------------------
+
+
+async def test_the_gap_is_that_of_float32(
+    model: art.TrainableModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"art": art, "model": model, "groups": await sample(model)}
+    await run("gap.md", 0, names)
+    printed = dict(re.findall(r"(loss/\w+) (\S+)", capsys.readouterr().out))
+    assert float(printed["loss/logprob_gap_mean"]) < 1e-5
+    assert 0.9 < float(printed["loss/importance_ratio_p99"]) < 1.1
+    assert float(printed["loss/corrected_token_fraction"]) == 0.0
+
+
+async def test_rollouts_and_tokens_are_read(
+    model: art.TrainableModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {}
+    await run("read-rollouts.md", 0, names)
+    told = capsys.readouterr().out.splitlines()
+    asked = [line for line in told if line.split() == ["user", *QUESTION.split()]]
+    answers = [line for line in told if line.startswith("    assistant ")]
+    assert len(asked) == len(answers) >= 32
+    assert {each["step"] for each in names["trajectory"]["turns"]} == {2}
+    await run("read-rollouts.md", 1, names)
+    word, gap = capsys.readouterr().out.rsplit(" ", 1)
+    assert word.startswith("'") and 0 < float(gap) < 4e-4
+
+
+async def test_rollouts_are_shown(model: art.TrainableModel) -> None:
+    await art.evaluate(model, rollout, [QUESTION], step=3, seed=1)
+    newest, group, searched, tokens = lines("read-rollouts.md", "art")
+    assert f"demo/agent, step {await model.get_step()}, train" in await shell(newest)
+    assert QUESTION in await shell(group)
+    assert "demo/agent, step 3, val" in await shell(searched)
+    assert "‹" in await shell(tokens), "without colours a number follows each token"
+
+
+def history(name: str) -> list[dict[str, Any]]:
+    file = Path(f".art/demo/models/{name}/history.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# --- environments.md --------------------------------------------------------------------------------------------------
+
+
+async def test_an_environment_trains(
+    backend: art.Backend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = art.TrainableModel(name="player", project="demo", base_model="art/tiny")
+    await model.register(backend)
+    names: dict[str, Any] = {"art": art, "model": model, "STEPS": 14}
+    await run("environments.md", 0, names)
+    await run("environments.md", 1, names)
+    rewards = [row["train/reward"] for row in history("player")]
+    assert len(rewards) == 14 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.9, rewards
+    await run("environments.md", 2, names)
+    assert len(names["groups"]) == 4 and len(names["groups"][0].trajectories) == 4
+    assert "demo/player@14: reward" in capsys.readouterr().out
+
+
+# --- distillation.md --------------------------------------------------------------------------------------------------
+
+
+async def test_a_student_learns_from_its_teacher_s_probabilities(backend: art.Backend) -> None:
+    """The teacher has learnt one answer by heart, which the student gives one time in ten."""
+    teacher = art.TrainableModel(name="teacher", project="demo", base_model="art/tiny")
+    await teacher.register(backend)
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    messages.append({"role": "assistant", "content": "maybe"})
+    known = [art.Trajectory(messages_and_choices=messages)] * 2
+    await teacher.train_sft(known, art.TrainSFTConfig(learning_rate=2e-3, batch_size=2, epochs=16))
+    taught = await art.evaluate(teacher, rollout, [QUESTION], reps=64, seed=1, log=False)
+    names: dict[str, Any] = {"art": art, "backend": backend, "rollout": rollout}
+    names |= {"teacher": teacher, "questions": [QUESTION] * 4, "STEPS": 12}
+    await run("distillation.md", 0, names)
+    learnt = await art.evaluate(names["student"], rollout, [QUESTION], reps=64, seed=1, log=False)
+    assert learnt.reward.mean > 0.8 * taught.reward.mean > 0.4, (learnt, taught)
+    gaps = [row["train/teacher_gap"] for row in history("student") if "train/teacher_gap" in row]
+    assert len(gaps) == 12 and gaps[0] < -0.3 and gaps[-1] > 0.5 * gaps[0], gaps
+    base = art.Model(
+        name="base",
+        project="demo",
+        inference_model_name="art/tiny",
+        inference_base_url=f"{backend.base_url}/v1",
+        inference_api_key="key",
+    )
+    fresh = art.TrainableModel(name="fresh", project="demo", base_model="art/tiny")
+    await fresh.register(backend)
+    group = await art.TrajectoryGroup(rollout(fresh, QUESTION) for _ in range(4))
+    (taught,) = await art.distill([group], base)
+    for trajectory in taught.trajectories:  # step 0 is the base model: nothing to learn
+        assert trajectory.metrics["teacher_gap"] == pytest.approx(0.0, abs=1e-4)
+    await base.close()
+
+
+# --- sft.md -----------------------------------------------------------------------------------------------------------
+
+
+def write_examples(trajectories: list[art.Trajectory]) -> None:
+    rows = [{"messages": each.messages()} for each in trajectories]
+    Path("examples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+async def test_a_warm_start_raises_the_probability_of_its_examples(
+    server: Server, backend: art.Backend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = art.TrainableModel(name="warm", project="demo", base_model="art/tiny")
+    await model.register(backend)
+    before = await art.evaluate(model, rollout, [QUESTION], reps=32, seed=1, log=False)
+    names: dict[str, Any] = {"art": art, "asyncio": asyncio, "model": model, "score": score}
+    names |= {"TEACHER_URL": f"{server.url}/v1", "TEACHER_NAME": "demo/warm", "sample": sample}
+    await run("sft.md", 0, names)
+    first: art.TrainResult = names["result"]
+    assert first.report.turns == {"recomputed": 2} and first.step == 1
+    assert first.metrics["data/step_num_gradient_steps"] == 16
+    loss, accuracy = map(float, capsys.readouterr().out.split()[1:])
+    assert 0 < loss < 2 and 0 < accuracy < 1
+    after = await art.evaluate(model, rollout, [QUESTION], reps=32, seed=1, log=False)
+    assert before.reward.mean < 0.4 and after.reward.mean > 0.9, (before, after)
+
+    write_examples(names["trajectories"])
+    await run("sft.md", 1, names)
+    assert names["result"].step == 5, "one for the file, one for each epoch of the dataset"
+    await run("sft.md", 2, names)
+    assert names["traces"] and names["result"].report.turns == {"recomputed": len(names["traces"])}
+    fresh = art.TrainableModel(name="best", project="demo", base_model="art/tiny")
+    await fresh.register(backend)
+    names |= {"model": fresh}
+    await run("sft.md", 3, names)
+    assert names["result"].step == 1
+    assert names["result"].report.turns.keys() == {"ledger"}, "the sampled tokens themselves"
+
+
+# --- resume.md --------------------------------------------------------------------------------------------------------
+
+
+def keep(groups: list[art.TrajectoryGroup]) -> None:
+    """As if the program had ended between the train call and the deletion of the file."""
+    Path("groups.json").write_text(json.dumps([group.model_dump(mode="json") for group in groups]))
+
+
+async def test_the_same_program_gives_the_same_rewards_again(
+    backend: art.Backend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    await run("resume.md", 0, names)
+    await names["main"]()
+    first = capsys.readouterr().out
+    assert len(first.splitlines()) == names["NUM_STEPS"]
+    await names["main"]()
+    assert capsys.readouterr().out == "", "all steps exist"
+    model = art.TrainableModel(name="resumed", project="howto", base_model="art/tiny")
+    await model.register(backend)
+    await model.delete()
+    await names["main"]()
+    assert capsys.readouterr().out == first
+
+    await model.register(backend)
+    names["model"] = model
+    await run("resume.md", 1, names)
+    made: art.TrainResult = names["result"]
+    keep(names["groups"])
+    await run("resume.md", 1, names)
+    assert names["result"].step == made.step == names["NUM_STEPS"] + 1
+
+
+# --- share-a-server.md ------------------------------------------------------------------------------------------------
+
+
+async def test_the_queue_is_shown_and_its_routes_answer(
+    server: Server, model: art.TrainableModel
+) -> None:
+    running, ended, _ = lines("share-a-server.md", "art")
+    await shell(running)
+    assert "demo/agent" in await shell(ended)
+    with server.client() as client:
+        (job, *_) = client.get("/api/jobs", params={"state": "done"}).json()["jobs"]
+    listed, cancelled, moved = [
+        re.sub(
+            rf"{SERVERS[1]}|\bJOB\b", lambda m: job["job_id"] if m[0] == "JOB" else server.url, line
+        )
+        for line in lines("share-a-server.md", "curl")
+    ]
+    assert json.loads(await shell(listed)) == {"jobs": []}
+    assert json.loads(await shell(cancelled))["error"]["code"] == "job_ended"
+    answer = json.loads(await shell(moved.replace('"OTHER"', "null")))
+    assert answer["error"]["code"] == "not_queued"
+
+
+# --- serve-elsewhere.md -----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import art_server  # first, for torchvision
+import torch
+BASE = {base!r}
+{blocks}
+print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+"""
+
+
+async def test_an_exported_model_answers_as_on_the_server(
+    model: art.TrainableModel, home: Path
+) -> None:
+    adapter, merged, pushed = lines("serve-elsewhere.md", "art")
+    assert "--push" in pushed  # needs an account
+    for line in (adapter, merged):
+        await shell(line.replace("@12", "@3"))
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(3),
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=8,
+        temperature=0,
+    )
+    code = "\n".join(blocks("serve-elsewhere.md", "python"))
+    (home / "program.py").write_text(SCRIPT.format(base=str(TINY_DIR), blocks=code))
+    answers = (await shell(f"{sys.executable} program.py")).splitlines()
+    assert answers == [completion.choices[0].message.content] * 2
+
+
+VLLM = """
+import art_server  # first, for torchvision
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for words in json.loads(sys.argv[1]):
+    make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+"""
+
+
+def test_vllm_has_the_flags() -> None:
+    calls = commands("serve-elsewhere.md", "vllm")
+    assert {words.pop(0) for words in calls} == {"serve"}
+    command = [sys.executable, "-c", VLLM, json.dumps(calls)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-1000:]

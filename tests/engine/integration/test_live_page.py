@@ -1,0 +1,115 @@
+"""The page over a live server with vLLM, in Chromium: its numbers are those of the files, a step appears by itself, a
+job is cancelled, and tokens have the numbers that were recorded."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.engine.browser.conftest import browser, page
+from tests.engine.browser.test_page import captions
+from tests.live import PROJECT, Server, register, sampled_group, train_one_step
+
+__all__ = ["browser", "page"]  # fixtures
+
+NAME = "paged"
+REWARD = f"[data-run='{PROJECT}/{NAME}'] td:nth-child(3) .number"
+
+
+def rows_of(server: Server) -> dict[int, dict[str, Any]]:
+    lines = (server.model_dir(NAME) / "history.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def trained(server: Server) -> Server:
+    register(server, NAME)
+    for _ in range(2):
+        train_one_step(server, NAME)
+    return server
+
+
+def test_the_numbers_of_a_live_run_are_those_of_its_history(page: Any, trained: Server) -> None:
+    page.goto(f"{trained.url}/#/run/{PROJECT}/{NAME}")
+    page.wait_for_selector(".js-plotly-plot")
+    page.get_by_label("Numbers of").focus()
+    for step in (2, 1):
+        row, found = rows_of(trained)[step], captions(page)
+        assert found["Reward"]["train"] == row["train/reward"]
+        assert found["Entropy"]["nats"] == row["loss/entropy"]
+        assert found["Gap of log-probabilities"]["mean"] == row["loss/logprob_gap_mean"]
+        seconds = found["Seconds of a step"]
+        assert seconds["train"] == row["time/job_train_s"]
+        assert seconds["load"] == row["time/job_load_s"]
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_function(
+            "() => document.querySelector('#at')?.textContent.startsWith('step 1')"
+        )
+
+
+def test_a_new_step_appears_by_itself(page: Any, trained: Server) -> None:
+    page.goto(trained.url)
+    page.wait_for_selector("text=Connected")
+    page.wait_for_selector(REWARD)
+    row = "[data-run='tests/paged'] td:nth-child(2) .number"
+    before = int(page.inner_text(row))
+    ended = train_one_step(trained, NAME)
+    assert ended["step"] == before + 1
+    reward = rows_of(trained)[before + 1]["train/reward"]
+    for place, field, value in ((row, "textContent", str(before + 1)), (REWARD, "title", reward)):
+        page.wait_for_function(
+            "([place, field, value]) => document.querySelector(place)?.[field] == value",
+            arg=[place, field, value],
+        )
+
+
+def test_a_job_is_cancelled_from_the_page(page: Any, trained: Server) -> None:
+    """A job in the queue, behind one of 256 optimizer steps, which lasts longer than the clicks."""
+    step = max(rows_of(trained))
+    events: dict[str, dict[str, Any]] = {}
+
+    def run(name: str, groups: list[dict[str, Any]], passes: int, mini_batches: int) -> None:
+        config = {"learning_rate": 1e-5, "passes": passes, "mini_batches": mini_batches}
+        body = {"groups": groups, "config": config}
+        with trained.client() as client:
+            answer = client.post(f"/api/models/{PROJECT}/{NAME}/train", json=body)
+        events[name] = json.loads(answer.text.splitlines()[-1])
+
+    with trained.client() as client:
+        groups = [sampled_group(client, f"{PROJECT}/{NAME}", 8) for _ in range(4)]
+    jobs = [
+        threading.Thread(target=run, args=arguments)
+        for arguments in (("first", groups, 64, 4), ("second", groups[:1], 1, 1))
+    ]
+    page.goto(f"{trained.url}/#/jobs")
+    page.wait_for_selector("text=Connected")
+    for job in jobs:
+        job.start()
+        time.sleep(0.2)
+    page.wait_for_selector("text=waits for 1 earlier job")
+    page.get_by_role("button", name=f"Cancel the job of {PROJECT}/{NAME}").last.click()
+    page.get_by_role("button", name="Yes, cancel it").click()
+    page.wait_for_selector(f"text=The job of {PROJECT}/{NAME} is cancelled.")
+    for job in jobs:
+        job.join()
+    assert events["second"]["error"]["code"] == "cancelled", events["second"]
+    assert events["first"]["step"] == step + 1, "the other job is not touched"
+
+
+def test_tokens_have_the_recorded_numbers(page: Any, trained: Server) -> None:
+    newest = max(rows_of(trained))
+    train_one_step(trained, NAME)
+    record = load_file(trained.model_dir(NAME) / "tokens" / f"{newest + 1:04d}.safetensors")
+    address = f"#/run/{PROJECT}/{NAME}/rollout/train/{newest + 1}/0/0?colour=logprob&figures=1"
+    page.goto(f"{trained.url}/{address}")
+    page.wait_for_selector(".token[data-figure]")
+    seen = page.locator(".turn.role-assistant .tokens .token").evaluate_all(
+        "all => all.map(e => [Number(e.style.getPropertyValue('--level')), Number(e.dataset.place)])"
+    )
+    assert seen
+    logprobs = record["sampled_logprobs_T"]  # the first rollout's are the first
+    for level, place in seen:
+        assert level == pytest.approx(min(1, -float(logprobs[place]) / 5), abs=2e-3)

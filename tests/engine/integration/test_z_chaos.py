@@ -1,0 +1,151 @@
+"""Killed processes: nothing acknowledged is lost, nothing is done twice, no process is left over. Runs last, because it
+restarts the server that the other tests share."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live import (
+    PROJECT,
+    Server,
+    chat,
+    descendants,
+    find_process,
+    register,
+    sampled_group,
+    train,
+    train_one_step,
+)
+
+ENGINE = "art_server.in_vllm.child"
+"""The process that vLLM's API server runs in."""
+CORE = "VLLM::EngineCore"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids: set[int], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while any(is_alive(pid) for pid in pids):
+        left = [pid for pid in pids if is_alive(pid)]
+        assert time.monotonic() < deadline, f"processes left: {left}"
+        time.sleep(0.1)
+
+
+def test_the_engine_dies_under_load(server: Server) -> None:
+    """Its core, of which vLLM's API process knows first: that answers with errors, then ends. Sixteen requests at a time:
+    each is answered or rejected as retryable; the next ones succeed."""
+    register(server, "load")
+    train_one_step(server, "load")
+    killed = threading.Event()
+
+    def ask(number: int) -> tuple[int, dict[str, Any]]:
+        with server.client() as client:
+            body = {
+                "model": f"{PROJECT}/load",
+                "messages": [{"role": "user", "content": f"Repeat: one two three {number}"}],
+                "max_tokens": 200,
+                "ignore_eos": True,
+                "stream": number % 4 == 0,
+            }
+            response = client.post("/v1/chat/completions", json=body)
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        if not events:  # a whole answer, or an error before a stream began
+            return response.status_code, response.json()
+        assert events[-1] == "[DONE]"
+        return response.status_code, json.loads(events[-2])
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        futures = [pool.submit(ask, number) for number in range(48)]
+        time.sleep(1.0)
+        old = find_process(server, ENGINE)
+        os.kill(find_process(server, CORE), signal.SIGKILL)
+        killed.set()
+        results = [future.result(timeout=200) for future in futures]
+    for status, body in results:
+        if "error" in body:
+            assert body["error"]["retryable"] is True and "repeat" in body["error"]["message"]
+        else:
+            assert status == 200 and body["choices"]
+    assert sum("error" not in body for _, body in results) >= 36, (
+        "only begun streams may be told to repeat"
+    )
+    with server.client() as client:
+        choice = chat(client, f"{PROJECT}/load")["choices"][0]
+        assert choice["art"]["step"] == 1
+    assert find_process(server, ENGINE) != old
+
+
+def test_the_server_is_killed_between_steps(server: Server) -> None:
+    register(server, "between")
+    assert train_one_step(server, "between")["step"] == 1
+    assert server.process is not None
+    family = descendants(server.process.pid)
+    assert len(family) >= 3
+    server.kill()
+    wait_until_gone(family)
+    server.start()
+    with server.client() as client:
+        assert client.get(f"/api/models/{PROJECT}/between").json()["step"] == 1
+        group = sampled_group(client, f"{PROJECT}/between")  # waits for the engine
+        done = train(client, "between", [group])[-1]
+    assert done["step"] == 2
+    optimizer = server.model_dir("between") / "checkpoints" / "0002" / "optimizer.safetensors"
+    from safetensors.torch import load_file
+
+    steps = {float(value) for key, value in load_file(optimizer).items() if key.endswith("step")}
+    assert steps == {2.0}, "the optimizer went on from the state of step 1"
+
+
+def test_the_server_is_killed_during_a_step(server: Server) -> None:
+    """The job was acknowledged, so it ends exactly once: after the restart, under the same key."""
+    register(server, "during")
+    with server.client() as client:
+        model = f"{PROJECT}/during"
+        prompt = [{"role": "user", "content": "Repeat: " + "one two three " * 60}]
+        options = {"max_tokens": 160, "ignore_eos": True, "messages": prompt}
+        groups = [sampled_group(client, model, size=8, **options) for _ in range(5)]
+    body = json.dumps({"groups": groups, "config": {"learning_rate": 1e-4}}).encode()
+    headers = {"idempotency-key": "during-1", "content-type": "application/json"}
+    url = f"/api/models/{model}/train"
+    family: set[int] = set()
+    with (
+        pytest.raises(httpx.TransportError),
+        server.client() as client,
+        client.stream("POST", url, content=body, headers=headers) as response,
+    ):
+        for line in response.iter_lines():
+            if json.loads(line).get("phase") == "train":
+                assert server.process is not None
+                family = descendants(server.process.pid)
+                server.kill()
+    wait_until_gone(family)
+    checkpoints = server.model_dir("during") / "checkpoints"
+    assert [p.name for p in checkpoints.iterdir() if p.name.isdigit()] == ["0000"]
+    server.start()
+    with server.client() as client:
+        events = client.post(url, content=body, headers=headers).text.splitlines()
+        done = json.loads(events[-1])
+        assert done["event"] == "done" and done["step"] == 1
+        assert client.get(f"/api/models/{model}").json()["step"] == 1
+        assert (
+            json.loads(client.post(url, content=body, headers=headers).text.splitlines()[-1])
+            == done
+        )
+        assert chat(client, model)["choices"][0]["art"]["step"] == 1
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["0000", "0001"]
+    history = (server.model_dir("during") / "history.jsonl").read_text().splitlines()
+    assert len(history) == 1

@@ -1,0 +1,2 @@
+from tests.quick.client.conftest import groups, model  # noqa: F401
+from tests.quick.docs.conftest import backend, fake  # noqa: F401

@@ -1,0 +1,42 @@
+"""The client runs on Windows and macOS: here in processes without the modules and functions that these lack, and with
+their `sys.platform`. (`os.name` stays: with another one pathlib would make paths of Windows.)"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT
+
+UNIX_ONLY = {
+    "environments/scorer.py": {"fork", "killpg", "setrlimit", "setsid", "SIGKILL"},
+    "rewards/code.py": {"killpg", "SIGKILL"},
+    "skypilot/tunnel.py": {"killpg"},
+}
+"""Parts of the client that docs/howto/platforms.md names as Unix's own."""
+
+
+@pytest.mark.parametrize(("system", "missing"), [("Windows", UNIX_ONLY), ("Darwin", {})])
+def test_the_client_calls_nothing_that_a_system_lacks(
+    system: str, missing: dict[str, set[str]]
+) -> None:
+    """By the type checker, which knows what Python has on each system."""
+    command = [
+        str(Path(sys.prefix) / "bin" / "pyright"),
+        "--pythonplatform",
+        system,
+        "--outputjson",
+    ]
+    ran = subprocess.run(
+        [*command, "art_client/art"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found: dict[str, set[str]] = {}
+    for each in json.loads(ran.stdout)["generalDiagnostics"]:
+        named = re.match(r'"(\w+)" is not a known attribute of module', each["message"])
+        if named is not None:
+            file = each["file"].split("/art_client/art/")[1]
+            found.setdefault(file, set()).add(named[1])
+    assert found == missing

@@ -1,0 +1,85 @@
+"""Thousands of jobs, and a week of the clock: nothing grows but what is meant to be kept."""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from art_server import clock
+from art_server.jobs import queue as queue_module
+from art_server.store.registry import Model
+from tests.quick.jobs import test_runner
+from tests.quick.jobs.test_runner import House, quick, running  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(3600)]
+
+NUM_JOBS = 10_000 if os.environ.get("ART_TEST_FULL") else 400
+MAX_GROWTH_BYTES = 1 << 20
+"""Of what Python holds. A process that ran other tests moves by more than that by itself (its heap is in pieces)."""
+
+
+def held() -> tuple[int, int, int, int]:
+    """Handles, threads, tasks and objects that Python tracks."""
+    gc.collect()
+    process = psutil.Process()
+    return (
+        process.num_fds(),
+        threading.active_count(),
+        len(asyncio.all_tasks()),
+        len(gc.get_objects()),
+    )
+
+
+async def keep_ten(model: Model) -> None:
+    """As `--keep-last` does."""
+    await asyncio.to_thread(model.folder.remove_steps, model.folder.steps()[:-10])
+
+
+async def make_steps(house: House, num: int) -> None:
+    for _ in range(num // 20):
+        jobs = [house.add_job("a") for _ in range(20)]
+        house.runner._wake.set()
+        assert await house.wait(*jobs) == ["done"] * 20
+        house.trainer.tasks.clear()
+        house.trainer.batches.clear()
+
+
+@pytest.fixture
+def memory_traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("memory_traced")
+async def test_jobs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "MAX_ENDED", 50)
+    monkeypatch.setattr(test_runner, "SECONDS", 120.0)
+    async with running(tmp_path, "a", retain=keep_ten) as house:
+        await make_steps(house, NUM_JOBS // 2)
+        house.queue.prune()
+        # Python's pool of threads grows to its limit whenever all of its threads are busy.
+        await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.05) for _ in range(64)))
+        before, size = held(), (tmp_path / "jobs.sqlite").stat().st_size
+        memory = tracemalloc.get_traced_memory()[0]
+        await make_steps(house, NUM_JOBS // 2)
+        later = clock.now() + 8 * 86400
+        monkeypatch.setattr(clock, "now", lambda: later)
+        house.queue.prune()
+        after, grown = held(), tracemalloc.get_traced_memory()[0] - memory
+        assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True))
+        assert after[3] - before[3] < 1000 + NUM_JOBS // 2
+        assert grown < MAX_GROWTH_BYTES
+        assert (tmp_path / "jobs.sqlite").stat().st_size <= size + 4096 * 20
+        assert len(house.queue.jobs(None, ("done",), limit=1000)) == 50
+        assert house.registry.get("p", "a").step == NUM_JOBS // 20 * 20
+        assert len(house.engine.adapters) <= 2
+        for state in (house.runner._positions, house.runner._holds, house.runner._deaths):
+            assert not state

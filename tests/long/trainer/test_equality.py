@@ -1,0 +1,57 @@
+"""A tree is its sequences: the same loss and the same gradient, for every member of the family and three architectures."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from art_server.trainer.policy import Policy
+from tests.architectures import ARCHITECTURES, CONFIGS
+from tests.forests import assert_tree_equals_rows
+
+EXAMPLES = {
+    "deadline": None,
+    # Shrinking would take minutes, and a seed shrinks to nothing telling.
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate],
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+
+
+FORESTS = {
+    "seed": st.integers(0, 100_000),
+    "budget": st.integers(3, 600),
+    "noise": st.sampled_from([1e-4, 0.05, 0.5]),
+    "is_plain": st.booleans(),
+}
+
+
+@pytest.mark.parametrize(
+    ("started", "name"),
+    # The loss does not depend on the model: one architecture has all of them, the others the three kinds of ratios.
+    [
+        (architecture, name)
+        for architecture in ARCHITECTURES
+        for name in sorted(CONFIGS)
+        if architecture == "llama" or name in ("grpo", "gspo", "geometric")
+    ],
+    indirect=["started"],
+)
+@settings(max_examples=4, **EXAMPLES)
+@given(**FORESTS)
+@example(  # with GSPO, queries and keys without a gradient
+    seed=206, budget=113, noise=0.05, is_plain=True
+)
+@example(  # every trajectory with signal is cut short
+    seed=4088, budget=128, noise=0.5, is_plain=True
+)
+def test_tree_equals_rows_for_each_loss(
+    started: tuple[Policy, Path],
+    tmp_path: Path,
+    name: str,
+    seed: int,
+    budget: int,
+    noise: float,
+    is_plain: bool,
+) -> None:
+    assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise, is_plain)

@@ -1,0 +1,178 @@
+"""`/openapi.json` and docs/routes.md say what the application does; and nothing that fits the description, or does not, ends
+in a 500 or a hang."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from art_protocol.wire import LoRAConfig
+from art_server.api import art_wire, checkpoints, control
+from art_server.api.openapi import bodies_of, route_table
+from art_server.app import make_app
+from art_server.service import Service
+from art_server.settings import ApiKey, ServerConfig
+from art_server.store.model_folder import CheckpointRecord, ModelRecord
+
+KEY = {"authorization": "Bearer all"}
+PAGE = (Path(__file__).parents[3] / "docs" / "routes.md").read_text()
+SECONDS = 20.0
+"""For one request that waits for nothing."""
+# The iterator of its metaclass has no types.
+EVERY_CHECK = cast(list[HealthCheck], list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
+    """With one model, and no base model, so that no engine starts."""
+    keys = (ApiKey(key="all"), ApiKey(key="infer-only", scopes=frozenset({"infer"})))
+    config = ServerConfig(path=tmp_path_factory.mktemp("art"), api_keys=keys)
+    service = Service(config)
+    folder = service._registry.folder("p", "a")
+    folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
+    record = ModelRecord(name="a", project="p", base_model="base", lora=LoRAConfig())
+    folder.create(record, service._processes.engine.log_path)
+    service._registry.add(folder, record)
+    return make_app(service, config, inference_port=None)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def send(app: FastAPI, method: str, path: str, **more: Any) -> httpx.Response:
+    async def request() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+            asyncio.timeout(SECONDS),
+        ):
+            return await client.request(method, path, **more)
+
+    return asyncio.run(request())
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for each in value.values():
+            yield from references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+def test_every_route_that_takes_a_body_shows_it(app: FastAPI) -> None:
+    described = send(app, "GET", "/openapi.json", headers=KEY).json()
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            takes_one = method in ("post", "put") and path != "/close"
+            assert ("requestBody" in operation) == takes_one, (method, path)
+    known = described["components"]["schemas"]
+    assert {each.rpartition("/")[2] for each in references(described)} <= known.keys()
+    assert "expected_step" in known["TrainRequest"]["properties"]
+
+
+def test_the_page_of_routes_is_what_the_application_serves(app: FastAPI) -> None:
+    assert PAGE.endswith("\n\n" + route_table(app)), "run scripts/pages"
+
+
+@pytest.mark.parametrize("row", PAGE.splitlines()[8:])
+def test_a_row_of_the_page_is_true(app: FastAPI, row: str) -> None:
+    _, method, path, scope, limit, _ = (part.strip().strip("`") for part in row.split("|"))
+    path = re.sub(
+        r"{(project)}", "p", re.sub(r"{(name)}", "a", re.sub(r"{(job_id|step|session)}", "0", path))
+    )
+    if not scope.startswith("none"):
+        assert send(app, method, path).status_code == 401
+        status = send(app, method, path, headers={"authorization": "Bearer infer-only"}).status_code
+        assert (status != 403) == (scope == "infer")
+    if limit == "none" or "jobs" in path:  # there is no job to ask for
+        return
+    found = {"4 MB": 4, "8 GiB": 8 * 2**10, "`--max-body-mb": 512, "--max-body-mb": 512}
+    mb = next(size for name, size in found.items() if limit.startswith(name))
+    too_long = {**KEY, "content-length": str((mb + 1) * 2**20), "content-type": "application/json"}
+    if "8 GiB" in limit:
+        too_long["content-range"] = f"bytes 0-1/{(mb + 1) * 2**20}"
+    assert send(app, method, path, headers=too_long, content=b"{}").status_code in (409, 413, 422)
+
+
+# --- whatever is sent ---
+
+
+def told(response: Any) -> None:
+    """Success, or an error that says what is wrong."""
+    assert response.status_code != 500, response.text
+    if response.status_code >= 400 and response.url.path != "/ready":
+        assert response.json()["error"]["message"], response.text
+
+
+OPERATIONS = [
+    (row.split("|")[1].strip(), row.split("|")[2].strip().strip("`"))
+    for row in PAGE.splitlines()[8:]
+    if "PUT" not in row  # tests/quick/checkpoints has tars of all kinds
+]
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+@settings(max_examples=12, deadline=None, suppress_health_check=EVERY_CHECK)
+@given(data=st.data())
+def test_what_fits_the_description_is_answered(
+    method: str, path: str, app: FastAPI, data: st.DataObject
+) -> None:
+    described = schemathesis.openapi.from_dict(app.openapi())
+    case = data.draw(described[path][method].as_strategy())
+    sent = case.as_transport_kwargs(base_url="http://127.0.0.1")
+    more = {name: sent[name] for name in ("params", "json", "data") if sent.get(name) is not None}
+    headers = {**(sent.get("headers") or {}), **KEY}
+    if isinstance(more.get("data"), bytes):
+        more["content"] = more.pop("data")
+    told(send(app, method, sent["url"], headers=headers, **more))
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/api/jobs?limit=0", "limit"),
+        ("/api/jobs?limit=many", "limit"),
+        ("/api/look/models/p/a/trees/x/0", "step"),
+        ("/api/look/models/p/a/rollouts/train/0/-1/0", "group"),
+    ],
+)
+def test_a_parameter_that_does_not_fit_is_named(path: str, param: str, app: FastAPI) -> None:
+    answer = send(app, "GET", path, headers=KEY)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (422, "bad_parameter", param)
+    assert f"{param} in the " in error["message"] and "many" not in error["message"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+BODIES = bodies_of(each for part in (art_wire, checkpoints, control) for each in part.router.routes)
+
+
+@pytest.mark.parametrize("path", sorted({path for _, path in BODIES} | {"/v1/chat/completions"}))
+@settings(max_examples=12, deadline=None, suppress_health_check=EVERY_CHECK)
+@given(body=st.binary(max_size=60) | JSON)
+def test_what_does_not_fit_is_told(path: str, app: FastAPI, body: Any) -> None:
+    path = path.format(project="p", name="a", job_id="x")
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    told(send(app, "POST", path, headers=KEY, content=content))

@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from art_server.base_models import TINY_DIR
+from art_server.trainer.checkpoint import write_first_checkpoint
+from art_server.trainer.optimizer import STATE_KEYS
+from art_server.trainer.policy import outline_adapter
+from tests.quick.checkpoints.house import TINY_LORA
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of TINY_LORA on art/tiny that changes its answers, with optimizer state; not to be written into."""
+    folder = tmp_path_factory.mktemp("adapter")
+    write_first_checkpoint(str(TINY_DIR), TINY_LORA, 0, folder)
+    file = folder / "adapter_model.safetensors"
+    chance = torch.Generator().manual_seed(1)
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        tensors[name] = torch.randn(tensor.shape, generator=chance) * 0.05
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = outline_adapter(str(TINY_DIR), TINY_LORA)
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            values = torch.tensor(3.0), torch.ones(parameter.shape), torch.ones(parameter.shape)
+            state |= {f"{name}.{key}": value for key, value in zip(STATE_KEYS, values, strict=True)}
+    save_file(state, folder / "optimizer.safetensors")
+    return folder

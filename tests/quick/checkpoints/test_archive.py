@@ -1,0 +1,281 @@
+"""The tar of a checkpoint: the same bytes each time, and of what comes in only a whole checkpoint, whatever else it holds."""
+
+import io
+import json
+import struct
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from art_server.checkpoints.adapter import read_adapter
+from art_server.checkpoints.archive import CheckpointTar, Description, describe, unpack
+from art_server.errors import InvalidInput
+from art_server.store.model_folder import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    CONTENT_FILES,
+    DESCRIPTION_FILE,
+    OPTIMIZER_FILE,
+    copy_content,
+)
+from tests.quick.checkpoints.house import TINY_LORA, add_model
+
+MANY = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Description]:
+    """A checkpoint's folder and its description."""
+    folder = add_model(tmp_path_factory.mktemp("path"), tiny_adapter, steps=2)
+    return folder.checkpoint_dir(1), describe(folder, folder.read(), 1)
+
+
+@pytest.fixture(scope="module")
+def whole(made: tuple[Path, Description]) -> bytes:
+    return b"".join(CheckpointTar(*made).read())
+
+
+def taken_in(data: bytes, folder: Path) -> Description:
+    """A fresh folder each time: a property test has one `tmp_path` for all its examples."""
+    target = folder / str(len(list(folder.iterdir())))
+    return unpack(io.BytesIO(data), target)
+
+
+def test_a_tar_is_the_same_each_time_and_is_read_back(
+    made: tuple[Path, Description], whole: bytes, tmp_path: Path
+) -> None:
+    tar = CheckpointTar(*made)
+    assert (b"".join(tar.read()), len(whole)) == (whole, tar.size)
+    with tarfile.open(fileobj=io.BytesIO(whole)) as theirs:
+        assert theirs.getnames() == [DESCRIPTION_FILE, *sorted(CONTENT_FILES)]
+    description = taken_in(whole, tmp_path)
+    assert description == made[1] and description.lora == TINY_LORA
+    for name in CONTENT_FILES:
+        assert (tmp_path / "0" / name).read_bytes() == (made[0] / name).read_bytes()
+
+
+@MANY
+@given(data=st.data())
+def test_any_part_of_a_tar_is_that_part(
+    data: st.DataObject, made: tuple[Path, Description], whole: bytes
+) -> None:
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    assert b"".join(CheckpointTar(*made).read(start, stop)) == whole[start:stop]
+
+
+def test_a_tar_that_is_being_read_outlives_its_step(
+    tiny_adapter: Path, whole: bytes, tmp_path: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    tar = CheckpointTar(folder.checkpoint_dir(1), describe(folder, folder.read(), 1))
+    folder.remove_steps([1])
+    assert b"".join(tar.read()) == whole
+
+
+def test_a_dropped_optimizer_makes_another_tar(tiny_adapter: Path, tmp_path: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    data, etags = b"", set[str]()
+    for _ in range(2):
+        tar = CheckpointTar(folder.checkpoint_dir(1), describe(folder, folder.read(), 1))
+        data, etags = b"".join(tar.read()), etags | {tar.etag}
+        (folder.checkpoint_dir(1) / OPTIMIZER_FILE).unlink(missing_ok=True)
+    assert len(etags) == 2
+    assert OPTIMIZER_FILE not in taken_in(data, tmp_path).files
+
+
+MEMBERS = st.sampled_from([DESCRIPTION_FILE, *CONTENT_FILES])
+NAMES = MEMBERS | st.sampled_from(
+    ["../x", "/etc/passwd", "a/b", "", ".", "..", "adapter_model.bin", "x" * 300, "é.json"]
+)
+KINDS = st.sampled_from(
+    [tarfile.REGTYPE] * 6
+    + [tarfile.AREGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE]
+    + [tarfile.CHRTYPE, tarfile.CONTTYPE, tarfile.GNUTYPE_SPARSE, tarfile.XHDTYPE]
+)
+
+
+@MANY
+@given(members=st.lists(st.tuples(NAMES, KINDS, st.binary(max_size=40)), max_size=6))
+def test_no_member_leaves_the_folder_whatever_it_is_called(
+    members: list[tuple[str, bytes, bytes]], made: tuple[Path, Description], tmp_path: Path
+) -> None:
+    """Behind a good description come members of any name and kind."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        add(tar, DESCRIPTION_FILE, made[1].model_dump_json().encode())
+        for name, kind, content in members:
+            add(tar, name, content, kind)
+    number = len(list(tmp_path.iterdir()))
+    with pytest.raises(InvalidInput) as error:
+        taken_in(buffer.getvalue(), tmp_path)
+    assert error.value.code in ("bad_tar", "broken_checkpoint") and len(error.value.message) < 400
+    folder = tmp_path / str(number)
+    assert {entry.name for entry in folder.iterdir()} <= {*CONTENT_FILES}
+    assert all(entry.is_file() and not entry.is_symlink() for entry in folder.iterdir())
+    assert len(list(tmp_path.iterdir())) == number + 1
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes, kind: bytes = tarfile.REGTYPE) -> None:
+    member = tarfile.TarInfo(name)
+    member.type, member.size, member.linkname = kind, len(content), "/etc/passwd"
+    tar.addfile(member, io.BytesIO(content))
+
+
+@MANY
+@given(cut=st.integers(0, 2**20), place=st.integers(0, 2**20), bit=st.integers(0, 7))
+def test_a_tar_that_was_cut_or_changed_is_refused_or_the_same(
+    cut: int, place: int, bit: int, whole: bytes, made: tuple[Path, Description], tmp_path: Path
+) -> None:
+    data = bytearray(whole)
+    data[place % len(data)] ^= 1 << bit
+    for spoilt in (bytes(data), whole[: cut % len(whole)]):
+        try:
+            description = taken_in(spoilt, tmp_path)
+        except InvalidInput:
+            continue
+        # A bit of padding, of an unused field of a header, of the job's metrics.
+        assert description.files == made[1].files
+
+
+@MANY
+@given(data=st.binary(max_size=2000))
+def test_no_bytes_make_a_tar_by_chance(data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput):
+        taken_in(data, tmp_path)
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------
+
+
+def adapter(tmp_path: Path, source: Path, **changes: Any) -> Path:
+    """The adapter with other values in its configuration."""
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    copy_content(source, folder)
+    config = json.loads((folder / CONFIG_FILE).read_text()) | changes
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    return folder
+
+
+def test_an_adapter_tells_its_shape_and_base(tmp_path: Path, tiny_adapter: Path) -> None:
+    lora, base = read_adapter(adapter(tmp_path, tiny_adapter, base_model_name_or_path="org/base"))
+    assert (lora, base) == (TINY_LORA, "org/base")
+    lora, base = read_adapter(
+        adapter(tmp_path, tiny_adapter, target_modules=r".*\.(q|v)_proj", base_model_name_or_path=1)
+    )
+    assert (lora.target_modules, base) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "LOHA"}, "only 'LORA'"),
+        ({"task_type": "SEQ_CLS"}, "only 'CAUSAL_LM'"),
+        ({"r": 8}, r"shape .* not of rank 8"),
+        ({"r": True}, "r is True"),
+        ({"r": 513}, "1 to 512"),
+        ({"lora_alpha": -1}, "positive"),
+        ({"bias": "all"}, "only 'none'"),
+        ({"use_dora": True}, "use_dora is set"),
+        ({"use_rslora": True}, "use_rslora is set"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is set"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
+        ({"target_modules": [1]}, "names of layers"),
+        ({"target_modules": {}}, "list of names"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused_by_its_field(
+    changes: dict[str, Any], words: str, tmp_path: Path, tiny_adapter: Path
+) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        read_adapter(adapter(tmp_path, tiny_adapter, **changes))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    (
+        *("peft_type", "task_type", "r", "lora_alpha", "bias", "target_modules", "unknown"),
+        *("init_lora_weights", "use_dora", "rank_pattern", "base_model_name_or_path"),
+    )
+)
+
+
+@MANY
+@given(changes=st.dictionaries(FIELDS, JSON, max_size=4))
+def test_any_configuration_is_read_or_refused(
+    changes: dict[str, Any], tmp_path: Path, tiny_adapter: Path
+) -> None:
+    try:
+        lora, base = read_adapter(adapter(tmp_path, tiny_adapter, **changes))
+    except InvalidInput as error:
+        assert error.code == "bad_adapter" and len(error.message) < 400
+    else:
+        assert lora.rank == 4 and lora.alpha > 0 and (base is None or isinstance(base, str))
+
+
+@MANY
+@given(
+    data=st.binary(max_size=200)
+    | st.just(b"[" * 100_000)
+    | JSON.map(lambda v: json.dumps(v).encode())
+)
+def test_any_configuration_file_is_refused_in_words(
+    data: bytes, tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = adapter(tmp_path, tiny_adapter)
+    (folder / CONFIG_FILE).write_bytes(data)
+    with pytest.raises(InvalidInput):
+        read_adapter(folder)
+
+
+def tensors_file(header: Any, size: int) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(size)
+
+
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+B = A.replace("lora_A", "lora_B")
+
+
+def tensor(shape: list[int], start: int, kind: str = "F32", width: int = 4) -> dict[str, Any]:
+    size = width
+    for each in shape:
+        size *= each
+    return {"dtype": kind, "shape": shape, "data_offsets": [start, start + size]}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x80\x04\x95pickle", "not a safetensors file"),
+        (struct.pack("<Q", 2**62) + b"{}", "not a safetensors file"),
+        (tensors_file({A: tensor([4, 2], 0)}, 8), "not a safetensors file"),
+        (tensors_file({A: tensor([4, 2], 0), B: tensor([2, 4], 0)}, 32), "not a safetensors file"),
+        (tensors_file({}, 0), "holds no tensors"),
+        (tensors_file({A: tensor([4, 2], 0)}, 32), "only lora_A"),
+        (tensors_file({A: tensor([2, 4], 0)}, 32), "not of rank 4"),
+        (tensors_file({A: tensor([8], 0)}, 32), "must be a matrix"),
+        (tensors_file({A: tensor([4, 2], 0, "I32")}, 32), "must be a matrix"),
+        (tensors_file({"lm_head.weight": tensor([4, 2], 0)}, 32), "PEFT gives a LoRA matrix"),
+    ],
+)
+def test_what_is_no_adapter_s_weights_is_refused(
+    data: bytes, words: str, tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = adapter(tmp_path, tiny_adapter)
+    (folder / ADAPTER_FILE).write_bytes(data)
+    with pytest.raises(InvalidInput, match=words):
+        read_adapter(folder)

@@ -1,0 +1,475 @@
+"""Checkpoints over the server's routes: listed, pruned, forked, rolled back, deleted, and what each is refused for."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_server.checkpoints import manage as checkpoints_module
+from art_server.errors import NotFound
+from art_server.ledger.records import Request
+from art_server.observe.runs import Runs
+from art_server.settings import ApiKey
+from art_server.shared.samples import Sample
+from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
+from art_server.store.registry import Registry
+from tests.quick.checkpoints.house import House, add_model, commit, house, until
+
+pytestmark = pytest.mark.anyio
+
+MODEL = "/api/models/p/a"
+
+
+async def post(here: House, path: str, body: dict[str, Any]) -> Any:
+    async with here.client() as http:
+        return await http.post(f"{MODEL}/{path}", json=body)
+
+
+async def test_steps_are_listed_with_their_metrics(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    commit(folder, tiny_adapter, 3, unchanged=True, created_at=12.5)
+    async with house(tmp_path) as here, here.client() as http:
+        reply = (await http.get(f"{MODEL}/checkpoints")).json()
+        assert reply["best_metric"] == "train/reward"
+        first, _, two, three = reply["checkpoints"]
+        assert [first["step"], first["metrics"]] == [0, {}]
+        assert two["metrics"] == {"train/reward": 0.2, "sampled_step": 2.0}
+        assert [two["is_best"], two["is_serving"]] == [True, False]
+        assert [three["is_best"], three["is_serving"]] == [False, True]
+        assert [three["unchanged"], three["created_at"]] == [True, 12.5]
+        size = (tiny_adapter / ADAPTER_FILE).stat().st_size
+        assert first["size_bytes"] > size and three["size_bytes"] > first["size_bytes"]
+        (folder.checkpoint_dir(2) / "replay").mkdir()
+        (folder.checkpoint_dir(2) / "replay" / "batch").write_bytes(bytes(10**6))
+        for sizes in (
+            (await http.get(f"{MODEL}/checkpoints")).json()["checkpoints"],
+            Runs(tmp_path).checkpoints(folder),
+        ):
+            assert sizes[2]["size_bytes"] > 10**6 > sizes[1]["size_bytes"]
+        folder.add_history(1, {"val/reward": 0.5})
+        reply = (await http.get(f"{MODEL}/checkpoints")).json()
+        assert reply["best_metric"] == "val/reward"
+        assert [each["step"] for each in reply["checkpoints"] if each["is_best"]] == [1]
+
+
+# --- pruning ------------------------------------------------------------------------------------------------------
+
+
+async def test_deleting_keeps_the_newest_and_the_best_and_tells_both(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=5)
+    folder.add_history(1, {"val/reward": 1.0})
+    async with house(tmp_path) as here:
+        here.engine.holds("p/a@4", "p/a@2")
+        reply = await post(here, "checkpoints/delete", {"best_metric": "val/reward"})
+        assert reply.json() == {"kept": [1, 4], "deleted": [0, 2, 3]}
+        assert here.engine.asked == ["unload p/a@2"]
+        assert folder.steps() == [1, 4]
+        reply = await post(here, "checkpoints/delete", {"keep": []})
+        assert reply.json() == {"kept": [4], "deleted": [1]}
+
+
+async def test_a_metric_that_was_never_logged_deletes_nothing(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        reply = await post(here, "checkpoints/delete", {"best_metric": "val/acuracy"})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (422, "best_metric")
+        assert "'val/acuracy'; it has: sampled_step, train/reward" in error["message"]
+        assert folder.steps() == [0, 1, 2]
+        assert (await post(here, "checkpoints/delete", {})).json()["kept"] == [2]
+
+
+async def test_art_s_clients_send_their_default_metric_for_every_model(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=4)
+    body = {"name": "a", "project": "p", "_internal_config": {}}
+    async with house(tmp_path) as here, here.client() as http:
+        reply = await http.post("/_delete_checkpoints?benchmark=val/other", json=body)
+        assert (reply.status_code, folder.steps()) == (422, [0, 1, 2, 3])
+        folder.add_history(2, {"train/reward": 9.0})
+        reply = await http.post("/_delete_checkpoints?benchmark=val/reward", json=body)
+        assert (reply.status_code, folder.steps()) == (200, [2, 3])
+
+
+async def test_before_the_first_step_there_is_nothing_to_delete(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter)
+    async with house(tmp_path) as here:
+        for body in ({}, {"best_metric": "val/reward"}):
+            reply = await post(here, "checkpoints/delete", body)
+            assert reply.json() == {"kept": [0], "deleted": []}
+
+
+async def test_a_step_that_is_going_is_not_found_before_it_is_gone(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        here.engine.holds("p/a@0")
+
+        def look() -> None:
+            assert folder.steps() == [0, 1, 2], "still on disk"
+            for text in ("p/a@0", "a@1"):
+                with pytest.raises(NotFound) as error:
+                    here.registry.resolve(text, "art/tiny", None)
+                assert error.value.code == "unknown_step"
+            assert here.registry.resolve("p/a", "art/tiny", None).step == 2
+
+        here.engine.when_unloading = look
+        reply = await post(here, "checkpoints/delete", {"keep": []})
+        assert reply.json()["deleted"] == [0, 1]
+        assert here.engine.asked == ["unload p/a@0"]
+        assert here.registry.get("p", "a").deleting == set()
+
+
+async def test_what_a_request_holds_is_not_deleted(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=4)
+    async with house(tmp_path, keep_last=1) as here:
+        model = here.registry.get("p", "a")
+        with here.gate.inside("p/a@1"):
+            reply = await post(here, "checkpoints/delete", {"keep": []})
+            assert reply.json() == {"kept": [1, 3], "deleted": [0, 2]}
+            await here.checkpoints.retain(model)
+            assert folder.steps() == [1, 3]
+        await here.checkpoints.retain(model)
+        assert folder.steps() == [3]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "kept"), [(0, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 4, 5]), (50, [0, 1, 2, 3, 4, 5])]
+)
+async def test_after_a_step_the_newest_the_serving_and_the_best_are_kept(
+    keep_last: int, kept: list[int], tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=6)
+    folder.add_history(1, {"val/reward": 0.9})
+    async with house(tmp_path, keep_last=keep_last) as here:
+        model = here.registry.get("p", "a")
+        model.step = 3  # the alias moves after the new steps are on disk
+        await here.checkpoints.retain(model)
+        assert folder.steps() == kept
+
+
+async def test_what_cannot_be_deleted_is_told_and_stops_no_job(
+    tmp_path: Path, tiny_adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path, keep_last=1) as here:
+        model = here.registry.get("p", "a")
+        model.folder.remove_steps = lambda steps: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            await here.checkpoints.retain(model)
+        assert model.deleting == set()
+
+        def refuse(steps: Any) -> None:
+            raise PermissionError("read-only file system")
+
+        model.folder.remove_steps = refuse  # type: ignore[method-assign]
+        await here.checkpoints.retain(model)
+        assert "old steps of p/a could not be deleted: read-only file system" in caplog.text
+
+
+# --- fork ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_fork_begins_at_its_source_s_step(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=4)
+    async with house(tmp_path) as here:
+        reply = (await post(here, "fork", {"name": "b", "project": "q", "step": 2})).json()
+        assert (reply["inference_name"], reply["step"]) == ("q/b", 2)
+        assert reply["lora"] == (await info(here, "p/a"))["lora"]
+        forked = here.registry.resolve("q/b@2", "art/tiny", None).model
+        assert forked is not None and forked.folder.steps() == [2]
+        files = forked.folder.read_checkpoint(2)
+        assert files.job_id is None and files.files == folder.read_checkpoint(2).files
+        assert files.optimizer_steps == 6, "the learning rate's schedule continues"
+        assert (forked.folder.checkpoint_dir(2) / OPTIMIZER_FILE).exists()
+        assert forked.folder.history() == []
+        reply = (await post(here, "fork", {"name": "c", "project": "p"})).json()
+        assert reply["step"] == 3
+        assert not list((tmp_path / ".server" / "incoming").iterdir())
+    again = Registry(tmp_path)
+    assert {model.id: model.step for model in again.all()} == {"p/a": 3, "p/c": 3, "q/b": 2}
+
+
+async def info(here: House, model_id: str) -> dict[str, Any]:
+    async with here.client() as http:
+        return (await http.get(f"/api/models/{model_id}")).json()
+
+
+async def test_a_fork_that_cannot_be_made_makes_nothing(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    (tmp_path / "p" / "models" / "leftover").mkdir()
+    refused = {"name": "b", "project": "p"}
+    async with house(tmp_path) as here:
+        for body, status, code in (
+            (refused | {"name": "a"}, 409, "model_exists"),
+            (refused | {"step": 9}, 404, "unknown_step"),
+            (refused | {"name": "../b"}, 422, "bad_name"),
+            (refused | {"name": "leftover"}, 409, "model_exists"),
+            (refused | {"name": "A"}, 409, "name_differs_by_case"),
+            (refused | {"project": "P"}, 409, "name_differs_by_case"),
+        ):
+            reply = await post(here, "fork", body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+        (folder.checkpoint_dir(1) / ADAPTER_FILE).write_bytes(b"rot")
+        reply = await post(here, "fork", refused)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (422, "broken_checkpoint")
+        assert [model.id for model in here.registry.all()] == ["p/a"]
+        names = {entry.name for entry in (tmp_path / "p" / "models").iterdir()}
+        assert names == {"a", "leftover"}
+
+
+async def test_a_key_forks_between_its_own_projects_only(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter)
+    keys = (
+        ApiKey(key="k", projects=frozenset({"p"})),
+        ApiKey(key="i", scopes=frozenset({"infer"})),
+    )
+    async with house(tmp_path, api_keys=keys) as here:
+        async with here.client(headers={"x-api-key": "k"}) as http:
+            body = {"name": "b", "project": "q"}
+            assert (await http.post(f"{MODEL}/fork", json=body)).status_code == 403
+            put = await http.put("/api/models/q/a/checkpoints/0.tar", content=b"x")
+            assert put.status_code == 403
+        async with here.client(headers={"x-api-key": "i"}) as http:
+            assert (await http.delete(MODEL)).status_code == 403
+            assert (await http.get(f"{MODEL}/checkpoints/0.tar")).status_code == 403
+
+
+# --- rollback -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_rollback_sets_later_steps_and_their_rows_aside(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=5)
+    for step in (2, 3, 4):
+        folder.write_lines("train", step, b"rollouts\n")
+    folder.write_lines("val", 4, b"validation\n")
+    folder.tokens_file(4).parent.mkdir()
+    folder.tokens_file(4).write_bytes(b"tokens")
+    async with house(tmp_path) as here:
+        here.engine.holds("p/a@4", "p/a@3", "p/a@1", "p/b@4")
+        reply = await post(here, "rollback", {"step": 2})
+        assert (reply.status_code, reply.json()["step"]) == (200, 2)
+        assert folder.steps() == [0, 1, 2]
+        assert [row["step"] for row in folder.history()] == [1, 2]
+        assert here.registry.resolve("a", "art/tiny", None).step == 2
+        # Steps 3 and 4 will come again with other weights: no adapter and no cached prompt of theirs may answer then.
+        assert set(here.engine.adapters) == {"p/a@1", "p/b@4"}
+        assert here.engine.asked[-1] == "forget"
+        assert here.registry.get("p", "a").deleting == set()
+        aside = sorted(entry.name[:17] for entry in folder.checkpoints_dir.glob(".rolled-back-*"))
+        assert aside == [".rolled-back-0003", ".rolled-back-0004"]
+        kept_rows = (folder.path / "history.rolled-back.jsonl").read_text().splitlines()
+        assert len(kept_rows) == 2 and '"step": 3' in kept_rows[0]
+        assert Runs(tmp_path).splits(folder) == {"train": [2], "val": []}
+        rollouts = (folder.path / "trajectories.rolled-back").rglob("*.jsonl.gz")
+        names = sorted(f"{file.parent.name}/{file.name[:4]}" for file in rollouts)
+        assert names == ["train/0003", "train/0004", "val/0004"]
+        assert not folder.tokens_file(4).exists()
+        assert len(list((folder.path / "tokens.rolled-back").iterdir())) == 1
+        assert (await post(here, "rollback", {"step": 2})).json()["step"] == 2
+        assert (await post(here, "rollback", {"step": 4})).status_code == 404
+    assert Registry(tmp_path).get("p", "a").step == 2
+
+
+def sampled_by(here: House, step: int) -> str:
+    """A recorded choice of p/a at a step; returns its id."""
+    request = Request(f"{step:032x}", "chat", "p", "a", step, "p")
+    ledger = here.service._processes.ledger
+    with ledger.open_request(request) as opened:
+        ledger.take_prompt(request.request_id, 0, [1, 2])
+        sample = Sample("x", 0, "yes", [7], [-0.5], "stop", None, {"n": 1})
+        ledger.take_samples([(request.request_id, 0, 0, sample)])
+        return opened.records[0].choice_id
+
+
+async def test_samples_of_steps_that_are_gone_do_not_count_for_new_ones_of_the_number(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter, steps=5)
+    async with house(tmp_path) as here:
+        find = here.service._processes.ledger.find
+        kept, gone = sampled_by(here, 2), sampled_by(here, 4)
+
+        def steps() -> list[int | None]:
+            return [record.request.step for choice in (kept, gone) if (record := find(choice))]
+
+        assert (await post(here, "rollback", {"step": 2})).status_code == 200
+        assert steps() == [2, None]
+        async with here.client() as client:
+            assert (await client.delete("/api/models/p/a")).status_code < 300
+        assert steps() == [None, None]
+
+
+async def test_jobs_refuse_rollback_and_deletion(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        job = here.add_job()
+        for _ in ("queued", "running"):
+            reply = await post(here, "rollback", {"step": 1})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (409, "jobs_pending")
+            async with here.client() as http:
+                assert (await http.delete(MODEL)).status_code == 409
+            assert (folder.steps(), here.registry.get("p", "a").step) == ([0, 1, 2], 2)
+            here.queue.set_running(job, 3)
+        here.add_job("b")
+        here.queue.set_done(job, {}, here.queue.get(job).report)
+        assert (await post(here, "rollback", {"step": 1})).status_code == 200
+
+
+async def test_a_deletion_leaves_jobs_alone(tmp_path: Path, tiny_adapter: Path) -> None:
+    """While it runs jobs find the model, and requests for inference do not."""
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    async with house(tmp_path) as here, here.client() as http:
+        here.engine.holds("p/a@1")
+        job = here.add_job()
+        async with asyncio.timeout(5):  # at once
+            assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
+        here.queue.set_done(job, {}, here.queue.get(job).report)
+        jobs: list[str] = []
+
+        def add_job() -> None:
+            with pytest.raises(NotFound):
+                here.registry.resolve("a", "art/tiny", None)
+            jobs.append(here.add_job())
+            assert here.registry.get("p", "a").step == 1
+
+        here.engine.when_unloading = add_job
+        assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
+        (job,) = jobs
+        assert (folder.steps(), here.registry.resolve("a", "art/tiny", None).step) == ([0, 1], 1)
+        here.queue.set_done(job, {}, here.queue.get(job).report)
+        assert (await http.delete(MODEL)).status_code < 300
+        assert here.registry.find("p", "a") is None and not folder.path.exists()
+
+
+async def test_a_key_of_a_step_that_is_gone_can_be_used_again(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here, here.client() as http:
+        for step in (1, 2):
+            job = here.add_job(key=f"batch {step}")
+            here.queue.set_running(job, step)
+            here.queue.set_done(job, {}, here.queue.get(job).report)
+
+        def keys() -> list[int | None]:
+            found = [here.queue.find_key("p", "a", f"batch {step}", "digest") for step in (1, 2)]
+            return [job.target_step for job in found if job is not None]
+
+        assert keys() == [1, 2]
+        assert (await post(here, "rollback", {"step": 1})).status_code == 200
+        assert keys() == [1]
+        assert (await http.delete(MODEL)).status_code < 300
+        assert keys() == []
+
+
+async def test_a_rollback_waits_for_requests_and_new_ones_get_the_earlier_step(
+    tmp_path: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        with here.gate.inside("p/a@2"):
+            rolling = asyncio.create_task(post(here, "rollback", {"step": 1}))
+            await until(lambda: here.registry.resolve("a", "art/tiny", None).step == 1)
+            with pytest.raises(NotFound):
+                here.registry.resolve("a@2", "art/tiny", None)
+            assert folder.steps() == [0, 1, 2]
+        assert (await rolling).status_code == 200 and folder.steps() == [0, 1]
+        monkeypatch.setattr(checkpoints_module, "IN_USE_SECONDS", 0.05)
+        with here.gate.inside("p/a@1"):
+            reply = await post(here, "rollback", {"step": 0})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "in_use")
+        assert (folder.steps(), here.registry.get("p", "a").step) == ([0, 1], 1)
+        assert here.registry.resolve("a@1", "art/tiny", None).step == 1
+
+
+async def test_a_job_that_comes_while_a_rollback_waits_goes_first(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        with here.gate.inside("p/a@2"):
+            rolling = asyncio.create_task(post(here, "rollback", {"step": 1}))
+            await until(lambda: here.registry.get("p", "a").step == 1)
+            here.add_job()
+        assert (await rolling).json()["error"]["code"] == "jobs_pending"
+        assert (folder.steps(), here.registry.get("p", "a").step) == ([0, 1, 2], 2)
+
+
+async def test_a_step_that_a_job_made_while_a_rollback_waited_is_not_set_aside(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        model = here.registry.get("p", "a")
+        with here.gate.inside("p/a@2"):
+            rolling = asyncio.create_task(post(here, "rollback", {"step": 1}))
+            await until(lambda: model.step == 1)
+            shutil.copytree(folder.checkpoint_dir(2), folder.checkpoint_dir(3))
+            model.step = 3
+        assert (await rolling).json()["error"]["code"] == "step_moved"
+        assert (folder.steps(), model.step, model.deleting) == ([0, 1, 2, 3], 3, set())
+
+
+async def test_an_interrupted_rollback_is_finished_by_a_repetition(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=4)
+    folder.set_aside(3, "rolled-back")
+    folder.set_aside(2, "rolled-back")
+    assert len(folder.history()) == 3, "killed before the history was written"
+    async with house(tmp_path) as here:
+        assert (await post(here, "rollback", {"step": 1})).status_code == 200
+    assert [row["step"] for row in folder.history()] == [1]
+
+
+# --- deleting a model ---------------------------------------------------------------------------------------------
+
+
+async def test_a_deleted_model_is_gone(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    add_model(tmp_path, tiny_adapter, name="b")
+    async with house(tmp_path) as here, here.client() as http:
+        here.engine.holds("p/a@1", "p/b@0")
+        with here.gate.inside("p/a@0"):
+            reply = await http.delete(MODEL)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (409, "in_use")
+            assert here.registry.get("p", "a").step == 1 and folder.exists()
+        reply = await http.delete(MODEL)
+        assert (reply.status_code, reply.json()["step"]) == (200, 1)
+        assert here.engine.loaded_adapters() == ["p/b@0"] and here.engine.asked[-1] == "forget"
+        assert (await http.get(MODEL)).status_code == 404
+        assert [entry.name for entry in (tmp_path / "p" / "models").iterdir()] == ["b"]
+
+
+async def test_of_two_deletions_at_once_one_finds_nothing(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter)
+    async with house(tmp_path) as here, here.client() as http:
+        replies = await asyncio.gather(http.delete(MODEL), http.delete(MODEL))
+    assert sorted(reply.status_code for reply in replies) == [200, 404]
+
+
+async def test_a_model_that_could_not_be_deleted_is_as_before(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    add_model(tmp_path, tiny_adapter)
+    async with house(tmp_path) as here, here.client() as http:
+        here.add_job()
+        assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
+        assert here.registry.resolve("p/a", "art/tiny", None).step == 0

@@ -1,0 +1,160 @@
+"""What a server finds at its start: whole checkpoints serve, broken ones are set aside."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from art_protocol.wire import LoRAConfig, RegisterRequest
+from art_server.base_models import TINY_DIR, BaseModel
+from art_server.errors import StorageFull
+from art_server.shared.tasks import Done, InitTask
+from art_server.store import files
+from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder
+from art_server.store.registry import Registry
+from art_server.trainer.checkpoint import check_checkpoint, write_first_checkpoint
+from tests.quick.checkpoints.house import House, add_model, commit, house
+
+pytestmark = pytest.mark.anyio
+
+
+def spoil(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def describe(folder: ModelFolder, step: int, text: str) -> None:
+    (folder.checkpoint_dir(step) / "checkpoint.json").write_text(text)
+
+
+def test_a_commit_writes_the_digest_of_each_file(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter)
+    record = folder.read_checkpoint(0)
+    assert set(record.files) == {CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE}
+    assert record.files[ADAPTER_FILE] == files.file_digest(tiny_adapter / ADAPTER_FILE)
+    assert folder.fault(0) is None
+
+
+BREAK = {
+    "one bit of the adapter": lambda folder: spoil(folder.checkpoint_dir(2) / ADAPTER_FILE),
+    "one bit of the optimizer's state": lambda folder: spoil(
+        folder.checkpoint_dir(2) / OPTIMIZER_FILE
+    ),
+    "the configuration is missing": lambda folder: (
+        folder.checkpoint_dir(2) / CONFIG_FILE
+    ).unlink(),
+    "no description": lambda folder: (folder.checkpoint_dir(2) / "checkpoint.json").unlink(),
+    "half a description": lambda folder: describe(folder, 2, '{"step": 2, "fil'),
+    "the description of another step": lambda folder: describe(folder, 2, '{"step": 1}'),
+    "a path in the description": lambda folder: describe(
+        folder, 2, json.dumps({"step": 2, "files": {"../../model.json": "0"}})
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+def test_a_broken_checkpoint_is_set_aside_and_the_one_before_serves(
+    how: str, tmp_path: Path, tiny_adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    BREAK[how](folder)
+    left = sorted(entry.name for entry in folder.checkpoint_dir(2).iterdir())
+    model = Registry(tmp_path).get("p", "a")
+    assert (model.step, folder.steps()) == (1, [0, 1])
+    (aside,) = folder.checkpoints_dir.glob(".broken-0002-*")
+    assert sorted(entry.name for entry in aside.iterdir()) == left, "nothing is deleted"
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "p/a@2 IS BROKEN" in line and str(aside) in line
+    assert Registry(tmp_path).get("p", "a").step == 1
+
+
+def test_all_broken_checkpoints_are_set_aside_until_one_is_whole(
+    tmp_path: Path, tiny_adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    for step in folder.steps():
+        spoil(folder.checkpoint_dir(step) / ADAPTER_FILE)
+    assert Registry(tmp_path).find("p", "a") is None
+    assert len(list(folder.checkpoints_dir.glob(".broken-*"))) == 3
+    assert "p/a HAS NO WHOLE CHECKPOINT" in caplog.text
+
+
+def test_what_was_never_described_or_dropped_on_purpose_is_no_fault(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    (folder.checkpoint_dir(1) / OPTIMIZER_FILE).unlink()
+    assert Registry(tmp_path).get("p", "a").step == 1
+    describe(folder, 1, '{"step": 1, "job_id": "an older server wrote no digests"}')
+    spoil(folder.checkpoint_dir(1) / ADAPTER_FILE)
+    assert Registry(tmp_path).get("p", "a").step == 1
+
+
+def test_what_a_killed_server_was_deleting_is_deleted_at_the_next_start(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    files.bury_folder(folder.checkpoint_dir(0))
+    add_model(tmp_path, tiny_adapter, name="b").bury()
+    (tmp_path / "p" / "models" / ".made.tmp").mkdir()
+    registry = Registry(tmp_path)
+    assert [model.id for model in registry.all()] == ["p/a"]
+    assert [entry.name for entry in (tmp_path / "p" / "models").iterdir()] == ["a"]
+    assert [entry.name for entry in folder.checkpoints_dir.iterdir()] == ["0001"]
+
+
+def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=3)
+    folder.add_history(2, {"val/reward": 0.9})
+    spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
+    registry = Registry(tmp_path)
+    assert [model.id for model in registry.with_broken_steps] == ["p/a"]
+    folder.add_history(1, {"val/reward": 0.5})
+    commit(folder, tiny_adapter, 2)
+    for _ in range(2):  # the second is that of a server that was killed
+        folder.add_history(2, {"train/reward": 0.3}, "another job")
+    row = folder.history()[-1]
+    assert (row["job_id"], row["train/reward"], "val/reward" in row) == ("another job", 0.3, False)
+    assert registry.get("p", "a").best_step() == 1
+    (lost,) = files.read_lines(folder.path / "history.rolled-back.jsonl")
+    assert (lost["job_id"], lost["val/reward"]) == ("job 2", 0.9)
+    folder.add_history(2, {"val/reward": 0.6})
+    assert folder.history()[-1]["val/reward"] == 0.6 and registry.get("p", "a").best_step() == 2
+
+
+async def test_a_registration_that_was_cut_off_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step 0 may have another adapter shape."""
+
+    class Trainer:
+        async def run(self, task: InitTask) -> Done:
+            write_first_checkpoint(str(TINY_DIR), task.lora, task.seed, Path(task.out_dir))
+            return Done(metrics={})
+
+    async def register(here: House, rank: int) -> None:
+        here.service._registration._trainer = Trainer()  # type: ignore[assignment]
+        shape = LoRAConfig(rank=rank)
+        request = RegisterRequest(project="p", name="a", base_model="art/tiny", lora=shape)
+        await here.service.register(request, {})
+
+    def fill(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with house(tmp_path) as here:
+        monkeypatch.setattr(here.service._registration._base, "load", _tiny)
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelFolder, "create", fill)
+            with pytest.raises(StorageFull):
+                await register(here, rank=16)
+        await register(here, rank=4)
+        folder = here.registry.get("p", "a").folder
+        check_checkpoint(str(TINY_DIR), LoRAConfig(rank=4), folder.checkpoint_dir(0))
+
+
+async def _tiny(*_: object) -> BaseModel:
+    return BaseModel("art/tiny", TINY_DIR)

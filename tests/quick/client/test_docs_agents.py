@@ -1,0 +1,70 @@
+"""The Python of docs/agents.md runs as it stands, against a server that samples nothing."""
+
+import ast
+import re
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, cast
+
+import openai
+import pytest
+
+import art
+
+pytestmark = pytest.mark.anyio
+
+PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+async def ask(model: art.TrainableModel, question: str) -> str | None:
+    return await answer_of(model.openai_client(), question)
+
+
+async def answer_of(client: openai.AsyncOpenAI, question: str) -> str | None:
+    messages: Any = [{"role": "user", "content": question}]
+    completion = await client.chat.completions.create(model="agent", messages=messages)
+    return completion.choices[0].message.content
+
+
+async def play(first: openai.AsyncOpenAI, second: openai.AsyncOpenAI) -> str:
+    return "first" if await answer_of(first, "move") == await answer_of(second, "move") else "none"
+
+
+@pytest.fixture
+async def names(server, answer, backend: art.Backend, model: art.TrainableModel) -> dict[str, Any]:
+    """What the snippets take for granted."""
+    message = {"role": "assistant", "content": "yes"}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    completion = {"id": "c", "object": "chat.completion", "choices": [choice]}
+    history = {"messages_and_choices": [{"role": "user", "content": "hi"}, choice]}
+    reply = {"histories": [history], "num_choices": 1}
+
+    server.otherwise = lambda request: answer(
+        body=reply if "/sessions/" in request.path else completion
+    )
+    opponent = art.TrainableModel(name="opponent", project="demo", base_model="art/tiny")
+    await opponent.register(backend)
+
+    async def run_agent(question: str, *, model: str, base_url="", api_key="default") -> str:
+        base_url = base_url or f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            return await answer_of(client, question) or ""
+
+    def score(answer: str) -> float:
+        return float(answer == "yes")
+
+    return {**globals(), **locals()}
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+async def test_snippet_runs(names: dict[str, Any], snippet: str):
+    code = compile(snippet, str(PAGE), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    result: Any = eval(code, names)
+    if result is not None:
+        await result
+    if "rollout" in names and callable(names["rollout"]):
+        played = names["rollout"](names["model"], "What is 2 plus 3?")
+        names["trajectory"] = await cast(Awaitable[object], played)
+    made = [value for value in names.values() if isinstance(value, art.Trajectory)]
+    assert made and all(len(trajectory.messages_and_choices) == 2 for trajectory in made)

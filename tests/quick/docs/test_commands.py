@@ -1,0 +1,173 @@
+"""Commands, links and numbers of the how-to pages are those of the code. Nothing that needs a server runs here; the
+commands that need one run in `tests/engine/integration`."""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from art import openai_client
+from art_server import flags
+from art_server.checkpoints import commands as checkpoint_commands
+from art_server.jobs.gap_bars import gap_bars
+from art_server.settings import ServerConfig
+from art_server.terminal import commands as terminal_commands
+from tests.pages import HOWTO, PAGES, ROOT, blocks, commands
+
+PROGRAMS = {"art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "uv", "vllm"}
+"""All that the pages call. `vllm` is in `tests/engine/integration`; `openssl` and `ssh` are not ours."""
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+UV = shutil.which("uv") or str(ROOT / ".build" / "uv" / "bin" / "uv")
+
+
+LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)")
+
+
+ROUTE = re.compile(r"^\| (GET|POST|PUT|DELETE) \| `([^`]+)` \|", re.MULTILINE)
+
+
+def calls(program: str) -> list[list[str]]:
+    return [words for page in PAGES for words in commands(page, program)]
+
+
+def text_of(page: str) -> str:
+    return (HOWTO / page).read_text()
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of the page's tables."""
+    lines = (line for line in text_of(page).splitlines() if line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_program_is_checked() -> None:
+    lines = "".join(text for page in PAGES for text in blocks(page, "bash")).splitlines()
+    named = {re.sub(r"^([A-Z_]+=\S* )+", "", line).split()[0] for line in lines if line.strip()}
+    assert named <= PROGRAMS
+
+
+def test_art_has_the_commands() -> None:
+    parser = argparse.ArgumentParser("art")
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    checkpoint_commands.add_commands(subparsers)
+    terminal_commands.add_commands(subparsers)
+    found = [parser.parse_args(words) for words in calls("art")]
+    assert {each.command for each in found} == {"export", "jobs", "replay", "show"}
+
+
+def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys.txt").write_text(blocks("share-a-server.md", "text")[0])
+    monkeypatch.chdir(tmp_path)
+    found = [flags.parse(words) for words in calls("art-server")]
+    assert len(found) == 4
+    (shared,) = (config for config in found if config.api_key_file is not None)
+    assert [key.name for key in shared.api_keys] == ["alice", "bob", "agents"]
+    assert shared.api_keys[2].scopes == {"infer"} and shared.api_keys[2].concurrent == 64
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_in_the_text_exist(page: str) -> None:
+    named = set(re.findall(r"(?:art-server |`)(--[a-z][a-z-]+)", text_of(page)))
+    known = {f"--{flags.flag_of(name).name}" for name in ServerConfig.model_fields}
+    of_art = {word for words in calls("art") for word in words if word.startswith("--")}
+    assert named <= known | of_art | {"--max-lora-rank", "--url", "--path"}
+
+
+def test_curl_calls_routes() -> None:
+    routes = [
+        (method, re.sub(r"\{[^}]+\}", "[^/]+", path))
+        for method, path in ROUTE.findall((ROOT / "docs" / "routes.md").read_text())
+    ]
+    assert calls("curl")
+    for words in calls("curl"):
+        method = words[words.index("-X") + 1] if "-X" in words else "GET"
+        (url,) = (word for word in words if word.startswith("http://"))
+        path = "/" + url.split("/", 3)[3]
+        assert any(m == method and re.fullmatch(p, path) for m, p in routes), (method, path)
+
+
+def test_pip_uv_and_hf_have_the_flags() -> None:
+    python = Path(sys.base_prefix) / "bin" / "python3"
+    programs = {
+        "pip": ([str(python), "-m", "pip"], 1),
+        "uv": ([UV], 2),
+        "hf": ([str(Path(sys.prefix) / "bin" / "hf")], 1),
+    }
+    for program, (command, num_verbs) in programs.items():
+        is_there = shutil.which(command[0]) is not None
+        if program == "pip" and subprocess.run([*command, "--version"], check=False).returncode:
+            is_there = False
+        for words in calls(program) if is_there else ():
+            shown = subprocess.run(
+                [*command, *words[:num_verbs], "--help"], capture_output=True, text=True, check=True
+            ).stdout
+            used = {word for word in words if word.startswith("--")}
+            assert used <= set(re.findall(r"--[a-z-]+", shown)), words
+
+
+def test_compose_has_the_profile() -> None:
+    for words in calls("docker"):
+        file, profile = words[words.index("-f") + 1], words[words.index("--profile") + 1]
+        services = yaml.safe_load((ROOT / file).read_text())["services"]
+        assert any(profile in service.get("profiles", ()) for service in services.values())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_extras_and_links_exist(page: str) -> None:
+    extras = set(re.findall(r"agent-reinforcement-trainer\[(\w+)\]", text_of(page)))
+    assert extras <= PROJECT["optional-dependencies"].keys()
+    for target, anchor in LINK.findall(text_of(page)):
+        file = (HOWTO / target).resolve() if target else HOWTO / page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+            assert anchor in slugs, f"{target}#{anchor}"
+
+
+def test_the_index_has_every_page() -> None:
+    linked = {target for target, _ in LINK.findall(text_of("index.md"))}
+    assert set(PAGES) - {"index.md"} <= linked
+    nav = (ROOT / "mkdocs.yml").read_text()
+    assert all(f"howto/{page}" in nav for page in PAGES)
+
+
+def test_the_limits_of_the_gap_are_those_of_the_code() -> None:
+    types = {"float32", "float16", "bfloat16"}
+    found = {(row[0], row[1]): row[3:] for row in rows("gap.md") if row[0] in types}
+    assert len(found) == 4
+    for pair, (high, wrong) in found.items():
+        bars = gap_bars(pair)
+        assert bars is not None and (float(high), float(wrong)) == (bars.high, bars.wrong), pair
+    (exact,) = (row[3:] for row in rows("gap.md") if row[0] == "`--exact`")
+    bars = gap_bars(("float32", "float32"), is_exact=True)
+    assert bars is not None and bars.largest is not None
+    wrong, largest = re.findall(r"\de-\d", exact[1])
+    assert (float(exact[0]), float(wrong), float(largest)) == pytest.approx(
+        (bars.high, bars.wrong, bars.largest)
+    )
+
+
+def test_the_timeouts_are_those_of_the_code() -> None:
+    minutes = {row[0]: row[1] for row in rows("rate-limits-and-failures.md") if len(row) == 3}
+    (request,) = (value for name, value in minutes.items() if name == "a request to a model")
+    assert request.startswith(f"{openai_client.READ_TIMEOUT_SECONDS // 60} minutes")
+    (waits,) = (value for name, value in minutes.items() if name.endswith("waits on the server"))
+    assert waits.startswith(f"{ServerConfig().wait_limit_seconds // 60:.0f} minutes")
+    assert openai_client.MAX_RETRIES == 10, "up to ten times"
+
+
+def test_the_pythons_are_those_of_the_package() -> None:
+    assert PROJECT["requires-python"] == ">=3.11,<3.14"
+    (python,) = (row for row in rows("platforms.md") if row[0] == "Python")
+    assert set(python[1:]) == {"3.11 to 3.13"}

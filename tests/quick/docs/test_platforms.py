@@ -1,0 +1,106 @@
+"""The client runs on Windows and macOS: here in processes without the modules and functions that these lack, and with
+their `sys.platform`. (`os.name` stays: with another one pathlib would make paths of Windows.)"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.quick.docs.conftest import FakeArt
+
+LOOKS_LIKE = """
+import builtins, importlib, os, pkgutil, signal, sys
+import asyncio, multiprocessing.connection, socket, subprocess, tempfile, httpx, matplotlib.font_manager, openai, pydantic, tqdm.auto
+# These know other systems themselves.
+
+system, modules, functions, signals = MISSING
+real_import = builtins.__import__
+def import_as_there(name, scope=None, *more):
+    importer = (scope or {}).get("__name__", "")
+    if name in modules and importer.split(".")[0] in ("art", "art_server", "__main__"):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return real_import(name, scope, *more)
+builtins.__import__ = import_as_there
+for name in functions:
+    delattr(os, name)
+for name in signals:
+    delattr(signal, name)
+sys.platform = system
+"""
+
+
+MISSING = {
+    "win32": (
+        "crypt fcntl grp posix pty pwd resource syslog termios tty",
+        "fork getpgid getsid killpg setsid sched_getaffinity sched_setaffinity O_CLOEXEC",
+        "SIGALRM SIGHUP SIGKILL SIGUSR1 pthread_sigmask",
+    ),
+    "darwin": ("", "sched_getaffinity sched_setaffinity sched_setscheduler", ""),
+}
+"""By `sys.platform`: modules, names of `os`, and names of `signal` that the system lacks."""
+
+
+CLIENT = """
+import art
+for module in pkgutil.walk_packages(art.__path__, "art."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        assert error.name == "verifiers", error  # an extra that no test environment with a server has
+
+async def rollout(model):
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(), messages=[{"role": "user", "content": "a question"}]
+    )
+    return art.Trajectory(messages_and_choices=[completion.choices[0]], reward=1.0)
+
+async def main():
+    async with art.Backend() as backend:
+        model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+        await model.register(backend)
+        groups = await art.gather_trajectory_groups([art.TrajectoryGroup([rollout(model)])])
+        result = await model.train(groups)
+        print(result.step)
+
+asyncio.run(main())
+"""
+
+
+SERVER = """
+from art_server import cli
+cli.main(["--port", "PORT", "--path", "FOLDER"])
+"""
+
+
+def as_system(system: str, program: str) -> list[str]:
+    missing = repr((system, *(names.split() for names in MISSING[system])))
+    return [sys.executable, "-c", LOOKS_LIKE.replace("MISSING", missing) + program]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("system", MISSING)
+async def test_the_client_trains_without_what_the_system_lacks(fake: FakeArt, system: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *as_system(system, CLIENT),
+        env=os.environ | {"ART_SERVER_URL": fake.url},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await process.communicate()
+    assert output.decode() == "1\n", errors.decode()
+
+
+@pytest.mark.parametrize("system", MISSING)
+def test_the_server_refuses_another_system_in_one_sentence(system: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that no server starts
+        port = str(taken.getsockname()[1])
+        program = SERVER.replace("PORT", port).replace("FOLDER", str(tmp_path / "art"))
+        ran = subprocess.run(
+            as_system(system, program), capture_output=True, text=True, check=False
+        )
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
+    assert "Linux" in ran.stderr and "art.Backend" in ran.stderr

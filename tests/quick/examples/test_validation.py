@@ -1,0 +1,97 @@
+"""The games validate every VAL_EVERY steps, against a server that answers every request with the same move."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import art
+from tests.quick.client.conftest import MODEL_INFO, Answer, FakeServer, Request
+
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
+program: Any = importlib.import_module("program")
+tic_tac_toe: Any = importlib.import_module("tic_tac_toe")
+game_2048: Any = importlib.import_module("2048")
+
+pytestmark = pytest.mark.anyio
+
+MODEL = "/api/models/demo/agent"
+FLAGS = argparse.Namespace(
+    steps=11, groups=2, group_size=2, learning_rate=1e-3, model="art/tiny", learning_rates={}
+)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    """Trains step 10, then step 11."""
+    server = FakeServer()
+    names = ("reward", "score", "in_corner", "lost_moves", "malformed")
+    names += ("won", "illegal", "given_away")
+    steps = iter((10, 11))
+
+    def complete(request: Request) -> Answer:
+        message = {"role": "assistant", "content": "<move>left</move> <move>B2</move>"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        return Answer(body={"id": "c", "object": "chat.completion", "choices": [choice]})
+
+    def train(request: Request) -> Answer:
+        step = next(steps)
+        server.on("GET", MODEL, Answer(body=MODEL_INFO | {"step": step}))
+        metrics = {f"train/{name}": 0.5 for name in names}
+        return Answer(lines=[{"event": "done", "job_id": "j", "step": step, "metrics": metrics}])
+
+    server.on("GET", "/health", Answer(body={"status": "ok"}))
+    server.on("POST", "/api/models", Answer(body=MODEL_INFO))
+    server.on("POST", "/v1/chat/completions", complete)
+    server.on("POST", f"{MODEL}/train", train)
+    server.on("POST", f"{MODEL}/log", Answer(body={"step": 10, "metrics": {}}))
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def model(server: FakeServer) -> AsyncIterator[art.TrainableModel]:
+    async with art.Backend(server.url) as backend:
+        model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
+        await model.register(backend)
+        yield model
+
+
+def check(server: FakeServer, output: str) -> list[Any]:
+    """The groups of the one validation, which is that of step 10."""
+    (logged,) = [request.json() for request in server.sent("POST", f"{MODEL}/log")]
+    assert (logged["step"], logged["split"]) == (10, "val")
+    (line,) = [line for line in output.splitlines() if line.startswith("Evaluation(demo/agent@10")]
+    assert f"n={len(logged['groups'])}" in line
+    return logged["groups"]
+
+
+async def test_2048_is_validated_on_games_that_are_not_trained(
+    server: FakeServer, model: art.TrainableModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.VAL_EVERY == 10
+    await game_2048.train(model, 9, FLAGS)
+    assert len(check(server, capsys.readouterr().out)) == 32
+
+
+@pytest.mark.parametrize(("side", "num_boards"), [("both sides", 32), ("x", 16), ("o", 16)])
+async def test_a_side_of_tic_tac_toe_is_validated_on_boards_with_its_turn(
+    server: FakeServer,
+    model: art.TrainableModel,
+    capsys: pytest.CaptureFixture[str],
+    side: str,
+    num_boards: int,
+) -> None:
+    is_alone = side == "both sides"
+    flags = argparse.Namespace(**vars(FLAGS), self_play=not is_alone)
+    await tic_tac_toe.train({side: model}, 9, flags)
+    groups = check(server, capsys.readouterr().out)
+    questions = [group["trajectories"][0]["messages_and_choices"][1]["content"] for group in groups]
+    assert len(questions) == num_boards
+    if not is_alone:
+        assert all(question.endswith(f"You are {side}.") for question in questions)

@@ -1,0 +1,132 @@
+"""What a server reports of its jobs and logs: to trackers, from the files of a step, and in totals."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import art
+from art_protocol.wire import JobReport, LogRequest, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
+from art_server.errors import UsageError
+from art_server.flags import parse
+from art_server.jobs.metrics import DoneStep, JobNews, write_log
+from art_server.jobs.reports import Totals, step_record, stored_rows
+from art_server.store.model_folder import ModelFolder, ModelRecord
+from art_server.store.registry import Model
+from art_trackers import RolloutRow, StepRecord
+from tests.quick.server.served import sample_group, serving
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def got(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepRecord, list[RolloutRow]]]:
+    """What a tracker in the place of TensorBoard gets: records, and their rollouts at that moment."""
+    found: list[tuple[StepRecord, list[RolloutRow]]] = []
+
+    class Run:
+        def __init__(self, record: StepRecord, folder: Path):
+            self.folder = folder
+
+        def log(self, record: StepRecord) -> None:
+            found.append((record, list(record.rollouts())))
+
+        def close(self) -> None: ...
+
+    module = ModuleType("art_trackers.tensorboard")
+    module.open_run = Run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "art_trackers.tensorboard", module)
+    return found
+
+
+async def test_a_server_reports_the_steps_and_logs_of_all_clients(
+    got: list[tuple[StepRecord, list[RolloutRow]]], tmp_path: Path
+) -> None:
+    async with serving(tmp_path, trackers=("tensorboard",)) as served:
+        model = art.TrainableModel(name="agent", project="demo", base_model="base")
+        await model.register(art.Backend(served.url))
+        group = await sample_group(model)
+        result = await model.train([group], art.TrainConfig(learning_rate=0.25))
+        await model.log(group.trajectories[1:], split="val")
+        await model.log(metrics={"games": 3.0}, split="val")
+        await model.backend().close()
+        history = served.service.model("demo", "agent").folder.history()
+
+    (trained, rows), (logged, logged_rows), (numbers, no_rows) = got
+    assert (trained.project, trained.name, trained.step, trained.split) == (
+        "demo",
+        "agent",
+        1,
+        "train",
+    )
+    assert trained.metrics == result.metrics
+    assert {name: history[0][name] for name in trained.metrics} == trained.metrics
+    assert trained.config["base_model"] == "base" and trained.config["learning_rate"] == 0.25
+    assert trained.config["lora"]["rank"] == LoRAConfig().rank
+    assert trained.report is not None and trained.report.num_trained_tokens == 4
+    assert [(row.group, row.index, row.reward) for row in rows] == [(0, 0, 0.0), (0, 1, 1.0)]
+    assert rows[1].text == "user: question 1.0\n\nassistant: a private answer"
+    assert (logged.step, logged.split, logged.metrics["val/reward"]) == (1, "val", 1.0)
+    assert [row.reward for row in logged_rows] == [1.0]
+    assert numbers.metrics == {"val/games": 3.0} and no_rows == []
+
+
+def make_model(folder: Path) -> Model:
+    record = ModelRecord(name="agent", project="demo", base_model="base", lora=LoRAConfig())
+    return Model(ModelFolder(folder, "demo", "agent"), record, step=3)
+
+
+async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(
+    tmp_path: Path,
+) -> None:
+    """The job's have the origin of each turn, and its record of tokens addresses them by their place."""
+    model = make_model(tmp_path)
+    model.folder.write_lines("train", 3, b"the job's\n")
+    model.folder.tokens_file(3).parent.mkdir(parents=True)
+    model.folder.tokens_file(3).touch()
+    group = TrajectoryGroupBody(
+        trajectories=[TrajectoryBody(messages_and_choices=[], reward=0.5)] * 2
+    )
+    for split, is_kept in (("train", True), ("val", False)):
+        reply = await write_log(model, LogRequest(groups=[group], split=split))
+        assert reply.metrics[f"{split}/reward"] == 0.5
+        assert (model.folder.trajectories_file(split, 3).read_bytes() == b"the job's\n") == is_kept
+
+
+def test_failed_rollouts_of_a_stored_step_are_rows_with_their_error(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    trajectory = TrajectoryBody(messages_and_choices=[{"role": "user", "content": "hi"}], reward=2)
+    failure: Any = {"type": "ValueError", "message": "no answer"}
+    group = TrajectoryGroupBody(trajectories=[trajectory], exceptions=[failure])
+    model.folder.write_trajectories("val", 3, [group, group])
+    assert list(step_record(model, 3, "val", {}).rollouts()) == [
+        RolloutRow(0, 0, 2.0, "user: hi", ""),
+        RolloutRow(0, 1, None, "", "ValueError: no answer"),
+        RolloutRow(1, 0, 2.0, "user: hi", ""),
+        RolloutRow(1, 1, None, "", "ValueError: no answer"),
+    ]
+
+
+def test_a_deleted_file_has_no_rollouts(tmp_path: Path) -> None:
+    assert list(stored_rows(tmp_path / "none.jsonl")) == []
+
+
+def test_totals_have_the_seconds_of_the_last_step(tmp_path: Path) -> None:
+    totals, job = Totals(), None
+    for seconds in (5.0, 2.0):
+        metrics = {"time/job_train_s": seconds, "train/reward": 0.5}
+        done = DoneStep(make_model(tmp_path), 1, metrics, JobReport(num_trained_tokens=10))
+        totals.count(JobNews(job, "done", done=done))  # type: ignore[arg-type]
+    totals.count(JobNews(job, "failed", error="bad"))  # type: ignore[arg-type]
+    totals.count(JobNews(job, "phase", phase="train"))  # type: ignore[arg-type]
+    assert totals.seconds == {"job_train": 2.0} and totals.trained_tokens == 20
+    assert totals.jobs == {"done": 2, "failed": 1}
+
+
+def test_the_flag_names_trackers_and_refuses_others() -> None:
+    assert parse(["--tracker", "wandb", "--tracker", "otlp"]).trackers == ("wandb", "otlp")
+    assert parse([]).trackers == ()
+    with pytest.raises(UsageError, match=r"--tracker: .*'wandb'.*'otlp'"):
+        parse(["--tracker", "neptune"])

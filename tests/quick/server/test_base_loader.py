@@ -1,0 +1,232 @@
+"""Which base model engine and trainer load, and what a start that fails leaves."""
+
+import asyncio
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_server import base_loader
+from art_server.base_models import SMALL_FILES, TINY_DIR, BaseModel
+from art_server.device.plan import Card
+from art_server.device.probe import Gpu, Machine
+from art_server.errors import Conflict, InvalidInput
+from art_server.trainer.checkpoint import write_first_checkpoint
+from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house, until
+
+pytestmark = pytest.mark.anyio
+
+
+class Loading:
+    """Engine and trainer as the loader sees them."""
+
+    def __init__(self, here: House):
+        self.loader = here.service._base
+        self.engine = here.engine
+        self.engine.base, self.engine.state = None, "none"
+        self.engine.start = self._start  # type: ignore[attr-defined]
+        self.engine.stop = self._stop_engine
+        self.plans: list[Any] = []
+        self.loader._trainer = self  # type: ignore[assignment]
+        self.trained: Path | None = None
+        """The base model of the trainer's process; None while there is none."""
+
+    def _start(self, base: Any, *_: Any) -> None:
+        self.engine.base, self.engine.state = base, "ready"
+
+    async def _stop_engine(self) -> None:
+        self.engine.base, self.engine.state = None, "none"
+
+    def set_base(self, path: Path, plan: object) -> None:
+        self.plans.append(plan)
+        self._next = path
+
+    async def run(self, _: object) -> Any:
+        """A process that runs keeps its base model."""
+        self.trained = self.trained or self._next
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        self.trained = None
+
+
+async def test_the_trainer_of_a_base_model_whose_engine_failed_does_not_train_the_next(
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in TINY_DIR.iterdir():
+        if file.is_file():
+            (other / file.name).write_bytes(file.read_bytes())
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"note": "other weights"}))
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+        await made.loader.load("art/tiny")
+        await until(lambda: made.trained == TINY_DIR)
+        here.engine.state = "failed"
+        await made.loader.load(str(other))
+        await until(lambda: made.trained == other)
+        here.engine.state = "failed"
+        await made.loader.load(str(other))  # the same again: a step that runs goes on
+        assert made.trained == other
+        await made.loader.stop()
+
+
+async def test_two_fine_tunes_of_one_configuration_are_two_base_models(tmp_path: Path) -> None:
+    """They differ in no name, size or setting, only in the numbers."""
+    one, other, link = (tmp_path / name for name in ("one", "other", "link"))
+    shutil.copytree(TINY_DIR, one)
+    shutil.copytree(TINY_DIR, other)
+    weights = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights[:-64] + bytes(64))
+    link.symlink_to(one)
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+        loaded = await made.loader.load(str(one))
+        assert await made.loader.load(str(link)) is loaded
+        with pytest.raises(Conflict, match="is not the one that this server has loaded"):
+            await made.loader.load(str(other))
+        await made.loader.stop()
+
+
+@pytest.mark.parametrize("content", ["{", '{"base_model": "no/such"}', '{"base_model": "./none"}'])
+async def test_a_base_model_that_cannot_be_restored_stops_no_server(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    async with house(tmp_path) as here:
+        made = Loading(here)
+        made.loader._file.parent.mkdir(parents=True, exist_ok=True)
+        made.loader._file.write_text(content)
+        await made.loader.start()
+        await until(lambda: made.loader._fetching is not None and made.loader._fetching.done())
+        assert made.loader.fatal is None and here.engine.base is None
+        await made.loader.load("art/tiny")
+        assert here.engine.base is not None
+        await made.loader.stop()
+
+
+async def test_a_base_that_cannot_be_trained_is_refused_before_its_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        config = json.loads((TINY_DIR / "config.json").read_text())
+        quantized = config | {"quantization_config": {"quant_method": "fp8"}}
+        (tmp_path / "config.json").write_text(json.dumps(quantized))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    async with house(tmp_path / "server") as here:
+        with pytest.raises(InvalidInput, match="quantised by 'fp8'"):
+            await Loading(here).loader.load("some/model-FP8")
+        assert asked == [SMALL_FILES] and here.engine.base is None
+
+
+async def test_requests_wait_while_the_base_model_is_being_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart a download can take minutes. Nothing is refused for good because of it."""
+    may_end = threading.Event()
+
+    def find(*_: object, **__: object) -> BaseModel:
+        may_end.wait(20)
+        return BaseModel("art/tiny", TINY_DIR)
+
+    monkeypatch.setattr(base_loader, "find_base_model", find)
+    monkeypatch.setattr(base_loader, "START_SECONDS", 0.01)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    write_first_checkpoint(str(TINY_DIR), TINY_LORA, 0, adapter)
+    add_model(tmp_path, adapter)
+    async with house(tmp_path, wait_limit_seconds=1.0) as here, here.client() as http:
+        here.add_job(key="known")
+        made = Loading(here)
+        made.loader._file.write_text('{"base_model": "art/tiny"}')
+        await made.loader.start()
+        train: Any = {"headers": {"idempotency-key": "known"}, "json": {"groups": []}}
+        refused_ones: list[tuple[str, dict[str, Any]]] = [
+            ("/api/models/p/a/train", train),
+            ("/v1/chat/completions", {"json": {"model": "art/tiny", "messages": []}}),
+        ]
+        for path, options in refused_ones:
+            refused = (await http.post(path, **options)).json()["error"]
+            assert (refused["code"], refused["retryable"]) == ("engine_not_ready", True), refused
+        asked = asyncio.create_task(http.post("/api/models/p/a/train", **train))
+        await asyncio.sleep(0.05)
+        may_end.set()
+        answer = (await asked).json()["error"]
+        assert answer["code"] == "key_reused"  # the queue was asked; this body is another
+        await made.loader.stop()
+
+
+GPUS = tuple(
+    Gpu(each, f"GPU-{each}", f"card {each}", gib << 30, (9, 0)) for each, gib in ((0, 80), (1, 24))
+)
+
+
+async def test_on_a_shared_card_the_trainer_loads_after_the_engine(tmp_path: Path) -> None:
+    """vLLM measures the card's free memory when it starts."""
+    async with house(tmp_path / "art") as here:
+        made, is_ready = Loading(here), asyncio.Event()
+        made.loader._machine = Machine("cuda", GPUS, 256 << 30)
+
+        async def wait_ready(timeout_seconds: float) -> None:
+            await is_ready.wait()
+
+        here.engine.wait_ready = wait_ready  # type: ignore[method-assign]
+        await made.loader.load("art/tiny")
+        await asyncio.sleep(0.05)
+        assert made.trained is None
+        is_ready.set()
+        await until(lambda: made.trained == TINY_DIR)
+        (plan,) = made.plans
+        assert plan.is_base_resident and plan.training_card is None
+        await made.loader.stop()
+
+
+async def test_each_side_is_planned_on_its_own_card(tmp_path: Path) -> None:
+    async with house(tmp_path / "art", serve_devices=(0,), train_devices=(1,)) as here:
+        made = Loading(here)
+        made.loader._machine = Machine("cuda", GPUS, 256 << 30)
+        await made.loader.load("art/tiny")
+        await until(lambda: made.trained == TINY_DIR)
+        (plan,) = made.plans
+        assert plan.training_card == Card("card 1", 24 << 30, 256 << 30)
+        assert plan.handover == "none"
+        await made.loader.stop()
+
+
+async def test_a_base_model_that_cannot_be_trained_starts_nothing(tmp_path: Path) -> None:
+    quantised = tmp_path / "quantised"
+    shutil.copytree(TINY_DIR, quantised)
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (quantised / "config.json").write_text(json.dumps(config))
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+        with pytest.raises(InvalidInput, match="mxfp4"):
+            await made.loader.load(str(quantised))
+        assert here.engine.base is None and made.plans == []
+
+
+async def test_a_trainer_that_cannot_start_hinders_no_stop(tmp_path: Path) -> None:
+    async with house(tmp_path / "art") as here:
+        made = Loading(here)
+
+        async def run(_: object) -> Any:
+            raise PermissionError("logs/trainer.log")
+
+        made.run = run  # type: ignore[method-assign]
+        await made.loader.load("art/tiny")
+        await asyncio.sleep(0.05)
+        await made.loader.stop()

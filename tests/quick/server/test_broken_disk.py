@@ -1,0 +1,84 @@
+"""A disk that fails below the file system's calls, and files of which a crash wrote a part."""
+
+import contextlib
+import os
+import resource
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from art_protocol.wire import JobReport, TrainConfig
+from art_server.errors import StorageFull
+from art_server.jobs.queue import JobQueue, Payload
+from art_server.ledger.ledger import Ledger
+from art_server.store.model_folder import ModelFolder
+from tests.quick.ledger.test_ledger import add
+
+
+@pytest.fixture
+def longest_file() -> Iterator[Callable[[int], None]]:
+    """Sets the size above which the operating system cuts every write of this process short."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("size", [0, 100, 5_000, 70_001])
+def test_writes_that_are_cut_short_leave_the_old_or_the_new(
+    tmp_path: Path, longest_file: Callable[[int], None], size: int
+) -> None:
+    folder = ModelFolder(tmp_path, "p", "a")
+    folder.write_lines("train", 1, b"old\n")
+    folder.add_history(1, {"train/reward": 0.5})
+    ledger, queue = Ledger(tmp_path / "ledger.sqlite"), JobQueue(tmp_path / "jobs.sqlite")
+    payload = Payload(os.urandom(100_000), b"")
+    longest_file(size)
+    for number in range(3):
+        with pytest.raises(StorageFull):
+            queue.add("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport())
+        with contextlib.suppress(sqlite3.OperationalError):
+            add(ledger, number, list(range(20_000)))
+    with pytest.raises(StorageFull):
+        folder.write_lines("train", 1, bytes(100_000))
+    with pytest.raises(StorageFull):
+        folder.add_history(2, {f"train/{index}": 0.5 for index in range(5000)})
+    longest_file(resource.RLIM_INFINITY)
+    file = tmp_path / "p" / "models" / "a" / "trajectories" / "train" / "0001.jsonl.gz"
+    assert file.read_bytes() == b"old\n"
+    folder.add_history(2, {"train/reward": 0.75})
+    assert [row["train/reward"] for row in folder.history()] == [0.5, 0.75]
+    queue.add("p", "a", "0", "d", TrainConfig(), payload, JobReport())
+    assert len(queue.jobs(None, ("queued",), limit=10)) == 1
+    assert ledger.find(add(ledger, 9, [1, 2])) is not None
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_log_of_which_a_crash_wrote_a_part_is_read_up_to_there(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("torn")
+    queue, copy = JobQueue(folder / "jobs.sqlite"), folder / "copy"
+    payload = Payload(b"x" * 3000, b"")
+    jobs = [
+        queue.add("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport()).job_id
+        for number in range(4)
+    ]
+    copy.mkdir()
+    shutil.copy(folder / "jobs.sqlite", copy)
+    log = (folder / "jobs.sqlite-wal").read_bytes()
+    queue.close()
+    cut = data.draw(st.integers(0, len(log)))
+    rest = bytes(len(log) - cut) if data.draw(st.booleans()) else b""
+    (copy / "jobs.sqlite-wal").write_bytes(log[:cut] + rest)
+    again = JobQueue(copy / "jobs.sqlite")
+    kept = {job.job_id for job in again.jobs(None, ("queued",), limit=10)}
+    assert kept == set(jobs[: len(kept)])
+    assert kept == set(jobs) or cut < len(log)
+    again.add("p", "a", "later", "d", TrainConfig(), payload, JobReport())
+    again.close()

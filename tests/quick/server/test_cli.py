@@ -1,0 +1,223 @@
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from art_server.cli import art, check_tls, main, open_port
+from art_server.errors import Conflict, UsageError
+from art_server.flags import make_parser, parse, settings_table
+from art_server.store.files import lock_folder
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ART_API_KEY", raising=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "::", "example.org"])
+def test_without_keys_it_binds_to_loopback_only(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="API key is needed"):
+        parse(["--host", host])
+    assert parse(["--host", host, "--api-key", "k"]).api_keys[0].key == "k"
+    monkeypatch.setenv("ART_API_KEY", "from-environment")
+    assert parse(["--host", host]).api_keys[0].key == "from-environment"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.9"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert parse(["--host", host]).api_keys == ()
+
+
+def test_a_key_file_gives_scopes_and_projects(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# agents\none infer\ntwo train,infer p,q\n\nthree\n")
+    one, two, three = parse(["--api-key-file", str(file)]).api_keys
+    assert (one.scopes, one.projects) == ({"infer"}, None)
+    assert (two.scopes, two.projects) == ({"infer", "train"}, {"p", "q"})
+    assert three.scopes == {"infer", "train"}
+    file.write_text("one admin\n")
+    with pytest.raises(UsageError, match="line 1"):
+        parse(["--api-key-file", str(file)])
+    with pytest.raises(UsageError, match="cannot be read"):
+        parse(["--api-key-file", str(tmp_path / "none")])
+
+
+def test_a_key_file_gives_names_expiry_and_limits(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "one name=alice expires=2026-12-31 requests_per_minute=600 concurrent=64\n"
+        "two infer p expires=2026-12-31T12:30:00+02:00 name=bob\n"
+        "three= train\n"
+    )
+    one, two, three = parse(["--api-key-file", str(file)]).api_keys
+    assert (one.name, one.owner, one.scopes) == ("alice", "alice", {"infer", "train"})
+    assert (one.requests_per_minute, one.concurrent) == (600, 64)
+    assert one.expires == datetime(2026, 12, 31, tzinfo=UTC)
+    assert two.expires == datetime(2026, 12, 31, 10, 30, tzinfo=UTC)
+    assert (two.owner, two.projects, two.scopes) == ("bob", {"p"}, {"infer"})
+    assert (three.key, three.scopes) == ("three=", {"train"})
+    assert not three.is_limited and not three.is_expired
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("SECRET admin", "scopes: Input should be 'infer' or 'train'"),
+        ("SECRET infer p q", "too many fields"),
+        ("SECRET name=a name=b", "too many fields"),
+        ("SECRET expires=soon", "expires: Input should be a valid datetime"),
+        ("SECRET expires=", "expires: Input should be a valid datetime"),
+        ("SECRET concurrent=0", "concurrent: Input should be greater"),
+        ("SECRET requests_per_minute=many", "requests_per_minute: Input should be a valid integer"),
+        ("SECRET name=a/b", "name: String should match"),
+        ("infer SECRET=c2VjcmV0", "an unknown field"),
+        ("name=alice SECRET", "scopes: Input should be"),
+        ("a SECRET::b", "scopes: Input should be"),
+        ("SECRET::b", "a key must not contain '::'"),
+        ("SECRET key=b", "an unknown field"),
+    ],
+)
+def test_a_line_that_is_no_key_is_named_by_its_number_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, reason: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# keys\n\ngood\n{line}\n")
+    with pytest.raises(SystemExit):
+        main(["--api-key-file", str(file)])
+    told = capsys.readouterr().err
+    assert f"line 4: {reason}" in told and "write KEY [SCOPES" in told
+    assert "SECRET" not in told and "c2Vj" not in told
+    with pytest.raises(UsageError) as error:
+        parse(["--api-key-file", str(file)])
+    assert "SECRET" not in "".join(traceback.format_exception(error.value))
+
+
+def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not a text file"):
+        parse(["--api-key-file", str(file)])
+
+
+def test_certificate_and_key_go_together_and_are_read_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="go together"):
+        parse(["--tls-cert", "a"])
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    flags = ["--tls-cert", str(cert), "--tls-key", str(key)]
+    for written, reason in ((None, "--tls-cert"), (cert, "--tls-key"), (key, "not a PEM")):
+        if written is not None:
+            written.write_text("nonsense")
+        with pytest.raises(UsageError, match=reason):
+            check_tls(parse(flags))
+
+
+def test_engine_arguments_come_from_a_list() -> None:
+    config = parse(["--engine-arg", "gpu-memory-utilization=0.5", "--engine-arg", "seed=1"])
+    assert config.engine_args == {"gpu_memory_utilization": "0.5", "seed": "1"}
+    for text in ("trust_remote_code=true", "host=0.0.0.0", "seed"):
+        with pytest.raises(UsageError, match="one of"):
+            parse(["--engine-arg", text])
+
+
+def test_values_out_of_range_name_their_flag() -> None:
+    with pytest.raises(UsageError, match=r"--max-loras.*greater"):
+        parse(["--max-loras", "1"])
+    with pytest.raises(UsageError, match="--wait-limit"):
+        parse(["--wait-limit", "-1"])
+    with pytest.raises(UsageError, match="--keep-last"):
+        parse(["--keep-last", "-1"])
+    assert (parse([]).keep_last, parse(["--keep-last", "0"]).keep_last) == (50, 0)
+
+
+def test_devices_are_lists_and_go_together() -> None:
+    config = parse(["--serve-devices", "0,2-4", "--train-devices", "1"])
+    assert (config.serve_devices, config.train_devices) == ((0, 2, 3, 4), (1,))
+    assert not config.takes_turns and parse([]).takes_turns
+    with pytest.raises(UsageError, match="go together"):
+        parse(["--train-devices", "1"])
+    with pytest.raises(UsageError, match="device 1 is in both"):
+        parse(["--serve-devices", "0-1", "--train-devices", "1"])
+    with pytest.raises(UsageError, match="leave it out"):
+        parse(["--serve-devices", "0", "--train-devices", "1", "--handover", "sleep"])
+    for wrong in ("", "a", "1-", "-1", "1,,2"):
+        with pytest.raises(SystemExit):
+            parse(["--serve-devices", wrong, "--train-devices", "9"])
+
+
+def test_art_run_is_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        art(["run", "--host", "0.0.0.0", "--port", "7999"])
+    assert end.value.code == 2 and "--host 0.0.0.0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        art(["run", "--help"])
+    assert "--legacy-without-key" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        art(["--help"])
+    assert "run a server" in capsys.readouterr().out
+    assert parse(["--legacy-without-key"]).legacy_without_key
+
+
+def test_every_flag_is_explained() -> None:
+    for action in make_parser()._actions:
+        assert action.help, action.dest
+
+
+def test_the_page_of_settings_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page.endswith("\n\n" + settings_table()), "run scripts/pages"
+
+
+def test_a_taken_port_says_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UsageError, match="choose another port"):
+            open_port("127.0.0.1", taken.getsockname()[1], "--port")
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    config = parse(["--path", str(tmp_path)])
+    lock_folder(config.server_dir)
+    with pytest.raises(Conflict, match="another art-server"):
+        lock_folder(config.server_dir)
+
+
+def test_a_command_that_looks_stops_no_server(tmp_path: Path) -> None:
+    """`art status` holds the folder's lock for a moment."""
+    config = parse(["--path", str(tmp_path)])
+    os.close(lock_folder(config.server_dir))
+    looking = os.open(config.server_dir / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    timer = threading.Timer(0.1, os.close, [looking])
+    timer.start()
+    os.close(lock_folder(config.server_dir))
+    timer.join()
+
+
+@pytest.mark.parametrize(
+    ("package", "call"), [("uvicorn", "main([])"), ("safetensors", "art(['export', 'a', 'b'])")]
+)
+def test_without_its_extra_the_server_says_what_to_install(
+    package: str, call: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name='{package}')")
+    code = f"from art_server.cli import art, main; {call}"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "agent-reinforcement-trainer[server]" in result.stderr

@@ -1,0 +1,245 @@
+"""`art jobs`, `art status` and `art tail` on a server: its queue is real, its engine and job runner do not run."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_protocol.wire import ErrorDetail, JobReport
+from art_server.jobs.queue import JobQueue
+from art_server.jobs.runner import Position
+from art_server.service import Service
+from art_server.store import files
+from art_server.store.model_folder import ModelFolder
+from art_server.terminal.run import make_console
+from art_server.terminal.sources import FolderSource, HttpSource
+from art_server.terminal.tables import job_progress, print_event, print_jobs, print_status
+from art_server.terminal.tail import Tail
+from tests.quick.api.test_art_wire import make
+from tests.quick.jobs.test_queue import add
+from tests.quick.terminal.conftest import Ran, screen, served, shown
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Service, JobQueue]]:
+    """The address of a server with model p/run."""
+    app, service = make(tmp_path)
+    with served(app, lifespan="off") as url:
+        yield url, service, service._queue
+    service._queue.close()
+
+
+Server = tuple[str, Service, JobQueue]
+
+
+def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Server) -> None:
+    url, service, queue = server
+    running, waiting = (add(queue, name="run") for _ in range(2))
+    queue.set_running(running.job_id, 1)
+    service._runner._positions[running.job_id] = position = Position()
+    position.move("train", 3, 8)
+    jobs = json.loads(run("jobs", "--json", "--url", url).out)["jobs"]
+    assert [(each["job_id"], each["state"]) for each in jobs] == [
+        (running.job_id, "running"),
+        (waiting.job_id, "queued"),
+    ]
+    assert jobs[0]["progress"] == {"phase": "train", "completed": 3, "total": 8}
+    assert jobs[1]["waits_for"] == "1 earlier job, of p/run" and jobs[1]["progress"] is None
+    first, second = run("jobs", "--url", url).out.splitlines()[1:]
+    assert re.fullmatch(
+        rf"{running.job_id[:8]} running p/run - \d+ s train 3 of 8", " ".join(first.split())
+    )
+    assert second.rstrip().endswith("waits for 1 earlier job, of p/run")
+    console = screen(60)
+    print_jobs(console, [each | {"created_at": time.time()} for each in jobs])
+    assert shown(console).splitlines() == [
+        "job       state    model  step  age  progress",
+        f"{running.job_id[:8]}  running  p/run     -  0 s  train 3 of 8",
+        f"{waiting.job_id[:8]}  queued   p/run     -  0 s  waits for 1 earlier",
+        " " * 37 + "job, of p/run",
+    ]
+
+
+def test_a_job_that_runs_again_shows_its_progress() -> None:
+    progress = {"phase": "train", "completed": 3, "total": 8}
+    job = {"error": {"message": "it ran too long"}, "waits_for": None, "progress": progress}
+    assert job_progress(job | {"state": "running"}) == "train 3 of 8"
+    assert job_progress(job | {"state": "failed"}) == "it ran too long"
+    assert job_progress(job | {"state": "queued", "waits_for": "room"}) == "waits for room"
+
+
+def test_a_job_is_cancelled_by_its_first_digits(run: Run, server: Server) -> None:
+    url, _, queue = server
+    job, other = (add(queue, name="run") for _ in range(2))
+    code, out, _ = run("jobs", "--cancel", job.job_id[:12], "--url", url)
+    assert code == 0 and "cancelled" in out
+    assert queue.get(job.job_id).state == "cancelled" and queue.get(other.job_id).state == "queued"
+    for digits, message in (("xyz", "the id of no job"), ("", "the id of no job")):
+        code, _, err = run("jobs", "--cancel", digits, "--url", url)
+        assert code == 1 and message in err
+    queue.set_running(other.job_id, 1)
+    queue.set_done(other.job_id, {}, JobReport())
+    code, _, err = run("jobs", "--cancel", other.job_id, "--url", url)
+    assert code == 2 and "cannot be cancelled any more: it is done" in err
+
+
+def test_digits_of_several_jobs_cancel_none(run: Run, server: Server) -> None:
+    url, _, queue = server
+    ids = [add(queue, name="run").job_id for _ in range(17)]  # of which two begin alike
+    digit = next(each for each in "0123456789abcdef" if sum(i.startswith(each) for i in ids) > 1)
+    code, _, err = run("jobs", "--cancel", digit, "--url", url)
+    assert code == 1 and "the ids of several jobs" in err
+    assert {queue.get(each).state for each in ids} == {"queued"}
+
+
+def test_all_also_shows_jobs_that_have_ended(run: Run, server: Server) -> None:
+    url, _, queue = server
+    done, failed = (add(queue, name="run") for _ in range(2))
+    queue.set_running(done.job_id, 1)
+    queue.set_done(done.job_id, {}, JobReport())
+    queue.set_failed(failed.job_id, ErrorDetail(message="out of \x1b[31mmemory"))
+    assert run("jobs", "--url", url).out == "no jobs\n"
+    out = run("jobs", "--all", "--url", url).out
+    assert "out of ␛[31mmemory" in out and "\x1b" not in out
+    assert next(line for line in out.splitlines() if "done" in line).split()[3] == "1"
+
+
+def test_status_is_one_screen(run: Run, server: Server, tmp_path: Path) -> None:
+    url, service, queue = server
+    job = add(queue, name="run")
+    queue.set_running(job.job_id, 1)
+    service._runner._positions[job.job_id] = position = Position()
+    position.move("train", 3, 8)
+    ModelFolder(tmp_path, "p", "run").add_history(0, {"val/reward": 0.25})
+    service._processes.engine.detail = "loading"
+    for _ in range(8):
+        add(queue, name="run")
+    for _ in range(3):
+        service._state._activity._samples.append(frozenset({"training"}))
+    status = json.loads(run("status", "--json", "--url", url).out)
+    assert set(status["live"]) == {"health", "activity", "jobs", "machine"}
+    console = screen()
+    print_status(console, url, status)
+    lines = shown(console).splitlines()
+    assert lines[0].startswith("art-server 0.1.0 at http://127.0.0.1")
+    assert "engine: loading" in lines
+    assert lines[3:5] == ["█" * 40, "training 100%"]
+    assert "100% of the last 1 s: the trainer computes" in shown(console)
+    assert any(line.startswith("memory: server ") and "free on disk:" in line for line in lines)
+    (model,) = (line for line in lines if line.startswith("p/run"))
+    assert model.split()[:6] == ["p/run", "art/tiny", "0", "-", "0.250", "0"]
+    assert any(line.endswith("train 3 of 8") for line in lines)
+    assert "and 3 more jobs: art jobs" in lines
+    assert len(lines) < 24 and max(map(len, lines)) <= 80
+
+
+def test_the_address_in_the_folder_of_a_running_server_is_used(
+    run: Run, server: Server, tmp_path: Path
+) -> None:
+    url, _, queue = server
+    add(queue, name="run")
+    files.write_json(tmp_path / ".server" / "address.json", {"url": url})
+    assert "queued" in run("jobs", "--path", tmp_path).out
+
+
+# --- tail ---
+
+
+def test_tail_tells_steps_and_jobs_as_they_come(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, _, queue = server
+    model = ModelFolder(tmp_path, "p", "run")
+    for step in (1, 2):
+        model.add_history(step, {"train/reward": step / 4, "loss/train": 1.0})
+    source = HttpSource(url)
+    events = Tail(source, None).events()
+    first = next(events)
+    assert (first["step"], first["metrics"]) == (2, {"train/reward": 0.5})
+    job = add(queue, name="run")
+    assert next(events)["state"] == "queued"
+    queue.set_running(job.job_id, 3)
+    assert next(events)["state"] == "running"
+    measured = {"train/reward": 0.75, "loss/logprob_gap_mean": 0.00123, "time/job_train_s": 4.25}
+    model.add_history(3, measured | {"data/step_num_groups_dead": 2.0})
+    step = next(events)
+    assert step["metrics"] == measured | {"data/step_num_groups_dead": 2.0}
+    model.add_history(3, {"val/reward": 0.5})
+    again = next(events)
+    assert (again["step"], again["metrics"]["val/reward"]) == (3, 0.5)
+    queue.set_failed(job.job_id, ErrorDetail(message="no\x1b[2Jmemory"))
+    failed = next(events)
+    assert (failed["job_id"], failed["state"]) == (job.job_id, "failed")
+    for event in (step, again, failed):
+        print_event(make_console(), event)
+    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "p/run step 3  reward 0.75  gap 0.00123  without signal 2  train 4.2 s",
+        "p/run step 3  reward 0.75  val 0.5  gap 0.00123  without signal 2  train 4.2 s",
+        f"p/run job {job.job_id[:8]} failed no␛[2Jmemory",
+    ]
+    events.close()
+    source.close()
+
+
+def test_a_folder_s_tail_is_the_same_without_jobs(folder: Path, url: str) -> None:
+    def first(source: Any) -> list[Any]:
+        events = Tail(source, "demo/webnav-8b").events()
+        found = [next(events)]
+        events.close()
+        source.close()
+        return found
+
+    assert first(FolderSource(folder)) == first(HttpSource(url))
+
+
+def test_after_a_rollback_the_step_that_is_made_again_is_told(tmp_path: Path) -> None:
+    _, service = make(tmp_path)
+    service._queue.close()
+    model = ModelFolder(tmp_path, "p", "run")
+    for step in (1, 2):
+        model.add_history(step, {"train/reward": step / 4})
+    events = Tail(FolderSource(tmp_path), None).events()
+    assert next(events)["step"] == 2
+    model.roll_back(1)
+    model.add_history(2, {"train/reward": 0.9})
+    again = next(events)
+    assert (again["step"], again["metrics"]) == (2, {"train/reward": 0.9})
+
+
+def test_a_row_that_comes_late_is_told_alone(tmp_path: Path) -> None:
+    _, service = make(tmp_path)
+    service._queue.close()
+    model = ModelFolder(tmp_path, "p", "run")
+    for step in (2, 3, 4):
+        model.add_history(step, {"train/reward": step / 4})
+    events = Tail(FolderSource(tmp_path), None).events()
+    assert next(events)["step"] == 4
+    for step in (1, 5):
+        model.add_history(step, {"val/reward": 0.5})
+        assert next(events)["step"] == step
+
+
+def test_tail_waits_for_a_server_that_went_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app, service = make(tmp_path)
+    model = ModelFolder(tmp_path, "p", "run")
+    model.add_history(1, {"train/reward": 0.25})
+    with served(app, lifespan="off") as url:
+        source = HttpSource(url)
+        events = Tail(source, None).events()
+        assert next(events)["step"] == 1
+    model.add_history(2, {"train/reward": 0.5})
+    app.state.is_stopping = False
+    with served(app, lifespan="off", port=int(url.rpartition(":")[2])):
+        assert next(events)["step"] == 2
+    assert capsys.readouterr().err.count("went away: waiting for it") == 1
+    source.close()
+    service._queue.close()
