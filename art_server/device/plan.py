@@ -167,12 +167,11 @@ def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
     Raises:
         InvalidInput: no case fits; the message contains the numbers.
     """
-    plans = [
-        plan
-        for handover, is_resident in (CASES[:1] if demand.training_card else CASES)
-        if demand.training_card or demand.handover in (None, handover)
-        for plan in [_make(card, demand, figures, handover, is_resident)]
-    ]
+    if demand.training_card:
+        cases = CASES[:1]
+    else:
+        cases = tuple(case for case in CASES if demand.handover in (None, case[0]))
+    plans = [_make(card, demand, figures, handover, stays) for handover, stays in cases]
     fitting = [plan for plan in plans if not _missing(card, demand, plan)]
     if not fitting:
         raise _does_not_fit(card, demand, plans)

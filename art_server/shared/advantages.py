@@ -56,10 +56,11 @@ def trained_tokens(
     if penalties is None:
         keeps = has_tokens if trains_without_signal(config) else has_advantage
         return [tokens if keeps(tokens) else None for tokens in made]
-    without = trained_tokens(groups, config)
+    unpenalised = trained_tokens(groups, config)
+    # A group without signal stays as it is: the penalties alone would make differences in it.
     return [
-        tokens if each is not None and has_advantage(each) else each
-        for each, tokens in zip(without, made, strict=True)
+        penalised if tokens is not None and has_advantage(tokens) else tokens
+        for tokens, penalised in zip(unpenalised, made, strict=True)
     ]
 
 

@@ -49,11 +49,8 @@ def max_logits(device: torch.device) -> int:
 def whole_pieces(targets_N: torch.Tensor, project: Project, num_vocabulary: int) -> list[Piece]:
     """Pieces of all positions in order, over the whole vocabulary."""
     chunk = max(1, max_logits(targets_N.device) // num_vocabulary)
-    return [
-        Piece(here, targets_N[here], project, num_vocabulary)
-        for start in range(0, len(targets_N), chunk)
-        for here in [slice(start, start + chunk)]
-    ]
+    parts = [slice(start, start + chunk) for start in range(0, len(targets_N), chunk)]
+    return [Piece(part, targets_N[part], project, num_vocabulary) for part in parts]
 
 
 def score_targets(

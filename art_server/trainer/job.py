@@ -146,10 +146,11 @@ def _drop_stale(task: TrainTask) -> tuple[TrainTask, int]:
     config, batch = task.config, task.batch
     if config.max_staleness is None:
         return task, 0
+    oldest = task.start_step - config.max_staleness
     if config.overlong == "soft_penalty":
         batch = with_penalties(batch, config)
         config = config.model_copy(update={"overlong": "keep"})
-    batch, num_too_stale = drop_stale(batch, task.start_step - config.max_staleness)
+    batch, num_too_stale = drop_stale(batch, oldest)
     return task.model_copy(update={"batch": batch, "config": config}), num_too_stale
 
 

@@ -6,6 +6,7 @@ name alone chooses none.
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -39,18 +40,16 @@ def find_layers(model: PreTrainedModel) -> Layers:
     """The layers of a model, which may be without weights."""
     decoder = model.get_decoder()
     prefix = next(name for name, each in model.named_modules() if each is decoder)
-    modules = {
-        f"{prefix}.{name}.{inner}" if prefix else f"{name}.{inner}": (each, type(parent).__name__)
-        for name, layer in decoder.named_modules()
-        if isinstance(layer, GradientCheckpointingLayer)
-        for inner, each in layer.named_modules()
-        if inner
-        for parent in [layer.get_submodule(inner.rpartition(".")[0])]
-    }
-    is_mixture = any(_holds_experts(path, each) for path, (each, _) in modules.items())
+    modules: dict[str, torch.nn.Module] = {}
+    for name, layer in decoder.named_modules(prefix=prefix):
+        if isinstance(layer, GradientCheckpointingLayer):
+            inside = layer.named_modules(prefix=name)
+            modules |= {path: each for path, each in inside if path != name}
+    is_mixture = any(_holds_experts(path, each) for path, each in modules.items())
     takes, folded = set[str](), set[str]()
-    for path, (each, parent) in modules.items():
+    for path, each in modules.items():
         before, _, last = path.rpartition(".")
+        parent = type(model.get_submodule(before)).__name__
         if not isinstance(each, torch.nn.Linear | Conv1D):
             continue
         if is_mixture and (not _is_attention(path, parent) or last in EXPERT_NAMES):
@@ -124,19 +123,25 @@ def _beyond(names: list[str], layers: Layers) -> str:
 
 def _pattern(paths: frozenset[str], modules: set[str]) -> str:
     """A pattern that matches these paths of a model's modules, and no others."""
-    numbers: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for path in paths:
-        before, number, behind = _split(path)
-        numbers[before, behind].add(number)
+    numbers, in_model = _numbers(paths), _numbers(modules)
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (before, behind), found in sorted(numbers.items()):
-        there = {n for path in modules for b, n, e in [_split(path)] if (b, e) == (before, behind)}
-        which = r"\d+" if found == there else f"({'|'.join(sorted(found, key=int))})"
+        is_everywhere = found == in_model[before, behind]
+        which = r"\d+" if is_everywhere else f"({'|'.join(sorted(found, key=int))})"
         groups[before, which].append(re.escape(behind))
     return "|".join(
         rf"{re.escape(before)}\.{which}\.({'|'.join(names)})"
         for (before, which), names in groups.items()
     )
+
+
+def _numbers(paths: Iterable[str]) -> dict[tuple[str, str], set[str]]:
+    """Maps what paths have before and behind the number of their layer to these numbers."""
+    numbers: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for path in paths:
+        before, number, behind = _split(path)
+        numbers[before, behind].add(number)
+    return numbers
 
 
 def _split(path: str) -> tuple[str, str, str]:

@@ -76,15 +76,12 @@ class TokenRecord:
 
     def _groups(self) -> list[dict[str, object]]:
         spans = iter(zip(self._firsts[:-1].tolist(), self._firsts[1:].tolist(), strict=True))
-        return [
-            {
-                "number": index if group.number is None else group.number,
-                "trajectories": [
-                    [next(spans) for _ in trajectory.sequences] for trajectory in group.trajectories
-                ],
-            }
-            for index, group in enumerate(self._batch.groups)
-        ]
+        groups: list[dict[str, object]] = []
+        for index, group in enumerate(self._batch.groups):
+            number = index if group.number is None else group.number
+            trajectories = [[next(spans) for _ in each.sequences] for each in group.trajectories]
+            groups.append({"number": number, "trajectories": trajectories})
+        return groups
 
     def _texts(self) -> dict[int, str]:
         """The text of each token that occurs; part of a character, as the vocabulary spells it. Empty without a

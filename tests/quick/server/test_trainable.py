@@ -16,7 +16,8 @@ from art_server.base_facts import read_facts
 from art_server.base_loader import check_number_types
 from art_server.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trainable
 from art_server.errors import InvalidInput
-from art_server.inspection.model import TESTED, inspect
+from art_server.inspection.model import inspect
+from art_server.inspection.tested import TESTED
 from art_server.settings import ServerConfig
 from art_server.trainer.base import find_class
 from tests.toy_models import (
