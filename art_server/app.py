@@ -1,18 +1,15 @@
 """The ASGI application: the service's routes behind authentication."""
 
 import contextlib
-import functools
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import errors, inference, openapi
+from art_server.api import errors, inference
 from art_server.api.auth import Authentication
-from art_server.api.bodies import GroupBodies
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
-from art_server.api.pacing import Pacing
 from art_server.api.routers import ROUTERS
 from art_server.observe.runs import Runs
 from art_server.service import Service
@@ -30,17 +27,19 @@ def make_app(service: Service, config: ServerConfig, inference_port: int | None)
         finally:
             await service.stop()
 
-    app = FastAPI(title="art-server", version=__version__, lifespan=lifespan)
+    # A body without a content-type is read as JSON.
+    app = FastAPI(
+        title="art-server", version=__version__, lifespan=lifespan, strict_content_type=False
+    )
     keys = Keys(config.api_keys)
-    app.state.service, app.state.config, app.state.bodies = service, config, GroupBodies()
+    app.state.service, app.state.config = service, config
     app.state.keys, app.state.inference_port = keys, inference_port
     app.state.runs, app.state.is_stopping = Runs(config.path), False
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     errors.install(app)
     inference.install(app, service)  # first, because routes are tried in order
     for router in ROUTERS:
-        app.include_router(router)
-    app.openapi = functools.cache(functools.partial(openapi.make_openapi, app))
+        app.include_router(router, responses=errors.RESPONSES)
     app.add_middleware(
         Authentication,
         config=config,
@@ -48,5 +47,4 @@ def make_app(service: Service, config: ServerConfig, inference_port: int | None)
         keys=keys,
         model_keys=app.state.model_keys,
     )
-    app.add_middleware(Pacing)
     return app

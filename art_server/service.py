@@ -3,16 +3,18 @@
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 
-from art_protocol.wire import LogReply, LogRequest, SessionReply, TrainRequest
+from art_protocol.wire import LogReply, LogRequest, SessionReply, TrainConfig
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints.manage import Checkpoints
 from art_server.checkpoints.uploads import Uploads
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.metrics import write_log
-from art_server.jobs.queue import Job, JobQueue
+from art_server.jobs.queue import JobQueue
+from art_server.jobs.rollouts import Rollouts
 from art_server.jobs.runner import JobRunner
+from art_server.jobs.train_requests import NewJob, TrainRequests
 from art_server.ledger.sessions import session_trajectory
 from art_server.processes import Processes
 from art_server.registration import Registration
@@ -59,7 +61,6 @@ class Service:
         self._runner = JobRunner(
             self._queue,
             registry,
-            processes.ledger,
             engine,
             gate,
             trainer,
@@ -68,6 +69,7 @@ class Service:
             LayerCheck(config.server_dir / "layers"),
             processes.reports.take,
         )
+        self._train_requests = TrainRequests(processes.ledger, engine, self._runner)
         self._relay = Relay(
             registry,
             processes.ledger,
@@ -96,6 +98,7 @@ class Service:
         self.register, self.info = self._registration.register, self._registration.info
         self.check_trainable = self._registration.check_trainable
         self.job, self.jobs, self.job_info = runner.get, runner.jobs, runner.info
+        self.has_key, self.find_job = runner.has_key, runner.find
         self.pending_jobs = self._queue.pending
         self.follow, self.move_job, self.cancel_job = runner.follow, runner.move, runner.cancel
         self.checkpoints, self.delete_checkpoints = checkpoints.overview, checkpoints.delete
@@ -187,39 +190,22 @@ class Service:
 
     # --- training ---
 
-    async def submit(
-        self,
-        model: Model,
-        key: str | None,
-        body_digest: str,
-        read: Callable[[Callable[[TrainRequest], Awaitable[Job]]], Awaitable[Job]],
-        notes: Sequence[str] = (),
-    ) -> Job:
-        """The job of a train request, which is on disk when this returns. `read` parses the request and passes it on;
-        it is not called if an earlier request with the same key made the job.
+    def begin_job(self, model: Model, config: TrainConfig) -> NewJob:
+        """A train request whose groups come one by one.
 
         Raises:
-            InvalidInput: nothing in the request can be trained.
-            Conflict: another base model is loaded, the model is not at `expected_step`, or the key had another body.
-            TooMany: the queue is full.
+            Conflict: the model's base model is not loaded.
         """
-        await self.wait_base()
-        limits = self._registration.limits(model)
-        job = await self._runner.find(model, key, body_digest)
-        if job is not None:
-            return job
-        return await read(
-            lambda request: self._runner.accept(model, request, key, body_digest, limits, notes)
-        )
+        return self._train_requests.begin(model, config, self._registration.limits(model))
 
-    async def log(self, model: Model, request: LogRequest) -> LogReply:
-        """Writes the trajectories and metrics of a step to disk, and reports them.
+    async def log(self, model: Model, request: LogRequest, rollouts: Rollouts) -> LogReply:
+        """Writes the rollouts and metrics of a step to disk, and reports them.
 
         Raises:
             InvalidInput: the step does not exist yet.
         """
-        reply = await write_log(model, request)
-        has_groups = bool(request.groups)
+        reply = await write_log(model, request, rollouts)
+        has_groups = bool(rollouts.outlines)
         self._processes.reports.logged(model, request.split, reply, has_groups=has_groups)
         return reply
 

@@ -30,6 +30,7 @@ from art_protocol.art_options import ART_DEFAULTS, apply_options
 from art_protocol.wire import (
     DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
+    NDJSON,
     CheckpointList,
     DeleteCheckpointsReply,
     DeleteCheckpointsRequest,
@@ -325,9 +326,14 @@ class Backend(Buckets):
         timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
         is_repeatable: bool = True,
     ) -> ReplyT:
-        content = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
+        is_json = isinstance(body, BaseModel)
         answer = await self._connection.request(
-            method, path, content, timeout_seconds=timeout_seconds, is_repeatable=is_repeatable
+            method,
+            path,
+            body.model_dump_json().encode() if is_json else body,
+            media_type="application/json" if is_json else NDJSON,
+            timeout_seconds=timeout_seconds,
+            is_repeatable=is_repeatable,
         )
         try:
             return kind.model_validate_json(answer)

@@ -1,6 +1,7 @@
 """Request bodies from trajectories, validated before anything is sent, so that an error names the invalid field.
 
-Building and encoding a large body takes a while, so callers run these functions in a thread.
+They are NDJSON: a line with the fields of the request, then a line for each group. Building and encoding a large body
+takes a while, so callers run these functions in a thread.
 """
 
 import functools
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from art.trajectories import REDUCE, Trajectory, TrajectoryGroup, by_reference, readable
-from art_protocol.wire import LogRequest, TrainConfig, TrainRequest
+from art_protocol.wire import LogRequest, TrainConfig, TrainRequest, TrajectoryGroupBody
 
 
 def build_train_request(
@@ -20,7 +21,7 @@ def build_train_request(
     expected_step: int | None = None,
     whole: Container[str] = (),
 ) -> bytes:
-    """The JSON body of a train call. Choices that a server recorded are without their tokens, except those whose ids are
+    """The body of a train call. Choices that a server recorded are without their tokens, except those whose ids are
     in `whole`.
 
     Raises:
@@ -35,8 +36,9 @@ def build_train_request(
             raise TypeError(f"groups[{index}] is {type(group).__name__}, not art.TrajectoryGroup")
         if not group.trajectories and not group.exceptions:
             raise ValueError(f"groups[{index}] has neither a trajectory nor a failed rollout")
-    fields = {"groups": groups, "config": config, "expected_step": expected_step}
-    return _encode(TrainRequest, fields, functools.partial(by_reference, whole=whole))
+    config.check_rates(len(groups))
+    fields = {"config": config, "expected_step": expected_step}
+    return _encode(TrainRequest, fields, groups, functools.partial(by_reference, whole=whole))
 
 
 def build_log_request(
@@ -45,47 +47,57 @@ def build_log_request(
     metrics: dict[str, float],
     step: int | None,
 ) -> bytes:
-    """The JSON body of a log call, without tokens. Trajectories outside a group form one group."""
+    """The body of a log call, without tokens. Trajectories outside a group form one group."""
     entries = list(trajectories)
     groups = [entry for entry in entries if isinstance(entry, TrajectoryGroup)]
     bare = [entry for entry in entries if not isinstance(entry, TrajectoryGroup)]
     if bare:
         groups.append(TrajectoryGroup(bare))
-    fields = {"groups": groups, "split": split, "metrics": metrics, "step": step}
-    return _encode(LogRequest, fields, readable)
+    fields = {"split": split, "metrics": metrics, "step": step}
+    return _encode(LogRequest, fields, groups, readable)
 
 
 def _encode(
-    kind: type[BaseModel], fields: dict[str, Any], reduce: Callable[[Any], dict[str, Any]]
+    kind: type[BaseModel],
+    fields: dict[str, Any],
+    groups: list[TrajectoryGroup],
+    reduce: Callable[[Any], dict[str, Any]],
 ) -> bytes:
-    """A request's JSON. `reduce` dumps the trajectories' entries."""
-    given: list[TrajectoryGroup] = fields["groups"]
-    context = {REDUCE: reduce}
+    """A request's lines. `reduce` dumps the trajectories' entries."""
+    lines = [_line(kind, fields, "")]
+    for index, group in enumerate(groups):
+        place = f"groups[{index}]"
+        try:
+            dumped = group.model_dump(mode="json", warnings=False, context={REDUCE: reduce})
+            lines.append(_line(TrajectoryGroupBody, dumped, place))
+        except (PydanticSerializationError, OverflowError) as error:
+            raise ValueError(f"{_find(group, place)}: {error}") from error
+    return b"\n".join(lines)
+
+
+def _line(kind: type[BaseModel], fields: dict[str, Any], place: str) -> bytes:
+    """The JSON of a part of the request; `place` is where in the request it is."""
     try:
-        groups = [group.model_dump(mode="json", warnings=False, context=context) for group in given]
-        return kind.model_validate({**fields, "groups": groups}).model_dump_json().encode()
-    except (PydanticSerializationError, OverflowError) as error:
-        raise ValueError(f"{_find(given)}: {error}") from error
+        return kind.model_validate(fields).model_dump_json().encode()
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(
-            "."
-        )
-        raise ValueError(f"{place}: {first['msg']}, got {first['input']!r:.100}") from error
+        parts = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
+        path = f"{place}{parts}".lstrip(".")
+        raise ValueError(f"{path}: {first['msg']}, got {first['input']!r:.100}") from error
 
 
-def _find(groups: list[TrajectoryGroup]) -> str:
-    """The first part of the groups that JSON cannot hold, such as a NumPy integer in `metadata`, or half of a surrogate pair
+def _find(group: TrajectoryGroup, place: str) -> str:
+    """The first part of a group that JSON cannot hold, such as a NumPy integer in `metadata`, or half of a surrogate pair
     in a message."""
-    parts: dict[str, BaseModel] = {}
-    for index, group in enumerate(groups):
-        for number, trajectory in enumerate(group.trajectories):
-            parts[f"groups[{index}].trajectories[{number}]"] = trajectory
-        parts[f"groups[{index}]"] = group
-    for place, part in parts.items():
+    parts: dict[str, BaseModel] = {
+        f"{place}.trajectories[{number}]": trajectory
+        for number, trajectory in enumerate(group.trajectories)
+    }
+    parts[place] = group
+    for path, part in parts.items():
         for field in type(part).model_fields:
             try:
                 part.model_dump_json(include={field}, warnings=False)
             except (PydanticSerializationError, OverflowError):
-                return f"{place}.{field}"
-    return "the request"
+                return f"{path}.{field}"
+    return place

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from art.errors import ArtConnectionError, ArtError, ArtStatusError
 from art.waiting import Waiting, waiting_for
 from art_protocol.proxies import DIRECT
-from art_protocol.wire import ErrorBody, ErrorDetail, JobEvent
+from art_protocol.wire import NDJSON, ErrorBody, ErrorDetail, JobEvent
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +56,22 @@ class Connection:
         path: str,
         body: bytes | None = None,
         *,
+        media_type: str = "application/json",
         timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
         reconnect_seconds: float | None = None,
         is_repeatable: bool = True,
     ) -> bytes:
-        """The body of a successful answer. Repeats the request while the server is away.
+        """The body of a successful answer. Repeats the request while the server is away. `media_type` is that of `body`.
 
         After a lost connection, or an error of a gateway before it, the server may have executed the request, so it is
         repeated only if `is_repeatable`.
         """
         patience = self._reconnect_seconds if reconnect_seconds is None else reconnect_seconds
         outage = _Outage(self.base_url, patience, self._check_server)
+        headers = {} if body is None else {"content-type": media_type}
         while True:
             try:
-                async with self._send(method, path, body, {}, timeout_seconds) as response:
+                async with self._send(method, path, body, headers, timeout_seconds) as response:
                     return await response.aread()
             except ArtError as error:
                 may_be_done = isinstance(error, _LostConnectionError | _GatewayError)
@@ -97,7 +99,7 @@ class Connection:
         while True:
             try:
                 if job_id is None:
-                    sent = {**headers, "content-type": "application/json"}
+                    sent = {**headers, "content-type": NDJSON}
                     request = self._send("POST", path, body, sent, ACCEPT_TIMEOUT_SECONDS)
                 else:
                     after = "" if number is None else f"?after={number}"

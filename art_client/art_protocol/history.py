@@ -50,6 +50,15 @@ def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dic
     return metrics | _means([group.metrics for group in groups], f"{split}/group_")
 
 
+def outline(group: TrajectoryGroupBody) -> TrajectoryGroupBody:
+    """A group without its texts, for `trajectory_metrics`."""
+    bare: dict[str, Any] = {"messages_and_choices": [], "additional_histories": [], "tools": None}
+    bare |= {"metadata": {}, "logs": []}
+    return group.model_copy(
+        update={"trajectories": [each.model_copy(update=bare) for each in group.trajectories]}
+    )
+
+
 def log_metrics(request: LogRequest) -> dict[str, float]:
     """The metrics of a log call: those of its trajectories, then the given ones, under "SPLIT/" unless their name has a
     "/" already."""
@@ -115,7 +124,7 @@ def _without_tokens(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack_rows(rows: Iterable[dict[str, Any]]) -> bytes:
-    """The content of a trajectories file. Encodes one group at a time."""
+    """The content of a trajectories file, or a part of it: parts can be joined. Encodes one group at a time."""
     content = io.BytesIO()
     with gzip.GzipFile(fileobj=content, mode="wb", mtime=0) as packed:
         for row in rows:

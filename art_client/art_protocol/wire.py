@@ -23,6 +23,9 @@ DIGEST_HEADER = "x-art-request-digest"
 """Request header of a train request that is repeated after the error "records_missing": the SHA-256 of the body that got
 the error. Under an idempotency key both are the same request."""
 
+NDJSON = "application/x-ndjson"
+"""The media type of train and log requests, and of a job's events."""
+
 TOKEN_FIELDS = frozenset({"token_ids", "prompt_token_ids", "logprobs"})
 """The fields of a choice that contain its tokens."""
 BY_REFERENCE = "by_reference"
@@ -344,27 +347,32 @@ class TrainConfig(LossConfig):
             raise ValueError("correction_low is above correction_high")
         return self
 
+    def check_rates(self, num_groups: int) -> None:
+        """Checks that `learning_rate`, if it is a list, has a rate for each optimizer step of a job.
+
+        Raises:
+            ValueError: it has fewer.
+        """
+        if not isinstance(self.learning_rate, list):
+            return
+        of_pass = self.mini_batches
+        if self.batch_size is not None:
+            of_pass = -(-num_groups // self.batch_size)
+        given, needed = len(self.learning_rate), of_pass * self.passes
+        if given < needed:
+            raise ValueError(
+                f"learning_rate lists {given} rates, and the job takes {needed} optimizer steps"
+            )
+
 
 class TrainRequest(Body):
-    groups: list[TrajectoryGroupBody] = Field(min_length=1)
+    """Sent as NDJSON: a line with this, then a line for each further group. The server reads one line at a time."""
+
+    groups: list[TrajectoryGroupBody] = []
     config: TrainConfig = TrainConfig()
     expected_step: int | None = Field(default=None, ge=0)
     """The step that sampled the trajectories. The request is refused if the model is at another step, or has a job that
     will change its step."""
-
-    @model_validator(mode="after")
-    def _check_rates(self) -> Self:
-        config, rates = self.config, self.config.learning_rate
-        if not isinstance(rates, list):
-            return self
-        of_pass = config.mini_batches
-        if config.batch_size is not None:
-            of_pass = -(-len(self.groups) // config.batch_size)
-        if len(rates) < of_pass * config.passes:
-            raise ValueError(
-                f"learning_rate lists {len(rates)} rates, and the job takes {of_pass * config.passes} optimizer steps"
-            )
-        return self
 
 
 class Dropped(Reply):
@@ -461,6 +469,8 @@ class JobEvent(Reply):
 
 
 class LogRequest(Body):
+    """Sent as NDJSON, as `TrainRequest` is."""
+
     groups: list[TrajectoryGroupBody] = []
     split: Split = "val"
     step: int | None = Field(default=None, ge=0)

@@ -5,16 +5,17 @@ call that fails ends its stream with one line `{"error": TEXT}`, because these c
 the number of an HTTP status. ART's S3, fork and deployment routes are left out.
 """
 
+import asyncio
 import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from art_protocol.art_options import ART_RATIO, apply_options
 from art_protocol.wire import (
@@ -25,17 +26,16 @@ from art_protocol.wire import (
     LoRAConfig,
     RegisterRequest,
     TrainConfig,
-    TrainRequest,
     TrajectoryBody,
     TrajectoryGroupBody,
 )
 from art_server.api.auth import Caller
-from art_server.api.bodies import decode, read_groups
+from art_server.api.bodies import SmallBodies, beside, decode, described_body, read_body
 from art_server.api.engine_args import no_effect, read_engine_args
-from art_server.api.errors import detail_of, invalid_body
-from art_server.api.parameters import JsonBody, LargeBody, RawBody, TheCaller, TheService
+from art_server.api.errors import detail_of, invalid_body, too_deep
+from art_server.api.parameters import TheCaller, TheService
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError
-from art_server.jobs.queue import Job
+from art_server.jobs.rollouts import Rollouts
 from art_server.service import Service
 from art_server.settings import Device
 from art_server.store.registry import Model
@@ -54,11 +54,13 @@ CLIENT_SIDE = frozenset(
     }
 )
 """Fields of ART's models that only the client uses."""
-NAMES: Mapping[type[BaseModel], str] = {
-    TrajectoryGroupBody: "trajectory_groups",
-    TrajectoryBody: "trajectories",
-    HistoryBody: "additional_histories",
+GROUPS = "trajectory_groups"
+INSIDE: Mapping[str, type[BaseModel]] = {
+    GROUPS: TrajectoryGroupBody,
+    "trajectories": TrajectoryBody,
+    "additional_histories": HistoryBody,
 }
+"""The lists of records in a call, by the field's name."""
 NO_TRAJECTORIES = (
     "no trajectories were collected, so there is nothing to train (trajectory_groups is empty). Check that the "
     "workflow ran (see its log), that target_functions names its functions, that the evaluator returned rewards, and "
@@ -99,24 +101,21 @@ class ModelBody(ArtBody):
     internal_config: InternalConfig | None = Field(default=None, alias="_internal_config")
 
 
-OPEN = WithJsonSchema({"type": "object", "additionalProperties": True})
-"""Unknown fields are dropped before the groups are validated."""
-
-
 class CallBody(ArtBody):
     """A call that concerns one model. Each route reads its own fields."""
 
     model: ModelBody
     config: dict[str, Any] | None = None
     dev_config: dict[str, Any] | None = None
-    groups: list[Annotated[TrajectoryGroupBody, OPEN]] = Field([], alias="trajectory_groups")
     split: str = "val"
     verbose: bool | int = False
-    _dropped: set[str] = set()
-    """The names of unknown fields of the trajectories that were set."""
 
-    def unknown(self) -> list[str]:
-        return [*super().unknown(), *sorted(self._dropped)]
+
+class Call(NamedTuple):
+    """A call with trajectory groups, which are not parsed yet."""
+
+    body: CallBody
+    groups: list[msgspec.Raw]
 
 
 class DeleteFilesBody(ArtBody):
@@ -124,11 +123,12 @@ class DeleteFilesBody(ArtBody):
     steps_to_keep: list[int]
 
 
-router = APIRouter()
+router = APIRouter(route_class=SmallBodies)
+LARGE_CALL = described_body("application/json", CallBody)
 
 
 async def _model(
-    body: Annotated[ModelBody, Depends(JsonBody(ModelBody))],
+    body: ModelBody,
     service: TheService,
     caller: TheCaller,
 ) -> Model:
@@ -156,7 +156,7 @@ async def close() -> None:
 
 @router.post("/register")
 async def register(
-    body: Annotated[ModelBody, Depends(JsonBody(ModelBody))],
+    body: ModelBody,
     service: TheService,
     caller: TheCaller,
 ) -> dict[str, list[str]]:
@@ -183,7 +183,7 @@ async def get_step(model: BodyModel) -> int:
 @router.post("/_prepare_backend_for_training")
 async def prepare(
     request: Request,
-    body: Annotated[CallBody, Depends(JsonBody(CallBody))],
+    body: CallBody,
     service: TheService,
     caller: TheCaller,
 ) -> list[str]:
@@ -196,21 +196,21 @@ async def prepare(
     return [str(request.url.replace(port=port, path="/v1", query="")), key]
 
 
-@router.post("/_train_model")
-async def train_model(
-    raw: Annotated[RawBody, Depends(LargeBody(CallBody))], service: TheService, caller: TheCaller
-) -> Response:
+@router.post("/_train_model", openapi_extra=LARGE_CALL)
+async def train_model(request: Request, service: TheService, caller: TheCaller) -> Response:
     """The job is accepted before the answer begins, so it continues after the client disconnects."""
-    digest = await raw.digest()
-
-    async def submit(body: CallBody) -> Job:
-        model = find_model(body.model, service, caller)
-        request, notes = read_train_request(body, service.device)
-        log_notes(model.id, notes)
-        return await service.submit(model, None, digest, lambda accept: accept(request), notes)
-
+    text = await read_body(request, request.app.state.config.max_body_mb)
     try:
-        job = await raw.read(read_call, submit)
+        call = await beside(read_call, text)
+        model = find_model(call.body.model, service, caller)
+        config, notes = read_config(call, service.device)
+        await service.wait_base()
+        new, dropped = service.begin_job(model, config), set[str]()
+        async for group in parse_groups(call, dropped):
+            await new.resolve(group)
+        notes += no_effect(sorted(dropped))
+        log_notes(model.id, notes)
+        job = await new.store(None, "", notes=notes)
     except (Forbidden, NotFound):
         raise
     except ServerError as error:
@@ -218,21 +218,20 @@ async def train_model(
     return StreamingResponse(metric_lines(service, job.job_id), media_type="application/x-ndjson")
 
 
-@router.post("/_log")
-async def log(
-    raw: Annotated[RawBody, Depends(LargeBody(CallBody))], service: TheService, caller: TheCaller
-) -> None:
-    async def write(body: CallBody) -> None:
-        model = find_model(body.model, service, caller)
-        log_notes(model.id, no_effect(body.unknown()))
-        await service.log(model, checked(LogRequest, groups=body.groups, split=body.split))
-
-    await raw.read(read_call, write)
+@router.post("/_log", openapi_extra=LARGE_CALL)
+async def log(request: Request, service: TheService, caller: TheCaller) -> None:
+    call = await beside(read_call, await read_body(request, request.app.state.config.max_body_mb))
+    model = find_model(call.body.model, service, caller)
+    rollouts, dropped = Rollouts(), set[str]()
+    async for group in parse_groups(call, dropped):
+        await asyncio.to_thread(rollouts.add, group)
+    log_notes(model.id, no_effect([*call.body.unknown(), *sorted(dropped)]))
+    await service.log(model, checked(LogRequest, split=call.body.split), rollouts)
 
 
 @router.post("/_delete_checkpoint_files")
 async def delete_checkpoint_files(
-    body: Annotated[DeleteFilesBody, Depends(JsonBody(DeleteFilesBody))],
+    body: DeleteFilesBody,
     service: TheService,
     caller: TheCaller,
 ) -> None:
@@ -273,31 +272,55 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
     return requested, no_effect([*unknown, *others])
 
 
-def read_call(text: bytes) -> CallBody:
-    """A call whose trajectories are without unknown fields.
+def read_call(text: bytes) -> Call:
+    """A call of a route that takes trajectories.
 
     Raises:
-        InvalidInput: from `read_groups`.
+        InvalidInput: the body is not JSON, or a field is invalid.
     """
-    dropped: set[str] = set()
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        groups = msgspec.json.decode(fields.pop(GROUPS, b"[]"), type=list[msgspec.Raw])
+    except RecursionError as error:
+        raise too_deep() from error
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"{GROUPS}: {error}", code="invalid_body", param=GROUPS) from error
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"the body is not JSON: {error}", code="invalid_body") from error
+    try:
+        return Call(CallBody.model_validate_json(msgspec.json.encode(fields)), groups)
+    except ValidationError as error:
+        raise invalid_body(error) from error
 
-    def reduce(text: bytes, kind: type[BaseModel]) -> bytes:
-        return msgspec.json.encode(known_fields(decode(text), kind, dropped))
 
-    body = read_groups(text, CallBody, "trajectory_groups", reduce)
-    body._dropped = dropped
-    return body
+async def parse_groups(call: Call, dropped: set[str]) -> AsyncIterator[TrajectoryGroupBody]:
+    """The groups of a call, each parsed in a thread. `dropped` gets the names of unknown fields that were set.
+
+    Raises:
+        InvalidInput: invalid fields, which the message names.
+    """
+    for index, text in enumerate(call.groups):
+        yield await asyncio.to_thread(parse_group, bytes(text), index, dropped)
 
 
-def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, list[str]]:
-    """The train request of a call, and a note for each option that has no effect. The model's `trainer_args` override
-    the configuration, because NVIDIA's plugin drops them from the configuration that it sends.
+def parse_group(text: bytes, index: int, dropped: set[str]) -> TrajectoryGroupBody:
+    value = known_fields(decode(text), GROUPS, dropped)
+    try:
+        return TrajectoryGroupBody.model_validate(value)
+    except ValidationError as error:
+        raise invalid_body(error, (GROUPS, index)) from error
+
+
+def read_config(call: Call, device: Device) -> tuple[TrainConfig, list[str]]:
+    """The configuration of a train call, and a note for each option that has no effect. The model's `trainer_args`
+    override the configuration, because NVIDIA's plugin drops them from the configuration that it sends.
 
     Raises:
         InvalidInput: no trajectories, or invalid values.
     """
-    if not body.groups:
-        raise InvalidInput(NO_TRAJECTORIES, code="no_trajectories", param="trajectory_groups")
+    if not call.groups:
+        raise InvalidInput(NO_TRAJECTORIES, code="no_trajectories", param=GROUPS)
+    body = call.body
     unknown = body.unknown()
     config = TrainConfig(**ART_RATIO)
     settings = {"config": body.config, "dev_config": body.dev_config}
@@ -309,19 +332,19 @@ def read_train_request(body: CallBody, device: Device) -> tuple[TrainRequest, li
         except ValidationError as error:
             raise invalid_body(error) from error
         unknown += [f"{name}.{key}" for key in ignored]
-    notes = read_settings(body.model, device)[1] + no_effect(unknown)
-    return checked(TrainRequest, groups=body.groups, config=config), notes
+    return config, read_settings(body.model, device)[1] + no_effect(unknown)
 
 
-def known_fields(value: Any, kind: type[BaseModel], dropped: set[str]) -> Any:
-    """A record of `kind`, not yet validated, without its unknown fields. Adds their names to `dropped` if they are set."""
+def known_fields(value: Any, name: str, dropped: set[str]) -> Any:
+    """A record of the list `name`, not yet validated, without its unknown fields, and so the records inside it. Adds the
+    names of unknown fields to `dropped` if they are set."""
     if not isinstance(value, dict):
         return value
-    known = {key: value[key] for key in kind.model_fields if key in value}
-    dropped.update(f"{NAMES[kind]}[].{key}" for key in value.keys() - known if value[key])
-    if isinstance(histories := known.get("additional_histories"), list):
-        made = [known_fields(history, HistoryBody, dropped) for history in histories]
-        known["additional_histories"] = made
+    known = {key: value[key] for key in INSIDE[name].model_fields if key in value}
+    dropped.update(f"{name}[].{key}" for key in value.keys() - known if value[key])
+    for inner in INSIDE.keys() & known:
+        if isinstance(known[inner], list):
+            known[inner] = [known_fields(each, inner, dropped) for each in known[inner]]
     return known
 
 

@@ -1,39 +1,37 @@
-"""Request bodies: read up to a size limit, parsed in a thread if they are large, refused if they nest too deeply."""
+"""Request bodies. FastAPI reads JSON of a few megabytes; trajectories come as NDJSON and are read a line at a time; the
+routes of inference and of ART's wire read theirs whole, and parse large ones in a thread."""
 
 import asyncio
-import contextlib
-import gc
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+import functools
+import hashlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
-from art_protocol.wire import TrajectoryBody, TrajectoryGroupBody
-from art_server.api.errors import invalid_body, invalid_fields, problems_of, too_deep
+from art_protocol.wire import LogRequest, TrainRequest, TrajectoryGroupBody
+from art_server.api.errors import invalid_body, too_deep
 from art_server.errors import InvalidInput, TooLarge
 
-
-class HasGroups(Protocol):
-    @property
-    def groups(self) -> list[TrajectoryGroupBody]: ...
-
-
 T = TypeVar("T", bound=BaseModel)
-G = TypeVar("G", bound=HasGroups)
+G = TypeVar("G", TrainRequest, LogRequest)
 R = TypeVar("R")
 
 SMALL_BYTES = 64 * 1024
-"""Larger bodies are parsed in a thread."""
+"""Larger bodies and lines are parsed in a thread."""
 MAX_DEPTH = 100
 """Levels of objects and arrays. All JSON readers and writers here and in vLLM handle 200; tools need about 30."""
+SMALL_MB = 4
+"""The largest JSON body that FastAPI reads."""
 V1_MB = 4
 """Room beyond the context, for tools, schemas, and several prompts in one request."""
 V1_BYTES_PER_TOKEN = 64
 """A token is about four characters of text (six bytes each if JSON escapes them) or a number of up to eight bytes."""
-DROP_SECONDS = 0.01
-"""Time for a finished thread to drop its arguments, so that `release` frees the objects, not the thread."""
 FEWER_GROUPS = "send fewer groups at once, or start the server with a larger --max-body-mb"
 SHORTER = "shorten the conversation, or start the server with a larger --max-seq-length"
 
@@ -43,40 +41,39 @@ def v1_limit_mb(max_seq_length: int | None) -> float:
     return V1_MB + V1_BYTES_PER_TOKEN * (max_seq_length or 0) / 2**20
 
 
-async def read_body(request: Request, max_mb: float, remedy: str = FEWER_GROUPS) -> bytes:
-    """The body of a request.
+def declared_size(request: Request) -> int:
+    """The size of a body by its header; 0 if it has none."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
+
+
+async def read_parts(
+    request: Request, max_mb: float, remedy: str = FEWER_GROUPS
+) -> AsyncIterator[bytes]:
+    """The parts of a body, as they arrive.
 
     Raises:
         TooLarge: the body is above the limit. Nothing is read if `content-length` shows this; otherwise reading stops.
     """
-    limit = max_mb * 2**20
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
-    parts: list[bytes] = []
-    if size <= limit:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                break
-            parts.append(part)
-    if size > limit:
-        raise TooLarge(f"the body is above {max_mb:.4g} MB: {remedy}", code="body_too_large")
-    if size <= SMALL_BYTES:
-        return b"".join(parts)
-    return await asyncio.to_thread(b"".join, parts)  # without the GIL if the parts are large
+    too_large = TooLarge(f"the body is above {max_mb:.4g} MB: {remedy}", code="body_too_large")
+    if declared_size(request) > max_mb * 2**20:
+        raise too_large
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_mb * 2**20:
+            raise too_large
+        yield part
 
 
-async def parse_body(body: bytes, kind: type[T]) -> T:
-    """The request that a body contains.
+async def read_body(request: Request, max_mb: float, remedy: str = FEWER_GROUPS) -> bytes:
+    """The body of a request.
 
     Raises:
-        InvalidInput: invalid fields, which the message names.
+        TooLarge: the body is above the limit.
     """
-    try:
-        return await beside(kind.model_validate_json, body)
-    except ValidationError as error:
-        raise invalid_body(error) from error
+    parts = [part async for part in read_parts(request, max_mb, remedy)]
+    return await asyncio.to_thread(b"".join, parts) if len(parts) > 1 else b"".join(parts)
 
 
 async def beside(parse: Callable[[bytes], R], body: bytes) -> R:
@@ -115,163 +112,121 @@ def is_deeper(value: Any, limit: int) -> bool:
     return True
 
 
-# --- bodies of trajectories ------------------------------------------------------------------------------------------
+class SmallBodies(APIRoute):
+    """A route whose body FastAPI reads, up to `SMALL_MB`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def limited(request: Request) -> Response:
+            # Of the class that FastAPI answers itself: it turns any other error in a body into a 400.
+            too_large = HTTPException(413, f"the body is above {SMALL_MB} MB: send less at once")
+            if declared_size(request) > SMALL_MB * 2**20:
+                raise too_large
+            size = 0
+
+            async def receive() -> Message:
+                nonlocal size
+                message = await request.receive()
+                size += len(message.get("body", b""))
+                if size > SMALL_MB * 2**20:
+                    raise too_large
+                return message
+
+            return await handle(Request(request.scope, receive))
+
+        return limited if self.body_field is not None else handle
 
 
-class GroupBodies:
-    """Reads bodies of many trajectories without blocking the event loop.
+class GroupLines:
+    """A train or log request in NDJSON: a line with its fields, then a line for each trajectory group.
 
-    A large body is read in a thread, one trajectory at a time, because a call to the parser holds the GIL until it
-    returns. It becomes millions of objects, none of them garbage, and one garbage collection over them would take a
-    second. Therefore they are frozen until they are released.
+    Reads one line at a time. The first line may also have groups, so that a JSON body on one line is such a request, too.
     """
 
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        """Bodies are read one at a time, because each takes a core and many times its size in memory."""
-        self._num_open = 0
+    def __init__(self, request: Request, max_mb: float):
+        self._digest = hashlib.sha256()
+        self._parts = read_parts(request, max_mb)
+        self._lines = self._read_lines()
+        self._number = 0
+        self._first: list[TrajectoryGroupBody] = []
 
-    async def read(
-        self, body: bytes, parse: Callable[[bytes], G], use: Callable[[G], Awaitable[R]]
-    ) -> R:
-        """The result of `use` for the request that `parse` makes of a body.
+    async def fields(self, kind: type[G]) -> G:
+        """What the first line says.
 
         Raises:
-            InvalidInput: from `parse`.
+            InvalidInput: there is none, or its fields are invalid.
+            TooLarge: from `read_parts`, as in the methods below.
         """
-        if len(body) <= SMALL_BYTES:
-            return await use(parse(body))
-        self._num_open += 1
+        line = await anext(self._lines, b"")
+        request = await beside(functools.partial(self._parse, kind, ()), line)
+        self._first = request.groups
+        return request
+
+    async def groups(self) -> AsyncIterator[TrajectoryGroupBody]:
+        """The groups, each as it arrives.
+
+        Raises:
+            InvalidInput: a line is no group, or the body ends within it.
+        """
+        for group in self._first:
+            yield group
+        index = len(self._first)
+        async for line in self._lines:
+            parse = functools.partial(self._parse, TrajectoryGroupBody, ("groups", index))
+            yield await beside(parse, line)
+            index += 1
+
+    async def digest(self) -> str:
+        """The SHA-256 of the whole body, whose lines that nobody asked for are skipped."""
+        async for _ in self._lines:
+            pass
+        return self._digest.hexdigest()
+
+    async def _read_lines(self) -> AsyncIterator[bytes]:
+        """The lines that are not empty."""
+        rest = bytearray()
         try:
-            async with self._turn:
-                request = await asyncio.to_thread(read_frozen, body, parse)
-            trajectories = [each for group in request.groups for each in group.trajectories]
-            try:
-                return await use(request)
-            finally:
-                del request
-                await asyncio.sleep(DROP_SECONDS)
-                await asyncio.to_thread(release, trajectories)
-        finally:
-            self._num_open -= 1
-            if self._num_open == 0:
-                gc.unfreeze()
+            async for part in self._parts:
+                self._digest.update(part)
+                *ended, last = part.split(b"\n")
+                for piece in ended:
+                    rest += piece
+                    self._number += 1
+                    if rest.strip():
+                        yield bytes(rest)
+                    rest.clear()
+                rest += last
+        except ClientDisconnect as error:
+            raise InvalidInput(
+                f"the body ends within line {self._number + 1}: nothing of it is kept; send it again",
+                code="body_cut",
+            ) from error
+        self._number += 1
+        if rest.strip():
+            yield bytes(rest)
 
-
-def read_frozen(body: bytes, parse: Callable[[bytes], G]) -> G:
-    """`parse(body)` without garbage collection. Later collections skip the result."""
-    gc.disable()
-    try:
-        return parse(body)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def release(values: list[Any]) -> None:
-    """Drops values one by one, because dropping all at once would hold the GIL."""
-    while values:
-        values.pop()
-
-
-Place = tuple[int | str, ...]
-Problems = list[dict[str, Any]]
-"""Errors as pydantic lists them."""
-
-
-Reduce: TypeAlias = Callable[[bytes, type[BaseModel]], bytes]
-"""Makes the JSON of a group or trajectory valid for its class, before it is validated."""
-
-
-def read_request(body: bytes, kind: type[T]) -> T:
-    """The train or log request that a body contains.
-
-    Raises:
-        InvalidInput: invalid fields, which the message names, or from a large body no strict JSON.
-    """
-    if len(body) > SMALL_BYTES:
-        return read_groups(body, kind)
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise invalid_body(error) from error
-
-
-def read_groups(
-    body: bytes, kind: type[T], name: str = "groups", reduce: Reduce | None = None
-) -> T:
-    """The result of `kind.model_validate_json`, with the same errors, but only from strict JSON, without NaN. `groups`
-    is the field with the trajectory groups, and `name` its name in the body.
-
-    Raises:
-        InvalidInput: invalid fields, which the message names, or no strict JSON.
-    """
-    problems: Problems = []
-    try:
-        rest, texts = take_list(body, name, each=b'{"trajectories":[]}')
-        groups = [
-            read_group(text, (name, index), problems, reduce) for index, text in enumerate(texts)
-        ]
-    except RecursionError as error:
-        raise too_deep() from error
-    except msgspec.DecodeError as error:
-        raise InvalidInput(
-            f"the body is not JSON (NaN and Infinity are not allowed): {error}", code="invalid_body"
-        ) from error
-    request = validate(rest, kind, (), problems)
-    if request is None or problems:
-        raise invalid_fields(problems)
-    return request.model_copy(update={"groups": groups} if groups else {})
-
-
-def read_group(
-    text: msgspec.Raw, path: Place, problems: Problems, reduce: Reduce | None
-) -> TrajectoryGroupBody | None:
-    rest, texts = take_list(text, "trajectories")
-    trajectories = [
-        validate(bytes(text), TrajectoryBody, (*path, "trajectories", index), problems, reduce)
-        for index, text in enumerate(texts)
-    ]
-    group = validate(rest, TrajectoryGroupBody, path, problems, reduce)
-    return group and group.model_copy(update={"trajectories": trajectories})
-
-
-Fields: TypeAlias = dict[
-    str, list[msgspec.Raw] | dict[str, msgspec.Raw] | str | int | float | bool | None
-]
-"""An object of which only the upper two levels are parsed."""
-
-
-def take_list(
-    text: bytes | msgspec.Raw, name: str, each: bytes = b""
-) -> tuple[bytes, list[msgspec.Raw]]:
-    """Splits a JSON object into the object with an empty list `name`, and the list's items, not yet parsed. If `each`
-    is given, it replaces each item in the list. A value of another type becomes null, which is just as invalid."""
-    fields: dict[str, Any]  # Any: lists and objects of unparsed values, and scalars
-    try:  # one pass, because the GIL is held until the whole text is read
-        fields = msgspec.json.decode(text, type=Fields)
-    except msgspec.ValidationError:  # a number beyond 64 bits, or no object
+    def _parse(self, kind: type[T], place: tuple[str | int, ...], line: bytes) -> T:
         try:
-            fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        except msgspec.ValidationError:
-            return b"null", []
-        if name in fields:
-            with contextlib.suppress(msgspec.ValidationError):
-                fields[name] = msgspec.json.decode(fields[name], type=list[msgspec.Raw])
-    items = fields.get(name, [])
-    if not isinstance(items, list):
-        return msgspec.json.encode(fields | {name: None}), []
-    if name in fields:
-        fields[name] = msgspec.Raw(b"[" + (b",".join([each] * len(items)) if each else b"") + b"]")
-    return msgspec.json.encode(fields), cast("list[msgspec.Raw]", items)
+            return kind.model_validate_json(line)
+        except ValidationError as error:
+            raise invalid_body(error, place, f"line {self._number}: ") from error
 
 
-def validate(
-    text: bytes, kind: type[T], path: Place, problems: Problems, reduce: Reduce | None = None
-) -> T | None:
-    """The record that a text contains. If it is invalid, returns None and adds the errors to `problems`."""
-    try:
-        return kind.model_validate_json(reduce(text, kind) if reduce else text)
-    except ValidationError as error:
-        problems += [{**problem, "loc": (*path, *problem["loc"])} for problem in problems_of(error)]
-        return None
+def described_body(media_type: str, kind: type[BaseModel]) -> dict[str, Any]:
+    """A route's `openapi_extra` for a body that it reads itself, up to `--max-body-mb`."""
+    schema = kind.model_json_schema()
+    named = schema.pop("$defs", {})
+    content = {media_type: {"schema": whole_schema(schema, named)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def whole_schema(part: Any, named: dict[str, Any]) -> Any:
+    """A part of a JSON schema with the parts that it names, because FastAPI lists only those of the bodies that it reads."""
+    if isinstance(part, list):
+        return [whole_schema(each, named) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        return whole_schema(named[part["$ref"].rpartition("/")[2]], named)
+    return {key: whole_schema(value, named) for key, value in part.items()}

@@ -1,9 +1,8 @@
 """The checkpoint routes: list, delete, fork, roll back, download, upload. `art_protocol.wire` defines the bodies."""
 
 import re
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -18,18 +17,24 @@ from art_protocol.wire import (
     RollbackRequest,
     UploadReply,
 )
-from art_server.api.parameters import JsonBody, PathModel, TheCaller, TheService
+from art_server.api.bodies import SmallBodies
+from art_server.api.parameters import PathModel, TheCaller, TheService
 from art_server.checkpoints.archive import UPLOAD_ID, CheckpointTar, describe
 from art_server.checkpoints.uploads import ByteRange
 from art_server.errors import InvalidInput, Unavailable
 from art_server.store.registry import check_name
 
+TAR = {
+    "requestBody": {
+        "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
+    }
+}
 MAX_STEP_DIGITS = 9
 RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15})")
 
 
-router = APIRouter(prefix="/api/models/{project}/{name}")
+router = APIRouter(prefix="/api/models/{project}/{name}", route_class=SmallBodies)
 
 
 @router.delete("")
@@ -41,7 +46,7 @@ async def delete_model(model: PathModel, service: TheService) -> ModelInfo:
 @router.post("/fork")
 async def fork(
     source: PathModel,
-    body: Annotated[ForkRequest, Depends(JsonBody(ForkRequest))],
+    body: ForkRequest,
     service: TheService,
     caller: TheCaller,
 ) -> ModelInfo:
@@ -52,7 +57,7 @@ async def fork(
 @router.post("/rollback")
 async def roll_back(
     model: PathModel,
-    body: Annotated[RollbackRequest, Depends(JsonBody(RollbackRequest))],
+    body: RollbackRequest,
     service: TheService,
 ) -> ModelInfo:
     await service.roll_back(model, body.step)
@@ -67,12 +72,10 @@ async def list_checkpoints(model: PathModel, service: TheService) -> CheckpointL
 @router.post("/checkpoints/delete")
 async def delete_checkpoints(
     model: PathModel,
-    body: Annotated[
-        DeleteCheckpointsRequest, Depends(JsonBody(DeleteCheckpointsRequest, may_be_empty=True))
-    ],
     service: TheService,
+    body: DeleteCheckpointsRequest | None = None,
 ) -> DeleteCheckpointsReply:
-    return await service.delete_checkpoints(model, body)
+    return await service.delete_checkpoints(model, body or DeleteCheckpointsRequest())
 
 
 @router.get("/checkpoints/{step}.tar")
@@ -86,7 +89,7 @@ def download(model: PathModel, step: str, request: Request) -> Response:
     )
 
 
-@router.put("/checkpoints/{step}.tar")
+@router.put("/checkpoints/{step}.tar", openapi_extra=TAR)
 async def upload(
     project: str,
     name: str,

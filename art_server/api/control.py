@@ -1,7 +1,6 @@
 """The control routes: register, train, log, sessions, jobs, health. `art_protocol.wire` defines the bodies."""
 
 import asyncio
-import functools
 import re
 from collections.abc import AsyncIterator
 from typing import Annotated, cast, get_args
@@ -12,6 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from art_protocol.wire import (
     DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
+    NDJSON,
     Health,
     JobInfo,
     JobList,
@@ -25,26 +25,26 @@ from art_protocol.wire import (
     SessionReply,
     TrainRequest,
 )
+from art_server.api.bodies import SmallBodies, described_body
 from art_server.api.engine_args import no_effect, read_engine_args
 from art_server.api.look import visible
 from art_server.api.parameters import (
-    JsonBody,
-    LargeBody,
+    Groups,
     PathJob,
     PathModel,
-    RawBody,
     TheCaller,
     TheService,
     TrainableModel,
 )
-from art_server.errors import InvalidInput
+from art_server.errors import InvalidInput, Unavailable
+from art_server.jobs.rollouts import Rollouts
 from art_server.service import Service
 
 MAX_KEY_LENGTH = 200
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
-router = APIRouter()
+router = APIRouter(route_class=SmallBodies)
 
 
 @router.get("/health")
@@ -62,7 +62,7 @@ async def ready(service: TheService, caller: TheCaller) -> JSONResponse:
 
 @router.post("/api/models")
 async def register(
-    body: Annotated[RegisterRequest, Depends(JsonBody(RegisterRequest))],
+    body: RegisterRequest,
     service: TheService,
     caller: TheCaller,
 ) -> ModelInfo:
@@ -115,26 +115,41 @@ async def first_digest(request: Request) -> str | None:
     return digest
 
 
-@router.post("/api/models/{project}/{name}/train")
+@router.post(
+    "/api/models/{project}/{name}/train", openapi_extra=described_body(NDJSON, TrainRequest)
+)
 async def train(
     model: TrainableModel,
     key: Annotated[str | None, Depends(idempotency_key)],
     first: Annotated[str | None, Depends(first_digest)],
-    body: Annotated[RawBody, Depends(LargeBody(TrainRequest))],
+    body: Groups,
     service: TheService,
 ) -> Response:
-    job = await service.submit(model, key, first or await body.digest(), body.train)
+    """Finds the exact tokens of each group as it arrives. The answer begins when the job is on disk with all of them."""
+    if key is not None and await service.has_key(model, key):  # the request is repeated
+        job = await service.find_job(model, key, first or await body.digest())
+        if job is None:
+            raise Unavailable(
+                "the job of this key was deleted a moment ago: repeat the request",
+                code="job_deleted",
+            )
+    else:
+        request = await body.fields(TrainRequest)
+        new = service.begin_job(model, request.config)
+        async for group in body.groups():
+            await new.resolve(group)
+        job = await new.store(key, first or await body.digest(), request.expected_step)
     lines = event_lines(service, job.job_id)
-    return StreamingResponse(lines, media_type="application/x-ndjson")
+    return StreamingResponse(lines, media_type=NDJSON)
 
 
-@router.post("/api/models/{project}/{name}/log")
-async def log(
-    model: PathModel,
-    body: Annotated[RawBody, Depends(LargeBody(LogRequest))],
-    service: TheService,
-) -> LogReply:
-    return await body.log(functools.partial(service.log, model))
+@router.post("/api/models/{project}/{name}/log", openapi_extra=described_body(NDJSON, LogRequest))
+async def log(model: PathModel, body: Groups, service: TheService) -> LogReply:
+    request = await body.fields(LogRequest)
+    rollouts = Rollouts()
+    async for group in body.groups():
+        await asyncio.to_thread(rollouts.add, group)
+    return await service.log(model, request, rollouts)
 
 
 @router.get("/api/models/{project}/{name}/sessions/{session}")
@@ -160,7 +175,7 @@ async def job(job: PathJob, service: TheService) -> JobInfo:
 @router.get("/api/jobs/{job_id}/events")
 async def job_events(job: PathJob, service: TheService, after: int = -1) -> Response:
     lines = event_lines(service, job.job_id, after)
-    return StreamingResponse(lines, media_type="application/x-ndjson")
+    return StreamingResponse(lines, media_type=NDJSON)
 
 
 @router.delete("/api/jobs/{job_id}")
@@ -172,7 +187,7 @@ async def cancel_job(job: PathJob, service: TheService) -> JobInfo:
 @router.post("/api/jobs/{job_id}/move")
 async def move_job(
     job: PathJob,
-    body: Annotated[MoveJobRequest, Depends(JsonBody(MoveJobRequest))],
+    body: MoveJobRequest,
     service: TheService,
     caller: TheCaller,
 ) -> JobList:

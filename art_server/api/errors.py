@@ -29,6 +29,13 @@ RETRY_AFTER_SECONDS = 5
 """The `retry-after` of an answer with 429 or 503, unless the error has its own."""
 
 MAX_FIELDS_SHOWN = 3
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "default": {"model": ErrorBody, "description": "The error, and how to fix it"}
+}
+"""Of all routes, for `/openapi.json`."""
+NO_JSON = "the header content-type is not application/json; "
+HTTP_CODES: Mapping[int, str] = {400: "invalid_body", 413: "body_too_large"}
+"""The codes of FastAPI's own errors, by status."""
 
 
 def status_of(error: errors.ServerError) -> int:
@@ -76,20 +83,19 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def problems_of(error: ValidationError) -> list[dict[str, Any]]:
-    """Pydantic's errors without the invalid input."""
-    return [dict(problem) for problem in error.errors(include_url=False, include_input=False)]
+def invalid_body(
+    error: ValidationError, place: tuple[int | str, ...] = (), line: str = ""
+) -> errors.InvalidInput:
+    """An error that lists the invalid fields of a body without echoing its content. `place` is where in the body the
+    invalid record is, and `line` begins the list."""
+    problems = error.errors(include_url=False, include_input=False)
+    return invalid_fields([{**each, "loc": (*place, *each["loc"])} for each in problems], line)
 
 
-def invalid_body(error: ValidationError) -> errors.InvalidInput:
-    return invalid_fields(problems_of(error))
-
-
-def invalid_fields(problems: Sequence[Mapping[str, Any]]) -> errors.InvalidInput:
-    """An error that lists the invalid fields of a body without echoing its content."""
+def invalid_fields(problems: Sequence[Mapping[str, Any]], line: str = "") -> errors.InvalidInput:
     shown = [f"{field_path(p['loc']) or 'body'}: {p['msg']}" for p in problems[:MAX_FIELDS_SHOWN]]
     more = len(problems) - len(shown)
-    text = "; ".join(shown) + (f"; and {more} more" if more else "")
+    text = line + "; ".join(shown) + (f"; and {more} more" if more else "")
     names = any("name" in p["loc"] or "project" in p["loc"] for p in problems)
     hint = f" (names: {NAME_RULE})" if names else ""
     return errors.InvalidInput(
@@ -122,8 +128,17 @@ def install(app: FastAPI) -> None:
         return answer(error)
 
     @app.exception_handler(RequestValidationError)
-    async def _bad_parameter(_: Request, error: RequestValidationError) -> JSONResponse:
-        return answer(invalid_parameters(error.errors()))
+    async def _invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        problems = error.errors()
+        if problems[0]["loc"][0] != "body":
+            return answer(invalid_parameters(problems))
+        # Behind "body" stands a field or, where the JSON is broken, a position, which is no place in the request.
+        fields = [
+            {**each, "loc": () if each["type"] == "json_invalid" else each["loc"][1:]}
+            for each in problems
+        ]
+        is_json = "json" in request.headers.get("content-type", "json")
+        return answer(invalid_fields(fields, "" if is_json else NO_JSON))
 
     @app.exception_handler(RecursionError)
     async def _too_deep(_: Request, error: RecursionError) -> JSONResponse:
@@ -132,7 +147,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
-        detail = ErrorDetail(message=str(error.detail), code="http_error")
+        code = HTTP_CODES.get(error.status_code, "http_error")
+        detail = ErrorDetail(message=str(error.detail), code=code)
         if error.status_code == 404:
             detail = ErrorDetail(message="no such route; see /openapi.json", code="unknown_route")
         body = ErrorBody(error=detail).model_dump(mode="json")

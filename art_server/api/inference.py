@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
+from art_server import clock
 from art_server.api.answers import answer_json
 from art_server.api.auth import Caller
 from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
@@ -43,9 +44,10 @@ def install(app: FastAPI, service: Service) -> None:
     router = APIRouter()
 
     async def forward(request: Request) -> Response:
+        arrived_at = clock.tick()
         await service.wait_base()  # the limit and the names depend on it
         body = await read_body(request, v1_limit_mb(service.max_seq_length), SHORTER)
-        inference = await beside(functools.partial(make_request, request), body)
+        inference = await beside(functools.partial(make_request, request, arrived_at), body)
         if (counted := request.state.counted) is not None:
             counted.grow(num_choices(inference.api, inference.body))
         if service.tracing is not None:
@@ -66,8 +68,8 @@ def install(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
-def make_request(request: Request, body: bytes) -> InferenceRequest:
-    """The inference request that a body contains.
+def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceRequest:
+    """The inference request that a body contains. `arrived_at` is its `clock.tick`.
 
     Raises:
         InvalidInput: the body is not a JSON object with a model, asks for beam search or too many choices, or a grammar is
@@ -113,7 +115,7 @@ def make_request(request: Request, body: bytes) -> InferenceRequest:
         is_first_turn=is_first_turn,
         named=() if is_first_turn else conversation.names_in(messages, data),
         before_tool=conversation.before_tool(messages, digests),
-        requested_at=request.state.arrived_at,
+        requested_at=arrived_at,
     )
 
 

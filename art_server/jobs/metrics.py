@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from art_protocol.history import log_metrics, trajectory_metrics
-from art_protocol.wire import JobReport, LogReply, LogRequest, TrainRequest
+from art_protocol.history import log_metrics
+from art_protocol.wire import JobReport, LogReply, LogRequest
 from art_server.errors import InvalidInput
 from art_server.jobs.queue import Job
+from art_server.jobs.rollouts import Rollouts
 from art_server.store.registry import Model
 
 Event = Literal["accepted", "phase", "waiting", "done", "failed", "cancelled"]
@@ -40,10 +41,6 @@ class JobNews:
     """With "done"."""
 
 
-def train_metrics(request: TrainRequest) -> dict[str, float]:
-    return trajectory_metrics(request.groups, "train")
-
-
 def step_metrics(tokens_of_steps: Mapping[int, int]) -> dict[str, float]:
     """The first and the last step that sampled tokens of a batch, and the step that sampled most of them. Empty if no
     token's step is known."""
@@ -57,8 +54,8 @@ def step_metrics(tokens_of_steps: Mapping[int, int]) -> dict[str, float]:
     }
 
 
-async def write_log(model: Model, request: LogRequest) -> LogReply:
-    """Writes the trajectories and metrics of a step to disk.
+async def write_log(model: Model, request: LogRequest, rollouts: Rollouts) -> LogReply:
+    """Writes the rollouts and metrics of a step to disk.
 
     Raises:
         InvalidInput: the step does not exist yet.
@@ -71,13 +68,13 @@ async def write_log(model: Model, request: LogRequest) -> LogReply:
             code="step_beyond_newest",
             param="step",
         )
+    request = request.model_copy(update={"groups": rollouts.outlines})
     metrics = log_metrics(request)
     # A job has written its rollouts, with the origin of each turn. Programs log them once more.
     if request.groups and not (
         request.split == "train" and model.folder.tokens_file(step).exists()
     ):
-        await asyncio.to_thread(
-            model.folder.write_trajectories, request.split, step, request.groups
-        )
+        content = rollouts.content
+        await asyncio.to_thread(model.folder.write_lines, request.split, step, content)
     await asyncio.to_thread(model.folder.add_history, step, metrics)
     return LogReply(step=step, metrics=metrics)

@@ -8,8 +8,6 @@ key returns the same job, also after a restart. Commits are synchronous: an ackn
 
 import contextlib
 import gzip
-import hashlib
-import itertools
 import json
 import sqlite3
 import threading
@@ -19,18 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from art_protocol.history import GZIP_MAGIC, pack_rows, trajectory_row
+from art_protocol.history import GZIP_MAGIC, pack_rows
 from art_protocol.wire import (
     ErrorDetail,
     JobInfo,
     JobReport,
     JobState,
     TrainConfig,
-    TrajectoryGroupBody,
 )
 from art_server import clock
 from art_server.errors import Conflict, NotFound, TooMany
-from art_server.jobs.turns import TurnTrace
 from art_server.shared.tasks import Batch
 from art_server.store.database import (
     add_columns,
@@ -82,23 +78,16 @@ class Payload:
 
     batch: bytes
     """JSON of a `shared.tasks.Batch`."""
-    trajectories: bytes
+    trajectories: bytes = pack_rows(())
     """The content of the trajectories file."""
 
     @staticmethod
-    def make(
-        batch: Batch,
-        groups: Sequence[TrajectoryGroupBody],
-        traces: Sequence[Sequence[Sequence[TurnTrace]]] = (),
-    ) -> "Payload":
-        """Encodes one group at a time, because a call of a JSON library blocks all other threads. `traces` describe the
-        turns of each group's trajectories."""
+    def make(batch: Batch, trajectories: bytes = pack_rows(())) -> "Payload":
+        """Encodes one group at a time, because a call of a JSON library blocks all other threads."""
         shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
         trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
         start, end = shared.split(b'"groups":[]')
-        of_turns = [[[t.as_json() for t in each] for each in of_group] for of_group in traces]
-        rows = itertools.starmap(trajectory_row, itertools.zip_longest(groups, of_turns))
-        return Payload(start + b'"groups":[' + trained + b"]" + end, pack_rows(rows))
+        return Payload(start + b'"groups":[' + trained + b"]" + end, trajectories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +146,6 @@ def _job(row: sqlite3.Row) -> Job:
     )
 
 
-def request_digest(body: bytes) -> str:
-    """The digest of a request's body; it shows when one key is used for two different requests."""
-    return hashlib.sha256(body).hexdigest()
-
-
 def step_will_move(model_id: str) -> Conflict:
     return Conflict(
         f"expected_step: model '{model_id}' has a job that has not ended and will change its step: wait for the job, then "
@@ -186,6 +170,10 @@ class JobQueue:
             self._db.close()
 
     # --- requests ---
+
+    def has_key(self, project: str, name: str, key: str) -> bool:
+        """Whether an earlier request with this key made a job."""
+        return bool(self._select(OF_KEY, project, name, key))
 
     def find_key(self, project: str, name: str, key: str, body_digest: str) -> Job | None:
         """The job that an earlier request with the same key made, from any caller; None if there is none.

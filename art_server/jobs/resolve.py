@@ -23,6 +23,7 @@ from typing import Any
 from art_protocol.wire import (
     BY_REFERENCE,
     Dropped,
+    FailureBody,
     HistoryBody,
     JobReport,
     TrainConfig,
@@ -210,78 +211,88 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The batch that a job trains, the report, and what became of each turn, by group and trajectory of the request."""
+    """The batch that a job trains, and the report."""
 
     batch: Batch
     report: JobReport
-    traces: list[list[list[TurnTrace]]]
 
 
-def resolve(
-    groups: Sequence[TrajectoryGroupBody],
-    config: TrainConfig,
-    model_id: str,
-    sources: Sources,
-    limits: Limits,
-) -> Resolved:
-    """A request's groups with exact tokens.
+class Resolver:
+    """Resolves the groups of one job, one after another. Each record is used for one turn while equal records remain.
 
-    Raises:
-        InvalidInput: nothing can be trained (the message has the reasons), or rewards or advantages are invalid.
-        RecordsMissing: choices were sent by reference, and their records are missing.
+    Keeps the exact tokens of the groups, and drops their messages.
     """
-    report = Report()
-    resolver = _Resolver(model_id, sources, limits, report, config)
-    trainable: list[TrainableGroup] = []
-    traces: list[list[list[TurnTrace]]] = []
-    for index, group in enumerate(groups):
-        found = [
-            resolver.trajectory(trajectory, f"groups[{index}].trajectories[{position}]")
-            for position, trajectory in enumerate(group.trajectories)
-        ]
-        traces.append([of_turns for _, of_turns in found])
-        trajectories = [trajectory for trajectory, _ in found]
-        if any(trajectory.sequences for trajectory in trajectories):
-            trainable.append(TrainableGroup(trajectories=trajectories, number=index))
-    if resolver.missing:
-        raise RecordsMissing(
-            f"the ledger does not have the records of {len(resolver.missing)} choices that were sent by reference: send "
-            f"them with their tokens, without `{BY_REFERENCE}`",
-            resolver.missing,
-        )
-    num_failed = sum(len(group.exceptions) for group in groups)
-    if not trainable:
-        raise InvalidInput(
-            _nothing_trainable(groups, report, num_failed), code="no_trainable_turn", param="groups"
-        )
-    batch = Batch(groups=trainable, distributions=resolver.distributions, num_groups=len(groups))
-    return Resolved(batch, _summary(groups, batch, report, num_failed, config), traces)
-
-
-class _Resolver:
-    """Resolves the trajectories of one job. Each record is used for one turn while equal records remain."""
 
     def __init__(
         self,
+        config: TrainConfig,
         model_id: str,
         sources: Sources,
         limits: Limits,
-        report: Report,
-        config: TrainConfig,
     ):
+        self._config = config
         self._model_id = model_id
         self._sources = sources
         self._limits = limits
-        self._report = report
+        self._report = Report()
         self._trains_without_logprobs = config.allow_training_without_logprobs
         self._is_raw = config.sampling == "raw"
         self._taken: set[str] = set()
-        self.missing: list[str] = []
+        self._missing: list[str] = []
         """Choices that were sent by reference, and have no record."""
-        self.distributions: list[Distribution] = []
+        self._distributions: list[Distribution] = []
         self._indices: dict[Hashable, int] = {}
+        self._trainable: list[TrainableGroup] = []
+        self._num_groups = 0
+        self._num_trajectories = 0
+        self._num_failed = 0
+        self._first_failure: FailureBody | None = None
+        self._has_choice = False
 
-    def trajectory(
+    def add(self, group: TrajectoryGroupBody) -> list[list[TurnTrace]]:
+        """Finds the exact tokens of a group. Returns what became of each turn, by trajectory (blocking).
+
+        Raises:
+            InvalidInput: the number of turn rewards or advantages is wrong.
+        """
+        index = self._num_groups
+        found = [
+            self._trajectory(trajectory, f"groups[{index}].trajectories[{position}]")
+            for position, trajectory in enumerate(group.trajectories)
+        ]
+        trajectories = [trajectory for trajectory, _ in found]
+        if any(trajectory.sequences for trajectory in trajectories):
+            self._trainable.append(TrainableGroup(trajectories=trajectories, number=index))
+        self._num_groups += 1
+        self._num_trajectories += len(trajectories)
+        self._num_failed += len(group.exceptions)
+        self._first_failure = self._first_failure or next(iter(group.exceptions), None)
+        self._has_choice = self._has_choice or any(
+            is_choice(entry) for each in group.trajectories for entry in each.messages_and_choices
+        )
+        return [traces for _, traces in found]
+
+    def finish(self) -> Resolved:
+        """The batch of all groups, and its report (blocking).
+
+        Raises:
+            InvalidInput: nothing can be trained (the message has the reasons), or rewards or advantages are invalid.
+            RecordsMissing: choices were sent by reference, and their records are missing.
+        """
+        if self._missing:
+            raise RecordsMissing(
+                f"the ledger does not have the records of {len(self._missing)} choices that were sent by reference: send "
+                f"them with their tokens, without `{BY_REFERENCE}`",
+                self._missing,
+            )
+        if not self._trainable:
+            raise InvalidInput(self._nothing_trainable(), code="no_trainable_turn", param="groups")
+        batch = Batch(
+            groups=self._trainable, distributions=self._distributions, num_groups=self._num_groups
+        )
+        return Resolved(batch, self._summary(batch))
+
+    def _trajectory(
         self, trajectory: TrajectoryBody, where: str
     ) -> tuple[TrainableTrajectory, list[TurnTrace]]:
         seen: set[Hashable] = set()
@@ -374,8 +385,8 @@ class _Resolver:
             return -1
         name = (drawn.temperature, tuple(sorted(drawn.logit_bias.items())), drawn.kept)
         if name not in self._indices:
-            self._indices[name] = len(self.distributions)
-            self.distributions.append(drawn)
+            self._indices[name] = len(self._distributions)
+            self._distributions.append(drawn)
         return self._indices[name]
 
     def _given(
@@ -430,7 +441,7 @@ class _Resolver:
         turn = self._recorded(identity) if identity is not None else None
         carried = carried_tokens(choice, identity)
         if turn is None and identity is not None and choice.get(BY_REFERENCE) is True:
-            self.missing.append(identity)
+            self._missing.append(identity)
             raise UnusableTurn(MISSING)
         if turn is not None and carried is not None:
             if not is_same(carried, turn.prompt_token_ids, turn.token_ids):
@@ -689,6 +700,57 @@ class _Resolver:
         ):
             raise UnusableTurn("a log-probability is not a finite number of at most 0")
 
+    def _nothing_trainable(self) -> str:
+        if not self._num_trajectories:
+            first = self._first_failure
+            why = f"; the first: {first.type}: {first.message[:300]}" if first else ""
+            return f"the groups contain no trajectory ({self._num_failed} rollouts failed{why}): nothing to train"
+        reasons = "; ".join(
+            f"{reason} ({count} times, e.g. {examples[0]})"
+            for reason, (count, examples) in self._report.dropped.items()
+        )
+        hint = ""
+        if not self._has_choice:
+            hint = (
+                ". No trajectory contains a choice: put `completion.choices[0]` into it, not only its message; an agent "
+                "under art.rollout needs the rollout's base_url or api_key"
+            )
+        return f"no group holds a trainable turn: {reasons}{hint}"
+
+    def _summary(self, batch: Batch) -> JobReport:
+        report, config, num_failed = self._report, self._config, self._num_failed
+        try:
+            found = trained_tokens(batch.groups, config)
+        except FloatingPointError as error:
+            raise InvalidInput(str(error), code="bad_reward", param="groups") from error
+        kept = [
+            [pair for pair in zip(each.sequences, of_trajectory, strict=True) if pair[1]]
+            for group, of_group in zip(batch.groups, found, strict=True)
+            if of_group is not None
+            for each, of_trajectory in zip(group.trajectories, of_group, strict=True)
+        ]
+        trained = [pair for of_trajectory in kept for pair in of_trajectory]
+        return JobReport(
+            num_groups=self._num_groups,
+            num_groups_trained=sum(each is not None for each in found),
+            num_trajectories=self._num_trajectories,
+            num_trajectories_trained=sum(map(bool, kept)),
+            num_failed_rollouts=num_failed,
+            num_rows=len(trained),
+            num_trained_tokens=sum(len(tokens) for _, tokens in trained),
+            turns=report.turns,
+            continuations=report.continuations,
+            dropped=_left_out(batch, report, num_failed, config),
+            config=config.model_dump(),
+            num_tokens_without_logprob=sum(
+                sequence.logprobs[position] is None
+                for sequence, tokens in trained
+                for position, _ in tokens
+            ),
+            sampled_steps=dict(sorted(report.steps.items())),
+            notes=report.notes(config) + _group_notes(batch, found),
+        )
+
 
 def is_choice(entry: dict[str, Any]) -> bool:
     """Whether an entry of a trajectory is an OpenAI choice; other entries are messages."""
@@ -802,67 +864,6 @@ def spoken_text(message: Message) -> str:
     ]
     content = conversation.text_of(message.get("content"))
     return "\n".join(([content] if content else []) + calls)
-
-
-def _nothing_trainable(
-    groups: Sequence[TrajectoryGroupBody], report: Report, num_failed: int
-) -> str:
-    if not any(group.trajectories for group in groups):
-        first = next((group.exceptions[0] for group in groups if group.exceptions), None)
-        why = f"; the first: {first.type}: {first.message[:300]}" if first else ""
-        return f"the groups contain no trajectory ({num_failed} rollouts failed{why}): nothing to train"
-    reasons = "; ".join(
-        f"{reason} ({count} times, e.g. {examples[0]})"
-        for reason, (count, examples) in report.dropped.items()
-    )
-    entries = [e for g in groups for t in g.trajectories for e in t.messages_and_choices]
-    hint = ""
-    if not any(is_choice(entry) for entry in entries):
-        hint = (
-            ". No trajectory contains a choice: put `completion.choices[0]` into it, not only its message; an agent "
-            "under art.rollout needs the rollout's base_url or api_key"
-        )
-    return f"no group holds a trainable turn: {reasons}{hint}"
-
-
-def _summary(
-    groups: Sequence[TrajectoryGroupBody],
-    batch: Batch,
-    report: Report,
-    num_failed: int,
-    config: TrainConfig,
-) -> JobReport:
-    try:
-        found = trained_tokens(batch.groups, config)
-    except FloatingPointError as error:
-        raise InvalidInput(str(error), code="bad_reward", param="groups") from error
-    kept = [
-        [pair for pair in zip(each.sequences, of_trajectory, strict=True) if pair[1]]
-        for group, of_group in zip(batch.groups, found, strict=True)
-        if of_group is not None
-        for each, of_trajectory in zip(group.trajectories, of_group, strict=True)
-    ]
-    trained = [pair for of_trajectory in kept for pair in of_trajectory]
-    return JobReport(
-        num_groups=len(groups),
-        num_groups_trained=sum(each is not None for each in found),
-        num_trajectories=sum(len(group.trajectories) for group in groups),
-        num_trajectories_trained=sum(map(bool, kept)),
-        num_failed_rollouts=num_failed,
-        num_rows=len(trained),
-        num_trained_tokens=sum(len(tokens) for _, tokens in trained),
-        turns=report.turns,
-        continuations=report.continuations,
-        dropped=_left_out(batch, report, num_failed, config),
-        config=config.model_dump(),
-        num_tokens_without_logprob=sum(
-            sequence.logprobs[position] is None
-            for sequence, tokens in trained
-            for position, _ in tokens
-        ),
-        sampled_steps=dict(sorted(report.steps.items())),
-        notes=report.notes(config) + _group_notes(batch, found),
-    )
 
 
 def _group_notes(batch: Batch, found: Sequence[GroupTokens | None]) -> list[str]:

@@ -1,6 +1,6 @@
-"""The life of a job: from an accepted request to a step that serves.
+"""The life of a job: from its resolved tokens to a step that serves.
 
-    accept    resolve tokens, write the job                       (the request is acknowledged here)
+    add       write the job with its resolved tokens              (the request is acknowledged here)
     run       close the pause gate, pause the engine, train in the trainer process into a temporary folder
     commit    rename the folder to its step                        (the step exists from here on)
     serve     load the adapter, resume the engine, make the step the model's current one, open the pause gate
@@ -20,9 +20,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -33,26 +31,22 @@ from art_protocol.wire import (
     JobReport,
     JobState,
     TrainConfig,
-    TrainRequest,
 )
 from art_server.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError, Unavailable
 from art_server.jobs.layer_check import LayerCheck, note_lost
-from art_server.jobs.metrics import DoneStep, JobNews, step_metrics, train_metrics
+from art_server.jobs.metrics import DoneStep, JobNews, step_metrics
 from art_server.jobs.queue import Job, JobQueue, Payload, Waiting
-from art_server.jobs.resolve import Limits, Message, Sources, resolve
 from art_server.jobs.step_record import StepRecord, base_digests, write_record
 from art_server.jobs.trainer_process import TrainerDied, TrainerError, TrainerProcess
-from art_server.ledger.ledger import Ledger
 from art_server.shared.tasks import Done, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import Model, Registry
 
 logger = logging.getLogger(__name__)
 
-ACCEPTING_THREADS = 2
 HEARTBEAT_SECONDS = 5.0
 """Longest time between two lines of a job's event stream. A client that gets no line for a minute reconnects."""
 DEATH_PAUSES = (1.0, 5.0, 20.0, 60.0, 120.0)
@@ -106,11 +100,10 @@ class Position:
 
 @dataclass(eq=False)
 class JobRunner:
-    """Accepts train requests and runs them as jobs, in order, in one background task."""
+    """Queues jobs and runs them, in order, in one background task."""
 
     _queue: JobQueue
     _registry: Registry
-    _ledger: Ledger
     _engine: Engine
     _gate: PauseGate
     _trainer: TrainerProcess
@@ -130,55 +123,43 @@ class JobRunner:
     """By job: unexpected errors, and how many of them were deaths of the trainer."""
     _cancelled: set[str] = field(init=False, default_factory=set)
     _running: str | None = field(init=False, default=None)
-    _accepting: ThreadPoolExecutor = field(
-        init=False, default_factory=lambda: ThreadPoolExecutor(ACCEPTING_THREADS, "accept")
-    )
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
-    # --- accepting ---
+    # --- queueing ---
 
-    async def accept(
+    async def add(
         self,
         model: Model,
-        request: TrainRequest,
         key: str | None,
         body_digest: str,
-        limits: Limits,
-        notes: Sequence[str] = (),
+        config: TrainConfig,
+        payload: Payload,
+        report: JobReport,
+        metrics: dict[str, float],
+        expected_step: int | None = None,
     ) -> Job:
-        """Makes a request a job, which is then on disk with its resolved tokens. `notes` are added to its report.
+        """Writes a job to disk and queues it. Of two requests with the same key the second gets the job of the first.
 
         Raises:
-            InvalidInput: nothing in the request can be trained.
-            Conflict: the model is not at `expected_step`, or has a job that will change its step.
+            Conflict: the model is not at `expected_step`, or has a job that will change its step; or the key was used
+                for a request with another body.
             TooMany: the queue is full.
         """
-        expected = request.expected_step
-        if expected is not None:
-            # The same request may have come twice, and the first one's job have ended.
-            if (twin := await self.find(model, key, body_digest)) is not None:
-                return twin
-            self._check_step(model, expected)
-        # A separate thread pool: resolving may wait for the engine's tokenizer, and other work needs threads, too.
-        payload, report, metrics = await asyncio.get_running_loop().run_in_executor(
-            self._accepting, self._prepare, model, request, self._sources(model), limits
-        )
-        record = model.record
+        check_alone = None
+        if expected_step is not None:
+            check_alone = functools.partial(self._check_step, model, expected_step)
         job = await asyncio.to_thread(
             self._queue.add,
-            record.project,
-            record.name,
+            model.record.project,
+            model.record.name,
             key,
             body_digest,
-            request.config,
+            config,
             payload,
-            report.model_copy(update={"notes": [*report.notes, *notes]}),
+            report,
             metrics,
-            # Again, because a job may have ended since the first check.
-            check_alone=None
-            if expected is None
-            else functools.partial(self._check_step, model, expected),
+            check_alone=check_alone,
         )
         logger.info(
             "job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id
@@ -186,15 +167,6 @@ class JobRunner:
         self._report(JobNews(job, "accepted", key=key))
         self._wake.set()
         return job
-
-    @staticmethod
-    def _prepare(
-        model: Model, request: TrainRequest, sources: Sources, limits: Limits
-    ) -> tuple[Payload, JobReport, dict[str, float]]:
-        """A request's payload, report and metrics."""
-        found = resolve(request.groups, request.config, model.id, sources, limits)
-        payload = Payload.make(found.batch, request.groups, found.traces)
-        return payload, found.report, train_metrics(request)
 
     @staticmethod
     def _check_step(model: Model, expected: int) -> None:
@@ -207,31 +179,10 @@ class JobRunner:
                 param="expected_step",
             )
 
-    def _sources(self, model: Model) -> Sources:
-        """The sources of a job's tokens; call them from a thread, because some wait for the event loop."""
-        loop = asyncio.get_running_loop()
-        project, name = model.record.project, model.record.name
-
-        def call_engine(body: dict[str, Any]) -> list[int]:
-            future = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), loop)
-            return future.result(ENGINE_WAIT_SECONDS)
-
-        def render(
-            messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool
-        ) -> list[int]:
-            body: dict[str, Any] = {"messages": messages, "add_generation_prompt": has_header}
-            return call_engine(body | ({"tools": tools} if tools else {}))
-
-        return Sources(
-            find_record=self._ledger.find,
-            find_text=functools.partial(self._ledger.find_text, project, name),
-            render=render,
-            tokenize=lambda text: call_engine({"prompt": text, "add_special_tokens": False}),
-            decode=self._ledger.decode,
-            end_id=self._ledger.end_id,
-            end_ids=self._ledger.end_ids,
-            stop_ids=self._ledger.stop_ids,
-        )
+    async def has_key(self, model: Model, key: str) -> bool:
+        """Whether an earlier request with this idempotency key made a job."""
+        record = model.record
+        return await asyncio.to_thread(self._queue.has_key, record.project, record.name, key)
 
     async def find(self, model: Model, key: str | None, body_digest: str) -> Job | None:
         """The job that an earlier request with the same idempotency key made, or None. A job that failed with a

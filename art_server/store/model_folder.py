@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from art_protocol.history import history_row, merged_row, pack_rows, trajectory_row
-from art_protocol.wire import LoRAConfig, TrajectoryGroupBody
+from art_protocol.history import history_row, merged_row
+from art_protocol.wire import LoRAConfig
 from art_server import clock
 from art_server.errors import Conflict, NotFound
 from art_server.shared.tasks import Probe
@@ -391,12 +391,8 @@ class ModelFolder:
     def tokens_file(self, step: int) -> Path:
         return self.path / "tokens" / f"{step:04d}.safetensors"
 
-    def write_trajectories(self, split: str, step: int, groups: list[TrajectoryGroupBody]) -> None:
-        """Writes trajectories/SPLIT/%04d.jsonl.gz, one group per line. Replaces an existing file."""
-        self.write_lines(split, step, pack_rows(map(trajectory_row, groups)))
-
     def write_lines(self, split: str, step: int, packed: bytes) -> None:
-        """The same for rows that are packed already."""
+        """Writes trajectories/SPLIT/%04d.jsonl.gz with the content of `pack_rows`. Replaces an existing file."""
         file = self.path / "trajectories" / split / f"{step:04d}.jsonl.gz"
         files.write_file(file, packed)
         file.with_suffix("").unlink(missing_ok=True)

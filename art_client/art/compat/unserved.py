@@ -17,7 +17,7 @@ from art.bodies import build_log_request
 from art.files import write_whole
 from art.trajectories import Trajectory, TrajectoryGroup
 from art_protocol.history import history_row, log_metrics, merged_row, pack_rows, trajectory_row
-from art_protocol.wire import LogRequest
+from art_protocol.wire import LogRequest, TrajectoryGroupBody
 
 
 def log(
@@ -33,8 +33,10 @@ def log(
         ValueError: they cannot be written, the message names the field; or the folder belongs to a model of a server,
             which alone may write there.
     """
-    body = build_log_request(trajectories, split, metrics, step)
-    return _write(folder, LogRequest.model_validate_json(body))
+    fields, *groups = build_log_request(trajectories, split, metrics, step).split(b"\n")
+    request = LogRequest.model_validate_json(fields)
+    bodies = [TrajectoryGroupBody.model_validate_json(group) for group in groups]
+    return _write(folder, request.model_copy(update={"groups": bodies}))
 
 
 _writing = threading.Lock()

@@ -88,12 +88,11 @@ async def main(folder: Path, num_jobs: int) -> None:
     add_model(registry, folder / "engine.log")
     for index in range(num_jobs):
         train_config, batch = job(index)
-        payload = Payload.make(batch, [])
+        payload = Payload.make(batch)
         queue.add("p", "a", f"job-{index}", "digest", train_config, payload, JobReport())
     runner = JobRunner(
         queue,
         registry,
-        None,  # type: ignore[arg-type]  # the ledger is read only when a job is accepted
         FakeEngine(),  # type: ignore[arg-type]
         PauseGate(),
         trainer,

@@ -79,7 +79,6 @@ async def train_two_steps(path: Path) -> ModelFolder:
     runner = JobRunner(
         queue,
         registry,
-        None,  # type: ignore[arg-type]  # the ledger is asked when a job is accepted
         engine,  # type: ignore[arg-type]
         PauseGate(),
         trainer,
@@ -93,7 +92,7 @@ async def train_two_steps(path: Path) -> ModelFolder:
     try:
         async with asyncio.timeout(SECONDS):
             for number in range(2):
-                payload = Payload.make(make_batch(number), [])
+                payload = Payload.make(make_batch(number))
                 job = queue.add("p", "a", None, "digest", config, payload, JobReport())
                 while queue.get(job.job_id).state != "done":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)

@@ -4,18 +4,20 @@ import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from art_protocol.wire import ErrorDetail, JobEvent, LoRAConfig, TrainRequest
+from art_protocol.wire import ErrorDetail, JobEvent, LoRAConfig, TrainConfig
 from art_server.api.art_wire import _log_note_once
 from art_server.api.auth import ART_PATHS
 from art_server.api.control import event_lines
 from art_server.app import make_app
 from art_server.base_models import TINY_DIR, BaseModel
+from art_server.jobs.queue import Job
 from art_server.service import Service
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
@@ -85,35 +87,23 @@ def make(path: Path, **settings: Any) -> tuple[FastAPI, Service]:
     return make_app(service, config, inference_port=8000), service
 
 
-def use_runner(service: Service, runner: Any) -> None:
-    """Have another take the service's jobs."""
-    service._runner, service.follow = runner, runner.follow
+def follow_with(service: Service, *events: JobEvent) -> None:
+    """Has every job end with these events."""
+
+    async def follow(job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
+        for event in events:
+            yield event
+
+    service.follow = follow  # type: ignore[method-assign]
+
+
+def jobs_of(service: Service) -> list[Job]:
+    return service._queue.jobs(None, ("queued",), 10)
 
 
 def client(app: FastAPI, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url=f"http://{host}:7623", **options)
-
-
-class Runner:
-    """Takes every job and tells the events that a test gives it."""
-
-    def __init__(self, *events: JobEvent) -> None:
-        self.events = events
-        self.accepted: list[tuple[TrainRequest, str | None, list[str]]] = []
-
-    async def accept(
-        self, model: Any, request: Any, key: Any, digest: str, limits: Any, notes: Any
-    ) -> JobEvent:
-        self.accepted.append((request, key, notes))
-        return JobEvent(event="accepted", job_id="j")
-
-    async def find(self, model: Any, key: Any, digest: str) -> None:
-        return None
-
-    async def follow(self, job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
-        for event in self.events:
-            yield event
 
 
 PROGRESS = JobEvent(event="progress", job_id="j", phase="train")
@@ -135,7 +125,8 @@ async def train(app: FastAPI, body: dict[str, Any]) -> list[dict[str, Any]]:
 async def test_an_event_is_one_line_also_for_who_splits_at_u2028() -> None:
     """As httpx's `aiter_lines` and `str.splitlines`. A program's metric may have any name."""
     event = DONE.model_copy(update={"metrics": {"train/calls\u2028a\u2029b\u0085\x1c": 1.0}})
-    service: Any = Runner(event)
+    service: Any = SimpleNamespace()
+    follow_with(service, event)
     (line,) = [each async for each in event_lines(service, "j")]
     assert len(line.decode().splitlines()) == 1
     assert JobEvent.model_validate_json(line) == event
@@ -143,32 +134,34 @@ async def test_an_event_is_one_line_also_for_who_splits_at_u2028() -> None:
 
 async def test_a_train_call_streams_one_line_of_numbers(tmp_path: Path) -> None:
     app, service = make(tmp_path)
-    runner = Runner(PROGRESS, PROGRESS, DONE)
-    use_runner(service, runner)
+    follow_with(service, PROGRESS, PROGRESS, DONE)
     (row,) = await train(app, train_body(choice(5), choice(6)))
     counts = {"num_gradient_steps": 1.0, "data/step_num_gradient_steps": 1.0}
     assert row == {"loss/train": 0.5, **counts}
-    ((request, key, notes),) = runner.accepted
-    assert (key, notes, request.config.learning_rate) == (None, [], 5e-05)
-    assert [t.reward for t in request.groups[0].trajectories] == [0.0, 1.0]
+    (job,) = jobs_of(service)
+    assert TrainConfig.model_validate_json(job.config).learning_rate == 5e-05
+    assert (job.report.turns, job.metrics["train/reward"]) == ({"ids": 2}, 0.5)
 
 
 async def test_trainer_args_win_and_unknown_keys_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     app, service = make(tmp_path)
-    runner = Runner(DONE)
-    use_runner(service, runner)
+    follow_with(service, DONE)
     trainer_args = {"learning_rate": "1e-6", "beta": 0.1, "output_dir": "/tmp/x", "seed": None}
     model = MODEL | {"_internal_config": {"trainer_args": trainer_args, "peft_args": {"r": 8}}}
     body = train_body(choice(5), model=model, dev_config={"ppo": True, "kimi_k2_tau": 0.1})
     body["trajectory_groups"][0]["trajectories"][0]["exchanges"] = [1]
     for _ in range(2):
         await train(app, body)
-    for request, _, notes in runner.accepted:
-        config = request.config
+    for job in jobs_of(service):
+        config = TrainConfig.model_validate_json(job.config)
         assert (config.learning_rate, config.beta, config.clip) == (1e-6, 0.1, "two_sided")
-        told = {note.removesuffix(" has no effect here") for note in notes}
+        told = {
+            note.removesuffix(" has no effect here")
+            for note in job.report.notes
+            if note.endswith(" has no effect here")
+        }
         assert told == {
             *("_internal_config.peft_args", "dev_config.kimi_k2_tau", "trainer_args.output_dir"),
             "trajectories[].exchanges",
@@ -190,7 +183,7 @@ async def test_a_failed_job_ends_the_stream_with_cause_and_remedy(
     tmp_path: Path, error: ErrorDetail, texts: tuple[str, ...]
 ) -> None:
     app, service = make(tmp_path)
-    use_runner(service, Runner(PROGRESS, JobEvent(event="error", job_id="j", error=error)))
+    follow_with(service, PROGRESS, JobEvent(event="error", job_id="j", error=error))
     (row,) = await train(app, train_body(choice()))
     assert set(row) == {"error"} and all(text in row["error"] for text in texts)
 
@@ -219,10 +212,7 @@ async def test_what_cannot_be_trained_is_told_in_the_stream(
 
 async def test_a_call_without_a_key_is_always_a_new_job(tmp_path: Path) -> None:
     app, service = make(tmp_path)
-    real = service._runner
-    fake = Runner(DONE)
-    fake.accept = real.accept  # type: ignore[method-assign]
-    use_runner(service, fake)
+    follow_with(service, DONE)
     for _ in range(2):
         await train(app, train_body(choice(5), choice(6)))
     first = service._queue.next()

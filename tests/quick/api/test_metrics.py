@@ -79,7 +79,7 @@ async def test_waiting_requests_and_queued_jobs_are_counted(tmp_path: Path) -> N
         model = await add_model(served)
         gate, queue = served.service._processes.gate, served.service._queue
         served.engine.base = None  # no job can run
-        payload = Payload.make(Batch(groups=[]), [])
+        payload = Payload.make(Batch(groups=[]))
         queue.add("demo", "agent", None, "digest", TrainConfig(), payload, JobReport())
         with gate.inside("demo/agent@0"):
             found = samples((await fetch(served)).text)

@@ -117,7 +117,7 @@ class House:
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7623", **options)
 
     def add_job(self, name: str = "a", key: str | None = None) -> str:
-        payload = Payload.make(Batch(groups=[]), [])
+        payload = Payload.make(Batch(groups=[]))
         return self.queue.add("p", name, key, "digest", TrainConfig(), payload, JobReport()).job_id
 
 

@@ -201,7 +201,7 @@ def test_scalars_of_other_libraries_are_taken_wherever_a_program_sets_numbers(
     trajectory.metadata = nested
     group = art.TrajectoryGroup([trajectory], metadata=nested, metrics={"m": value})
     config = TrainConfig()
-    (sent,) = json.loads(build_train_request([group], config))["groups"]
+    sent = json.loads(build_train_request([group], config).split(b"\n")[1])
     (row,) = sent["trajectories"]
     for history in (row, *row["additional_histories"]):
         assert history["turn_rewards"] == [plain, None]

@@ -140,7 +140,6 @@ class Server:
         self.runner = JobRunner(
             self.queue,
             self.registry,
-            NoLedger(),  # type: ignore[arg-type]
             self.engine,  # type: ignore[arg-type]
             gate,
             self.trainer,  # type: ignore[arg-type]
@@ -187,7 +186,7 @@ class Server:
         self.registry.add(folder, record)
 
     async def accept(self, model: Model, key: str | None, body: str, number: int) -> Job:
-        """What `Service.submit` does, with a batch instead of trajectories."""
+        """What the train route does, with a batch instead of trajectories."""
         found = await self.runner.find(model, key, body)
         if found is not None:
             return found

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from art_protocol.history import pack_rows
 from art_protocol.wire import (
     ErrorDetail,
     JobReport,
     TrainConfig,
-    TrajectoryBody,
-    TrajectoryGroupBody,
 )
 from art_server import clock
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs import queue as queue_module
-from art_server.jobs.queue import Job, JobQueue, Payload, request_digest
+from art_server.jobs.queue import Job, JobQueue, Payload
 from art_server.shared.tasks import (
     Batch,
     Distribution,
@@ -28,12 +27,12 @@ SEQUENCE = TokenSequence(token_ids=[1, 2, 3], logprobs=[None, -0.5, -0.25])
 GROUP = TrainableGroup(trajectories=[TrainableTrajectory(reward=1.0, sequences=[SEQUENCE])])
 PAYLOAD = Payload.make(
     Batch(groups=[GROUP, GROUP], distributions=[Distribution(temperature=0.5)]),
-    [
-        TrajectoryGroupBody(
-            trajectories=[TrajectoryBody(reward=1.0, messages_and_choices=[])], metadata={"a": 1}
-        )
-    ],
+    pack_rows([{"trajectories": [{"reward": 1.0, "messages": []}], "metadata": {"a": 1}}]),
 )
+
+
+def request_digest(body: bytes) -> str:
+    return f"of {body!r}"
 
 
 def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x") -> Job:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 import art
+from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import JobReport, LogRequest, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import UsageError
 from art_server.flags import parse
 from art_server.jobs.metrics import DoneStep, JobNews, write_log
 from art_server.jobs.reports import Totals, step_record, stored_rows
+from art_server.jobs.rollouts import Rollouts
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.store.registry import Model
 from art_trackers import RolloutRow, StepRecord
@@ -90,7 +92,9 @@ async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(
         trajectories=[TrajectoryBody(messages_and_choices=[], reward=0.5)] * 2
     )
     for split, is_kept in (("train", True), ("val", False)):
-        reply = await write_log(model, LogRequest(groups=[group], split=split))
+        rollouts = Rollouts()
+        rollouts.add(group)
+        reply = await write_log(model, LogRequest(split=split), rollouts)
         assert reply.metrics[f"{split}/reward"] == 0.5
         assert (model.folder.trajectories_file(split, 3).read_bytes() == b"the job's\n") == is_kept
 
@@ -100,7 +104,7 @@ def test_failed_rollouts_of_a_stored_step_are_rows_with_their_error(tmp_path: Pa
     trajectory = TrajectoryBody(messages_and_choices=[{"role": "user", "content": "hi"}], reward=2)
     failure: Any = {"type": "ValueError", "message": "no answer"}
     group = TrajectoryGroupBody(trajectories=[trajectory], exceptions=[failure])
-    model.folder.write_trajectories("val", 3, [group, group])
+    model.folder.write_lines("val", 3, pack_rows(map(trajectory_row, [group, group])))
     assert list(step_record(model, 3, "val", {}).rollouts()) == [
         RolloutRow(0, 0, 2.0, "user: hi", ""),
         RolloutRow(0, 1, None, "", "ValueError: no answer"),

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
-from art_server.jobs.resolve import Limits, Sources, entry_ids, resolve
+from art_server.jobs.resolve import Limits, Sources, entry_ids
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
 from art_server.shared.advantages import trained_tokens
 from art_server.shared.kept_set import pack_set, unpack_set
 from art_server.shared.tasks import Batch
+from tests.resolving import resolve
 
 LIMITS = Limits(vocab_size=100, max_seq_length=50)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from art_protocol.history import read_rows
-from art_protocol.wire import JobEvent, JobReport, LoRAConfig, TrainConfig, TrajectoryGroupBody
+from art_protocol.history import pack_rows, read_rows
+from art_protocol.wire import JobEvent, JobReport, LoRAConfig, TrainConfig
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.device.owner import DeviceOwner
@@ -56,7 +56,6 @@ class House:
         self.runner = JobRunner(
             self.queue,
             self.registry,
-            None,  # type: ignore[arg-type]  # the ledger is asked when a job is accepted
             self.engine,  # type: ignore[arg-type]
             self.gate,
             self.trainer,  # type: ignore[arg-type]
@@ -84,8 +83,7 @@ class House:
         reward: float = 0.25,
         sampled_step: int | None = None,
     ) -> str:
-        groups = [TrajectoryGroupBody(trajectories=[])]
-        payload = Payload.make(Batch(groups=[]), groups)
+        payload = Payload.make(Batch(groups=[]), pack_rows([{"trajectories": []}]))
         report = JobReport(sampled_steps={} if sampled_step is None else {sampled_step: 8})
         metrics = {"train/reward": reward}
         return self.queue.add(

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
-from art_server.jobs.queue import Payload
-from art_server.jobs.resolve import Resolved, resolve
+from art_server.jobs.rollouts import Rollouts
 from art_server.jobs.turns import ResolvedTurn, TurnTrace, join_turns
 from tests.quick.jobs.test_resolve import LIMITS, bare, choice, record, sources
+from tests.resolving import Resolved, resolve
 
 
 def run(*trajectories: dict, find=lambda _: None) -> tuple[Resolved, TrajectoryGroupBody]:
@@ -55,8 +55,9 @@ def test_a_dropped_turn_has_its_reason_and_a_side_history_its_number() -> None:
     assert one[0].dropped is not None and two[0].dropped == one[0].dropped
     assert (one[2].sequence, one[2].start, one[2].stop, one[2].step) == (1, 1, 3, 0)
 
-    payload = Payload.make(found.batch, [group], found.traces)
-    (line,) = gzip.decompress(payload.trajectories).splitlines()
+    rollouts = Rollouts()
+    rollouts.add(group, [[each.as_json() for each in turns] for turns in found.traces[0]])
+    (line,) = gzip.decompress(rollouts.content).splitlines()
     stored = json.loads(line)["trajectories"]
     assert stored[0]["turns"][0] == {"history": 0, "entry": 0, "dropped": one[0].dropped}
     assert [each["entry"] for each in stored[0]["turns"]] == [0, 1, 0]

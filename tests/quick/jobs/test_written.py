@@ -10,10 +10,11 @@ from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput
 from art_server.in_vllm import plain_text
 from art_server.in_vllm.plain_text import ControlTokens, Rendering
-from art_server.jobs.resolve import Limits, Sources, resolve
+from art_server.jobs.resolve import Limits, Sources
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
 from tests.quick.ledger.test_ninth_law import CHATML, CHATML_PLAIN, FAMILIES, Family, said, user
+from tests.resolving import resolve
 from tests.toy_facts import facts_of
 
 CALL = ("look", {"a": 1})
@@ -24,6 +25,7 @@ OPENED = Family(
     ),
     **CHATML,
 )
+
 """Its prompt opens thinking that its rendering of an answer does not contain."""
 
 

@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_not_there_in_part(small_disk: Path) -> None:
     folder.write_lines("train", 1, b"one\n")
     folder.add_history(1, {"train/reward": 0.5})
     queue = JobQueue(small_disk / "jobs.sqlite")
-    payload = Payload.make(Batch(groups=[]), [])
+    payload = Payload.make(Batch(groups=[]))
     kept = queue.add("p", "a", "k", "d", TrainConfig(), payload, JobReport())
     with filled(small_disk):
         with pytest.raises(StorageFull):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue
@@ -39,7 +40,9 @@ def test_whatever_the_stores_write_is_their_user_s_only(private: Path) -> None:
     (folder.path / "logs" / "vllm.log").unlink()  # a link, whose own mode says nothing
     folder.add_history(0, {"val/reward": 1.0})
     trajectory = TrajectoryBody(messages_and_choices=[], reward=1.0)
-    folder.write_trajectories("val", 0, [TrajectoryGroupBody(trajectories=[trajectory])])
+    folder.write_lines(
+        "val", 0, pack_rows(map(trajectory_row, [TrajectoryGroupBody(trajectories=[trajectory])]))
+    )
     assert len(list(private.rglob("*.sqlite-wal"))) == 2, "they are in use"
     assert readable_by_others(private) == []
     ledger.close()

@@ -89,7 +89,7 @@ def test_files_of_earlier_versions_are_read_and_replaced(tmp_path: Path) -> None
     earlier.write_bytes(gzip.decompress(pack_rows([trajectory_row(group([choice("old")]))])))
     (row,) = read_rows(folder.trajectories_file("val", 3))
     assert row["trajectories"][0]["messages"][0]["message"]["content"] == "old"
-    folder.write_trajectories("val", 3, [group([choice("new")])])
+    folder.write_lines("val", 3, pack_rows(map(trajectory_row, [group([choice("new")])])))
     (row,) = read_rows(folder.trajectories_file("val", 3))
     assert row["trajectories"][0]["messages"][0]["message"]["content"] == "new"
     assert [file.name for file in earlier.parent.iterdir()] == ["0003.jsonl.gz"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.terminal.show import mark, print_show, tokens_of
@@ -178,7 +179,7 @@ def hostile(tmp_path: Path) -> Path:
     )
     failures: Any = [{"type": ESCAPES, "message": ESCAPES}]
     group = TrajectoryGroupBody(trajectories=[trajectory], exceptions=failures, logs=[ESCAPES])
-    model.write_trajectories("train", 1, [group])
+    model.write_lines("train", 1, pack_rows(map(trajectory_row, [group])))
     return tmp_path
 
 

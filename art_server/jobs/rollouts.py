@@ -1,0 +1,28 @@
+"""The trajectories of a train or log request whose groups come one by one: what a model's folder keeps of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from art_protocol.history import outline, pack_rows, trajectory_row
+from art_protocol.wire import TrajectoryGroupBody
+
+
+class Rollouts:
+    """The content of a trajectories file, and what metrics need of its groups."""
+
+    def __init__(self) -> None:
+        self._rows: list[bytes] = []
+        """Compressed each by itself."""
+        self.outlines: list[TrajectoryGroupBody] = []
+        """The groups without their conversations."""
+
+    def add(
+        self, group: TrajectoryGroupBody, turns: Sequence[Sequence[dict[str, Any]]] | None = None
+    ) -> None:
+        """Packs a group (blocking); `turns` as in `trajectory_row`."""
+        self._rows.append(pack_rows([trajectory_row(group, turns)]))
+        self.outlines.append(outline(group))
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(self._rows)

@@ -1,0 +1,141 @@
+"""Train requests that become jobs: each group's exact tokens are found as it arrives, and stored when all are there.
+
+Memory holds the messages of one group at a time. Nothing of a request that fails or ends early is kept.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from art_protocol.history import trajectory_metrics
+from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
+from art_server.engine.engine import Engine
+from art_server.errors import InvalidInput
+from art_server.jobs.queue import Job, Payload
+from art_server.jobs.resolve import Limits, Message, Resolver, Sources
+from art_server.jobs.rollouts import Rollouts
+from art_server.jobs.runner import ENGINE_WAIT_SECONDS, JobRunner
+from art_server.ledger.ledger import Ledger
+from art_server.store.registry import Model
+
+R = TypeVar("R")
+
+THREADS = 2
+"""Of their own, because resolving may wait for the engine's tokenizer, and other work needs threads, too."""
+
+
+class TrainRequests:
+    """Begins train requests."""
+
+    def __init__(self, ledger: Ledger, engine: Engine, runner: JobRunner):
+        self._ledger = ledger
+        self._engine = engine
+        self._runner = runner
+        self._threads = ThreadPoolExecutor(THREADS, "resolve")
+
+    def begin(self, model: Model, config: TrainConfig, limits: Limits) -> "NewJob":
+        """A request whose groups come one by one."""
+        rendering = Rendering(self._engine, asyncio.get_running_loop())
+        project, name = model.record.project, model.record.name
+        sources = Sources(
+            find_record=self._ledger.find,
+            find_text=functools.partial(self._ledger.find_text, project, name),
+            render=rendering.render,
+            tokenize=rendering.tokenize,
+            decode=self._ledger.decode,
+            end_id=self._ledger.end_id,
+            end_ids=self._ledger.end_ids,
+            stop_ids=self._ledger.stop_ids,
+        )
+        resolver = Resolver(config, model.id, sources, limits)
+        return NewJob(model, config, resolver, self._runner, self._threads)
+
+
+class NewJob:
+    """A train request whose groups arrive."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainConfig,
+        resolver: Resolver,
+        runner: JobRunner,
+        threads: ThreadPoolExecutor,
+    ):
+        self._model = model
+        self._config = config
+        self._resolver = resolver
+        self._runner = runner
+        self._threads = threads
+        self._rollouts = Rollouts()
+
+    async def resolve(self, group: TrajectoryGroupBody) -> None:
+        """Finds the exact tokens of the next group, and drops its messages.
+
+        Raises:
+            InvalidInput: the number of turn rewards or advantages is wrong.
+        """
+        await self._in_thread(self._resolve, group)
+
+    def _resolve(self, group: TrajectoryGroupBody) -> None:
+        traces = self._resolver.add(group)
+        turns = [[trace.as_json() for trace in of_trajectory] for of_trajectory in traces]
+        self._rollouts.add(group, turns)
+
+    async def store(
+        self,
+        key: str | None,
+        body_digest: str,
+        expected_step: int | None = None,
+        notes: Sequence[str] = (),
+    ) -> Job:
+        """The job, which is on disk with its exact tokens when this returns. `notes` are added to its report.
+
+        Raises:
+            InvalidInput: nothing can be trained, or rewards, advantages or learning rates are invalid.
+            RecordsMissing: choices were sent by reference, and their records are missing.
+            Conflict, TooMany: from `JobRunner.add`.
+        """
+        payload, report = await self._in_thread(self._finish)
+        report = report.model_copy(update={"notes": [*report.notes, *notes]})
+        metrics = trajectory_metrics(self._rollouts.outlines, "train")
+        return await self._runner.add(
+            self._model, key, body_digest, self._config, payload, report, metrics, expected_step
+        )
+
+    def _finish(self) -> tuple[Payload, JobReport]:
+        try:
+            self._config.check_rates(len(self._rollouts.outlines))
+        except ValueError as error:
+            raise InvalidInput(
+                str(error), code="invalid_body", param="config.learning_rate"
+            ) from error
+        found = self._resolver.finish()
+        return Payload.make(found.batch, self._rollouts.content), found.report
+
+    async def _in_thread(self, call: Callable[..., R], *arguments: Any) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
+
+class Rendering:
+    """The engine's chat template and tokenizer, for threads: each call waits for the event loop."""
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop):
+        self._engine = engine
+        self._loop = loop
+
+    def render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool
+    ) -> list[int]:
+        """A conversation's tokens, with or without the header of the next answer."""
+        body: dict[str, Any] = {"messages": messages, "add_generation_prompt": has_header}
+        return self._ask(body | ({"tools": tools} if tools else {}))
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._ask({"prompt": text, "add_special_tokens": False})
+
+    def _ask(self, body: dict[str, Any]) -> list[int]:
+        asked = asyncio.run_coroutine_threadsafe(self._engine.tokenize(body), self._loop)
+        return asked.result(ENGINE_WAIT_SECONDS)

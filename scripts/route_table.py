@@ -1,0 +1,50 @@
+"""docs/routes.md: the server's routes, the scope that a key needs for each, and the largest body that it takes."""
+
+from collections.abc import Iterator
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from art_server.api.auth import ART_PATHS, OPEN_PATHS
+from art_server.api.bodies import SMALL_MB, V1_BYTES_PER_TOKEN, V1_MB
+from art_server.api.inference import PATHS
+from art_server.settings import ServerConfig
+
+TRAJECTORIES = f"`--max-body-mb` ({ServerConfig.model_fields['max_body_mb'].default})"
+INFERENCE = f"{V1_MB} MB plus {V1_BYTES_PER_TOKEN} bytes for each token of the context"
+HEAD = "| | route | scope | largest body |\n|---|---|---|---|\n"
+
+
+def route_table(app: FastAPI) -> str:
+    """A Markdown table."""
+    rows = [
+        f"| {method} | `{path}` | {scope_of(path)} | {limit} |"
+        for method, path, limit in sorted(routes_of(app), key=lambda row: f" `{row[1]}` ")
+    ]
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def routes_of(app: FastAPI) -> Iterator[tuple[str, str, str]]:
+    """The method, the path and the largest body of each route."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            for method in route.methods:
+                yield method, route.path, limit_of(route, method)
+    for path in PATHS:
+        yield "POST", path, INFERENCE
+
+
+def limit_of(route: APIRoute, method: str) -> str:
+    if method == "PUT":
+        return "8 GiB"
+    if route.body_field is not None:
+        return f"{SMALL_MB} MB"
+    return TRAJECTORIES if route.openapi_extra else "none"
+
+
+def scope_of(path: str) -> str:
+    if path in OPEN_PATHS:
+        return "none; with a key the answer has more fields"
+    if path.startswith("/v1/"):
+        return "infer"
+    return "train, or `--legacy-without-key`" if path in ART_PATHS else "train"
