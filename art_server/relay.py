@@ -1,6 +1,5 @@
 """Sends inference requests to the engine: waits at the pause gate, resolves the adapter, informs the ledger."""
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -23,8 +22,6 @@ METRICS_SECONDS = 2.0
 """For vLLM's metrics."""
 OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
 """OpenTelemetry's names of operations; those of the other APIs are "chat"."""
-LOST_SECONDS = 1.0
-"""Time for the supervisor to notice that the engine has ended, before a request waits for the next engine."""
 
 
 @dataclass(slots=True)
@@ -236,7 +233,7 @@ class Relay:
     async def was_engine_killed(self) -> bool:
         """Whether somebody killed the engine, so that the request is not the cause. Call it after `EngineLost`; it
         first waits until the supervisor has noticed the engine's end."""
-        await asyncio.sleep(LOST_SECONDS)
+        await self._engine.notice_end()
         return self._engine.was_killed
 
 

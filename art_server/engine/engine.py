@@ -411,6 +411,15 @@ class Engine:
         """Whether vLLM says so. Its API process outlives its engine core for a moment, and answers with errors then."""
         return self.state == "ready" and await self._answers(HEALTH_TIMEOUT_SECONDS)
 
+    async def notice_end(self) -> None:
+        """Waits until the supervisor knows that the engine has ended; not at all if the engine still answers. On a busy
+        machine vLLM takes seconds from its core's death to its end."""
+        if await self.is_alive():
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HANG_SECONDS), self._changed:
+                await self._changed.wait_for(lambda: self.state != "ready")
+
     async def _answers(self, timeout_seconds: float) -> bool:
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         try:

@@ -17,11 +17,6 @@ from tests.quick.server.served import Served, serving
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "LOST_SECONDS", 0.0)
-
-
 async def ask(served: Served, stream: bool) -> httpx.Response:
     async with art.Backend(served.url) as backend:
         model = art.TrainableModel(name="a", project="p", base_model="art/tiny")

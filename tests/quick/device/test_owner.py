@@ -327,6 +327,20 @@ async def test_a_disk_without_room_delays_an_engines_restart_and_no_more(
     assert_right(world)
 
 
+async def test_whoever_lost_the_engine_waits_until_its_end_is_noticed(tmp_path: Path) -> None:
+    """Else the request would be sent to the dying engine again, and be refused as the cause of two deaths."""
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        await house.engine.notice_end()  # it answers
+        assert house.engine.state == "ready" and world.process is not None
+        world.process.kill()
+        await world.process.wait()
+        await house.engine.notice_end()
+        assert house.engine.was_killed
+        assert await house.ask("a") == "p/a@0"
+
+
 async def test_an_adapter_that_does_not_load_at_a_restart_is_refused_alone(tmp_path: Path) -> None:
     world = make_world("none", {})
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):

@@ -63,6 +63,9 @@ class FakeVllm(FakeEngine):
         was_dead, self._is_dead = self._is_dead, False
         return not was_dead
 
+    async def notice_end(self) -> None:
+        """It is back at once."""
+
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=VLLM_METRICS)
 
