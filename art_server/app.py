@@ -34,7 +34,8 @@ def make_app(service: Service, config: ServerConfig, inference_port: int | None)
     keys = Keys(config.api_keys)
     app.state.service, app.state.config = service, config
     app.state.keys, app.state.inference_port = keys, inference_port
-    app.state.runs, app.state.is_stopping = Runs(config.path), False
+    app.state.runs = Runs(config.path, service.history)
+    app.state.is_stopping = False
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     errors.install(app)
     inference.install(app, service)  # first, because routes are tried in order

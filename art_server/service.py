@@ -95,6 +95,7 @@ class Service:
         self.check_engine = relay.check_engine
         self.tracing, self.figures = self._processes.reports.tracing, self._processes.figures
         self.models, self.model = self._registry.all, self._registry.get
+        self.history = self._registry.history
         self.register, self.info = self._registration.register, self._registration.info
         self.check_trainable = self._registration.check_trainable
         self.job, self.jobs, self.job_info = runner.get, runner.jobs, runner.info
@@ -134,6 +135,7 @@ class Service:
         await self._base.stop()
         await self._processes.stop()
         self._queue.close()
+        self._registry.history.close()
 
     async def _prune(self) -> None:
         while True:

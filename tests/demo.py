@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from art_protocol import history as rows
 from art_protocol.wire import LoRAConfig
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from tests.demo_groups import NUM_DISTINCT, Made, Words, logged, make_group
@@ -58,6 +59,19 @@ def make_demo(
                 history.write(json.dumps(history_row(step, number, made, steps)) + "\n")
         write_checkpoints(folder, steps)
     return folders
+
+
+def log(folder: ModelFolder, step: int, metrics: Mapping[str, float]) -> None:
+    """Appends a line to history.jsonl, as a server does."""
+    folder.append_history(rows.history_row(step, metrics, datetime.now(UTC).isoformat()))
+
+
+def rows_by_step(file: Path) -> dict[int, dict[str, Any]]:
+    """The lines of a history.jsonl, those of a step as one."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in map(json.loads, file.read_text().splitlines()):
+        found.setdefault(row["step"], {}).update(row)
+    return found
 
 
 def model_names() -> Iterator[str]:

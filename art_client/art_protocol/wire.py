@@ -481,7 +481,7 @@ class LogRequest(Body):
 class LogReply(Reply):
     step: int
     metrics: dict[str, float]
-    """The metrics that were written into the step's row of history.jsonl."""
+    """The metrics that were added to the step's history."""
 
 
 class CheckpointInfo(Reply):
@@ -491,7 +491,7 @@ class CheckpointInfo(Reply):
     created_at: float
     """Seconds since 1970."""
     metrics: dict[str, float] = {}
-    """The step's row of history.jsonl. Its `train/*` values are of the samples that the step was trained on."""
+    """Those of the step's history. Its `train/*` values are of the samples that the step was trained on."""
     size_bytes: int
     unchanged: bool = False
     """The weights equal those of the previous step, because the batch had no signal."""

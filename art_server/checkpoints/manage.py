@@ -30,7 +30,7 @@ from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
 from art_server.store import files
-from art_server.store.model_folder import ModelFolder, copy_content, create_model, row_metrics
+from art_server.store.model_folder import ModelFolder, copy_content, create_model
 from art_server.store.registry import Model, Registry
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Checkpoints:
                 keep = set(model.folder.steps()[-self._keep_last :])
                 if len(keep) == len(model.folder.steps()):
                     return
-                best = await asyncio.to_thread(best_step, model.folder)
+                best = await asyncio.to_thread(model.history.best_step)
                 await self._delete_steps(model, keep | ({best} if best is not None else set()))
             except OSError as error:
                 logger.error("old steps of %s could not be deleted: %s", model.id, error)
@@ -242,11 +242,13 @@ class Checkpoints:
         # Before the folders change: a server that dies in between has only forgotten who sampled what.
         self._ledger.forget_steps(model.record.project, model.record.name, after=step)
         self._queue.forget_keys(model.record.project, model.record.name, after=step)
+        model.history.roll_back(step)
         model.folder.roll_back(step)
 
     def _bury(self, model: Model) -> Path:
         self._ledger.forget_steps(model.record.project, model.record.name)
         self._queue.forget_keys(model.record.project, model.record.name)
+        model.history.delete()
         grave = model.folder.bury()
         self._registry.remove(model)
         return grave
@@ -270,44 +272,36 @@ def model_exists(model_id: str) -> Conflict:
     )
 
 
-def best_step(folder: ModelFolder) -> int | None:
-    """The best kept step by the history; None if the history has no metric to judge by."""
-    metric = folder.best_metric()
-    return folder.best_step(metric) if metric is not None else None
-
-
 def steps_to_keep(model: Model, request: DeleteCheckpointsRequest) -> set[int]:
     """Returns the steps that a deletion request keeps, besides the newest and the serving one.
 
     Raises:
         InvalidInput: there are steps to delete, and the history does not have the metric.
     """
-    folder = model.folder
-    steps = folder.steps()
+    steps = model.folder.steps()
     if request.keep is not None:
         return set(request.keep)
-    metric, known = request.best_metric or folder.best_metric(), folder.metric_names()
+    metric, known = request.best_metric or model.history.ranking()[0], model.history.names()
     if set(steps) <= {model.step, *steps[-1:]}:
         return set()  # no error: programs delete before their first step, when no metric exists
     if metric is None or metric not in known:
         asked = f"'{metric[:200]}'" if metric else "'val/reward' or 'train/reward'"
         raise InvalidInput(
-            f"the history of '{model.id}' has no metric {asked}; it has: {', '.join(sorted(known)) or 'none'}. "
+            f"the history of '{model.id}' has no metric {asked}; it has: {', '.join(known) or 'none'}. "
             "Nothing was deleted; name one of these, or the steps to keep",
             code="unknown_metric",
             param="best_metric",
         )
-    best = folder.best_step(metric)
+    best = model.history.best_step(metric)
     return {best} if best is not None else set()
 
 
 def list_checkpoints(model: Model) -> CheckpointList:
     """Returns the kept steps of a model. Blocking: reads their descriptions and the history."""
     folder = model.folder
-    metric = folder.best_metric()
-    best = folder.best_step(metric) if metric is not None else None
-    rows = {row.get("step"): row for row in folder.history()}
+    best = model.history.best_step()
     steps = [step for step in folder.steps() if step not in model.deleting]
+    values = model.history.values(steps)
     infos: list[CheckpointInfo] = []
     for step in steps:
         with contextlib.suppress(NotFound, FileNotFoundError):  # deleted meanwhile
@@ -316,11 +310,11 @@ def list_checkpoints(model: Model) -> CheckpointList:
                 CheckpointInfo(
                     step=step,
                     created_at=record.created_at,
-                    metrics=row_metrics(rows.get(step, {})),
+                    metrics=values[step],
                     size_bytes=files.folder_size(folder.checkpoint_dir(step)),
                     unchanged=record.unchanged,
                     is_serving=step == model.step,
                     is_best=step == best,
                 )
             )
-    return CheckpointList(checkpoints=infos, best_metric=metric)
+    return CheckpointList(checkpoints=infos, best_metric=model.history.ranking()[0])

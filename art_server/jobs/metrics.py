@@ -76,5 +76,5 @@ async def write_log(model: Model, request: LogRequest, rollouts: Rollouts) -> Lo
     ):
         content = rollouts.content
         await asyncio.to_thread(model.folder.write_lines, request.split, step, content)
-    await asyncio.to_thread(model.folder.add_history, step, metrics)
+    await asyncio.to_thread(model.history.add, step, metrics)
     return LogReply(step=step, metrics=metrics)

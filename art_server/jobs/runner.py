@@ -595,9 +595,10 @@ class JobRunner:
         await asyncio.to_thread(model.folder.write_lines, "train", step, lines)
         await asyncio.to_thread(model.folder.keep_tokens, step)
         await asyncio.to_thread(self._write_record, model, job, record)
-        await asyncio.to_thread(model.folder.add_history, step, metrics, job.job_id)
+        await asyncio.to_thread(model.history.add, step, metrics, job.job_id)
         # Here, because the row says which earlier step is the best.
-        await asyncio.to_thread(model.folder.prune_optimizer_state)
+        best = await asyncio.to_thread(model.history.best_step)
+        await asyncio.to_thread(model.folder.prune_optimizer_state, best)
         await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
         self._report(JobNews(job, "done", done=DoneStep(model, step, metrics, report)))
         self._notify()

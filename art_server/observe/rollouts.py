@@ -14,8 +14,9 @@ from typing import Any
 from art_protocol.history import open_rows, whole_row
 from art_protocol.signal import group_has_signal
 from art_server.errors import NotFound
-from art_server.observe.history import file_mark, number, read_json
 from art_server.observe.tokens import opened_tokens
+from art_server.store.files import file_mark
+from art_server.store.history import number, read_json
 from art_server.store.model_folder import ModelFolder
 
 MAX_PREVIEW = 240

@@ -1,43 +1,34 @@
 """Reads the models under a server's folder, of a running server or of finished runs, without changing anything.
 
-Calls block on the disk: from an event loop use a thread. Histories are kept in memory until their file changes.
+Calls block on the disk: from an event loop use a thread.
 """
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from art_server.errors import NotFound
-from art_server.observe.history import History, HistoryFile, file_mark
-from art_server.store.files import folder_size
+from art_server.store.files import file_mark, folder_size
+from art_server.store.history import History, HistoryTable
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
 from art_server.store.registry import check_name
 
-MAX_HISTORIES = 32
-"""Histories that are kept whole; of all others only the summary is kept."""
 REWARDS = ("train/reward", "val/reward")
 NUM_SPARK = 40
 """Newest rewards in a model's summary."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    mark: tuple[int, ...]
-    fields: dict[str, Any]
-    metric: str | None
-    ranked_steps: list[int]
-
-
 class Runs:
-    """The models under a folder."""
+    """The models under a folder. `table` has the histories of a running server; without it, and for models of no server,
+    their history.jsonl is read."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, table: HistoryTable | None = None):
         self.root = root.absolute()
-        self._histories: OrderedDict[Path, tuple[tuple[int, int], HistoryFile]] = OrderedDict()
-        self._summaries: dict[Path, _Summary] = {}
+        self._table = table
+        self._files = HistoryTable(None)
+        """The rows of history.jsonl files."""
+        self._marks: dict[str, tuple[int, int]] = {}
+        """Of the files that were read."""
         self._lock = threading.Lock()
 
     def folders(self, projects: frozenset[str] | None = None) -> list[ModelFolder]:
@@ -62,58 +53,41 @@ class Runs:
 
     def history(self, folder: ModelFolder) -> History:
         """A model's history; empty before its first step."""
-        file = folder.path / "history.jsonl"
-        mark = file_mark(file)
+        if self._table is not None and folder.exists():
+            return self._table.of(folder)
+        mark = file_mark(folder.history_file)
         with self._lock:
-            known = self._histories.get(file)
-            if known is not None and known[0] == mark:
-                self._histories.move_to_end(file)
-                return known[1].history
-        found = HistoryFile.read(file, known[1] if known is not None else None)
-        with self._lock:
-            self._histories[file] = (mark, found)
-            self._histories.move_to_end(file)
-            while len(self._histories) > MAX_HISTORIES:
-                self._histories.popitem(last=False)
-        return found.history
+            if self._marks.get(folder.model_id) != mark:
+                self._files.replace(folder)
+                self._marks[folder.model_id] = mark
+        return self._files.of(folder)
 
     def summary(self, folder: ModelFolder) -> dict[str, Any]:
         """A model in one line: names, newest step, rewards, best step, times."""
-        mark = folder_mark(folder, "history.jsonl", "model.json")
-        known = self._summaries.get(folder.path)
-        if known is None or known.mark != mark:
-            known = self._summaries[folder.path] = self._summarise(folder, mark)
-        kept = folder.steps()
-        best = best_of(known.ranked_steps, kept)
-        return known.fields | {
-            "step": kept[-1] if kept else None,
-            "best": None if best is None else {"step": best, "metric": known.metric},
-        }
-
-    def _summarise(self, folder: ModelFolder, mark: tuple[int, ...]) -> _Summary:
-        history = self.history(folder)
-        record = read_record(folder)
-        times = [each for each in history.recorded_at if each is not None]
-        fields = {
+        history, record, kept = self.history(folder), read_record(folder), folder.steps()
+        num_rows, first_at, last_at = history.span()
+        best = history.best_step()
+        rewards = history.newest(REWARDS[0], NUM_SPARK)
+        return {
             "project": folder.project,
             "name": folder.name,
-            "id": f"{folder.project}/{folder.name}",
+            "id": folder.model_id,
             "base_model": record.base_model if record is not None else None,
             "rank": record.lora.rank if record is not None else None,
-            "num_rows": len(history.steps),
-            "reward": history.last(REWARDS[0]),
-            "val_reward": history.last(REWARDS[1]),
-            "rewards": history.column(REWARDS[0])[-NUM_SPARK:],
-            "first_at": min(times, default=None),
-            "last_at": max(times, default=None),
+            "num_rows": num_rows,
+            "reward": rewards[-1] if rewards else None,
+            "val_reward": next(iter(history.newest(REWARDS[1], 1)), None),
+            "rewards": rewards,
+            "first_at": first_at,
+            "last_at": last_at,
+            "step": kept[-1] if kept else None,
+            "best": None if best is None else {"step": best, "metric": history.ranking()[0]},
         }
-        return _Summary(mark, fields, *history.ranking())
 
     def checkpoints(self, folder: ModelFolder) -> list[dict[str, Any]]:
         """The kept steps, oldest first, with size and time."""
-        history = self.history(folder)
-        kept = folder.steps()
-        best = best_of(history.ranking()[1], kept)
+        history, kept = self.history(folder), folder.steps()
+        best = history.best_step()
         rewards, validations = (history.means(name) for name in REWARDS)
         found: list[dict[str, Any]] = []
         for step in kept:
@@ -149,7 +123,7 @@ class Runs:
         """For each model a text that changes when its history, its steps, its rollouts or its description do."""
         names = ("history.jsonl", "checkpoints", "trajectories", "model.json")
         return {
-            f"{each.project}/{each.name}": "-".join(map(str, folder_mark(each, *names)))
+            each.model_id: "-".join(map(str, folder_mark(each, *names)))
             for each in self.folders(projects)
         }
 
@@ -165,8 +139,3 @@ def read_record(folder: ModelFolder) -> ModelRecord | None:
         return folder.read()
     except (OSError, ValueError):
         return None
-
-
-def best_of(ranked_steps: Sequence[int], kept: Sequence[int]) -> int | None:
-    """The first of the ranked steps that is kept; None if none is."""
-    return next((step for step in ranked_steps if step in kept), None)

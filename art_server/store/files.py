@@ -134,6 +134,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def file_mark(file: Path) -> tuple[int, int]:
+    """Size and time of the last change; zeros without the file."""
+    try:
+        stat = os.stat(file)
+    except OSError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
+
+
 def publish_folder(temporary: Path, final: Path) -> None:
     """Renames a finished folder to its final name, durably. Its files must be fsynced already."""
     with disk_errors(final.name):

@@ -1,7 +1,8 @@
 """The folder of one model, `PATH/PROJECT/models/NAME`: its description, checkpoints, history and trajectories.
 
 model.json               the registration
-history.jsonl            one row per step; history.rolled-back.jsonl has the rows that rollbacks removed
+history.jsonl            a line for each train and log call, exported by `history.py`
+history.rolled-back.jsonl    the lines that rollbacks removed
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps and the best), checkpoint.json
 checkpoints/%04d/replay/ all that the step was made from (`jobs/step_record.py`)
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
@@ -15,17 +16,13 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from art_protocol.history import history_row, merged_row
 from art_protocol.wire import LoRAConfig
 from art_server import clock
 from art_server.errors import Conflict, NotFound
@@ -82,27 +79,7 @@ class CheckpointRecord(BaseModel):
     """SHA-256 of each file, by name. Empty in a checkpoint that was written without digests."""
 
 
-BEST_METRICS = ("val/reward", "train/reward")
-"""The best step is judged by the first of these that the history has."""
 SetAside = Literal["broken", "rolled-back"]
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The steps and job ids for which a history file of `size` bytes has rows."""
-
-    size: int
-    steps: set[Any] = field(default_factory=set)
-    job_ids: set[Any] = field(default_factory=set)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.steps.add(row.get("step"))
-        self.job_ids.add(row.get("job_id"))
-
-
-_rows: dict[Path, _Rows] = {}
-_history_lock = threading.Lock()
-"""Held while rows are read, changed and written back: requests and the job runner do so in different threads."""
 
 
 class ModelFolder:
@@ -112,6 +89,8 @@ class ModelFolder:
         self.project = project
         self.name = name
         self.path = root / project / "models" / name
+        self.model_id = f"{project}/{name}"
+        self.history_file = self.path / "history.jsonl"
 
     # --- the model ---
 
@@ -119,7 +98,7 @@ class ModelFolder:
         return (self.path / "model.json").exists()
 
     def has_history(self) -> bool:
-        return (self.path / "history.jsonl").exists()
+        return self.history_file.exists()
 
     def create(self, record: ModelRecord, engine_log: Path) -> None:
         """Writes model.json, and a link to the engine's log at the path where ART's users expect it."""
@@ -194,10 +173,8 @@ class ModelFolder:
         files.write_json(temporary / DESCRIPTION_FILE, described.model_dump(mode="json"))
         files.publish_folder(temporary, self.checkpoint_dir(record.step))
 
-    def prune_optimizer_state(self) -> None:
-        """Deletes the optimizer state of all steps but the newest two and the best by the history."""
-        metric = self.best_metric()
-        best = self.best_step(metric) if metric is not None else None
+    def prune_optimizer_state(self, best: int | None) -> None:
+        """Deletes the optimizer state of all steps but the newest two and the best."""
         for step in self.steps()[:-OPTIMIZER_STEPS_KEPT]:
             if step != best:
                 (self.checkpoint_dir(step) / OPTIMIZER_FILE).unlink(missing_ok=True)
@@ -238,14 +215,15 @@ class ModelFolder:
             files.remove_folder(self.checkpoint_dir(step))
 
     def roll_back(self, step: int) -> None:
-        """Sets the later steps, their history rows and rollouts aside. After a crash a second call completes it."""
-        with _history_lock:
-            rows = self.history()
-            later_rows = [row for row in rows if row.get("step", 0) > step]
-            for row in later_rows:
-                self._set_row_aside(row)
-            if later_rows:
-                self._write_history([row for row in rows if row.get("step", 0) <= step])
+        """Sets the later steps, their lines of history.jsonl and rollouts aside. After a crash a second call completes
+        it."""
+        rows = files.read_lines(self.history_file)
+        later_rows = [row for row in rows if row.get("step", 0) > step]
+        for row in later_rows:
+            files.append_line(self.path / "history.rolled-back.jsonl", row)
+        if later_rows:
+            kept = (json.dumps(row) + "\n" for row in rows if row.get("step", 0) <= step)
+            files.write_file(self.history_file, "".join(kept).encode())
         for later in reversed(self.steps()):
             if later > step:
                 self.set_aside(later, "rolled-back")
@@ -262,30 +240,6 @@ class ModelFolder:
         """Renames the model's folder and returns the new path, which the caller deletes."""
         return files.bury_folder(self.path)
 
-    def best_metric(self) -> str | None:
-        """The metric that the best step is judged by; None if the history has none of BEST_METRICS."""
-        known = self.metric_names()
-        return next((metric for metric in BEST_METRICS if metric in known), None)
-
-    def metric_names(self) -> set[str]:
-        """The names of all metrics in the history."""
-        return {name for row in self.history() for name in row_metrics(row)}
-
-    def best_step(self, metric: str) -> int | None:
-        """Returns the kept step with the highest mean of `metric` in the history; None if no kept step has the metric."""
-        kept = set(self.steps())
-        return next((step for step in self.ranked_steps(metric) if step in kept), None)
-
-    def ranked_steps(self, metric: str) -> list[int]:
-        """All steps with `metric` in the history, the best first."""
-        name = step_name(metric)
-        found = ((row.get(name, row.get("step")), row.get(metric)) for row in self.history())
-        return rank_steps(
-            (step, value)
-            for step, value in found
-            if isinstance(value, int | float) and isinstance(step, int | float)
-        )
-
     def clear_temporary(self) -> None:
         """Deletes unfinished checkpoints."""
         if self.checkpoints_dir.exists():
@@ -293,59 +247,9 @@ class ModelFolder:
 
     # --- history and trajectories ---
 
-    def history_version(self) -> tuple[int, ...]:
-        """Changes whenever the history does; empty without one."""
-        try:
-            found = (self.path / "history.jsonl").stat()
-        except FileNotFoundError:
-            return ()
-        return found.st_ino, found.st_size, found.st_mtime_ns
-
-    def history(self) -> list[dict[str, Any]]:
-        return files.read_lines(self.path / "history.jsonl")
-
-    def add_history(self, step: int, metrics: dict[str, float], job_id: str | None = None) -> None:
-        """Writes metrics into the step's row, which the first call appends and dates. A later value of a metric replaces
-        an earlier one. Does nothing if the job `job_id` has a row already, which a killed attempt wrote."""
-        row = history_row(step, metrics, datetime.now(UTC).isoformat())
-        if job_id is not None:
-            row["job_id"] = job_id
-        file = self.path / "history.jsonl"
-        with _history_lock:
-            known = self._known_rows(file)
-            if job_id is not None and job_id in known.job_ids:
-                return
-            if step not in known.steps:
-                files.append_line(file, row)
-                known.add(row)
-                known.size = file.stat().st_size
-                return
-            rows = self.history()
-            place = max(place for place, each in enumerate(rows) if each.get("step") == step)
-            if None in (job_id, rows[place].get("job_id")):
-                rows[place] = merged_row(rows[place], row)
-            else:  # another job made a step of this number, which was lost
-                self._set_row_aside(rows[place])
-                rows[place] = row
-            self._write_history(rows)
-            known.add(row)
-
-    def _set_row_aside(self, row: dict[str, Any]) -> None:
-        files.append_line(self.path / "history.rolled-back.jsonl", row)
-
-    def _known_rows(self, file: Path) -> "_Rows":
-        """What the history has rows for. Reads the file only if its size changed: it may have thousands of rows."""
-        size = file.stat().st_size if file.exists() else 0
-        known = _rows.get(file)
-        if known is None or known.size != size:
-            known = _rows[file] = _Rows(size)
-            for row in self.history():
-                known.add(row)
-        return known
-
-    def _write_history(self, rows: list[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(each) + "\n" for each in rows)
-        files.write_file(self.path / "history.jsonl", lines.encode())
+    def append_history(self, row: dict[str, Any]) -> None:
+        """Appends a line to history.jsonl."""
+        files.append_line(self.history_file, row)
 
     def keep_tokens(self, step: int) -> None:
         """Moves the record of a step's tokens out of its checkpoint. It stays when the checkpoint is deleted."""
@@ -402,32 +306,6 @@ def _number(name: str) -> str | None:
     """The step in a file's name; None if there is none."""
     number = name.partition(".")[0]
     return number if number.isascii() and number.isdecimal() else None
-
-
-def step_name(metric: str) -> str:
-    """The column of a history with the step that a metric counts for: that of training rollouts for the step that sampled
-    them, if the row names it."""
-    return "sampled_step" if metric.startswith("train/") else "step"
-
-
-def step_means(values: Iterable[tuple[float, float]]) -> dict[int, float]:
-    """The mean of each step's values, from pairs of step and value."""
-    of_steps: dict[int, list[float]] = {}
-    for step, value in values:
-        of_steps.setdefault(int(step), []).append(float(value))
-    return {step: sum(each) / len(each) for step, each in of_steps.items()}
-
-
-def rank_steps(values: Iterable[tuple[float, float]]) -> list[int]:
-    """The steps of pairs of step and value, that with the highest mean first, of equal ones the later first."""
-    means = step_means(values)
-    return sorted(means, key=lambda step: (means[step], step), reverse=True)
-
-
-def row_metrics(row: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a history row: its numbers, without the step."""
-    named = ((name, value) for name, value in row.items() if name not in ("step", "training_step"))
-    return {name: float(value) for name, value in named if isinstance(value, int | float)}
 
 
 def content_digests(folder: Path) -> dict[str, str]:

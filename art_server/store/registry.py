@@ -13,12 +13,8 @@ from pathlib import Path
 from art_protocol.wire import NAME_PATTERN, NAME_RULE, LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.store import files
-from art_server.store.model_folder import (
-    BEST_METRICS,
-    ModelFolder,
-    ModelRecord,
-    list_model_folders,
-)
+from art_server.store.history import BEST_METRICS, History, HistoryTable
+from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +29,11 @@ class Model:
     folder: ModelFolder
     record: ModelRecord
     step: int
+    history: History
     deleting: set[int] = field(default_factory=set)
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
     is_leaving: bool = False
     """The model is being deleted. No request for inference resolves to it."""
-    _ranking: tuple[tuple[int, ...], list[int]] | None = field(
-        default=None, repr=False, compare=False
-    )
-    """A version of the history, and its steps by their metric, the best first."""
 
     @property
     def id(self) -> str:
@@ -51,17 +44,12 @@ class Model:
         return f"{self.id}@{step}"
 
     def best_step(self) -> int:
-        """The best kept step. Reads the history only if it changed, because each request for "NAME@best" needs the step.
+        """The best kept step that is not being deleted.
 
         Raises:
             NotFound: the history has no metric to judge by, or none for a kept step.
         """
-        version = self.folder.history_version()
-        if self._ranking is None or self._ranking[0] != version:
-            metric = self.folder.best_metric()
-            steps = self.folder.ranked_steps(metric) if metric is not None else []
-            self._ranking = version, steps
-        for step in self._ranking[1]:
+        for step in self.history.ranking()[1]:
             if step not in self.deleting and self.folder.checkpoint_dir(step).exists():
                 return step
         raise NotFound(
@@ -127,15 +115,18 @@ class Registry:
         self._models: dict[tuple[str, str], Model] = {}
         self.with_broken_steps: list[Model] = []
         """Models whose newest step was set aside, because it was broken."""
+        self.history = HistoryTable(self._root / ".server" / "history.sqlite")
         for models_dir in self._root.glob("*/models"):
             files.clear_temporary(models_dir)
             files.clear_graves(models_dir)
-        for folder in list_model_folders(self._root):
+        folders = list_model_folders(self._root)
+        self.history.import_missing(folders)
+        for folder in folders:
             folder.clear_temporary()
             files.clear_graves(folder.checkpoints_dir)
             before, newest = folder.newest_step(), folder.newest_whole_step()
             if newest is not None:
-                model = Model(folder, folder.read(), newest)
+                model = Model(folder, folder.read(), newest, self.history.of(folder))
                 self._models[folder.project, folder.name] = model
                 if newest != before:
                     self.with_broken_steps.append(model)
@@ -191,7 +182,7 @@ class Registry:
         """Registers a model whose folder holds model.json and a checkpoint."""
         step = folder.newest_step()
         assert step is not None, "the first checkpoint must be written before"
-        model = Model(folder, record, step)
+        model = Model(folder, record, step, self.history.of(folder))
         self._models[record.project, record.name] = model
         return model
 

@@ -11,10 +11,11 @@ import pytest
 
 from art_protocol.wire import ErrorDetail
 from art_server.observe import rollouts
+from art_server.observe.runs import Runs
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ModelFolder
 from art_server.view import make_view
-from tests.demo import HOSTILE_METRIC
+from tests.demo import HOSTILE_METRIC, log, rows_by_step
 from tests.demo_server import make_live
 from tests.engine.browser.conftest import NUM_STEPS
 
@@ -30,8 +31,7 @@ def folder_of(root: Path, name: str = "webnav-8b") -> ModelFolder:
 
 
 def rows_of(root: Path, name: str = "webnav-8b") -> dict[int, dict[str, Any]]:
-    lines = (folder_of(root, name).path / "history.jsonl").read_text().splitlines()
-    return {row["step"]: row for row in map(json.loads, lines)}
+    return rows_by_step(folder_of(root, name).history_file)
 
 
 def captions(page: Any) -> dict[str, dict[str, float | None]]:
@@ -118,7 +118,7 @@ def test_a_new_step_appears_without_reload(page: Any, serve: Any, root: Path) ->
     step = "[data-run='demo/sql-repair'] td:nth-child(3) .number"
     for place, value in ((step, 0.123456789), (step, 0.5)):
         started = time.monotonic()
-        folder_of(root, "sql-repair").add_history(NUM_STEPS + 1, {"train/reward": value})
+        log(folder_of(root, "sql-repair"), NUM_STEPS + 1, {"train/reward": value})
         page.wait_for_function(
             "([place, value]) => document.querySelector(place)?.title === value",
             arg=[place, str(value)],
@@ -127,7 +127,7 @@ def test_a_new_step_appears_without_reload(page: Any, serve: Any, root: Path) ->
     page.goto(page.url.split("#")[0] + "#/run/demo/sql-repair")
     page.wait_for_selector(".js-plotly-plot")
     started = time.monotonic()
-    folder_of(root, "sql-repair").add_history(NUM_STEPS + 2, {"train/reward": 0.75})
+    log(folder_of(root, "sql-repair"), NUM_STEPS + 2, {"train/reward": 0.75})
     page.wait_for_function(
         "() => document.querySelector('#at')?.textContent.startsWith('step 14 (newest)')"
     )
@@ -143,11 +143,11 @@ def test_a_page_that_is_open_before_the_first_step_gets_every_chart(
     page.goto(serve(make_view(root)).url + "#/run/demo/early")
     page.wait_for_selector("text=No steps yet.")
     assert page.locator("#add-metric").count() == 0 or page.locator("#add-metric").is_hidden()
-    folder.add_history(0, {"val/reward": 0.25})
+    log(folder, 0, {"val/reward": 0.25})
     page.wait_for_selector(".chart:has-text('Reward')")
     page.select_option("#add-metric", "val/reward")
     page.wait_for_function("() => document.querySelectorAll('.chart').length === 2")
-    folder.add_history(1, {"train/reward": 0.5, "loss/entropy": 1.25})
+    log(folder, 1, {"train/reward": 0.5, "loss/entropy": 1.25})
     page.wait_for_selector(".chart:has-text('Entropy')")
     found = captions(page)
     assert found["Reward"] == {"train": 0.5, "validation": 0.25}
@@ -304,7 +304,7 @@ def test_rollouts_appear_on_a_page_that_was_open_before_them(
         file = folder.trajectories_file("train", step)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(source.read_bytes())
-        folder.add_history(step, {"train/reward": 0.5})
+        log(folder, step, {"train/reward": 0.5})
         if step == 1:
             page.wait_for_selector("a.card")
             page.get_by_label("Text").focus()
@@ -334,7 +334,7 @@ def test_the_token_tree_states_the_saving_and_opens_rollouts(
 def test_checkpoints_give_names_and_commands_to_copy(page: Any, serve: Any, root: Path) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.goto(f"{serve(make_view(root)).url}{RUN}/checkpoints")
-    best = folder_of(root).best_step("val/reward")
+    best = Runs(root).history(folder_of(root)).best_step("val/reward")
     row = page.locator("tr", has=page.locator(".badge.good"))
     assert row.locator("th .number").inner_text() == str(best)
     page.get_by_role("button", name=f"Copy art export demo/webnav-8b@{best} DIR").click()
@@ -444,7 +444,7 @@ def test_an_error_is_shown_until_the_next_success(page: Any, serve: Any, root: P
     page.wait_for_selector("#status.bad:has-text('does not answer')")
     assert page.get_by_text("by hours since the first step").count() == 2, "the old numbers"
     page.unroute("**/history**")
-    folder_of(root).add_history(NUM_STEPS + 1, {"train/reward": 0.987})
+    log(folder_of(root), NUM_STEPS + 1, {"train/reward": 0.987})
     page.wait_for_selector("#status:text-is('Connected')")
     page.wait_for_selector("[title='0.987']")
 
@@ -519,7 +519,7 @@ def test_the_page_says_when_the_server_does_not_answer_and_comes_back(
     page.wait_for_selector("#status:text-is('Connected')")
     served.stop()
     page.wait_for_selector("#status.bad:has-text('does not answer')")
-    folder_of(root).add_history(NUM_STEPS + 1, {"train/reward": 0.987})
+    log(folder_of(root), NUM_STEPS + 1, {"train/reward": 0.987})
     serve(make_view(root), served.port)
     page.wait_for_selector("#status:text-is('Connected')")
     page.wait_for_selector("[title='0.987']")

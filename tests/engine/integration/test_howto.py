@@ -14,6 +14,7 @@ import pytest
 
 import art
 from art_server.base_models import TINY_DIR
+from tests.demo import rows_by_step
 from tests.live import Server
 from tests.pages import SERVERS, blocks, commands, run
 
@@ -134,8 +135,7 @@ async def test_rollouts_are_shown(model: art.TrainableModel) -> None:
 
 
 def history(name: str) -> list[dict[str, Any]]:
-    file = Path(f".art/demo/models/{name}/history.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return list(rows_by_step(Path(f".art/demo/models/{name}/history.jsonl")).values())
 
 
 # --- environments.md --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from tests.demo import rows_by_step
 from tests.engine.browser.conftest import browser, page
 from tests.engine.browser.test_page import captions
 from tests.live import PROJECT, Server, register, sampled_group, train_one_step
@@ -20,8 +21,7 @@ REWARD = f"[data-run='{PROJECT}/{NAME}'] td:nth-child(3) .number"
 
 
 def rows_of(server: Server) -> dict[int, dict[str, Any]]:
-    lines = (server.model_dir(NAME) / "history.jsonl").read_text().splitlines()
-    return {row["step"]: row for row in map(json.loads, lines)}
+    return rows_by_step(server.model_dir(NAME) / "history.jsonl")
 
 
 @pytest.fixture(scope="module")

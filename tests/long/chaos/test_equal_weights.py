@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.long.chaos.chaos import read_lines
+from tests.demo import rows_by_step
 from tests.long.chaos.server import POINTS, VARIABLE
 
 pytestmark = pytest.mark.timeout(3600)
@@ -44,7 +44,7 @@ def made(folder: Path, num_jobs: int) -> tuple[dict[str, bytes], list[dict[str, 
         str(file.relative_to(model)): file.read_bytes()
         for file in sorted(model.glob("checkpoints/*/*.safetensors"))
     }
-    rows = read_lines(model / "history.jsonl")
+    rows = list(rows_by_step(model / "history.jsonl").values())
     assert [row["step"] for row in rows] == list(range(1, num_jobs + 1))
     return weights, [
         {key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows

@@ -20,6 +20,7 @@ from art_server.base_models import TINY_DIR, BaseModel
 from art_server.jobs.queue import Job
 from art_server.service import Service
 from art_server.settings import ApiKey, ServerConfig
+from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 
 pytestmark = pytest.mark.anyio
@@ -330,7 +331,7 @@ async def test_the_small_routes_answer_as_arts_do(
         assert (await http.post("/_log", json=log | {"split": "val", "step": 9})).status_code == 200
         unknown = await http.post("/_get_step", json=MODEL | {"name": "nobody"})
     assert unknown.status_code == 404 and "register it first" in unknown.text
-    rows = ModelFolder(tmp_path, "p", "run").history()
+    rows = files.read_lines(ModelFolder(tmp_path, "p", "run").history_file)
     assert [(row["step"], row["val/reward"]) for row in rows] == [(0, 0.0)]
     assert "p/run: 'step has no effect here'" in caplog.messages
 

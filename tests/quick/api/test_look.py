@@ -17,7 +17,7 @@ from art_server.app import make_app
 from art_server.service import Service
 from art_server.settings import ApiKey, ServerConfig
 from art_server.view import make_view
-from tests.demo import HOSTILE_METRIC, make_demo
+from tests.demo import HOSTILE_METRIC, log, make_demo
 from tests.demo_server import make_live
 
 pytestmark = pytest.mark.anyio
@@ -244,9 +244,9 @@ async def test_logs_and_memory_are_refused_to_keys_for_some_projects(
     root: Path, tmp_path: Path
 ) -> None:
     app = guarded(root, tmp_path)
-    for log in ("engine", "trainer", "server"):
+    for name in ("engine", "trainer", "server"):
         async with client(app, "demo-only") as http:
-            answer = await http.get(f"/api/look/logs/{log}")
+            answer = await http.get(f"/api/look/logs/{name}")
         assert answer.status_code == 403 and "all projects" in answer.text
     assert "line 499" in (await get(app, "/api/look/logs/engine", "all"))["text"]
     assert "machine" not in (await get(app, "/api/look/overview", "demo-only"))["live"]
@@ -287,7 +287,7 @@ async def test_a_new_row_changes_the_marks_of_its_model(
 ) -> None:
     monkeypatch.setattr(look, "LOOK_SECONDS", 0.05)
     first, second = make_demo(tmp_path, runs=2, steps=2, rollouts=8)
-    found = await marks_of(make_live(tmp_path), lambda: first.add_history(3, {"train/reward": 1.0}))
+    found = await marks_of(make_live(tmp_path), lambda: log(first, 3, {"train/reward": 1.0}))
     assert len(found) == 2, "and is silent without a change"
     before, after = (each["models"] for each in found)
     assert before[f"demo/{first.name}"] != after[f"demo/{first.name}"]

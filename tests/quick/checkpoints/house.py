@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from art_protocol.history import history_row
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.app import make_app
 from art_server.base_models import TINY_DIR, BaseModel
@@ -40,7 +41,7 @@ def add_model(root: Path, adapter: Path, name: str = "a", steps: int = 1) -> Mod
         commit(folder, adapter, step)
         if step:
             metrics = {"train/reward": step / 10, "sampled_step": float(step)}
-            folder.add_history(step, metrics, f"job {step}")
+            folder.append_history({**history_row(step, metrics, "then"), "job_id": f"job {step}"})
     folder.create(record, root / "engine.log")
     return folder
 

@@ -15,6 +15,7 @@ from art_server.settings import ApiKey
 from art_server.shared.samples import Sample
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
 from art_server.store.registry import Registry
+from tests.demo import rows_by_step
 from tests.quick.checkpoints.house import House, add_model, commit, house, until
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +49,7 @@ async def test_steps_are_listed_with_their_metrics(tmp_path: Path, tiny_adapter:
             Runs(tmp_path).checkpoints(folder),
         ):
             assert sizes[2]["size_bytes"] > 10**6 > sizes[1]["size_bytes"]
-        folder.add_history(1, {"val/reward": 0.5})
+        here.registry.get("p", "a").history.add(1, {"val/reward": 0.5})
         reply = (await http.get(f"{MODEL}/checkpoints")).json()
         assert reply["best_metric"] == "val/reward"
         assert [each["step"] for each in reply["checkpoints"] if each["is_best"]] == [1]
@@ -61,8 +62,8 @@ async def test_deleting_keeps_the_newest_and_the_best_and_tells_both(
     tmp_path: Path, tiny_adapter: Path
 ) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=5)
-    folder.add_history(1, {"val/reward": 1.0})
     async with house(tmp_path) as here:
+        here.registry.get("p", "a").history.add(1, {"val/reward": 1.0})
         here.engine.holds("p/a@4", "p/a@2")
         reply = await post(here, "checkpoints/delete", {"best_metric": "val/reward"})
         assert reply.json() == {"kept": [1, 4], "deleted": [0, 2, 3]}
@@ -93,7 +94,7 @@ async def test_art_s_clients_send_their_default_metric_for_every_model(
     async with house(tmp_path) as here, here.client() as http:
         reply = await http.post("/_delete_checkpoints?benchmark=val/other", json=body)
         assert (reply.status_code, folder.steps()) == (422, [0, 1, 2, 3])
-        folder.add_history(2, {"train/reward": 9.0})
+        here.registry.get("p", "a").history.add(2, {"train/reward": 9.0})
         reply = await http.post("/_delete_checkpoints?benchmark=val/reward", json=body)
         assert (reply.status_code, folder.steps()) == (200, [2, 3])
 
@@ -150,9 +151,9 @@ async def test_after_a_step_the_newest_the_serving_and_the_best_are_kept(
     keep_last: int, kept: list[int], tmp_path: Path, tiny_adapter: Path
 ) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=6)
-    folder.add_history(1, {"val/reward": 0.9})
     async with house(tmp_path, keep_last=keep_last) as here:
         model = here.registry.get("p", "a")
+        model.history.add(1, {"val/reward": 0.9})
         model.step = 3  # the alias moves after the new steps are on disk
         await here.checkpoints.retain(model)
         assert folder.steps() == kept
@@ -192,7 +193,7 @@ async def test_a_fork_begins_at_its_source_s_step(tmp_path: Path, tiny_adapter: 
         assert files.job_id is None and files.files == folder.read_checkpoint(2).files
         assert files.optimizer_steps == 6, "the learning rate's schedule continues"
         assert (forked.folder.checkpoint_dir(2) / OPTIMIZER_FILE).exists()
-        assert forked.folder.history() == []
+        assert forked.history.span()[0] == 0
         reply = (await post(here, "fork", {"name": "c", "project": "p"})).json()
         assert reply["step"] == 3
         assert not list((tmp_path / ".server" / "incoming").iterdir())
@@ -264,7 +265,8 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(
         reply = await post(here, "rollback", {"step": 2})
         assert (reply.status_code, reply.json()["step"]) == (200, 2)
         assert folder.steps() == [0, 1, 2]
-        assert [row["step"] for row in folder.history()] == [1, 2]
+        assert here.registry.get("p", "a").history.columns(())["steps"] == [1, 2]
+        assert sorted(rows_by_step(folder.history_file)) == [1, 2]
         assert here.registry.resolve("a", "art/tiny", None).step == 2
         # Steps 3 and 4 will come again with other weights: no adapter and no cached prompt of theirs may answer then.
         assert set(here.engine.adapters) == {"p/a@1", "p/b@4"}
@@ -431,10 +433,11 @@ async def test_an_interrupted_rollback_is_finished_by_a_repetition(
     folder = add_model(tmp_path, tiny_adapter, steps=4)
     folder.set_aside(3, "rolled-back")
     folder.set_aside(2, "rolled-back")
-    assert len(folder.history()) == 3, "killed before the history was written"
+    assert len(rows_by_step(folder.history_file)) == 3, "killed before the history was written"
     async with house(tmp_path) as here:
         assert (await post(here, "rollback", {"step": 1})).status_code == 200
-    assert [row["step"] for row in folder.history()] == [1]
+        assert here.registry.get("p", "a").history.columns(())["steps"] == [1]
+    assert sorted(rows_by_step(folder.history_file)) == [1]
 
 
 # --- deleting a model ---------------------------------------------------------------------------------------------

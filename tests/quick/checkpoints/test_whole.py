@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from art_protocol.history import history_row
 from art_protocol.wire import LoRAConfig, RegisterRequest
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.errors import StorageFull
+from art_server.observe.runs import Runs
 from art_server.shared.tasks import Done, InitTask
 from art_server.store import files
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder
@@ -109,21 +111,21 @@ def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(
     tmp_path: Path, tiny_adapter: Path
 ) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
-    folder.add_history(2, {"val/reward": 0.9})
+    folder.append_history(history_row(2, {"val/reward": 0.9}, "then"))
     spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
     registry = Registry(tmp_path)
     assert [model.id for model in registry.with_broken_steps] == ["p/a"]
-    folder.add_history(1, {"val/reward": 0.5})
+    model = registry.get("p", "a")
+    model.history.add(1, {"val/reward": 0.5})
     commit(folder, tiny_adapter, 2)
     for _ in range(2):  # the second is that of a server that was killed
-        folder.add_history(2, {"train/reward": 0.3}, "another job")
-    row = folder.history()[-1]
-    assert (row["job_id"], row["train/reward"], "val/reward" in row) == ("another job", 0.3, False)
-    assert registry.get("p", "a").best_step() == 1
-    (lost,) = files.read_lines(folder.path / "history.rolled-back.jsonl")
-    assert (lost["job_id"], lost["val/reward"]) == ("job 2", 0.9)
-    folder.add_history(2, {"val/reward": 0.6})
-    assert folder.history()[-1]["val/reward"] == 0.6 and registry.get("p", "a").best_step() == 2
+        model.history.add(2, {"train/reward": 0.3}, "another job")
+    imported = Runs(tmp_path).history(folder)
+    for history in (model.history, imported):
+        assert history.values([2]) == {2: {"train/reward": 0.3}}
+    assert model.best_step() == imported.best_step() == 1
+    model.history.add(2, {"val/reward": 0.6})
+    assert model.history.values([2])[2]["val/reward"] == 0.6 and model.best_step() == 2
 
 
 async def test_a_registration_that_was_cut_off_begins_anew(

@@ -33,6 +33,7 @@ from art_server.jobs.queue import Job, JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.shared.tasks import Batch, Done, Progress, Task, TrainTask
+from art_server.store.history import History
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry
 from tests.fakes import FakeEngine, keep_all
@@ -54,8 +55,8 @@ BEFORE_THE_STEP = {"step begins": (ModelFolder, "commit_checkpoint", False)}
 AFTER_THE_STEP = {
     "step is there": (ModelFolder, "commit_checkpoint", True),
     "trajectories written": (ModelFolder, "write_lines", True),
-    "history begins": (ModelFolder, "add_history", False),
-    "history written": (ModelFolder, "add_history", True),
+    "history begins": (History, "add", False),
+    "history written": (History, "add", True),
     "job ends": (JobQueue, "set_done", False),
     "job is done": (JobQueue, "set_done", True),
 }
@@ -589,7 +590,7 @@ class Jobs(RuleBasedStateMachine):
             assert weights.read_text() == steps.weights
             made = [job.job_id for job in steps.jobs]
             assert [model.folder.read_checkpoint(n).job_id for n in numbers[1:]] == made
-            assert [row["step"] for row in model.folder.history()] == numbers[1:]
+            assert model.history.columns(())["steps"] == numbers[1:]
             for job, step in zip(steps.jobs, numbers[1:], strict=True):
                 found = self.server.queue.get(job.job_id)
                 assert (found.state, found.target_step) == ("done", step)

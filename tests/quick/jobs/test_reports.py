@@ -15,6 +15,7 @@ from art_server.flags import parse
 from art_server.jobs.metrics import DoneStep, JobNews, write_log
 from art_server.jobs.reports import Totals, step_record, stored_rows
 from art_server.jobs.rollouts import Rollouts
+from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.store.registry import Model
 from art_trackers import RolloutRow, StepRecord
@@ -54,7 +55,7 @@ async def test_a_server_reports_the_steps_and_logs_of_all_clients(
         await model.log(group.trajectories[1:], split="val")
         await model.log(metrics={"games": 3.0}, split="val")
         await model.backend().close()
-        history = served.service.model("demo", "agent").folder.history()
+        history = served.service.model("demo", "agent").history.values([1])[1]
 
     (trained, rows), (logged, logged_rows), (numbers, no_rows) = got
     assert (trained.project, trained.name, trained.step, trained.split) == (
@@ -64,7 +65,7 @@ async def test_a_server_reports_the_steps_and_logs_of_all_clients(
         "train",
     )
     assert trained.metrics == result.metrics
-    assert {name: history[0][name] for name in trained.metrics} == trained.metrics
+    assert {name: history[name] for name in trained.metrics} == trained.metrics
     assert trained.config["base_model"] == "base" and trained.config["learning_rate"] == 0.25
     assert trained.config["lora"]["rank"] == LoRAConfig().rank
     assert trained.report is not None and trained.report.num_trained_tokens == 4
@@ -77,7 +78,8 @@ async def test_a_server_reports_the_steps_and_logs_of_all_clients(
 
 def make_model(folder: Path) -> Model:
     record = ModelRecord(name="agent", project="demo", base_model="base", lora=LoRAConfig())
-    return Model(ModelFolder(folder, "demo", "agent"), record, step=3)
+    model = ModelFolder(folder, "demo", "agent")
+    return Model(model, record, step=3, history=HistoryTable(None).of(model))
 
 
 async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(

@@ -141,7 +141,7 @@ async def test_a_job_becomes_a_step(tmp_path: Path) -> None:
         assert await house.wait(job) == ["done"]
         model = house.registry.get("p", "a")
         assert model.step == 1 and list(house.engine.adapters) == ["p/a@1"]
-        (row,) = model.folder.history()
+        row = model.history.values([1])[1]
         assert row["train/reward"] == 0.25 and row["loss/train"] == 0.5
         assert list(read_rows(model.folder.trajectories_file("train", 1)))
         assert house.trainer.batches == [{"groups": [], "distributions": [], "num_groups": None}]
@@ -166,7 +166,7 @@ async def test_an_error_of_the_environment_leaves_a_job_queued(
         await house.until(lambda: house.state(first) == "queued" and not house.engine.is_paused)
         assert await house.wait(first, second, other) == ["done"] * 3
         model = house.registry.get("p", "a")
-        assert model.step == 2 and len(model.folder.history()) == 2
+        assert model.step == 2 and model.history.span()[0] == 2
         assert house.queue.get(first).target_step == 1, "a model's jobs keep their order"
 
 
@@ -203,7 +203,7 @@ async def test_a_finished_step_whose_base_is_gone_is_finished_without_serving(
             model.folder.new_checkpoint_dir(), CheckpointRecord(step=1, job_id=committed)
         )
         assert await house.wait(committed, runs) == ["done", "done"]
-        assert model.step == 1 and len(model.folder.history()) == 1
+        assert model.step == 1 and model.history.span()[0] == 1
         assert house.trainer.tasks[0].in_dir.endswith("a/checkpoints/0000"), "not trained again"
 
 
@@ -368,7 +368,7 @@ async def test_the_end_of_a_job_that_cannot_be_written_is_written_later(
         job = house.add_job("a")
         assert await house.wait(job) == ["done"]
         assert len(house.trainer.tasks) == 1, "one training"
-        assert len(house.registry.get("p", "a").folder.history()) == 1
+        assert house.registry.get("p", "a").history.span()[0] == 1
 
 
 async def test_a_model_that_is_gone_fails_its_jobs(tmp_path: Path) -> None:

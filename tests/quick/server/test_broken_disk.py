@@ -16,6 +16,7 @@ from art_protocol.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger
+from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from tests.quick.ledger.test_ledger import add
 
@@ -34,7 +35,8 @@ def test_writes_that_are_cut_short_leave_the_old_or_the_new(
 ) -> None:
     folder = ModelFolder(tmp_path, "p", "a")
     folder.write_lines("train", 1, b"old\n")
-    folder.add_history(1, {"train/reward": 0.5})
+    history = HistoryTable(tmp_path / "history.sqlite").of(folder)
+    history.add(1, {"train/reward": 0.5})
     ledger, queue = Ledger(tmp_path / "ledger.sqlite"), JobQueue(tmp_path / "jobs.sqlite")
     payload = Payload(os.urandom(100_000), b"")
     longest_file(size)
@@ -46,12 +48,12 @@ def test_writes_that_are_cut_short_leave_the_old_or_the_new(
     with pytest.raises(StorageFull):
         folder.write_lines("train", 1, bytes(100_000))
     with pytest.raises(StorageFull):
-        folder.add_history(2, {f"train/{index}": 0.5 for index in range(5000)})
+        history.add(2, {f"train/{index}": 0.5 for index in range(5000)})
     longest_file(resource.RLIM_INFINITY)
     file = tmp_path / "p" / "models" / "a" / "trajectories" / "train" / "0001.jsonl.gz"
     assert file.read_bytes() == b"old\n"
-    folder.add_history(2, {"train/reward": 0.75})
-    assert [row["train/reward"] for row in folder.history()] == [0.5, 0.75]
+    history.add(2, {"train/reward": 0.75})
+    assert history.values([1, 2]) == {1: {"train/reward": 0.5}, 2: {"train/reward": 0.75}}
     queue.add("p", "a", "0", "d", TrainConfig(), payload, JobReport())
     assert len(queue.jobs(None, ("queued",), limit=10)) == 1
     assert ledger.find(add(ledger, 9, [1, 2])) is not None

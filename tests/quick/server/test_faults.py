@@ -15,6 +15,7 @@ from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger
 from art_server.shared.tasks import Batch
+from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from tests.quick.jobs.test_runner import quick, running  # noqa: F401 - a fixture
 from tests.quick.ledger.test_ledger import REQUEST, add, sample
@@ -65,7 +66,7 @@ async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
             assert not house.engine.is_paused
         assert await house.wait(acknowledged) == ["done"]
         model = house.registry.get("p", "a")
-        assert model.step == 2 and [row["step"] for row in model.folder.history()] == [1, 2]
+        assert model.step == 2 and model.history.columns(())["steps"] == [1, 2]
         assert not list(model.folder.checkpoints_dir.glob(".*"))
 
 
@@ -91,7 +92,9 @@ def test_a_full_disk_costs_the_ledger_these_records_and_no_more(small_disk: Path
 def test_what_does_not_fit_is_not_there_in_part(small_disk: Path) -> None:
     folder = ModelFolder(small_disk, "p", "a")
     folder.write_lines("train", 1, b"one\n")
-    folder.add_history(1, {"train/reward": 0.5})
+    table = HistoryTable(small_disk / "history.sqlite")
+    history = table.of(folder)
+    history.add(1, {"train/reward": 0.5})
     queue = JobQueue(small_disk / "jobs.sqlite")
     payload = Payload.make(Batch(groups=[]))
     kept = queue.add("p", "a", "k", "d", TrainConfig(), payload, JobReport())
@@ -99,11 +102,12 @@ def test_what_does_not_fit_is_not_there_in_part(small_disk: Path) -> None:
         with pytest.raises(StorageFull):
             folder.write_lines("train", 1, bytes(100_000))
         with pytest.raises(StorageFull):
-            folder.add_history(1, {f"train/{index}": 0.5 for index in range(5000)})
+            history.add(1, {f"train/{index}": 0.5 for index in range(5000)})
         with pytest.raises(StorageFull):
             folder.new_checkpoint_dir()
             folder.write_lines("val", 2, bytes(10_000))
     file = small_disk / "p" / "models" / "a" / "trajectories" / "train" / "0001.jsonl.gz"
     assert file.read_bytes() == b"one\n"
-    assert [row["train/reward"] for row in folder.history()] == [0.5]
+    assert history.values([1]) == {1: {"train/reward": 0.5}}
+    table.close()
     assert queue.find_key("p", "a", "k", "d") == kept

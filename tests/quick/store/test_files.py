@@ -11,6 +11,7 @@ from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
 from art_server.store import files
+from art_server.store.history import HistoryTable
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 
 
@@ -38,13 +39,15 @@ def test_whatever_the_stores_write_is_their_user_s_only(private: Path) -> None:
         private / "logs" / "engine.log",
     )
     (folder.path / "logs" / "vllm.log").unlink()  # a link, whose own mode says nothing
-    folder.add_history(0, {"val/reward": 1.0})
+    table = HistoryTable(private / ".server" / "history.sqlite")
+    table.of(folder).add(0, {"val/reward": 1.0})
     trajectory = TrajectoryBody(messages_and_choices=[], reward=1.0)
     folder.write_lines(
         "val", 0, pack_rows(map(trajectory_row, [TrajectoryGroupBody(trajectories=[trajectory])]))
     )
-    assert len(list(private.rglob("*.sqlite-wal"))) == 2, "they are in use"
+    assert len(list(private.rglob("*.sqlite-wal"))) == 3, "they are in use"
     assert readable_by_others(private) == []
+    table.close()
     ledger.close()
     queue.close()
 

@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -126,31 +125,19 @@ def test_a_restarted_registry_forgets_unfinished_checkpoints(tmp_path: Path) -> 
 def test_optimizer_state_is_kept_for_the_newest_two_steps_and_the_best(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "p", "a", steps=4)
 
-    def have() -> list[int]:
-        folder.prune_optimizer_state()
+    def have(best: int | None) -> list[int]:
+        folder.prune_optimizer_state(best)
         return [
             step
             for step in folder.steps()
             if (folder.checkpoint_dir(step) / "optimizer.safetensors").exists()
         ]
 
-    folder.add_history(2, {"train/reward": 0.9, "sampled_step": 1.0})
-    assert have() == [1, 2, 3]
-    folder.add_history(3, {"train/reward": 0.95, "sampled_step": 2.0})
+    assert have(1) == [1, 2, 3]
     commit(folder, 4)
-    assert have() == [2, 3, 4], "the best step became another one"
+    assert have(2) == [2, 3, 4], "the best step became another one"
     commit(folder, 5)
-    assert have() == [2, 4, 5]
-
-
-def test_the_best_step_is_the_highest_mean_among_kept_ones(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "p", "a", steps=4)
-    for step, reward in ((0, 0.9), (1, 0.2), (1, 0.8), (2, 0.4), (9, 1.0)):
-        folder.add_history(step, {"val/reward": reward})
-    assert folder.best_step("val/reward") == 0
-    folder.remove_steps([0, 2])
-    assert folder.best_step("val/reward") == 1
-    assert folder.best_step("val/other") is None
+    assert have(None) == [4, 5]
 
 
 def best(registry: Registry) -> int | None:
@@ -158,85 +145,40 @@ def best(registry: Registry) -> int | None:
 
 
 def test_best_names_the_best_step_after_each_log(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "p", "a", steps=4)
+    make_model(tmp_path, "p", "a", steps=4)
     registry = Registry(tmp_path)
-    folder.add_history(1, {"train/reward": 0.9, "sampled_step": 0.0})
+    history = registry.get("p", "a").history
+    history.add(1, {"train/reward": 0.9, "sampled_step": 0.0})
     assert best(registry) == 0
-    folder.add_history(1, {"val/reward": 0.5})
+    history.add(1, {"val/reward": 0.5})
     assert best(registry) == 1, "val/reward counts, if the history has it"
-    folder.add_history(2, {"val/reward": 0.7})
+    history.add(2, {"val/reward": 0.7})
     assert best(registry) == registry.resolve("a@best", "base", None).step == 2
-    size = (folder.path / "history.jsonl").stat().st_size
-    folder.add_history(2, {"val/reward": 0.3})
-    assert (folder.path / "history.jsonl").stat().st_size == size, "a file of the same size"
+    history.add(2, {"val/reward": 0.3})
     assert best(registry) == 1
 
 
 def test_best_is_a_kept_step_that_is_not_being_deleted(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "p", "a", steps=4)
     registry = Registry(tmp_path)
+    model = registry.get("p", "a")
     for step, reward in ((0, 0.1), (1, 0.4), (2, 0.4), (3, 0.2), (9, 1.0)):
-        folder.add_history(step, {"val/reward": reward})
-    assert best(registry) == folder.best_step("val/reward") == 2, "of equal ones the later"
-    registry.get("p", "a").deleting.add(2)
+        model.history.add(step, {"val/reward": reward})
+    assert best(registry) == model.history.best_step() == 2, "of equal ones the later"
+    model.deleting.add(2)
     assert best(registry) == 1
     folder.remove_steps([1])
     assert best(registry) == 3
 
 
-def test_best_without_a_metric_to_judge_by_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "p", "a", steps=2)
+def test_best_without_a_metric_to_judge_by_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, "p", "a", steps=2)
     registry = Registry(tmp_path)
     for metrics in ({}, {"val/accuracy": 1.0}):
-        if metrics:
-            folder.add_history(1, metrics)
-        with pytest.raises(
-            NotFound, match=r"val/reward or train/reward.*for example p/a@1"
-        ) as error:
+        registry.get("p", "a").history.add(1, metrics)
+        with pytest.raises(NotFound) as error:
             best(registry)
-        assert error.value.code == "unknown_step"
-
-
-def test_requests_for_the_best_step_do_not_read_the_history_again(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "p", "a", steps=2)
-    registry = Registry(tmp_path)
-    folder.add_history(1, {"val/reward": 0.5})
-    assert best(registry) == 1
-    history = folder.path / "history.jsonl"
-    before = history.stat()
-    history.write_bytes(b"x" * before.st_size)
-    os.utime(history, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert best(registry) == 1
-    os.utime(history, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    with pytest.raises(NotFound, match="no best step"):
-        best(registry)
-
-
-def test_a_job_s_row_is_written_once(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "p", "a")
-    folder.add_history(1, {"train/reward": 1.0}, "job")
-    folder.add_history(1, {"train/reward": 2.0}, "job")
-    assert [row["train/reward"] for row in folder.history()] == [1.0]
-
-
-def test_rows_of_one_step_merge(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "p", "a")
-    folder.add_history(1, {"val/reward": 0.25})
-    folder.add_history(1, {"train/reward": 1.0, "sampled_step": 0.0}, "job")
-    folder.add_history(2, {"train/reward": 2.0}, "next")
-    folder.add_history(1, {"val/reward": 0.5, "test/reward": 0.75})
-    one, two = folder.history()
-    assert (one["step"], one["job_id"]) == (1, "job") and two["step"] == 2
-    rewards = [one[f"{split}/reward"] for split in ("val", "train", "test")]
-    assert rewards == [0.5, 1.0, 0.75]
-
-
-def test_the_best_training_reward_is_that_of_the_step_that_sampled_it(tmp_path: Path) -> None:
-    """The rollouts that step 1 earned 0.9 with are trained into step 2."""
-    folder = make_model(tmp_path, "p", "a", steps=4)
-    for step, reward in ((1, 0.1), (2, 0.9), (3, 0.5)):
-        folder.add_history(step, {"train/reward": reward, "sampled_step": step - 1.0})
-    assert folder.best_step("train/reward") == 1
+        assert (error.value.code, error.value.param) == ("unknown_step", "model")
 
 
 def test_sampled_steps_as_metrics() -> None:

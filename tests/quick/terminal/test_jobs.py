@@ -19,6 +19,7 @@ from art_server.terminal.run import make_console
 from art_server.terminal.sources import FolderSource, HttpSource
 from art_server.terminal.tables import job_progress, print_event, print_jobs, print_status
 from art_server.terminal.tail import Tail
+from tests.demo import log
 from tests.quick.api.test_art_wire import make
 from tests.quick.jobs.test_queue import add
 from tests.quick.terminal.conftest import Ran, screen, served, shown
@@ -116,7 +117,7 @@ def test_status_is_one_screen(run: Run, server: Server, tmp_path: Path) -> None:
     queue.set_running(job.job_id, 1)
     service._runner._positions[job.job_id] = position = Position()
     position.move("train", 3, 8)
-    ModelFolder(tmp_path, "p", "run").add_history(0, {"val/reward": 0.25})
+    service.history.of(ModelFolder(tmp_path, "p", "run")).add(0, {"val/reward": 0.25})
     service._processes.engine.detail = "loading"
     for _ in range(8):
         add(queue, name="run")
@@ -154,10 +155,10 @@ def test_the_address_in_the_folder_of_a_running_server_is_used(
 def test_tail_tells_steps_and_jobs_as_they_come(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url, _, queue = server
+    url, service, queue = server
     model = ModelFolder(tmp_path, "p", "run")
     for step in (1, 2):
-        model.add_history(step, {"train/reward": step / 4, "loss/train": 1.0})
+        service.history.of(model).add(step, {"train/reward": step / 4, "loss/train": 1.0})
     source = HttpSource(url)
     events = Tail(source, None).events()
     first = next(events)
@@ -167,10 +168,10 @@ def test_tail_tells_steps_and_jobs_as_they_come(
     queue.set_running(job.job_id, 3)
     assert next(events)["state"] == "running"
     measured = {"train/reward": 0.75, "loss/logprob_gap_mean": 0.00123, "time/job_train_s": 4.25}
-    model.add_history(3, measured | {"data/step_num_groups_dead": 2.0})
+    service.history.of(model).add(3, measured | {"data/step_num_groups_dead": 2.0})
     step = next(events)
     assert step["metrics"] == measured | {"data/step_num_groups_dead": 2.0}
-    model.add_history(3, {"val/reward": 0.5})
+    service.history.of(model).add(3, {"val/reward": 0.5})
     again = next(events)
     assert (again["step"], again["metrics"]["val/reward"]) == (3, 0.5)
     queue.set_failed(job.job_id, ErrorDetail(message="no\x1b[2Jmemory"))
@@ -204,11 +205,11 @@ def test_after_a_rollback_the_step_that_is_made_again_is_told(tmp_path: Path) ->
     service._queue.close()
     model = ModelFolder(tmp_path, "p", "run")
     for step in (1, 2):
-        model.add_history(step, {"train/reward": step / 4})
+        log(model, step, {"train/reward": step / 4})
     events = Tail(FolderSource(tmp_path), None).events()
     assert next(events)["step"] == 2
     model.roll_back(1)
-    model.add_history(2, {"train/reward": 0.9})
+    log(model, 2, {"train/reward": 0.9})
     again = next(events)
     assert (again["step"], again["metrics"]) == (2, {"train/reward": 0.9})
 
@@ -218,11 +219,11 @@ def test_a_row_that_comes_late_is_told_alone(tmp_path: Path) -> None:
     service._queue.close()
     model = ModelFolder(tmp_path, "p", "run")
     for step in (2, 3, 4):
-        model.add_history(step, {"train/reward": step / 4})
+        log(model, step, {"train/reward": step / 4})
     events = Tail(FolderSource(tmp_path), None).events()
     assert next(events)["step"] == 4
     for step in (1, 5):
-        model.add_history(step, {"val/reward": 0.5})
+        log(model, step, {"val/reward": 0.5})
         assert next(events)["step"] == step
 
 
@@ -231,12 +232,12 @@ def test_tail_waits_for_a_server_that_went_away(
 ) -> None:
     app, service = make(tmp_path)
     model = ModelFolder(tmp_path, "p", "run")
-    model.add_history(1, {"train/reward": 0.25})
+    service.history.of(model).add(1, {"train/reward": 0.25})
     with served(app, lifespan="off") as url:
         source = HttpSource(url)
         events = Tail(source, None).events()
         assert next(events)["step"] == 1
-    model.add_history(2, {"train/reward": 0.5})
+    service.history.of(model).add(2, {"train/reward": 0.5})
     app.state.is_stopping = False
     with served(app, lifespan="off", port=int(url.rpartition(":")[2])):
         assert next(events)["step"] == 2

@@ -5,7 +5,7 @@ from typing import Any
 from art_protocol.wire import LoRAConfig
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.terminal.plot import draw, points, print_plot
-from tests.demo import HOSTILE_METRIC
+from tests.demo import HOSTILE_METRIC, log
 from tests.quick.terminal.conftest import Ran, screen, shown
 
 Run = Callable[..., Ran]
@@ -67,7 +67,7 @@ def test_names_are_no_formulas_and_no_markup(run: Run, tmp_path: Path) -> None:
     model = ModelFolder(tmp_path, "p", "a")
     model.create(record, tmp_path / "engine.log")
     name = "train/$\\frac{</script><script>alert(1)"
-    model.add_history(1, {name: 1.0, HOSTILE_METRIC: 1.0})
+    log(model, 1, {name: 1.0, HOSTILE_METRIC: 1.0})
     for suffix in ("svg", "html", "png"):
         out = tmp_path / f"x.{suffix}"
         assert run("plot", "a", "--metric", name, "--out", out, "--path", tmp_path).code == 0

@@ -20,6 +20,7 @@ from art_server.settings import ApiKey
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.view import make_view
+from tests.demo import log
 from tests.quick.api.test_art_wire import make
 from tests.quick.terminal.conftest import Ran, served
 
@@ -177,7 +178,7 @@ def test_numbers_that_json_cannot_hold_are_null(run: Run, tmp_path: Path) -> Non
     record = ModelRecord(name="a", project="p", base_model="b", lora=LoRAConfig())
     model = ModelFolder(tmp_path, "p", "a")
     model.create(record, tmp_path / "engine.log")
-    model.add_history(1, {"loss/train": float("nan"), "train/reward": float("inf")})
+    log(model, 1, {"loss/train": float("nan"), "train/reward": float("inf")})
     plot = ("plot", "a", "--metric", "loss/train", "--json")
     with served(make_view(tmp_path)) as url:
         for place in (["--path", tmp_path], ["--url", url]):

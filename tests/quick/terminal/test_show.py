@@ -11,6 +11,7 @@ from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.terminal.show import mark, print_show, tokens_of
+from tests.demo import log
 from tests.quick.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown
 
 Run = Callable[..., Ran]
@@ -160,7 +161,7 @@ def hostile(tmp_path: Path) -> Path:
     model = ModelFolder(tmp_path, "p", "a")
     record = ModelRecord(name="a", project="p", base_model=ESCAPES, lora=LoRAConfig())
     model.create(record, tmp_path / "engine.log")
-    model.add_history(1, {f"train/{ESCAPES}": 1.0, "train/reward": 0.5})
+    log(model, 1, {f"train/{ESCAPES}": 1.0, "train/reward": 0.5})
     calls = [{"id": ESCAPES, "function": {"name": ESCAPES, "arguments": ESCAPES}}]
     answer = {"role": "assistant", "content": ESCAPES, "reasoning_content": ESCAPES}
     choice = {"index": 0, "finish_reason": ESCAPES, "message": answer | {"tool_calls": calls}}

@@ -36,7 +36,7 @@ def test_models_of_an_earlier_server_are_read(tmp_path: Path) -> None:
     model = Registry(restore(tmp_path)).get("p", "a")
     assert model.step == 1 and model.record.base_model == "art/tiny" and model.record.lora.rank == 4
     assert model.folder.read_checkpoint(1).job_id == "job-one"
-    (row,) = model.folder.history()
+    row = model.history.values([1])[1]
     assert row["train/reward"] == 0.25 and row["loss/train"] == 0.5
 
 

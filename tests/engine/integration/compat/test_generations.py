@@ -3,7 +3,6 @@
 Only the addresses are ours: where a program says `backend`, ART's said `LocalBackend()` or a remote one.
 """
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import openai
 import pytest
 
 import art
+from tests.demo import rows_by_step
 from tests.live import PROJECT, Server
 
 pytestmark = pytest.mark.anyio
@@ -30,8 +30,7 @@ def score(text: str | None) -> float:
 
 
 def history(server: Server, name: str) -> list[dict[str, Any]]:
-    file = server.model_dir(name) / "history.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return list(rows_by_step(server.model_dir(name) / "history.jsonl").values())
 
 
 async def rollout(model: art.TrainableModel) -> art.Trajectory:

@@ -1,0 +1,314 @@
+"""The history: the metrics of each step of each model, as rows of `PATH/.server/history.sqlite`.
+
+A model's history.jsonl is the export of its rows, one line for each train and log call. A folder whose models no table
+has (a server of an earlier version, a program without a server, `art view`) is read by importing these files.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from art_protocol.history import history_row
+from art_server.store.database import database_errors, open_database, transaction
+from art_server.store.model_folder import ModelFolder
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS steps (
+    model TEXT NOT NULL,        -- PROJECT/NAME
+    step INTEGER NOT NULL,
+    recorded_at TEXT,           -- of the step's first train or log call
+    job_id TEXT,                -- the job that made the step
+    PRIMARY KEY (model, step)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS metrics (
+    model TEXT NOT NULL,
+    name TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    value REAL,                 -- the newest of the step; NULL if it is no finite number
+    PRIMARY KEY (model, name, step)
+) WITHOUT ROWID;
+"""
+TABLES = ("steps", "metrics")
+BEST_METRICS = ("val/reward", "train/reward")
+"""The best step is judged by the first of these that the history has."""
+NO_METRICS = ("step", "training_step")
+MAX_STEP = 10**9
+Ranking = tuple[str | None, list[int]]
+
+
+class HistoryTable:
+    """The rows of all models. `file` None: a temporary table."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._database = open_database(file, SCHEMA, is_durable=True)
+        self._lock = threading.Lock()
+        self._rankings: dict[str, Ranking] = {}
+        """By model, until its rows change: each request for "NAME@best" needs it."""
+
+    def of(self, folder: ModelFolder) -> "History":
+        """The history of one model."""
+        return History(self, folder)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def import_missing(self, folders: Sequence[ModelFolder]) -> None:
+        """Imports the history.jsonl of models without rows, and deletes the rows of models without this file (their folder
+        was deleted or replaced), in one transaction."""
+        known = {model for (model,) in self.select("SELECT DISTINCT model FROM steps")}
+        there = {folder.model_id: folder for folder in folders if folder.has_history()}
+        with self.changes(*(known - there.keys())):
+            for model in known - there.keys():
+                self.delete(model)
+            for model in there.keys() - known:
+                self.insert(model, read_rows(there[model].history_file))
+
+    def replace(self, folder: ModelFolder) -> None:
+        """Imports a model's history.jsonl in place of its rows."""
+        with self.changes(folder.model_id):
+            self.delete(folder.model_id)
+            self.insert(folder.model_id, read_rows(folder.history_file))
+
+    def ranking(self, model: str) -> Ranking:
+        """See `History.ranking`."""
+        known = self._rankings.get(model)
+        if known is None:
+            with self._lock:  # which a change of the rows holds
+                found = (
+                    (metric, [step for step, _ in self._database.execute(*means_of(model, metric))])
+                    for metric in BEST_METRICS
+                )
+                known = next(((metric, steps) for metric, steps in found if steps), (None, []))
+                self._rankings[model] = known
+        return known
+
+    def select(self, query: str, *values: object) -> list[Any]:  # Any: rows of the query's columns
+        with self._lock:
+            return self._database.execute(query, values).fetchall()
+
+    @contextlib.contextmanager
+    def changes(self, *models: str) -> Iterator[None]:
+        """Inside the block all changes of these models' rows are one transaction.
+
+        Raises:
+            StorageFull: the disk is full, read-only or broken.
+            Unavailable: another program locks the file.
+        """
+        with self._lock, database_errors("the history"), transaction(self._database):
+            yield
+            for model in models:
+                self._rankings.pop(model, None)
+
+    def delete(self, model: str, after: int = -1) -> None:
+        """Deletes the rows of the steps after this one. Within `changes`."""
+        for table in TABLES:
+            self._database.execute(
+                f"DELETE FROM {table} WHERE model = ? AND step > ?", (model, after)
+            )
+
+    def insert(self, model: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Adds rows as history.jsonl has them. Within `changes`."""
+        for row in rows:
+            step = row["step"]
+            job_id, recorded_at = (
+                value if isinstance(value, str) else None
+                for value in (row.get("job_id"), row.get("recorded_at"))
+            )
+            if job_id is not None and self.job_of(model, step) not in (None, job_id):
+                # An earlier job made a step of this number, which was lost: its metrics are not those of this step.
+                for table in TABLES:
+                    self._database.execute(
+                        f"DELETE FROM {table} WHERE model = ? AND step = ?", (model, step)
+                    )
+            self._database.execute(
+                "INSERT INTO steps VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                "recorded_at = coalesce(recorded_at, excluded.recorded_at), job_id = coalesce(job_id, excluded.job_id)",
+                (model, step, recorded_at, job_id),
+            )
+            self._database.executemany(
+                "INSERT INTO metrics VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value",
+                [
+                    (model, name, step, number(value))
+                    for name, value in row.items()
+                    if isinstance(value, int | float) and name not in NO_METRICS
+                ],
+            )
+
+    def job_of(self, model: str, step: int) -> str | None:
+        """The job that made a step. Within `changes`."""
+        query = "SELECT job_id FROM steps WHERE model = ? AND step = ?"
+        found = self._database.execute(query, (model, step)).fetchone()
+        return None if found is None else found[0]
+
+
+class History:
+    """The history of one model."""
+
+    def __init__(self, table: HistoryTable, folder: ModelFolder) -> None:
+        self._table, self._folder = table, folder
+        self._model = folder.model_id
+
+    # --- changes ---
+
+    def add(self, step: int, metrics: dict[str, float], job_id: str | None = None) -> None:
+        """Adds the metrics of a train or log call to a step. A later value of a metric replaces an earlier one. Does
+        nothing if the job `job_id` has made the step already, which a killed attempt recorded.
+
+        Raises:
+            StorageFull, Unavailable: nothing was added.
+        """
+        row = history_row(step, metrics, datetime.now(UTC).isoformat())
+        if job_id is not None:
+            row["job_id"] = job_id
+        with self._table.changes(self._model):
+            if job_id is not None and self._table.job_of(self._model, step) == job_id:
+                return
+            self._table.insert(self._model, [row])
+            # Before the commit: a call that dies in between is repeated, and the export has its line twice.
+            self._folder.append_history(row)
+
+    def roll_back(self, step: int) -> None:
+        """Deletes the rows of later steps."""
+        with self._table.changes(self._model):
+            self._table.delete(self._model, after=step)
+
+    def delete(self) -> None:
+        """Deletes all rows."""
+        self.roll_back(-1)
+
+    # --- what it has ---
+
+    def names(self) -> list[str]:
+        """The names of all metrics."""
+        query = "SELECT DISTINCT name FROM metrics WHERE model = ? ORDER BY name"
+        return [name for (name,) in self._table.select(query, self._model)]
+
+    def columns(self, names: Sequence[str]) -> dict[str, Any]:
+        """The steps in order, the time of each, and for each metric its values; None where a step lacks it."""
+        query = "SELECT step, recorded_at FROM steps WHERE model = ? ORDER BY step"
+        steps = self._table.select(query, self._model)
+        places = {step: place for place, (step, _) in enumerate(steps)}
+        metrics: dict[str, list[float | None]] = {name: [None] * len(steps) for name in names}
+        query = (
+            f"SELECT name, step, value FROM metrics WHERE model = ? AND name IN ({_marks(names)})"
+        )
+        for name, step, value in self._table.select(query, self._model, *names):
+            if step in places:  # a row that was added between the two queries
+                metrics[name][places[step]] = value
+        return {
+            "steps": [step for step, _ in steps],
+            "recorded_at": [time for _, time in steps],
+            "metrics": metrics,
+        }
+
+    def newest(self, name: str, number: int) -> list[float]:
+        """The newest values of a metric, the newest last."""
+        query = (
+            "SELECT value FROM metrics WHERE model = ? AND name = ? AND value IS NOT NULL "
+            "ORDER BY step DESC LIMIT ?"
+        )
+        return [value for (value,) in self._table.select(query, self._model, name, number)][::-1]
+
+    def span(self) -> tuple[int, str | None, str | None]:
+        """The number of steps, and the first and the last time."""
+        query = "SELECT count(*), min(recorded_at), max(recorded_at) FROM steps WHERE model = ?"
+        return tuple(self._table.select(query, self._model)[0])
+
+    def values(self, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+        """The metrics of these steps."""
+        query = (
+            "SELECT step, name, value FROM metrics WHERE model = ? AND value IS NOT NULL "
+            f"AND step IN ({_marks(steps)}) ORDER BY name"
+        )
+        found: dict[int, dict[str, float]] = {step: {} for step in steps}
+        for step, name, value in self._table.select(query, self._model, *steps):
+            found[step][name] = value
+        return found
+
+    # --- the best step ---
+
+    def means(self, metric: str) -> dict[int, float]:
+        """The mean of a metric for each step that earned it, the highest first, of equal ones the later first. The rewards
+        of training are those of the step that sampled, where the row names it."""
+        query, values = means_of(self._model, metric)
+        return dict(self._table.select(query, *values))
+
+    def ranking(self) -> Ranking:
+        """The metric that the best step is judged by, and the steps that have it, the best first."""
+        return self._table.ranking(self._model)
+
+    def best_step(self, metric: str | None = None) -> int | None:
+        """The best kept step; None if none has the metric. Without `metric` by the ranking."""
+        ranked = self.ranking()[1] if metric is None else self.means(metric)
+        kept = set(self._folder.steps())
+        return next((step for step in ranked if step in kept), None)
+
+
+def means_of(model: str, metric: str) -> tuple[str, tuple[object, ...]]:
+    """The query of `History.means`, and its values."""
+    query = """
+        SELECT CAST(coalesce(sampled.value, metrics.step) AS INTEGER) AS earned_by, avg(metrics.value) AS mean
+        FROM metrics LEFT JOIN metrics AS sampled
+        ON sampled.model = metrics.model AND sampled.step = metrics.step AND sampled.name = ?
+        WHERE metrics.model = ? AND metrics.name = ? AND metrics.value IS NOT NULL
+        GROUP BY earned_by ORDER BY mean DESC, earned_by DESC
+    """
+    sampled = "sampled_step" if metric.startswith("train/") else None
+    return query, (sampled, model, metric)
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a history.jsonl, which may not exist. Lines that a crash cut short, and others without a step, are left
+    out and counted in the log. One line at a time: a long call of the JSON library would block the event loop."""
+    num_left_out = 0
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                row = read_json(line)
+                if isinstance(row, dict) and is_step(row.get("step")):
+                    yield row
+                    continue
+            num_left_out += bool(line.strip())
+    if num_left_out:
+        logger.warning("%s: %d lines are no rows of a step, and are left out", file, num_left_out)
+
+
+def is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value < MAX_STEP
+
+
+def number(value: object) -> float | None:
+    """A finite number as float; None for anything else."""
+    try:
+        found = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def read_json(line: bytes) -> Any:
+    """The value of a JSON line. Halves of characters, which no answer can contain, become question marks.
+
+    Raises:
+        ValueError: the line is not JSON, or nested too deeply.
+    """
+    try:
+        value = json.loads(line)
+        if b"\\ud" in line.lower():
+            text = json.dumps(value, ensure_ascii=False)
+            value = json.loads(text.encode("utf-8", "replace"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ",".join("?" * len(values))
