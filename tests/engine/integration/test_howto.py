@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,12 +15,16 @@ import art
 from art_server.base_models import TINY_DIR
 from tests.demo import rows_by_step
 from tests.live import Server
-from tests.pages import SERVERS, blocks, commands, run
+from tests.pages import SERVERS, blocks, run
 
 pytestmark = pytest.mark.anyio
 
 QUESTION = "respond with yes, no, maybe"
+
+
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
+
+
 NUM_STEPS = 3
 
 
@@ -96,9 +99,6 @@ def lines(page: str, program: str) -> list[str]:
     return [line for line in found if line.startswith(f"{program} ")]
 
 
-# --- gap.md, read-rollouts.md -----------------------------------------------------------------------------------------
-
-
 async def test_the_gap_is_that_of_float32(
     model: art.TrainableModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,9 +138,6 @@ def history(name: str) -> list[dict[str, Any]]:
     return list(rows_by_step(Path(f".art/demo/models/{name}/history.jsonl")).values())
 
 
-# --- environments.md --------------------------------------------------------------------------------------------------
-
-
 async def test_an_environment_trains(
     backend: art.Backend, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,9 +151,6 @@ async def test_an_environment_trains(
     await run("environments.md", 2, names)
     assert len(names["groups"]) == 4 and len(names["groups"][0].trajectories) == 4
     assert "demo/player@14: reward" in capsys.readouterr().out
-
-
-# --- distillation.md --------------------------------------------------------------------------------------------------
 
 
 async def test_a_student_learns_from_its_teacher_s_probabilities(backend: art.Backend) -> None:
@@ -189,9 +183,6 @@ async def test_a_student_learns_from_its_teacher_s_probabilities(backend: art.Ba
     for trajectory in taught.trajectories:  # step 0 is the base model: nothing to learn
         assert trajectory.metrics["teacher_gap"] == pytest.approx(0.0, abs=1e-4)
     await base.close()
-
-
-# --- sft.md -----------------------------------------------------------------------------------------------------------
 
 
 def write_examples(trajectories: list[art.Trajectory]) -> None:
@@ -229,9 +220,6 @@ async def test_a_warm_start_raises_the_probability_of_its_examples(
     assert names["result"].report.turns.keys() == {"ledger"}, "the sampled tokens themselves"
 
 
-# --- resume.md --------------------------------------------------------------------------------------------------------
-
-
 def keep(groups: list[art.TrajectoryGroup]) -> None:
     """As if the program had ended between the train call and the deletion of the file."""
     Path("groups.json").write_text(json.dumps([group.model_dump(mode="json") for group in groups]))
@@ -262,9 +250,6 @@ async def test_the_same_program_gives_the_same_rewards_again(
     assert names["result"].step == made.step == names["NUM_STEPS"] + 1
 
 
-# --- share-a-server.md ------------------------------------------------------------------------------------------------
-
-
 async def test_the_queue_is_shown_and_its_routes_answer(
     server: Server, model: art.TrainableModel
 ) -> None:
@@ -284,8 +269,6 @@ async def test_the_queue_is_shown_and_its_routes_answer(
     answer = json.loads(await shell(moved.replace('"OTHER"', "null")))
     assert answer["error"]["code"] == "not_queued"
 
-
-# --- serve-elsewhere.md -----------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import art_server  # first, for torchvision
@@ -313,21 +296,3 @@ async def test_an_exported_model_answers_as_on_the_server(
     (home / "program.py").write_text(SCRIPT.format(base=str(TINY_DIR), blocks=code))
     answers = (await shell(f"{sys.executable} program.py")).splitlines()
     assert answers == [completion.choices[0].message.content] * 2
-
-
-VLLM = """
-import art_server  # first, for torchvision
-import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-for words in json.loads(sys.argv[1]):
-    make_arg_parser(FlexibleArgumentParser()).parse_args(words)
-"""
-
-
-def test_vllm_has_the_flags() -> None:
-    calls = commands("serve-elsewhere.md", "vllm")
-    assert {words.pop(0) for words in calls} == {"serve"}
-    command = [sys.executable, "-c", VLLM, json.dumps(calls)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-1000:]

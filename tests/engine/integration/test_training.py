@@ -1,8 +1,6 @@
 """Training through the server: steps, waiting inference, agreement of engine and trainer."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -191,20 +189,3 @@ def test_a_step_that_is_made_again_reads_no_prompt_of_the_one_before(server: Ser
         second, uncached = score(client), score(client, cache_salt="never used before")
     assert second == pytest.approx(uncached, abs=1e-5)
     assert second[0] != pytest.approx(first[0], abs=1e-3)
-
-
-def test_a_step_is_made_again_bit_for_bit(server: Server) -> None:
-    register(server, "replayed")
-    for _ in range(2):
-        assert train_one_step(server, "replayed", learning_rate=3e-3)["event"] == "done"
-    command = [sys.executable, "-c", "from art_server.cli import art; art()"]
-    root = server.model_dir("replayed").parents[2]
-    ran = subprocess.run(
-        [*command, "replay", f"{PROJECT}/replayed@2", "--path", root],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "step 2: bit-equal (adapter and optimizer state)" in ran.stdout

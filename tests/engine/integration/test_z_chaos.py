@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,28 +20,15 @@ from tests.live import (
     find_process,
     register,
     sampled_group,
-    train,
     train_one_step,
 )
+from tests.processes import wait_until_gone
 
 ENGINE = "art_server.in_vllm.child"
 """The process that vLLM's API server runs in."""
+
+
 CORE = "VLLM::EngineCore"
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until_gone(pids: set[int], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while any(is_alive(pid) for pid in pids):
-        left = [pid for pid in pids if is_alive(pid)]
-        assert time.monotonic() < deadline, f"processes left: {left}"
-        time.sleep(0.1)
 
 
 def test_the_engine_dies_under_load(server: Server) -> None:
@@ -88,27 +74,6 @@ def test_the_engine_dies_under_load(server: Server) -> None:
         choice = chat(client, f"{PROJECT}/load")["choices"][0]
         assert choice["art"]["step"] == 1
     assert find_process(server, ENGINE) != old
-
-
-def test_the_server_is_killed_between_steps(server: Server) -> None:
-    register(server, "between")
-    assert train_one_step(server, "between")["step"] == 1
-    assert server.process is not None
-    family = descendants(server.process.pid)
-    assert len(family) >= 3
-    server.kill()
-    wait_until_gone(family)
-    server.start()
-    with server.client() as client:
-        assert client.get(f"/api/models/{PROJECT}/between").json()["step"] == 1
-        group = sampled_group(client, f"{PROJECT}/between")  # waits for the engine
-        done = train(client, "between", [group])[-1]
-    assert done["step"] == 2
-    optimizer = server.model_dir("between") / "checkpoints" / "0002" / "optimizer.safetensors"
-    from safetensors.torch import load_file
-
-    steps = {float(value) for key, value in load_file(optimizer).items() if key.endswith("step")}
-    assert steps == {2.0}, "the optimizer went on from the state of step 1"
 
 
 def test_the_server_is_killed_during_a_step(server: Server) -> None:

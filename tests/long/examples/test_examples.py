@@ -1,9 +1,6 @@
 """The README's programs are those of the repository, and they run."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.example_programs import ROOT, check_game, run
 from tests.live import BEFORE_AND_AFTER, Server, check_jobs, done_jobs
-
-ROOT = Path(__file__).parents[3]
-
-
-def run(arguments: list[str], folder: Path, **environment: str) -> str:
-    """Runs a program, which must succeed, without the caller's ART variables; returns its output."""
-    known = {key: value for key, value in os.environ.items() if not key.startswith("ART_")}
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=known | environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout
-
 
 SHORT = ["--steps", "2", "--groups", "3", "--group-size", "6", "--held-out", "8"]
 
@@ -114,3 +93,14 @@ def test_the_example_of_the_readme_runs_with_a_server_of_its_own(tmp_path: Path)
     assert [found and int(found[1]) for found in steps] == list(range(1, 13))
     checkpoints = tmp_path / ".art" / "minimal" / "models" / "agent-001" / "checkpoints"
     assert sorted(p.name for p in checkpoints.iterdir()) == [f"{n:04d}" for n in range(13)]
+
+
+@pytest.mark.parametrize(
+    ("program", "sides"),
+    [(["tic_tac_toe.py", "--self-play"], ["x", "o"]), (["2048.py"], ["2048"])],
+    ids=["self_play", "2048"],
+)
+def test_a_game_trains_plots_and_goes_on_where_it_stood(
+    server: Server, tmp_path: Path, program: list[str], sides: list[str]
+) -> None:
+    check_game(server, tmp_path, program, sides)

@@ -37,7 +37,14 @@ from art_server.shared.tasks import Batch, LoadTask
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
 from tests.fakes import keep_all
-from tests.quick.device.fake_device import FakeEngine, FakeTrainer, World, write_adapter
+from tests.quick.device.fake_device import (
+    FakeEngine,
+    FakeProcess,
+    FakeTrainer,
+    Full,
+    World,
+    write_adapter,
+)
 from tests.quick.device.test_plan import SIZES
 
 pytestmark = pytest.mark.anyio
@@ -502,35 +509,51 @@ async def test_an_engine_that_does_not_pause_or_wake_is_started_again(
     assert not house.engine._paused
 
 
-# --- mutations: each is a mistake that the stories above must detect ---
+# --- what the fake device detects ---
 
 
-async def ruined(world: World, folder: Path) -> str:
-    """Runs a story on a server with a mistake; returns the error and what went wrong on the device."""
-    try:
-        await play(world, folder)
-    except (TimeoutError, AssertionError, BaseExceptionGroup) as error:
-        return f"{type(error).__name__} {world.device.wrongs}"
-    return " ".join(world.device.wrongs)
+async def test_the_device_names_what_does_not_fit(tmp_path: Path) -> None:
+    """A trainer whose base stays beside an engine that needs the whole card."""
+    world = make_world("sleep", {})
+    device = world.device
+    device.take("engine 1", "kv", device.card.total)
+    with pytest.raises(Full):
+        device.take("trainer", "base", GIB)
+    assert len(device.wrongs) == 1 and device.wrongs[0].startswith("trainer needs 1.0 GiB for base")
+    device.give("engine 1", "kv")
+    device.take("trainer", "base", GIB)
+    assert device.used == GIB
 
 
-async def test_mutation_adapter_load_without_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_adapter_loaded_into_unmapped_weights_ends_the_engine(tmp_path: Path) -> None:
+    world = make_world("sleep", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        process = world.process
+        assert process is not None
+        process.gave_up.add("weights")
+        with pytest.raises(aiohttp.ClientError):
+            await house.engine.http.post(
+                "/v1/load_lora_adapter", json={"lora_name": "p/b@0", "lora_path": str(tmp_path)}
+            )
+        assert process.returncode == -11
+    assert world.device.wrongs == [
+        "illegal memory access: an adapter is loaded into unmapped weights"
+    ]
+
+
+async def test_an_engine_started_without_the_free_memory_that_it_asks_for_is_wrong(
+    tmp_path: Path,
 ) -> None:
-    async def load_adapter(self: Engine, name: str, path: Path, *_: Any, **__: Any) -> None:
-        await self.wait_ready(SECONDS)
-        with contextlib.suppress(aiohttp.ClientError, AssertionError):
-            await self._load(name, path)
+    world = make_world("sleep", {})
+    world.device.take("trainer", "base", world.device.card.total * 0.9)
+    process = FakeProcess(world, tmp_path / "socket", tmp_path / "work")
+    assert await process.wait() == 1
+    await world.settle()
+    assert len(world.device.wrongs) == 1
 
-    monkeypatch.setattr(Engine, "load_adapter", load_adapter)
-    monkeypatch.setattr(PauseGate, "wait_open", lambda *_: asyncio.sleep(0))
-    monkeypatch.setattr(f"{__name__}.SECONDS", 3.0)
-    happens, said = {"backward": ["slow"] * 3, "adapter loads": ["slow"] * 3}, ""
-    for index in range(20):  # until a request comes while a step trains
-        said = await ruined(make_world("sleep", happens), tmp_path / str(index))
-        if "illegal memory access" in said:
-            return
-    pytest.fail(said)
+
+# --- the lock ---
 
 
 async def test_the_same_story_with_the_lock(
@@ -540,56 +563,3 @@ async def test_the_same_story_with_the_lock(
     monkeypatch.setattr(PauseGate, "wait_open", lambda *_: asyncio.sleep(0))
     await play(world, tmp_path)
     assert_right(world)
-
-
-async def test_mutation_trainer_kept_resident(tmp_path: Path) -> None:
-    world = make_world("sleep", {})
-    world.plan = make_plan(world.card, world.demand, read_figures())
-    real = FakeTrainer.__init__
-
-    def stays(self: FakeTrainer, world: World, _: str) -> None:
-        real(self, world, "stay")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeTrainer, "__init__", stays)
-        patch.setattr(f"{__name__}.SECONDS", 3.0)
-        assert "engine" in await ruined(world, tmp_path) and world.device.wrongs
-
-
-async def test_mutation_restart_during_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = Engine.start
-
-    def unlocked(self: Engine, *arguments: Any) -> None:
-        self._owner = DeviceOwner()
-        start(self, *arguments)
-
-    async def load_nothing(*_: Any, **__: Any) -> None:
-        await asyncio.sleep(0)
-
-    monkeypatch.setattr(Engine, "start", unlocked)
-    monkeypatch.setattr(Engine, "load_adapter", load_nothing)
-    monkeypatch.setattr(f"{__name__}.SECONDS", 5.0)
-    happens, said = {"trains": ["kill engine"] * 3, "backward": ["slow"] * 3}, ""
-    for index in range(20):  # until the engine is started while a step trains
-        said = await ruined(make_world("sleep", happens), tmp_path / str(index))
-        if "vLLM is started with" in said:
-            return
-    pytest.fail(said)
-
-
-async def test_mutation_failed_wake_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def tell(self: Engine, paths: Any, timeout_seconds: float) -> None:
-        for path in paths:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                await self._post(path, timeout_seconds=timeout_seconds)
-
-    monkeypatch.setattr(Engine, "_post_control", tell)
-    monkeypatch.setattr(f"{__name__}.SECONDS", 3.0)
-    world = make_world(
-        "sleep", {"wake_up": [""] * 5 + ["refuse"]}
-    )  # no KV cache after the last step
-    assert await ruined(world, tmp_path)

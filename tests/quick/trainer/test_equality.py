@@ -25,7 +25,7 @@ FORESTS = {
 }
 
 
-@settings(max_examples=15, **EXAMPLES)
+@settings(max_examples=6, **EXAMPLES)
 @given(name=st.sampled_from(sorted(CONFIGS)), **FORESTS)
 def test_tree_equals_rows(
     started: tuple[Policy, Path],

@@ -1,0 +1,28 @@
+"""A step is made again from its record."""
+
+import subprocess
+import sys
+
+from tests.live import (
+    PROJECT,
+    Server,
+    register,
+    train_one_step,
+)
+
+
+def test_a_step_is_made_again_bit_for_bit(server: Server) -> None:
+    register(server, "replayed")
+    for _ in range(2):
+        assert train_one_step(server, "replayed", learning_rate=3e-3)["event"] == "done"
+    command = [sys.executable, "-c", "from art_server.cli import art; art()"]
+    root = server.model_dir("replayed").parents[2]
+    ran = subprocess.run(
+        [*command, "replay", f"{PROJECT}/replayed@2", "--path", root],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "step 2: bit-equal (adapter and optimizer state)" in ran.stdout
