@@ -57,7 +57,7 @@ class Parsers:
 
 @dataclass(frozen=True, slots=True)
 class TemplateRules:
-    """A template's rules for earlier answers. With the defaults it strips nothing and keeps no thinking."""
+    """A template's rules for earlier answers. With the defaults it strips nothing."""
 
     left: str | None = ""
     """White space that is stripped from an answer's beginning; None: all white space."""
@@ -65,10 +65,6 @@ class TemplateRules:
     """White space that is stripped from an answer's end; None: all white space."""
     around_thinking: str = ""
     """White space that the template replaces by its own around thinking, and between thinking and answer."""
-    keeps_before_user: bool = False
-    """Whether thinking is rendered in an answer that a user message follows."""
-    keeps_before_tool: bool = False
-    """Whether thinking is rendered in an answer that only tool results follow."""
     behind_answer: str = ""
     """The text that is rendered after an answer that a user message follows."""
 

@@ -1,6 +1,7 @@
 """Sends inference requests to the engine: waits at the pause gate, resolves the adapter, informs the ledger."""
 
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable
+from art_server.ledger import conversation
+from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
 from art_server.store.registry import Model, Registry
@@ -42,15 +45,15 @@ class InferenceRequest:
     session: str | None
     messages: list[dict[str, Any]]
     """The conversation, as chat messages for every API."""
-    before: bytes
+    prefix_digest: bytes
     """The digest of this conversation."""
     is_first_turn: bool
     """The request cannot continue an earlier answer: its conversation contains none, or its prompt consists of token
     ids, which are used unchanged."""
-    named: Sequence[str] = ()
-    """The ids of tool calls, choices and responses that the conversation contains."""
-    before_tool: frozenset[bytes] = frozenset()
-    """The digests of the conversation before each answer that no user message follows."""
+    answers: Sequence[PastAnswer] = ()
+    """The assistant's messages in the conversation."""
+    cited_choices: Sequence[str] = ()
+    """The ids of choices to which it refers by an earlier response."""
     requested_at: int | None = None
     """When the server received the request (`clock.tick`)."""
     model: Model | None = None
@@ -146,6 +149,7 @@ class Relay:
         self, inference: InferenceRequest, request_id: str
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, OpenRequest]]:
         """Waits at the pause gate, sends the request to the engine, and yields its answer while the connection is open.
+        Thinking that the agent left out is sent with it; the chat template decides what of it is rendered.
 
         Raises:
             Unavailable: the wait is above the limit.
@@ -172,16 +176,26 @@ class Relay:
                 "x-request-id": request_id,
                 "content-type": "application/json",
             }
-            content = msgspec.json.encode(self._body(inference, request_id))
+            post = functools.partial(self._engine.http.post, inference.path, headers=sent)
+            body = self._body(inference, request_id)
+            thoughts = self._ledger.recall_thinking(opened) if inference.answers else []
             try:
-                async with self._engine.http.post(
-                    inference.path, data=content, headers=sent
-                ) as response:
-                    if response.status == 500:
-                        await self.check_engine()
-                    yield response, opened
+                if any(thoughts):
+                    restored = conversation.with_thinking(inference.api, body, thoughts)
+                    async with post(data=msgspec.json.encode(restored)) as response:
+                        # The context may have no room for it; then the request goes as the agent sent it.
+                        if response.status != 400:
+                            yield await self._checked(response), opened
+                            return
+                async with post(data=msgspec.json.encode(body)) as response:
+                    yield await self._checked(response), opened
             except aiohttp.ClientError as error:
                 raise EngineLost from error
+
+    async def _checked(self, response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+        if response.status == 500:
+            await self.check_engine()
+        return response
 
     def _to_record(self, inference: InferenceRequest, request_id: str) -> Request:
         """A request as the ledger stores it."""
@@ -194,9 +208,9 @@ class Relay:
             step=inference.step,
             owner=record.project if record else inference.owner,
             session=inference.session,
-            before=inference.before,
-            named=self._ledger.callers(inference.named) if inference.named else frozenset(),
-            before_tool=inference.before_tool,
+            prefix_digest=inference.prefix_digest,
+            answers=inference.answers,
+            cited_choices=inference.cited_choices,
             requested_at=inference.requested_at,
         )
 

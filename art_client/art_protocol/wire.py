@@ -401,14 +401,12 @@ class JobReport(Reply):
     sampled_steps: dict[int, int] = {}
     """Number of sampled tokens by the step that sampled them, without tokens whose step the ledger does not know."""
     turns: dict[str, int] = {}
-    """Number of trained turns by where their tokens come from: the ledger ("ledger"), token ids in the choice ("ids"),
-    ids in the log-probability entries ("logprob_entries"), or the tokenised text, with log-probabilities from the
-    choice ("rendered") or from the trainer ("recomputed")."""
+    """Number of trained turns by where their tokens come from: the ledger ("ledger"), token ids in the choice ("ids"), or
+    the tokenised text, with log-probabilities from the trainer ("recomputed")."""
     continuations: dict[str, int] = {}
     """Number of later turns by how they continue earlier ones. "joined": in the same sequence. The others begin a new
-    sequence. "dropped": the template removed thinking. "ambiguous": the agent sent no thinking, and several recorded
-    answers differ only in it. "retokenized": rendering changed tokens while splicing was off. "changed": the context
-    changed otherwise."""
+    sequence. "dropped": the template removed thinking. "retokenized": rendering changed tokens while splicing was off.
+    "changed": the context changed otherwise."""
     dropped: list[Dropped] = []
     config: dict[str, Any] = {}
     """The configuration in effect, defaults included."""

@@ -92,7 +92,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
     messages = conversation.messages_of(api, data)
-    digests = conversation.prefix_digests(messages)
+    prefix_digest, answers = conversation.past_answers(messages)
     if api == "completions":
         is_first_turn = is_token_ids(data.get("prompt"))
     else:
@@ -111,10 +111,10 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         only_model=caller.model_id,
         session=caller.session,
         messages=messages,
-        before=digests[-1],
+        prefix_digest=prefix_digest,
+        answers=answers,
         is_first_turn=is_first_turn,
-        named=() if is_first_turn else conversation.names_in(messages, data),
-        before_tool=conversation.before_tool(messages, digests),
+        cited_choices=conversation.cited_choices(data),
         requested_at=arrived_at,
     )
 

@@ -1,7 +1,7 @@
-"""What a chat template does with earlier answers: which white space it strips, and which thinking it keeps.
+"""What a chat template does with earlier answers: which white space it strips.
 
 It is found by rendering a few conversations once per base model, so the template's text does not matter. A template that
-cannot be rendered is assumed to strip nothing and to keep no thinking.
+cannot be rendered is assumed to strip nothing.
 """
 
 import json
@@ -24,7 +24,6 @@ SPACES = "\n\t \r\u2003"
 """White space that is tried. A template that strips all of these is assumed to strip all white space."""
 WORD, THOUGHT = "WORD", "THOUGHT"
 QUESTION = {"role": "user", "content": "question"}
-CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
 TOOL = {
     "type": "function",
     "function": {
@@ -107,7 +106,6 @@ def _find_rules(template: str) -> TemplateRules:
 
     thinking = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
     answer = {"role": "assistant", "content": WORD, **thinking}
-    calling = {"role": "assistant", "content": "", "tool_calls": [CALL], **thinking}
     padded = dict.fromkeys(thinking, f"\n{THOUGHT}\n")
     moved = render(QUESTION, {"role": "assistant", "content": f"\n\n{WORD}", **padded}, RESULT)
     usual = render(QUESTION, answer, RESULT)
@@ -115,8 +113,6 @@ def _find_rules(template: str) -> TemplateRules:
         left=stripped("x", ""),
         right=stripped("", "x"),
         around_thinking="\n" if usual and THOUGHT in usual and moved == usual else "",
-        keeps_before_user=THOUGHT in render(QUESTION, answer, QUESTION),
-        keeps_before_tool=THOUGHT in render(QUESTION, calling, RESULT),
         behind_answer=render(QUESTION, {"role": "assistant", "content": WORD}, QUESTION)
         .partition(WORD)[2]
         .lstrip(),

@@ -1,10 +1,9 @@
 """Resolves a client's trajectories to the exact tokens that are trained, and reports what happened to every turn.
 
-A choice's tokens come from the first of these sources that has them: the ledger, by the choice's id; the choice itself;
-the ledger, by its text with its log-probabilities or its conversation, if all matches have equal tokens; the ids in its
-log-probability entries, behind a rendered prompt; its rendered text. A turn without log-probabilities is trained only
-with `allow_training_without_logprobs`. Every other turn is dropped and counted. If a choice was sent by reference, and
-its record is missing, nothing is trained: the client sends it whole.
+A choice's tokens come from the ledger, by the choice's id, else by its log-probabilities, else by its text in the same
+conversation; from the choice itself, if it carries its ids and those of its prompt; or, with
+`allow_training_without_logprobs`, from its text as the chat template writes it. Every other turn is dropped and counted.
+If a choice was sent by reference, and its record is missing, nothing is trained: the client sends it whole.
 
 The log-probability of a recorded token is the one under its behaviour policy (with sampling="raw", the model's own). That
 of any other token is known only with sampling="raw", because only the record has the settings that it was sampled with.
@@ -80,12 +79,16 @@ RAW_SAMPLING = {
 CHANGED_IDS = (
     "the choice's token ids are not those that were sampled: keep the choice as the server sent it"
 )
-NO_TOKENS = (
+NO_RECORD = (
     "the choice's record is not in the ledger, and the choice carries no tokens: request `logprobs` so that choices carry "
     "them, train on the server that sampled, or start it with a larger --ledger-max-gb or --ledger-max-age-days"
 )
+NO_TOKENS = (
+    "the choice carries no token ids and is not in the ledger: put the choice object of the server's answer into the "
+    "trajectory unchanged, or set allow_training_without_logprobs"
+)
 MISSING = "the choice was sent by reference, and its record is not in the ledger"
-AMBIGUOUS = "samples with different prompts or tokens match the choice's text: keep the choice unchanged, with `art.id`"
+AMBIGUOUS = "samples with different prompts or tokens match the choice: keep the choice unchanged, with `art.id`"
 
 NO_TURN = "the trajectory holds no trainable turn"
 TWICE = "the trajectory contains the same choice twice"
@@ -95,10 +98,6 @@ POSITIVE_LOGPROB_TOLERANCE = 1e-3
 
 PART_OF_CHARACTER = "\ufffd"
 
-TOKEN_ID_PREFIX = "token_id:"
-"""Prefix of tokens in vLLM's log-probability entries if a request sets `return_tokens_as_token_ids`."""
-MAX_DIGITS = 19
-"""Of such an id: fewer always fit into 64 bits."""
 MAX_STEP = 2**31
 """Of the step that a choice names."""
 
@@ -110,9 +109,10 @@ class Sources:
     """Where the resolver finds tokens. `render` and `tokenize` call the engine, and block."""
 
     find_record: Callable[[str], Record | None]
-    find_text: Callable[[bytes | None, Sequence[float] | None, bytes | None], Sequence[Match]]
-    """From an answer's digest, its log-probabilities and its conversation's digest (each None: any) to records of the
-    job's model, newest first."""
+    find_by_logprobs: Callable[[Sequence[float]], Sequence[Match]]
+    """From log-probabilities to records of the job's model, newest first."""
+    find_by_conversation: Callable[[bytes, bytes], Sequence[Match]]
+    """From the digests of a conversation and of its answer to records of the job's model, newest first."""
     render: Callable[[list[Message], list[dict[str, Any]] | None, bool], list[int]]
     """From messages and tools to the conversation's tokens, with or without the header of the next answer."""
     tokenize: Callable[[str], list[int]]
@@ -418,7 +418,7 @@ class Resolver:
         if is_joined:
             return "joined"
         record = self._sources.find_record(turn.choice_id) if turn.choice_id is not None else None
-        is_explained = record is not None and record.link in ("dropped", "ambiguous", "retokenized")
+        is_explained = record is not None and record.link in ("dropped", "retokenized")
         return str(record.link) if record and is_explained else "changed"
 
     def _turn(
@@ -450,14 +450,14 @@ class Resolver:
         if turn is None and carried is not None:
             is_findable = identity is None and carried.logprobs is not None
             turn = (self._found_by_tokens(carried) if is_findable else None) or carried
-        # Of a choice whose record is missing, the words alone would find a sibling's.
+        # Of a choice whose record is missing, the text alone would find a sibling's.
         is_known = identity is None or logprob_values(choice) is not None
         if turn is None and entry is choice and is_known:
-            turn = self._found_by_words(choice, before.digest, seen)
+            turn = self._found(choice, before.digest, seen)
         if turn is None:
-            turn = self._rendered(choice, identity, before.messages, before.tools)
+            turn = self._recomputed(choice, identity, before)
         self._check(turn)
-        if turn is carried or turn.origin in ("logprob_entries", "rendered"):
+        if turn is carried:
             turn = self._unrecorded(turn, mark.get("step"))
         if entry is choice:
             own: set[Hashable] = set() if turn.choice_id is None else {turn.choice_id}
@@ -513,7 +513,7 @@ class Resolver:
         """The record of a choice that carries its tokens, found by its log-probabilities: one that no turn has taken, if
         there is one."""
         found: Record | None = None
-        for match in self._sources.find_text(None, carried.logprobs, None):
+        for match in self._sources.find_by_logprobs(carried.logprobs or ()):
             if found is not None and match.choice_id in self._taken:
                 continue
             record = match.load()
@@ -523,22 +523,27 @@ class Resolver:
                     break
         return None if found is None else replace(self._from_record(found), origin="ids")
 
-    def _found_by_words(
-        self, choice: dict[str, Any], before: bytes, seen: set[Hashable]
+    def _found(
+        self, choice: dict[str, Any], prefix_digest: bytes, seen: set[Hashable]
     ) -> ResolvedTurn | None:
-        """Finds a choice's record by its text and log-probabilities; without these, only in the same conversation. All
-        matches must have the same prompt and tokens; a record of the newest step is used.
+        """Finds a choice's record by its log-probabilities; without these by its text, in the same conversation. All matches
+        must have the same prompt and tokens; a record of the newest step is used.
 
         Raises:
             UnusableTurn: the matches differ, or the trajectory contains one of them already.
         """
         answer_digest = conversation.message_digest(choice["message"])
         logprobs = logprob_values(choice)
-        found = self._sources.find_text(answer_digest, logprobs, before)
-        if not found and logprobs is not None:
-            found = self._sources.find_text(answer_digest, logprobs, None)
-            if not found and answer_digest == conversation.EMPTY_ANSWER:
-                found = self._find_by_logprobs(logprobs, before)
+        if logprobs is None:
+            found = self._sources.find_by_conversation(prefix_digest, answer_digest)
+        else:
+            found = self._sources.find_by_logprobs(logprobs)
+            of_text = [match for match in found if match.answer_digest == answer_digest]
+            of_prefix = [match for match in found if match.prefix_digest == prefix_digest]
+            # NVIDIA's plugin drops tool calls, which can leave no text.
+            is_empty = answer_digest == conversation.EMPTY_ANSWER
+            found = of_text or of_prefix or (found if is_empty else ())
+            found = [match for match in found if match.prefix_digest == prefix_digest] or found
         found = self._with_thinking_of(choice["message"], found)
         if not found:
             return None
@@ -566,56 +571,14 @@ class Resolver:
                 is_equal[match.tokens] = thinking is None or thinking.split() == told.split()
         return [match for match in found if is_equal[match.tokens]]
 
-    def _find_by_logprobs(self, logprobs: list[float], before: bytes) -> Sequence[Match]:
-        """Finds a choice whose client dropped the tool calls, so that no text is left, by its log-probabilities alone.
-        Returns nothing if the matches have different tokens."""
-        found = self._sources.find_text(None, logprobs, before)
-        found = found or self._sources.find_text(None, logprobs, None)
-        return found if len({match.tokens for match in found}) == 1 else ()
-
-    def _rendered(
-        self,
-        choice: dict[str, Any],
-        identity: str | None,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None,
+    def _recomputed(
+        self, choice: dict[str, Any], identity: str | None, before: Before
     ) -> ResolvedTurn:
-        """The last resort: a prompt rendered by the chat template, and the token ids of the choice's text."""
-        logprobs = logprob_values(choice)
-        if logprobs is None and not self._trains_without_logprobs:
-            if identity is not None:
-                raise UnusableTurn(NO_TOKENS)
-            raise UnusableTurn(
-                "the choice carries no log-probabilities and is not in the ledger: put the choice object of the server's "
-                "answer into the trajectory unchanged, or set allow_training_without_logprobs"
-            )
-        ids = entry_ids(choice)
-        if ids is not None and logprobs is not None:
-            prompt = self._render(messages, tools, True)
-            return ResolvedTurn(prompt, ids, logprobs, "logprob_entries")
-        if logprobs is None:
-            prompt, ids = self._written(choice["message"], messages, tools)
-            return ResolvedTurn(prompt, ids, None, "recomputed")
-        ids = self._sources.tokenize(spoken_text(choice["message"]))
-        end = [] if self._sources.end_id is None else [self._sources.end_id]
-        if len(logprobs) == len(ids) + len(end):
-            ids += end
-        if len(logprobs) != len(ids):
-            raise UnusableTurn(
-                f"the choice's text splits into {len(ids)} tokens, the choice has {len(logprobs)} log-probabilities, "
-                "and the sample is not in the ledger"
-            )
-        texts = [entry.get("token") for entry in logprob_entries(choice)]
-        for number, text in zip(ids, texts, strict=True):
-            own = self._sources.decode([number])
-            # vLLM's entry names the whole character.
-            is_part = own is not None and PART_OF_CHARACTER in own
-            if isinstance(text, str) and not is_part and own not in (None, text):
-                raise UnusableTurn(
-                    "the choice's text splits into other tokens than its log-probability entries name, and the sample is "
-                    "not in the ledger"
-                )
-        return ResolvedTurn(self._render(messages, tools, True), ids, logprobs, "rendered")
+        """The last resort: prompt and answer as the chat template writes them."""
+        if not self._trains_without_logprobs:
+            raise UnusableTurn(NO_TOKENS if identity is None else NO_RECORD)
+        prompt, ids = self._written(choice["message"], before.messages, before.tools)
+        return ResolvedTurn(prompt, ids, None, "recomputed")
 
     def _render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool
@@ -817,17 +780,6 @@ def logprob_values(choice: dict[str, Any]) -> list[float] | None:
     return numbers if numbers and len(numbers) == len(values) else None
 
 
-def entry_ids(choice: dict[str, Any]) -> list[int] | None:
-    """Token ids from log-probability entries of the form "token_id:N"; None unless all entries have it."""
-    texts = [str(entry.get("token")) for entry in logprob_entries(choice)]
-    numbers = [text.removeprefix(TOKEN_ID_PREFIX) for text in texts]
-    is_all = all(
-        text != number and number.isascii() and number.isdecimal() and len(number) < MAX_DIGITS
-        for text, number in zip(texts, numbers, strict=True)
-    )
-    return [int(number) for number in numbers] if texts and is_all else None
-
-
 def is_same(turn: ResolvedTurn, prompt: list[int], tokens: list[int]) -> bool:
     """Whether a turn has this prompt and these tokens."""
     return turn.prompt_token_ids == prompt and turn.token_ids == tokens
@@ -854,16 +806,6 @@ def first_other_part(messages: Sequence[Message]) -> tuple[float, str | None]:
             if kind not in TEXT_PARTS:
                 return number, kind
     return math.inf, None
-
-
-def spoken_text(message: Message) -> str:
-    """The text of an assistant message, with tool calls in the most common markup."""
-    calls = [
-        f"<tool_call>\n{conversation.call_text(call)}\n</tool_call>"
-        for call in conversation.as_list(message.get("tool_calls"))
-    ]
-    content = conversation.text_of(message.get("content"))
-    return "\n".join(([content] if content else []) + calls)
 
 
 def _group_notes(batch: Batch, found: Sequence[GroupTokens | None]) -> list[str]:

@@ -41,7 +41,10 @@ class TrainRequests:
         project, name = model.record.project, model.record.name
         sources = Sources(
             find_record=self._ledger.find,
-            find_text=functools.partial(self._ledger.find_text, project, name),
+            find_by_logprobs=functools.partial(self._ledger.find_by_logprobs, project, name),
+            find_by_conversation=functools.partial(
+                self._ledger.find_by_conversation, project, name
+            ),
             render=rendering.render,
             tokenize=rendering.tokenize,
             decode=self._ledger.decode,

@@ -224,28 +224,55 @@ def for_engine(message: Message) -> Message:
     return made | ({"tool_calls": calls} if calls else {})
 
 
-def names_in(messages: Sequence[Message], body: dict[str, Any]) -> list[str]:
-    """The ids by which a request refers to earlier choices: of tool calls, of choices and of an earlier response."""
-    names: list[Any] = []
+@dataclass(frozen=True, slots=True)
+class PastAnswer:
+    """An assistant's message of a request, by what identifies the choice that it repeats."""
+
+    prefix_digest: bytes
+    """Digest of the conversation before it."""
+    answer_digest: bytes
+    ids: tuple[str, ...] = ()
+    """Those in the message: of its tool calls, and its choice's."""
+    has_calls: bool = False
+    has_thinking: bool = False
+    """The agent returns the thinking, too."""
+
+
+def past_answers(messages: Sequence[Message]) -> tuple[bytes, list[PastAnswer]]:
+    """The digest of a conversation, and the assistant's messages in it, oldest first."""
+    prefix, answers = EMPTY, list[PastAnswer]()
     for message in messages:
-        mark = message.get("art")
-        names.append(mark.get("id") if isinstance(mark, dict) else None)
-        for call in as_list(message.get("tool_calls")):
-            names.append(call.get("id") if isinstance(call, dict) else None)
-    earlier = body.get("previous_response_id")
-    if isinstance(earlier, str):
-        names.append(earlier.removeprefix("resp_") + "-0")
-    return [name for name in names if isinstance(name, str)]
+        if message.get("role") != "assistant":
+            prefix = extend(prefix, message)
+            continue
+        made = message_digest(message)
+        flags = bool(message.get("tool_calls")), has_thinking(message)
+        answers.append(PastAnswer(prefix, made, tuple(ids_in(message)), *flags))
+        prefix = after(prefix, made)
+    return prefix, answers
 
 
-def before_tool(messages: Sequence[Message], digests: Sequence[bytes]) -> frozenset[bytes]:
-    """The digests of the conversation before each answer that no user message follows. `digests` are those of all its
-    beginnings (`prefix_digests`)."""
-    roles = [message.get("role") for message in messages]
-    last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
-    return frozenset(
-        digests[i] for i, role in enumerate(roles) if role == "assistant" and i > last_user
+def ids_in(message: Message) -> list[str]:
+    """The ids of a message's choice and of its tool calls."""
+    mark = message.get("art")
+    ids = [mark.get("id") if isinstance(mark, dict) else None]
+    calls = as_list(message.get("tool_calls"))
+    ids += [call.get("id") if isinstance(call, dict) else None for call in calls]
+    return [each for each in ids if isinstance(each, str)]
+
+
+def has_thinking(message: Message) -> bool:
+    """Whether a message brings thinking, in a field of its own or in its text."""
+    fields = (message.get("reasoning"), message.get("reasoning_content"))
+    return any(isinstance(field, str) and field for field in fields) or (
+        THINK_END in text_of(message.get("content"))
     )
+
+
+def cited_choices(body: dict[str, Any]) -> list[str]:
+    """The ids of the choices to which a request refers by an earlier response."""
+    earlier = body.get("previous_response_id")
+    return [earlier.removeprefix("resp_") + "-0"] if isinstance(earlier, str) else []
 
 
 # --- conversations --------------------------------------------------------------------------------------------------
@@ -362,28 +389,80 @@ def _from_anthropic(message: Any) -> list[Message]:
 
 
 def _from_responses(body: dict[str, Any]) -> list[Message]:
-    """The input of OpenAI's Responses API as chat messages; function calls join the assistant message before them."""
+    """The input of OpenAI's Responses API as chat messages."""
     made: list[Message] = []
     if isinstance(body.get("instructions"), str):
         made.append({"role": "system", "content": body["instructions"]})
     if isinstance(body.get("input"), str):
         return [*made, {"role": "user", "content": body["input"]}]
     for item in as_list(body.get("input")):
-        if not isinstance(item, dict):
-            continue
-        kind = item.get("type", "message")
-        if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if not (made and made[-1]["role"] == "assistant"):
-                made.append({"role": "assistant", "content": ""})
-            made[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else text_of(output)
-            made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-        elif kind == "message":
-            made.append({"role": item.get("role"), "content": text_of(item.get("content"))})
+        _add_item(made, item)
+    return made
+
+
+def _add_item(made: list[Message], item: Any) -> None:
+    """Adds an item of a conversation. A function call joins the assistant's message before it."""
+    if not isinstance(item, dict):
+        return
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not (made and made[-1]["role"] == "assistant"):
+            made.append({"role": "assistant", "content": ""})
+        made[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = item.get("output")
+        text = output if isinstance(output, str) else text_of(output)
+        made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+    elif kind == "message":
+        made.append({"role": item.get("role"), "content": text_of(item.get("content"))})
+
+
+def with_thinking(api: str, body: dict[str, Any], thoughts: Sequence[str | None]) -> dict[str, Any]:
+    """A request's body whose assistant messages, in the order of `past_answers`, have these thoughts, in the form of the
+    API. A message that has its own keeps it; None adds nothing."""
+    left = iter(thoughts)
+    if api == "responses":
+        return {**body, "input": _thinking_items(body["input"], left)}
+    made: list[Any] = []
+    for message in body["messages"]:
+        num = sum(each.get("role") == "assistant" for each in _as_chat(api, message))
+        thought = next((each for each in [next(left) for _ in range(num)] if each), None)
+        made.append(message if thought is None else _think(api, message, thought))
+    return {**body, "messages": made}
+
+
+def _as_chat(api: str, message: Any) -> list[Message]:
+    return _from_anthropic(message) if api == "messages" else [message]
+
+
+def _think(api: str, message: Message, thought: str) -> Message:
+    if api == "chat":
+        return message if has_thinking(message) else {**message, "reasoning": thought}
+    content = message.get("content")
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if any("thinking" in str(block.get("type")) for block in blocks if isinstance(block, dict)):
+        return message
+    block = {"type": "thinking", "thinking": thought, "signature": ""}
+    return {**message, "content": [block, *blocks]}
+
+
+def _thinking_items(items: Sequence[Any], left: Iterator[str | None]) -> list[Any]:
+    """The items of OpenAI's Responses API, with an item for each thought before its answer."""
+    made: list[Any] = []
+    messages: list[Message] = []
+    for item in items:
+        num = len(messages)
+        _add_item(messages, item)
+        is_new = len(messages) > num and messages[-1].get("role") == "assistant"
+        thought = next(left) if is_new else None
+        has_own = bool(made) and isinstance(made[-1], dict) and made[-1].get("type") == "reasoning"
+        if thought is not None and not has_own:
+            content = [{"type": "reasoning_text", "text": thought}]
+            name = f"rs_{len(made)}"
+            made.append({"type": "reasoning", "id": name, "summary": [], "content": content})
+        made.append(item)
     return made
 
 

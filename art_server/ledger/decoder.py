@@ -9,9 +9,6 @@ from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_OPENING_TOKENS = 8
-"""More tokens than a template that opens the thinking, or writes empty thinking, adds after the assistant's header."""
-
 
 class Decoder:
     """Decodes token ids, special tokens included. Without a tokenizer.json it cannot decode, and splicing is off."""
@@ -23,7 +20,6 @@ class Decoder:
         self._tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
         if self._tokenizer is None:
             logger.warning("%s has no tokenizer.json: prompts are not spliced", folder)
-        self._think_id = self._tokenizer.token_to_id("<think>") if self._tokenizer else None
         of_template = self._find_opening_special(behind_answer)
         of_tokenizer = self._find_end_token(folder)
         self.end_id = of_tokenizer if of_template is None else of_template
@@ -51,14 +47,6 @@ class Decoder:
 
     def is_space(self, token_id: int) -> bool:
         return not self.decode([token_id]).strip()
-
-    def thinking_start(self, prompt: Sequence[int]) -> int | None:
-        """The position where the last tokens of a prompt open the thinking of the next answer; None if they do not."""
-        first = max(0, len(prompt) - MAX_OPENING_TOKENS)
-        for position in range(len(prompt) - 1, first - 1, -1):
-            if prompt[position] == self._think_id:
-                return position
-        return None
 
     def _find_end_token(self, folder: Path) -> int | None:
         file = folder / "tokenizer_config.json"

@@ -12,14 +12,12 @@ import array
 import asyncio
 import contextlib
 import functools
-import heapq
 import itertools
-import json
 import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,18 +25,19 @@ from typing import Any
 from art_server import clock
 from art_server.base_facts import Facts, TemplateRules
 from art_server.ledger import conversation
+from art_server.ledger.candidates import MAX_TRIED, Candidates
+from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.records import Match, Prompt, Record, Request, choice_id
 from art_server.ledger.splice import (
-    MAX_PROMPTS,
     Answer,
-    Hashes,
-    PromptIndex,
     Reading,
     continue_answer,
-    prefix_hashes,
+    find_shown,
+    loses_thinking,
+    split_end,
 )
-from art_server.ledger.storage import IN_LIST, OF_REQUEST, Storage, of_request, places, unpack
+from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack
 from art_server.shared.samples import Sample
 from art_server.store.database import database_errors, transaction
 
@@ -47,18 +46,14 @@ logger = logging.getLogger(__name__)
 RECORD_WAIT_SECONDS = 10.0
 """A record arrives over a local socket beside the answer; if it takes this long, the engine's process is gone."""
 
-MAX_OWN = 1024
-"""Choices of a request's session, and as many that it names or that continue those, in which its past is searched: the
-newest."""
-
-MAX_EQUAL = 256
-"""Answers of the same text to the same prompts that are compared: those that the request names, then the newest."""
-
 CACHED_TEXTS = 1024
 """Decoded answers in memory. An answer with 8,000 tokens of thinking has about 32 KB."""
 
-MAX_BEGINNINGS = 8
-"""Known beginnings of a prompt that are tried, longest first: the longest may be a prompt without a matching answer."""
+NEWEST = 20_000
+"""Records in which a start looks for the latest event."""
+
+MAX_MATCHES = 4096
+"""Records that one look-up finds: the newest."""
 
 NAMED_CALLS = 200_000
 """Tool calls whose choices are remembered, the latest ones: more than are answered at the same time."""
@@ -90,12 +85,13 @@ class Ledger:
         self._lock = threading.RLock()
         self._storage = Storage(file)
         self._open: dict[str, OpenRequest] = {}
-        self._texts: dict[tuple[str, int, tuple[int, ...]], str] = {}
+        self._texts: dict[tuple[str, int | None, int], str] = {}
         """`Reading.texts`."""
+        self._thoughts: dict[str, tuple[str | None, bool]] = {}
+        """The thinking of choices, by id (None: there is none), and whether their digests tell an edited message."""
         self._unanswered: list[int] = []
         """The numbers of prompts whose requests ended without a record, for `prune`."""
-        self._fill_index()
-        clock.tick(after=self._storage.newest_event(MAX_PROMPTS))
+        clock.tick(after=self._storage.newest_event(NEWEST))
 
     def close(self) -> None:
         with self._lock:
@@ -111,6 +107,7 @@ class Ledger:
             self._decoder = decoder if decoder.can_decode else None
             self._stop_ids = decoder.stop_ids
             self._texts.clear()
+            self._thoughts.clear()
 
     @property
     def end_id(self) -> int | None:
@@ -143,7 +140,7 @@ class Ledger:
         if opened is None:
             return None
         with self._lock:
-            prompt = self._make_prompt(opened.request, rendered)
+            prompt = self._make_prompt(opened, rendered)
             opened.prompts[position] = prompt
         return prompt.token_ids.tolist() if prompt.link == "spliced" else None
 
@@ -161,11 +158,11 @@ class Ledger:
                     if sample.rendered is not None and (
                         taken is None or taken.token_ids != array.array("i", sample.rendered)
                     ):
-                        # After a rollback SQLite reuses prompt numbers that the index in memory still holds.
-                        undo.callback(self._fill_index)
+                        # After a rollback SQLite reuses prompt numbers that the caches still hold.
+                        undo.callback(self._storage.forget)
                         # A first turn, or a turn whose spliced prompt left no room: the rendering was sampled from.
                         opened.prompts[position] = self._make_prompt(
-                            opened.request, sample.rendered, is_rendered=True
+                            opened, sample.rendered, is_rendered=True
                         )
                         undo.callback(opened.prompts.pop, position)
                     if position in opened.prompts:
@@ -205,7 +202,7 @@ class Ledger:
             created_at=clock.now(),
             continues=prompt.continues,
             link=prompt.link,
-            said=conversation.text_digest(text),
+            answer_digest=conversation.text_digest(text),
             text=text,
         )
 
@@ -218,136 +215,81 @@ class Ledger:
         return self._decoder.decode(ids[:-1] if has_ended else ids)
 
     def _make_prompt(
-        self, request: Request, token_ids: Sequence[int], *, is_rendered: bool = False
+        self, opened: "OpenRequest", token_ids: Sequence[int], *, is_rendered: bool = False
     ) -> Prompt:
         """Stores the prompt that is sampled from; with `is_rendered` that is the rendering, without splicing."""
         rendered = array.array("i", token_ids)
-        hashes = prefix_hashes(rendered)
-        beginnings = [(int(hashes[length]), each) for length, each in self._beginnings(rendered)]
-        made = Prompt(0, rendered, rendered, beginnings)
+        made = Prompt(0, rendered, rendered)
         if self._decoder is not None and not is_rendered:
-            self._continue(made, hashes, request, self._decoder)
+            self._continue(made, opened.candidates, self._decoder)
         made.number = self._storage.store_prompt(made)
-        for hashed, is_thinking in made.beginnings:
-            index = self._without_thinking if is_thinking else self._index
-            index.add(request.scope, hashed, made.number)
         return made
 
-    def _beginnings(self, rendered: Sequence[int]) -> list[tuple[int, bool]]:
-        """Lengths at which later renderings may continue this one, and whether they leave out thinking there: its end;
-        the start of thinking that it opens; one less than these, because white space may merge with the next token."""
-        lengths = [(len(rendered), False)]
-        if self._decoder is None:
-            return lengths
-        start = self._decoder.thinking_start(rendered)
-        if start is not None:
-            lengths.append((start, True))
-        return lengths + [
-            (length - 1, is_thinking)
-            for length, is_thinking in lengths
-            if length > 1 and self._decoder.is_space(rendered[length - 1])
-        ]
-
-    def _continue(self, made: Prompt, hashes: Hashes, request: Request, decoder: Decoder) -> None:
+    def _continue(self, made: Prompt, candidates: Candidates, decoder: Decoder) -> None:
         """Finds the answer that a rendered prompt continues, and splices its tokens into `made`."""
-        plain = ((*found, False) for found in self._index.beginnings(request.scope, hashes))
-        opened = (
-            (*found, True) for found in self._without_thinking.beginnings(request.scope, hashes)
-        )
-        longest_first = heapq.merge(plain, opened, key=lambda found: -found[0])
         if len(self._texts) > CACHED_TEXTS:
             self._texts.clear()
         reading = Reading(
-            decoder.end_ids, decoder.decode_behind, self._rules, self._is_splicing, self._texts
+            decoder.end_ids,
+            decoder.decode_behind,
+            decoder.is_space,
+            self._rules,
+            self._is_splicing,
+            self._texts,
         )
-        own = self._own_prompts(request)
-        for length, known, is_thinking_left_out in itertools.islice(longest_first, MAX_BEGINNINGS):
-            beginning = made.rendered[:length]
-            mine = own.get((is_thinking_left_out, int(hashes[length])), {})
-            openings: dict[int, Sequence[int]] = {}
-            for number in mine or known:
-                rendering = self._storage.load_rendering(number)
-                if rendering[:length] == beginning:
-                    start = decoder.thinking_start(rendering) if is_thinking_left_out else None
-                    openings[number] = rendering[length:start]
-            found = continue_answer(
-                made.rendered,
-                length,
-                lambda digest, openings=openings: self._answers(request, openings, digest),
-                reading,
-                {choice for number in openings for choice in mine.get(number, ())},
-                is_thinking_left_out,
-            )
-            if found is None:
-                continue
-            made.continues, made.link = found.choice_id, found.link
-            if made.link == "spliced":
-                assert found.token_ids is not None
-                made.token_ids, made.length = found.token_ids, length
-                made.put_back = self._storage.put_back(found.choice_id, found.puts_back)
-            return
 
-    def _own_prompts(self, request: Request) -> dict[tuple[bool, int], dict[int, list[str]]]:
-        """The prompts of a request's session, of the choices that it names, and of those that continue them: by whether
-        thinking is left out and the hash of their rendering, each with the named choices sampled from it."""
-        own: dict[tuple[bool, int], dict[int, list[str]]] = {}
-        if request.session is None and not request.named:
-            return own
-        names = json.dumps(list(request.named))
-        rows = self._storage.db.execute(
-            # Each part reads an index in its order, without sorting all that a long session has.
-            "SELECT choice_id, prompt, rendered, beginnings FROM records WHERE number IN ("
-            " SELECT * FROM (SELECT number FROM records WHERE session = ? ORDER BY number DESC LIMIT ?)"
-            f" UNION SELECT number FROM records WHERE choice_id {IN_LIST}"
-            f" UNION SELECT * FROM (SELECT number FROM records WHERE prompt IN (SELECT number FROM prompts WHERE parent {IN_LIST})"
-            "  ORDER BY number DESC LIMIT ?)"
-            ") AND owner = ? AND project IS ? AND name IS ? ORDER BY number DESC",
-            (
-                *(request.session, MAX_OWN, names, names, MAX_OWN),
-                *(request.owner, request.project, request.name),
-            ),
-        ).fetchall()
-        for choice, prompt, rendered, beginnings in rows:
-            for place in places(rendered, beginnings):
-                choices = own.setdefault(place, {}).setdefault(prompt, [])
-                if choice in request.named:
-                    choices.append(choice)
-        return own
+        def read(row: sqlite3.Row) -> bytes | None:
+            prompt = self._storage.load_rendering(row["prompt"])
+            shown = find_shown(made.rendered, prompt, reading)
+            return conversation.text_digest(shown.text) if shown is not None else None
 
-    def _answers(
-        self, request: Request, openings: Mapping[int, Sequence[int]], text_digest: bytes
-    ) -> list[Answer]:
-        """The answers with this digest that were sampled from these prompts, newest first; in a session only its own."""
-        marks = ",".join("?" * len(openings))
-        rows = self._storage.db.execute(
-            "SELECT choice_id, prompt, tokens, before, put_back FROM records INDEXED BY records_by_prompt"
-            f" JOIN prompts ON prompts.number = prompt WHERE prompt IN ({marks}) AND said = ?"
-            " AND owner = ? AND project IS ? AND name IS ? AND (? IS NULL OR session = ?)"
-            f" ORDER BY choice_id {IN_LIST} DESC, records.number DESC LIMIT ?",
-            (
-                *(*openings, text_digest, request.owner, request.project, request.name),
-                *(request.session, request.session, json.dumps(list(request.named)), MAX_EQUAL),
-            ),
-        ).fetchall()
+        nearest: Answer | None = None
+        for rows, is_repeated in itertools.islice(candidates.groups(read), MAX_TRIED):
+            found = continue_answer(made.rendered, map(self._answer, rows), reading)
+            if found is not None:
+                made.continues, made.link = found.choice_id, found.link
+                if found.token_ids is not None:
+                    made.token_ids, made.length = found.token_ids, found.length
+                return
+            if is_repeated and nearest is None:
+                nearest = self._answer(rows[0])
+                if loses_thinking(nearest, made.rendered, reading):
+                    made.continues, made.link = nearest.choice_id, "dropped"
+                    return
 
-        def keeps(before: bytes) -> bool:
-            is_before_tool = before in request.before_tool
-            return (
-                self._rules.keeps_before_tool if is_before_tool else self._rules.keeps_before_user
-            )
+    def _answer(self, row: sqlite3.Row) -> Answer:
+        rendering = self._storage.load_rendering(row["prompt"])
+        prompt = self._storage.load_prompt(row["prompt"])
+        return Answer(row["choice_id"], rendering, prompt, unpack(row["tokens"], "i"))
 
-        return [
-            Answer(
-                choice_id=choice,
-                prompt=prompt,
-                prompt_token_ids=self._storage.load_prompt(prompt),
-                token_ids=unpack(tokens, "i"),
-                opening=openings[prompt],
-                keeps_thinking=keeps(before),
-                put_back="no" if put_back is None else "kept" if keeps(put_back) else "dropped",
-            )
-            for choice, prompt, tokens, before, put_back in rows
-        ]
+    def recall_thinking(self, opened: "OpenRequest") -> list[str | None]:
+        """For each past answer of a request the thinking that was sampled before it, if the message brings none, and is
+        certainly one choice that was not edited."""
+        if self._decoder is None or not self._is_splicing:
+            return []
+        with self._lock:
+            return [
+                None
+                if answer.has_thinking
+                else self._thought(answer, opened.candidates.own(answer))
+                for answer in opened.request.answers
+            ]
+
+    def _thought(self, answer: PastAnswer, row: sqlite3.Row | None) -> str | None:
+        if row is None or self._decoder is None:
+            return None
+        if row["choice_id"] not in self._thoughts:
+            if len(self._thoughts) >= CACHED_TEXTS:
+                self._thoughts.clear()
+            sampled_ids, _ = split_end(unpack(row["tokens"], "i"), self._decoder.end_ids)
+            thought, said = conversation.split_thinking(self._decoder.decode(sampled_ids))
+            # Of calls that are no JSON the digest differs from that of the parsed message.
+            is_comparable = not answer.has_calls or conversation.split_calls(said) is not None
+            thought = (thought or "").strip("\n") or None
+            self._thoughts[row["choice_id"]] = thought, is_comparable
+        thought, is_comparable = self._thoughts[row["choice_id"]]
+        is_edited = is_comparable and row["answer_digest"] != answer.answer_digest
+        return None if is_edited else thought
 
     def name_calls(self, choice: str, call_ids: Iterable[str]) -> None:
         """Remembers which choice made these tool calls, so that a request with their ids refers to it. An id that two
@@ -358,19 +300,6 @@ class Ledger:
                 " SET choice_id = NULL WHERE choice_id IS NOT excluded.choice_id",
                 [(call_id, choice) for call_id in call_ids],
             )
-
-    def callers(self, names: Iterable[str]) -> frozenset[str]:
-        """The ids of the choices that made these tool calls. Other names, such as choice ids, stay as they are."""
-        wanted = set(names)
-        with self._lock:
-            found = dict(
-                self._storage.db.execute(
-                    f"SELECT call_id, choice_id FROM calls WHERE call_id {IN_LIST}",
-                    (json.dumps(list(wanted)),),
-                ).fetchall()
-            )
-        callers = (found.get(name, name) for name in wanted)
-        return frozenset(name for name in callers if name is not None)
 
     def mark_delivered(self, request_id: str) -> None:
         """Marks the choices of a request whose answer was sent in full at this moment."""
@@ -419,36 +348,30 @@ class Ledger:
                 found.append((record, turn))
         return found
 
-    def find_text(
-        self,
-        project: str,
-        name: str,
-        text_digest: bytes | None,
-        logprobs: Sequence[float] | None,
-        before: bytes | None = None,
+    def find_by_logprobs(self, project: str, name: str, logprobs: Sequence[float]) -> list[Match]:
+        """A model's records with these log-probabilities, newest first. They are not loaded, because a frequent answer has
+        thousands."""
+        # SQLite cannot know that few have equal log-probabilities.
+        fingerprint = conversation.fingerprint(logprobs)
+        return self._find_matches("records_by_fingerprint", project, name, fingerprint=fingerprint)
+
+    def find_by_conversation(
+        self, project: str, name: str, prefix_digest: bytes, answer_digest: bytes
     ) -> list[Match]:
-        """A model's records with this digest, these log-probabilities and this conversation's digest (each None: any),
-        newest first. They are not loaded, because a frequent answer has thousands."""
-        # SQLite cannot know that many answers are equal, but few have equal log-probabilities.
-        index = "records_by_answer" if logprobs is None else "records_by_fingerprint"
-        where = "project = ? AND name = ?"
-        values: tuple[Any, ...] = (project, name)
-        if text_digest is not None:
-            where += " AND said = ?"
-            values = (*values, text_digest)
-        if before is not None:
-            where += " AND before = ?"
-            values = (*values, before)
-        if logprobs is not None:
-            where += " AND fingerprint = ?"
-            values = (*values, conversation.fingerprint(logprobs))
+        """A model's records of this answer to this conversation, newest first."""
+        digests = {"prefix_digest": prefix_digest, "answer_digest": answer_digest}
+        return self._find_matches("records_by_conversation", project, name, **digests)
+
+    def _find_matches(self, index: str, project: str, name: str, **wanted: bytes) -> list[Match]:
+        where = " AND ".join(f"{column} = ?" for column in wanted)
         with self._lock:
             rows = self._storage.db.execute(
-                f"SELECT choice_id, step, prompt, tokens FROM records INDEXED BY {index} WHERE {where}"
-                " ORDER BY number DESC LIMIT 4096",
-                values,
+                "SELECT choice_id, step, prompt, tokens, prefix_digest, answer_digest"
+                f" FROM records INDEXED BY {index} WHERE {where} AND project = ? AND name = ?"
+                " ORDER BY number DESC LIMIT ?",
+                (*wanted.values(), project, name, MAX_MATCHES),
             ).fetchall()
-        return [Match(*row, load=functools.partial(self.find, row[0])) for row in rows]
+        return [Match(**dict(row), load=functools.partial(self.find, row[0])) for row in rows]
 
     def forget_steps(self, project: str, name: str, after: int = -1) -> None:
         """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again.
@@ -466,21 +389,6 @@ class Ledger:
                 )
 
     # --- keeping within bounds ---
-
-    def _fill_index(self) -> None:
-        """Rebuilds the indexes from the newest records, whose prompts may still be continued."""
-        self._storage.forget()
-        self._index = PromptIndex()
-        self._without_thinking = PromptIndex()
-        """Prompts that open thinking, up to its start: later renderings may leave the thinking out."""
-        rows = self._storage.db.execute(
-            "SELECT owner, project, name, rendered, beginnings, prompt FROM records ORDER BY number DESC LIMIT ?",
-            (MAX_PROMPTS,),
-        ).fetchall()
-        for owner, project, name, rendered, beginnings, prompt in reversed(rows):
-            for is_thinking, hashed in places(rendered, beginnings):
-                index = self._without_thinking if is_thinking else self._index
-                index.add(f"{owner}\0{project}/{name}", hashed, prompt)
 
     def prune(self) -> int:
         """Deletes records that are too old, and the oldest ones while the file is too large. Returns their number.
@@ -556,6 +464,7 @@ class OpenRequest:
     records: dict[int, Record] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """Choices without a record, with the reason."""
+    _candidates: Candidates | None = None
     _came: asyncio.Event = field(default_factory=asyncio.Event)
     _patience: float = field(default_factory=lambda: RECORD_WAIT_SECONDS)
     """Seconds that the answer may still wait for records, for all of its choices together."""
@@ -568,6 +477,13 @@ class OpenRequest:
         self.ledger._open.pop(self.request.request_id, None)
         if not self.records:
             self.ledger._unanswered += [prompt.number for prompt in self.prompts.values()]
+
+    @property
+    def candidates(self) -> Candidates:
+        """The choices that the request may continue. Call it with the ledger's lock."""
+        if self._candidates is None:
+            self._candidates = Candidates(self.ledger._storage, self.request)
+        return self._candidates
 
     def add(self, index: int, record: Record) -> None:
         self.records[index] = record

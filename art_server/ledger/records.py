@@ -1,11 +1,12 @@
 """The ledger's data: a request, the choices sampled for it, and its prompt."""
 
 import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from art_server.ledger import conversation
+from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.splice import Link
 
 
@@ -23,19 +24,15 @@ class Request:
     owner: str
     """The project, for all of its keys; for the base model a name of the caller's key."""
     session: str | None = None
-    before: bytes = conversation.EMPTY
+    prefix_digest: bytes = conversation.EMPTY
     """Digest of the conversation that the request carries."""
-    named: frozenset[str] = frozenset()
-    """Ids of choices that the request refers to: by `art.id`, by a tool call's id or by an earlier response's id."""
-    before_tool: frozenset[bytes] = frozenset()
-    """Digests of the conversation before each answer that no user message follows."""
+    answers: Sequence[PastAnswer] = ()
+    """The assistant's messages in it, oldest first. They are not stored."""
+    cited_choices: Sequence[str] = ()
+    """Ids of choices to which the request refers outside of its messages, as the Responses API does. They are not
+    stored."""
     requested_at: int | None = None
     """When the server received the request (`clock.tick`). None: recorded by an earlier version."""
-
-    @property
-    def scope(self) -> str:
-        """Owner and model in one string; splicing never crosses them."""
-        return f"{self.owner}\0{self.project}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class Record:
     continues: str | None = None
     """The id of the choice whose answer the prompt continues."""
     link: Link | None = None
-    said: bytes = b""
+    answer_digest: bytes = b""
     """Digest of the answer (`conversation.text_digest`)."""
     text: str = ""
     """The sampled text; not stored."""
@@ -73,7 +70,7 @@ class Record:
     @property
     def after(self) -> bytes:
         """Digest of the conversation that ends with this choice."""
-        return conversation.after(self.request.before, self.said)
+        return conversation.after(self.request.prefix_digest, self.answer_digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +82,8 @@ class Match:
     prompt: Hashable
     tokens: Hashable
     """`prompt` and `tokens` are equal if those of the records are."""
+    prefix_digest: bytes
+    answer_digest: bytes
     load: Callable[[], Record | None]
 
 
@@ -97,17 +96,12 @@ class Prompt:
     """The tokens that the engine samples from."""
     rendered: "array.array[int]"
     """The tokens that the chat template made."""
-    beginnings: list[tuple[int, bool]]
-    """Where later renderings may continue `rendered`, first at its end: the hash of `rendered` up to there
-    (`splice.prefix_hashes`), and whether they leave out its thinking there."""
     continues: str | None = None
     link: Link | None = None
     length: int = 0
     """Of a spliced prompt: how many first tokens of `rendered` belong to the earlier prompt."""
     listed: list[int] | None = None
     """`token_ids` for records; all choices of the prompt share it."""
-    put_back: bytes | None = None
-    """If thinking that the agent did not send was put back: the digest of the conversation before the first such answer."""
 
 
 def choice_id(request_id: str, index: int) -> str:

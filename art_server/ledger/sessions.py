@@ -108,9 +108,9 @@ def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTu
                 delivered_at=delivered if record.is_delivered else None,
                 conversation=talk,
                 tools=kept["tools"],
-                asked=(talk.exact if talk else record.request.before, asked),
+                asked=(talk.exact if talk else record.request.prefix_digest, asked),
                 choice=choice,
-                ends={record.after, conversation.after(record.request.before, received)},
+                ends={record.after, conversation.after(record.request.prefix_digest, received)},
             )
         )
     return turns

@@ -18,17 +18,16 @@ import msgspec
 from art_server.ledger import conversation
 from art_server.ledger.records import Prompt, Record, Request
 from art_server.shared.kept_set import MASK
-from art_server.store.database import add_columns, insert, open_database, transaction
+from art_server.store.database import add_columns, column_names, insert, open_database, transaction
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS prompts (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- not reused after a deletion, because indexes in memory hold it
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- not reused after a deletion, because open requests hold it
     digest BLOB NOT NULL UNIQUE,
     parent TEXT,
     delta BLOB NOT NULL,
     cut INTEGER,  -- of a spliced prompt: its rendering is that of the parent's prompt without the last `cut` tokens,
-    tail BLOB,    -- followed by these tokens
-    put_back BLOB -- `Prompt.put_back`
+    tail BLOB     -- followed by these tokens
 );
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER PRIMARY KEY,
@@ -42,30 +41,25 @@ CREATE TABLE IF NOT EXISTS records (
     session TEXT,
     created_at REAL NOT NULL,
     prompt INTEGER NOT NULL,
-    rendered INTEGER NOT NULL,
     continues TEXT,
     link TEXT,
-    before BLOB NOT NULL,
-    said BLOB NOT NULL,
+    prefix_digest BLOB NOT NULL,  -- of the conversation before the answer
+    answer_digest BLOB NOT NULL,
     fingerprint BLOB NOT NULL,
     tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL,
     finish_reason TEXT NOT NULL,
     sampling TEXT NOT NULL,
     is_delivered INTEGER NOT NULL DEFAULT 0,
-    -- beginnings: where else later renderings may continue, as pairs: 1 if they leave out thinking there, and the hash
     -- sampled_from: log-probabilities (nil: the raw ones), kept, sets (each itself or its number); empty: raw, no sets
-    beginnings BLOB,
     sampled_from BLOB,
     requested_at INTEGER,  -- clock.tick; null: by an earlier version
     delivered_at INTEGER
 );
 CREATE INDEX IF NOT EXISTS prompts_by_parent ON prompts (parent) WHERE parent IS NOT NULL;
-CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt, said);
-DROP INDEX IF EXISTS records_by_request;
+CREATE INDEX IF NOT EXISTS records_by_prompt ON records (prompt);
 CREATE INDEX IF NOT EXISTS records_by_session ON records (session) WHERE session IS NOT NULL;
-DROP INDEX IF EXISTS records_by_said;
-CREATE INDEX IF NOT EXISTS records_by_answer ON records (said, before);
+CREATE INDEX IF NOT EXISTS records_by_conversation ON records (prefix_digest, answer_digest);
 CREATE INDEX IF NOT EXISTS records_by_fingerprint ON records (fingerprint);
 CREATE TABLE IF NOT EXISTS kept_sets (
     number INTEGER PRIMARY KEY,
@@ -92,13 +86,9 @@ CREATE TABLE IF NOT EXISTS conversations (
     message BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS conversations_by_parent ON conversations (parent) WHERE parent IS NOT NULL;
-"""
-
-INDEXES = """
 CREATE INDEX IF NOT EXISTS turns_by_conversation ON turns (conversation) WHERE conversation IS NOT NULL;
 CREATE INDEX IF NOT EXISTS turns_by_tools ON turns (tools) WHERE tools IS NOT NULL;
 """
-"""On columns that a file of an earlier version lacks."""
 
 CACHED_PROMPTS = 512
 """Prompts kept in memory, the most recently used: a conversation's next turn needs the prompt of its last turn."""
@@ -112,12 +102,18 @@ CHECKPOINT_PAGES = 8000
 CACHED_SETS = 4096
 """Shared kept sets in memory; a grammar has few different ones."""
 
+MAX_OWN = 1024
+"""Choices of a session in which a request's past is searched: the newest."""
+
+MAX_EQUAL = 256
+"""Equal answers to equal conversations that are compared: the newest."""
+
 USED_SECONDS = 3600.0
 """A kept set's `used_at` is updated when it is older than this."""
 
 HEADING = (
-    "choice_id, request_id, api, project, name, step, owner, session, before, requested_at, finish_reason, created_at,"
-    " continues, link, said, is_delivered, delivered_at"
+    "choice_id, request_id, api, project, name, step, owner, session, prefix_digest, requested_at, finish_reason,"
+    " created_at, continues, link, answer_digest, is_delivered, delivered_at"
 )
 """The columns of `find_heading`."""
 
@@ -135,14 +131,10 @@ class Storage:
     """The database and its caches. Each write is committed at once (WAL), except inside a `transaction`."""
 
     def __init__(self, file: Path):
-        self.db = open_database(file, SCHEMA, is_durable=False)
+        self.db = open_database(file, "", is_durable=False)
         self.db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
-        added = {"sampled_from": "BLOB", "beginnings": "BLOB"}
-        added |= {"requested_at": "INTEGER", "delivered_at": "INTEGER"}
-        add_columns(self.db, "records", added)
-        add_columns(self.db, "prompts", {"cut": "INTEGER", "tail": "BLOB", "put_back": "BLOB"})
-        add_columns(self.db, "turns", {"conversation": "INTEGER", "tools": "INTEGER"})
-        self.db.executescript(INDEXES)
+        migrate(self.db)
+        self.db.executescript(SCHEMA)
         self._sets: dict[int, bytes] = {}
         self._prompts: OrderedDict[int, array.array[int]] = OrderedDict()
         self._renderings: OrderedDict[int, array.array[int]] = OrderedDict()
@@ -181,7 +173,6 @@ class Storage:
             "delta": pack(ids[start:]),
             "cut": cut,
             "tail": tail,
-            "put_back": prompt.put_back,
         }
         number = insert(self.db, "prompts", row)
         self._cache(self._prompts, number, ids)
@@ -246,14 +237,6 @@ class Storage:
         self._cache(self._prompts, number, whole)
         return whole
 
-    def put_back(self, choice_id: str, puts_back: bool) -> bytes | None:
-        """The `Prompt.put_back` of a prompt that continues a choice; with `puts_back` the choice's thinking is put back."""
-        before, earlier = self.db.execute(
-            "SELECT before, put_back FROM records JOIN prompts ON prompts.number = prompt WHERE choice_id = ?",
-            (choice_id,),
-        ).fetchone()
-        return earlier if earlier is not None else before if puts_back else None
-
     @staticmethod
     def _cache(
         cache: "OrderedDict[int, array.array[int]]", number: int, token_ids: "array.array[int]"
@@ -280,18 +263,16 @@ class Storage:
                 "session": request.session,
                 "created_at": record.created_at,
                 "prompt": prompt.number,
-                "rendered": signed(prompt.beginnings[0][0]),
                 "continues": record.continues,
                 "link": record.link,
-                "before": request.before,
-                "said": record.said,
+                "prefix_digest": request.prefix_digest,
+                "answer_digest": record.answer_digest,
                 "fingerprint": conversation.fingerprint(record.logprobs),
                 "tokens": pack(array.array("i", record.token_ids)),
                 "logprobs": pack(array.array("d", record.logprobs)),
                 "finish_reason": record.finish_reason,
                 "sampling": json.dumps(record.sampling, separators=(",", ":")),
                 "sampled_from": self._store_sampled(record),
-                "beginnings": _pack_beginnings(prompt),
                 "requested_at": request.requested_at,
             },
             or_else="REPLACE",
@@ -323,7 +304,7 @@ class Storage:
             *([], [], []),
             finish_reason=row["finish_reason"],
             sampling={},
-            **{name: row[name] for name in ("created_at", "continues", "link", "said")},
+            **{name: row[name] for name in ("created_at", "continues", "link", "answer_digest")},
             is_delivered=bool(row["is_delivered"]),
             delivered_at=row["delivered_at"],
         )
@@ -345,7 +326,7 @@ class Storage:
             sets=sets,
             continues=row["continues"],
             link=row["link"],
-            said=row["said"],
+            answer_digest=row["answer_digest"],
             is_delivered=bool(row["is_delivered"]),
             delivered_at=row["delivered_at"],
         )
@@ -407,6 +388,56 @@ class Storage:
             (packed,) = self.db.execute(select, (stored,)).fetchone()
             self._sets[stored] = packed
         return packed
+
+    # --- what a request may continue ---
+
+    def find_cited(self, request: Request, names: Iterable[str]) -> dict[str, sqlite3.Row]:
+        """The choices that have these names: choice ids, or ids of tool calls that only one choice made."""
+        names = set(names)
+        if not names:
+            return {}
+        callers = self.db.execute(
+            f"SELECT call_id, choice_id FROM calls WHERE call_id {IN_LIST}",
+            (json.dumps(list(names)),),
+        ).fetchall()
+        choices = {name: name for name in names} | dict(callers)
+        wanted = json.dumps([choice for choice in choices.values() if choice is not None])
+        rows = self._find_choices(request, "", f"choice_id {IN_LIST}", wanted, limit=-1)
+        found = {row["choice_id"]: row for row in rows}
+        return {name: found[choice] for name, choice in choices.items() if choice in found}
+
+    def find_of_session(self, request: Request) -> list[sqlite3.Row]:
+        """The newest choices of a request's session; none without a session."""
+        if request.session is None:
+            return []
+        return self._find_choices(request, "INDEXED BY records_by_session", "TRUE", limit=MAX_OWN)
+
+    def find_answers(
+        self,
+        request: Request,
+        prefix_digest: bytes,
+        answer_digest: bytes | None,
+        limit: int = MAX_EQUAL,
+    ) -> list[sqlite3.Row]:
+        """The newest choices that answered a conversation, with this text (None: any)."""
+        where = "prefix_digest = ?" + (" AND answer_digest = ?" if answer_digest else "")
+        digests = (prefix_digest, answer_digest) if answer_digest else (prefix_digest,)
+        index = "INDEXED BY records_by_conversation"
+        return self._find_choices(request, index, where, *digests, limit=limit)
+
+    def _find_choices(
+        self, request: Request, index: str, where: str, *values: Any, limit: int
+    ) -> list[sqlite3.Row]:
+        """Choices of the request's owner and model, and of its session if it has one, newest first."""
+        session, of_session = "", ()
+        if request.session is not None:
+            session, of_session = "AND session = ?", (request.session,)
+        return self.db.execute(
+            "SELECT choice_id, prompt, tokens, prefix_digest, answer_digest, continues"
+            f" FROM records {index} WHERE {where} {session} AND owner = ? AND project IS ? AND name IS ?"
+            " ORDER BY number DESC LIMIT ?",
+            (*values, *of_session, request.owner, request.project, request.name, limit),
+        ).fetchall()
 
     # --- sessions ---
 
@@ -551,29 +582,27 @@ class Storage:
         )
 
 
+def migrate(db: sqlite3.Connection) -> None:
+    """Brings the tables of an earlier commit, if there are any, to today's. Takes a minute for a file of some gigabytes."""
+    columns = {table: column_names(db, table) for table in ("records", "prompts")}
+    if "said" not in columns["records"]:
+        return
+    add_columns(db, "records", {"requested_at": "INTEGER", "delivered_at": "INTEGER"})
+    add_columns(db, "turns", {"conversation": "INTEGER", "tools": "INTEGER"})
+    with transaction(db):
+        for index in ("records_by_prompt", "records_by_said", "records_by_answer"):
+            db.execute(f"DROP INDEX IF EXISTS {index}")
+        db.execute("ALTER TABLE records RENAME COLUMN said TO answer_digest")
+        db.execute("ALTER TABLE records RENAME COLUMN before TO prefix_digest")
+        unused = (("records", "rendered"), ("records", "beginnings"), ("prompts", "put_back"))
+        for table, column in unused:
+            if column in columns[table]:
+                db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+
+
 def _request(row: sqlite3.Row) -> Request:
-    names = ("request_id", "api", "project", "name", "step", "owner", "session", "before")
+    names = ("request_id", "api", "project", "name", "step", "owner", "session", "prefix_digest")
     return Request(**{name: row[name] for name in (*names, "requested_at")})
-
-
-def signed(hashed: int) -> int:
-    return hashed - (1 << 64) if hashed >> 63 else hashed
-
-
-def places(rendered: int, beginnings: bytes | None) -> list[tuple[bool, int]]:
-    """Where later renderings may continue a record's prompt, from its columns: whether they leave out thinking there, and
-    the hash of the rendering up to there."""
-    more = array.array("q", beginnings or b"")
-    pairs = [(0, rendered), *zip(more[::2], more[1::2], strict=True)]
-    return [(bool(is_thinking), hashed % (1 << 64)) for is_thinking, hashed in pairs]
-
-
-def _pack_beginnings(prompt: Prompt) -> bytes | None:
-    """The beginnings shorter than the whole prompt; None if there are none."""
-    values = array.array("q")
-    for hashed, is_thinking in prompt.beginnings[1:]:
-        values.extend([int(is_thinking), signed(hashed)])
-    return values.tobytes() or None
 
 
 def pack(values: "array.array[Any]") -> bytes:

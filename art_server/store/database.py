@@ -31,10 +31,15 @@ def open_database(file: Path | None, schema: str, *, is_durable: bool) -> sqlite
 
 def add_columns(database: sqlite3.Connection, table: str, wanted: Mapping[str, str]) -> None:
     """Adds the columns (name to type) that a file of an earlier version lacks."""
-    there = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
+    there = column_names(database, table)
     for column, kind in wanted.items():
         if column not in there:
             database.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+
+
+def column_names(database: sqlite3.Connection, table: str) -> set[str]:
+    """The columns of a table; none if it does not exist."""
+    return {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
 
 
 def insert(

@@ -15,12 +15,15 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from art_server.base_facts import read_facts
 from art_server.base_models import TINY_DIR
+from art_server.ledger import conversation
+from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
@@ -36,29 +39,40 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def record(ledger: Ledger, number: int, rendered: list[int], answer: list[int]) -> list[int]:
-    """Records one completion; returns prompt and answer, with which the next turn's prompt begins."""
-    request = Request(f"{number:032x}", "chat", "p", "a", 0, "me", session=None)
-    with ledger.open_request(request):
+def record(
+    ledger: Ledger,
+    number: int,
+    rendered: list[int],
+    answer: list[int],
+    answers: Sequence[PastAnswer],
+) -> tuple[list[int], PastAnswer]:
+    """Records one completion; returns prompt and answer, with which the next turn's prompt begins, and its digests."""
+    question = str(number).encode()
+    prefix = conversation.digest(answers[-1].answer_digest if answers else b"", question)
+    request = Request(*(f"{number:032x}", "chat", "p", "a", 0, "me", None, prefix), answers=answers)
+    with ledger.open_request(request) as opened:
         prompt = ledger.take_prompt(request.request_id, 0, rendered) or rendered
         logprobs = [-random.random() * 3 for _ in answer]
         sample = Sample("x", 0, "", answer, logprobs, "stop", None, {"n": 1, "temperature": 1.0})
         ledger.take_samples([(request.request_id, 0, 0, sample)])
+        made = PastAnswer(prefix, opened.records[0].answer_digest)
     ledger.mark_delivered(request.request_id)
-    return prompt + answer
+    return prompt + answer, made
 
 
 def converse(ledger: Ledger, count: int, turns: int, end: int, first: int) -> list[tuple[int, int]]:
     """Record `count` completions in conversations of `turns`; returns (records, resident bytes) along the way."""
     memory: list[tuple[int, int]] = []
     so_far: list[int] = []
+    answers: list[PastAnswer] = []
     for i in tqdm(range(count), desc=f"{turns} turns"):
         if i % turns == 0:
-            so_far = [random.randrange(100, 1000) for _ in range(PROMPT_TOKENS)]
+            so_far, answers = [random.randrange(100, 1000) for _ in range(PROMPT_TOKENS)], []
         else:
             so_far = so_far + [random.randrange(100, 1000) for _ in range(QUESTION_TOKENS)]
         answer = [random.randrange(100, 1000) for _ in range(ANSWER_TOKENS - 1)] + [end]
-        so_far = record(ledger, first + i, so_far, answer)
+        so_far, past = record(ledger, first + i, so_far, answer, answers)
+        answers.append(past)
         if i % 500 == 0:
             memory.append((i, resident_bytes()))
     return memory

@@ -100,7 +100,11 @@ def fill(path: Path, case: list[int]) -> None:
     sampling = {"n": 1, "temperature": 1.0}
     for rollout in tqdm(range(rollouts), desc="records"):
         for turn, (prompt, answer) in enumerate(conversation_of(rollout, *shape)):
-            request = Request(request_id(rollout, turn), "chat", PROJECT, NAME, 0, PROJECT)
+            before = [f"{request_id(rollout, turn - 1)}-0"] if turn else []
+            request = Request(
+                *(request_id(rollout, turn), "chat", PROJECT, NAME, 0, PROJECT),
+                cited_choices=before,
+            )
             with ledger.open_request(request):
                 ledger.take_prompt(request.request_id, 0, prompt)
                 logprobs = [-random.random() * 3 for _ in answer]

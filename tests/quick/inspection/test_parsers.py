@@ -165,15 +165,12 @@ def test_a_template_of_a_processor_is_read(tmp_path: Path) -> None:
 
 
 def test_rules_that_the_template_for_tools_does_not_share_are_not_assumed() -> None:
-    strips = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>"
-        "{% if m.reasoning_content %}{{ m.reasoning_content }}{% endif %}{% endfor %}"
-    )
+    strips = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}"
     keeps = strips.replace(" | trim", "")
     alone = find_rules(Templates(strips, strips))
-    assert (alone.left, alone.right, alone.keeps_before_user) == (None, None, True)
+    assert (alone.left, alone.right) == (None, None)
     both = find_rules(Templates(strips, keeps))
-    assert (both.left, both.right, both.keeps_before_user) == ("", "", True)
+    assert (both.left, both.right) == ("", "")
     assert both.behind_answer == alone.behind_answer == "<end><user>question<end>"
 
 

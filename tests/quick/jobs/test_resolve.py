@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
-from art_server.jobs.resolve import Limits, Sources, entry_ids
+from art_server.jobs.resolve import Limits, Sources
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
@@ -51,10 +51,12 @@ def record(
     prompt: list[int],
     tokens: list[int],
     name: str = "a",
-    before: bytes = conversation.EMPTY,
+    prefix: bytes = conversation.EMPTY,
+    text: str = "yes",
 ) -> Record:
-    request = Request("r", "chat", "p", name, 0, "me", before=before)
-    return Record(identity, request, prompt, tokens, [-0.5] * len(tokens), "stop", {}, 0.0)
+    request = Request("r", "chat", "p", name, 0, "me", prefix_digest=prefix)
+    made = Record(identity, request, prompt, tokens, [-0.5] * len(tokens), "stop", {}, 0.0)
+    return dataclasses.replace(made, answer_digest=conversation.text_digest(text))
 
 
 def sources(**given: Any) -> Sources:
@@ -70,7 +72,8 @@ def sources(**given: Any) -> Sources:
 
     known: dict[str, Any] = {
         "find_record": lambda _: None,
-        "find_text": lambda said, logprobs, before: [],
+        "find_by_logprobs": lambda logprobs: [],
+        "find_by_conversation": lambda prefix, answer: [],
         "render": render,
         "tokenize": tokenize,
         "decode": lambda tokens: None,
@@ -79,14 +82,19 @@ def sources(**given: Any) -> Sources:
         "stop_ids": {99},
     }
     known |= given
-    find_text = known["find_text"]
-    known["find_text"] = lambda *asked: [as_match(r) for r in find_text(*asked)]
+    for name in ("find_by_logprobs", "find_by_conversation"):
+        known[name] = matches_of(known[name])
     return Sources(**known)
+
+
+def matches_of(find: Callable[..., list[Record]]) -> Callable[..., list[Match]]:
+    return lambda *asked: [as_match(each) for each in find(*asked)]
 
 
 def as_match(found: Record) -> Match:
     prompt, tokens = tuple(found.prompt_token_ids), tuple(found.token_ids)
-    return Match(found.choice_id, found.request.step, prompt, tokens, lambda: found)
+    digests = (found.request.prefix_digest, found.answer_digest)
+    return Match(found.choice_id, found.request.step, prompt, tokens, *digests, lambda: found)
 
 
 def of_groups(report: Any) -> list[str]:
@@ -95,12 +103,13 @@ def of_groups(report: Any) -> list[str]:
 
 
 def found_in(records: list[Record]) -> dict[str, Any]:
-    """Sources of a ledger in which all records say what is asked for."""
-    return {
-        "find_text": lambda said, logprobs, before: [
-            each for each in records if before in (None, each.request.before)
-        ]
-    }
+    """Sources of a ledger in which all records have the log-probabilities that are asked for."""
+
+    def find(prefix: bytes, answer: bytes) -> list[Record]:
+        digests = (prefix, answer)
+        return [r for r in records if (r.request.prefix_digest, r.answer_digest) == digests]
+
+    return {"find_by_logprobs": lambda logprobs: records, "find_by_conversation": find}
 
 
 def run(
@@ -163,7 +172,7 @@ def test_a_carried_choice_without_an_id_takes_the_figures_of_its_record() -> Non
     records = [record("c-0", [1], [3, 4]), record("c-1", [1, 2], [3, 4])]
     made = [dataclasses.replace(each, sampled_logprobs=[-0.7, -0.8]) for each in records]
     entries = [[choice([1, 2], [3, 4])], [choice([9], [3, 4])]]
-    batch, report = run(entries, given={"find_text": lambda said, logprobs, before: made})
+    batch, report = run(entries, given=found_in(made))
     first, second = (t.sequences[0].logprobs for t in batch.groups[0].trajectories)
     assert first == [None, None, -0.7, -0.8]
     assert second == [None] * 3, "the same answer to another prompt"
@@ -313,17 +322,14 @@ def test_equal_rewards_and_failures_are_counted() -> None:
     assert {dropped.count for dropped in report.dropped} == {1}
 
 
-def said_choice(
-    text: str, logprobs: list[float] | None = None, tokens: bool = False
-) -> dict[str, Any]:
+def said_choice(text: str, logprobs: list[float] | None = None) -> dict[str, Any]:
     """A choice as an agent that keeps no ids sends it."""
     made: dict[str, Any] = {
         "message": {"role": "assistant", "content": text},
         "finish_reason": "stop",
     }
     if logprobs is not None:
-        words = [f"token_id:{i}" if tokens else "w" for i in range(len(logprobs))]
-        entries = [{"token": w, "logprob": v} for w, v in zip(words, logprobs, strict=True)]
+        entries = [{"token": "w", "logprob": value} for value in logprobs]
         made["logprobs"] = {"content": entries}
     return made
 
@@ -332,26 +338,13 @@ QUESTION = {"role": "user", "content": "say yes"}
 BEFORE = conversation.prefix_digests([QUESTION])[-1]
 
 
-@pytest.mark.parametrize("number", ["\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT TWO}", "9" * 30])
-def test_what_is_no_token_id_is_the_text_of_a_token(number: str) -> None:
-    entry = {"token": f"token_id:{number}", "logprob": -0.5}
-    assert entry_ids({"logprobs": {"content": [entry]}}) is None
-
-
 def test_equal_short_answers_get_a_record_each() -> None:
     """Text only: found by the conversation and the words, each record once, as long as there are enough."""
     records = [
-        dataclasses.replace(record(f"c-{i}", [5], [6, 7], before=BEFORE), logprobs=[-1.0, -i])
+        dataclasses.replace(record(f"c-{i}", [5], [6, 7], prefix=BEFORE), logprobs=[-1.0, -i])
         for i in range(3)
     ]
-    asked: list[tuple[bytes, Any, bytes | None]] = []
-
-    def find_text(said: bytes, logprobs: Any, before: bytes | None) -> list[Record]:
-        asked.append((said, logprobs, before))
-        return records
-
-    batch, report = run([[QUESTION, said_choice("yes")]] * 4, given={"find_text": find_text})
-    assert asked[0] == (conversation.text_digest("yes"), None, BEFORE)
+    batch, report = run([[QUESTION, said_choice("yes")]] * 4, given=found_in(records))
     found = [t.sequences[0].logprobs[-1] for t in batch.groups[0].trajectories]
     assert found == [0, -1, -2, 0]
     assert report.turns == {"ledger": 4}
@@ -359,7 +352,7 @@ def test_equal_short_answers_get_a_record_each() -> None:
 
 def test_a_choice_whose_record_is_missing_does_not_take_a_sibling_s() -> None:
     """Both say the same, with other thinking that the digests leave out."""
-    sibling = record("c-1", [5], [6, 7], before=BEFORE)
+    sibling = record("c-1", [5], [6, 7], prefix=BEFORE)
     lost = {**said_choice("yes"), "art": {"id": "c-0", "model": "p/a", "unrecorded": "a full disk"}}
     kept = {**said_choice("yes"), "art": {"id": "c-1", "model": "p/a"}}
     batch, report = run(
@@ -377,7 +370,7 @@ def test_a_choice_whose_record_is_missing_does_not_take_a_sibling_s() -> None:
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
 def test_words_with_thinking_find_the_sample_of_that_thinking(field: str) -> None:
     texts = {(6, 8): "<think>\none\n</think>\nyes", (7, 8): "<think>\ntwo</think>yes"}
-    records = [record(f"c-{i}", [5], list(each), before=BEFORE) for i, each in enumerate(texts)]
+    records = [record(f"c-{i}", [5], list(each), prefix=BEFORE) for i, each in enumerate(texts)]
     given = {**found_in(records), "decode": lambda tokens: texts[tuple(tokens)]}
 
     def thought(text: str) -> list[dict[str, Any]]:
@@ -392,7 +385,7 @@ def test_words_with_thinking_find_the_sample_of_that_thinking(field: str) -> Non
 
 
 def test_words_without_log_probabilities_count_only_in_their_conversation() -> None:
-    elsewhere = record("c-0", [5], [6], before=conversation.prefix_digests([{"role": "user"}])[-1])
+    elsewhere = record("c-0", [5], [6], prefix=conversation.prefix_digests([{"role": "user"}])[-1])
     with pytest.raises(InvalidInput, match="not in the ledger"):
         run([[QUESTION, said_choice("yes")]], given=found_in([elsewhere]))
     batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], given=found_in([elsewhere]))
@@ -401,8 +394,8 @@ def test_words_without_log_probabilities_count_only_in_their_conversation() -> N
 
 def test_a_choice_whose_tool_call_was_dropped_is_found_by_its_log_probabilities() -> None:
     """As NVIDIA's plugin sends a tool episode: no content, no calls, the tool's result as an assistant's message."""
-    call = record("c-0", [5], [6, 7], before=BEFORE)
-    answer = record("c-1", [5, 6, 7, 8], [9])
+    call = record("c-0", [5], [6, 7], prefix=BEFORE, text='{"name": "add", "arguments": {}}')
+    answer = record("c-1", [5, 6, 7, 8], [9], text="it is 42")
     entries = [
         QUESTION,
         said_choice("", [-0.5, -0.5]),
@@ -410,12 +403,8 @@ def test_a_choice_whose_tool_call_was_dropped_is_found_by_its_log_probabilities(
         said_choice("it is 42", [-0.5]),
     ]
 
-    def find_text(said: bytes | None, logprobs: Any, before: bytes | None) -> list[Record]:
-        if said is None:
-            return [call] if len(logprobs) == 2 else []
-        return [answer] if said == conversation.text_digest("it is 42") else []
-
-    batch, report = run([entries], given={"find_text": find_text})
+    given = {"find_by_logprobs": lambda logprobs: [call] if len(logprobs) == 2 else [answer]}
+    batch, report = run([entries], given=given)
     (row,) = batch.groups[0].trajectories[0].sequences
     assert row.token_ids == [5, 6, 7, 8, 9]
     assert [value is not None for value in row.logprobs] == [False, True, True, False, True]
@@ -424,40 +413,27 @@ def test_a_choice_whose_tool_call_was_dropped_is_found_by_its_log_probabilities(
 
 def test_log_probabilities_that_stand_for_several_texts_name_none_of_them() -> None:
     elsewhere = [record("c-0", [5], [6]), record("c-1", [5], [7])]
-    given = {
-        "find_text": lambda said, _, before: [
-            each for each in elsewhere if said is None and before in (None, each.request.before)
-        ]
-    }
-    with pytest.raises(InvalidInput, match="not in the ledger"):
+    given = {"find_by_logprobs": lambda logprobs: elsewhere}
+    with pytest.raises(InvalidInput, match="different prompts or tokens"):
         run([[QUESTION, said_choice("", [-0.0] * 3)]], given=given)
-    elsewhere.append(record("c-2", [5], [8], before=BEFORE))
+    elsewhere.append(record("c-2", [5], [8], prefix=BEFORE))
     batch, _ = run([[QUESTION, said_choice("", [-0.0] * 3)]], given=given)
     assert batch.groups[0].trajectories[0].sequences[0].token_ids == [5, 8]
 
 
-def test_ids_in_log_probability_entries_are_used_behind_a_rendered_prompt() -> None:
-    batch, report = run([[QUESTION, said_choice("yes", [-0.1, -0.2], tokens=True)]])
-    (row,) = batch.groups[0].trajectories[0].sequences
-    assert (row.token_ids, row.recompute) == ([11, 0, 1], [1, 2])
-    assert report.turns == {"logprob_entries": 1}
-
-
-def test_text_with_log_probabilities_is_rendered_when_the_tokens_are_as_many() -> None:
-    batch, report = run([[QUESTION, said_choice("yes or", [-0.1, -0.2, -0.3])]])
-    (row,) = batch.groups[0].trajectories[0].sequences
-    assert (row.token_ids, row.recompute) == ([11, 23, 22, 99], [1, 2, 3])
-    assert report.turns == {"rendered": 1}
-    with pytest.raises(InvalidInput, match="2 tokens, the choice has 5 log-probabilities"):
-        run([[QUESTION, said_choice("yes or", [-0.1] * 5)]])
+def test_a_choice_with_log_probabilities_and_no_ids_is_not_tokenised_again() -> None:
+    """Its text may split into other tokens than those that were sampled."""
+    _, report = run([[choice([1], [2])], [QUESTION, said_choice("yes or", [-0.1, -0.2, -0.3])]])
+    assert report.turns == {"ids": 1} and "carries no token ids" in report.dropped[0].reason
 
 
 def test_a_conversation_that_the_template_refuses_is_one_dropped_turn() -> None:
     def refuse(*_: Any) -> list[int]:
         raise InvalidInput("roles must alternate", code="cannot_render")
 
-    entries = [QUESTION, said_choice("one two", [-0.5, -0.5], tokens=True)]
-    _, report = run([[choice([1], [2])], entries], given={"render": refuse})
+    entries = [QUESTION, said_choice("one two")]
+    config = TrainConfig(allow_training_without_logprobs=True)
+    _, report = run([[choice([1], [2])], entries], given={"render": refuse}, config=config)
     assert report.turns == {"ids": 1} and "roles must alternate" in report.dropped[0].reason
     assert report.dropped[0].examples == ["groups[0].trajectories[1].messages_and_choices[1]"]
 
@@ -693,7 +669,7 @@ def test_rewards_beyond_arithmetic_are_refused_before_there_is_a_job() -> None:
 def test_words_that_fit_samples_of_two_prompts_are_ambiguous_and_dropped() -> None:
     """A converged policy says "yes" with one log-probability everywhere; the agent left the system message out."""
     records = [
-        record(f"c-{i}", prompt, [7], before=b"with a system message")
+        record(f"c-{i}", prompt, [7], prefix=b"with a system message")
         for i, prompt in enumerate(([1, 2, 3], [4, 5, 6]))
     ]
     given = found_in(records)
@@ -701,7 +677,7 @@ def test_words_that_fit_samples_of_two_prompts_are_ambiguous_and_dropped() -> No
         run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
     # One of them in the very conversation is certain.
     records[1] = dataclasses.replace(
-        records[1], request=dataclasses.replace(records[1].request, before=BEFORE)
+        records[1], request=dataclasses.replace(records[1].request, prefix_digest=BEFORE)
     )
     batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
     assert batch.groups[0].trajectories[0].sequences[0].token_ids == [4, 5, 6, 7]
@@ -709,7 +685,7 @@ def test_words_that_fit_samples_of_two_prompts_are_ambiguous_and_dropped() -> No
 
 def test_of_equal_samples_the_newest_step_counts_with_its_own_log_probabilities() -> None:
     def of_step(identity: str, step: int, logprob: float) -> Record:
-        made = record(identity, [5], [6], before=BEFORE)
+        made = record(identity, [5], [6], prefix=BEFORE)
         request = dataclasses.replace(made.request, step=step)
         return dataclasses.replace(made, request=request, logprobs=[logprob])
 
@@ -730,7 +706,7 @@ def test_a_record_of_another_project_is_not_known() -> None:
 
 
 def test_a_demonstration_is_never_matched_to_a_sample() -> None:
-    sampled = record("c-0", [5], [6], before=BEFORE)
+    sampled = record("c-0", [5], [6], prefix=BEFORE)
     batch, report = run(
         [[QUESTION, {"role": "assistant", "content": "yes"}]],
         config=TrainConfig(allow_training_without_logprobs=True),
@@ -738,23 +714,6 @@ def test_a_demonstration_is_never_matched_to_a_sample() -> None:
     )
     (row,) = batch.groups[0].trajectories[0].sequences
     assert report.turns == {"recomputed": 1} and row.logprobs[-1] is None and row.recompute
-
-
-def test_text_that_splits_into_other_tokens_than_its_entries_name_is_dropped() -> None:
-    texts = {22: "no", 25: "where"}
-    choice = said_choice("no where", [-0.5, -0.5])
-    for token, entry in zip(("no", "w here"), choice["logprobs"]["content"], strict=True):
-        entry["token"] = token
-    given = {"decode": lambda tokens: texts.get(tokens[0])}
-    with pytest.raises(InvalidInput, match="splits into other tokens"):
-        run([[QUESTION, choice]], given=given)
-    choice["logprobs"]["content"][1]["token"] = "where"
-    _, report = run([[QUESTION, choice]], given=given)
-    assert report.turns == {"rendered": 1}
-    # vLLM writes the whole character at the last of its tokens.
-    texts[25] = "\ufffd"
-    _, report = run([[QUESTION, choice]], given=given)
-    assert report.turns == {"rendered": 1}
 
 
 def test_the_same_choice_in_two_histories_is_trained_once_without_an_id_too() -> None:
@@ -778,7 +737,7 @@ def test_a_copy_without_an_id_is_the_same_choice() -> None:
 
 
 def test_a_copy_that_is_found_by_words_takes_no_sibling_s_sample() -> None:
-    siblings = [record(f"c-{number}", [5], [6], before=BEFORE) for number in range(2)]
+    siblings = [record(f"c-{number}", [5], [6], prefix=BEFORE) for number in range(2)]
     entries = [QUESTION, said_choice("yes")]
     batch, report = run([entries, entries], histories=[entries], given=found_in(siblings))
     assert [len(each.sequences) for each in batch.groups[0].trajectories] == [1, 1]

@@ -65,7 +65,8 @@ def sources(family: Family) -> Sources:
 
     return Sources(
         find_record=lambda _: None,
-        find_text=lambda said, logprobs, before: [],
+        find_by_logprobs=lambda logprobs: [],
+        find_by_conversation=lambda prefix, answer: [],
         render=render,
         tokenize=family.encode,
         decode=decoder.decode,

@@ -16,10 +16,11 @@ from art_server import clock
 from art_server.background import Background
 from art_server.ledger import conversation
 from art_server.ledger import ledger as ledger_module
+from art_server.ledger.candidates import Candidates
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
-from art_server.ledger.splice import prefix_hashes
+from art_server.ledger.storage import MAX_EQUAL
 from art_server.shared.kept_set import pack_set
 from art_server.shared.samples import Sample
 
@@ -100,18 +101,17 @@ def test_samples_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
         assert ledger.find(f"{'f' * 32}-0") == dataclasses.replace(opened.records[0], text="")
 
 
-def test_words_are_found_within_their_model_and_by_their_log_probabilities(tmp_path: Path) -> None:
+def test_answers_are_found_within_their_model(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     first, second = add(ledger, 1, [1]), add(ledger, 2, [1, 2])
     add(ledger, 3, [1], name="b")
     add(ledger, 4, [1], text="no")
-    said = conversation.text_digest(" yes\n")
-    assert [r.choice_id for r in ledger.find_text("p", "a", said, None)] == [second, first]
-    assert len(ledger.find_text("p", "a", said, [-0.1, -0.2, -0.3])) == 2
-    assert ledger.find_text("p", "a", said, [-0.1, -0.2, -0.4]) == []
-    assert len(ledger.find_text("p", "a", None, [-0.1, -0.2, -0.3])) == 3
-    assert len(ledger.find_text("p", "a", said, None, conversation.EMPTY)) == 2
-    assert ledger.find_text("p", "a", said, None, conversation.EMPTY_ANSWER) == []
+    answer = conversation.text_digest(" yes\n")
+    found = ledger.find_by_conversation("p", "a", conversation.EMPTY, answer)
+    assert [each.choice_id for each in found] == [second, first]
+    assert ledger.find_by_conversation("p", "a", answer, answer) == []
+    assert len(ledger.find_by_logprobs("p", "a", [-0.1, -0.2, -0.3])) == 3
+    assert ledger.find_by_logprobs("p", "a", [-0.1, -0.2, -0.4]) == []
 
 
 def num_steps(ledger: Ledger, call: Callable[[], object]) -> int:
@@ -126,14 +126,33 @@ def num_steps(ledger: Ledger, call: Callable[[], object]) -> int:
 def test_a_frequent_answer_is_found_without_reading_all_of_them(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     for number in range(600):
-        add(ledger, number, [1, 2], before=number.to_bytes(16))
-    said, before = conversation.text_digest("yes"), (7).to_bytes(16)
-    found = ledger.find_text("p", "a", said, None, before)
+        add(ledger, number, [1, 2], prefix_digest=number.to_bytes(16))
+    answer, prefix = conversation.text_digest("yes"), (7).to_bytes(16)
+    found = ledger.find_by_conversation("p", "a", prefix, answer)
     assert [each.choice_id for each in found] == [f"{7:032x}-0"]
-    assert num_steps(ledger, lambda: ledger.find_text("p", "a", said, None, before)) < 30
+    assert num_steps(ledger, lambda: ledger.find_by_conversation("p", "a", prefix, answer)) < 30
     rare = [-0.1, -0.2, -0.4]
-    assert num_steps(ledger, lambda: ledger.find_text("p", "a", said, rare, before)) < 30
-    assert num_steps(ledger, lambda: ledger.find_text("p", "a", said, None)) > 300, "it does count"
+    assert num_steps(ledger, lambda: ledger.find_by_logprobs("p", "a", rare)) < 30
+    common = [-0.1, -0.2, -0.3]
+    assert num_steps(ledger, lambda: ledger.find_by_logprobs("p", "a", common)) > 300
+
+
+def test_a_turn_of_a_frequent_conversation_is_continued_without_reading_all_of_them(
+    tmp_path: Path,
+) -> None:
+    """By its session, or by its digests, of which the newest count."""
+    ledger = Ledger(tmp_path / "l.sqlite")
+    for number in range(2000):
+        add(ledger, number, [1, 2], session=f"s{number}")
+    answer = conversation.PastAnswer(conversation.EMPTY, conversation.text_digest("yes"))
+    for session, limit in (("s7", 60), (None, 2000)):
+        request = dataclasses.replace(REQUEST, session=session, answers=[answer])
+
+        def find(request: Request = request) -> list[Any]:
+            return [*Candidates(ledger._storage, request).groups(lambda row: None)]
+
+        assert len(find()[0][0]) == (1 if session else MAX_EQUAL)
+        assert num_steps(ledger, find) < limit
 
 
 def test_what_is_too_old_goes(tmp_path: Path) -> None:
@@ -162,9 +181,9 @@ def test_a_prompt_whose_past_is_dropped_stays_whole(tmp_path: Path) -> None:
         db.execute("UPDATE records SET created_at = 0")
     whole = [1, 2, 7, 8, 9, 10]
     db.close()
-    prompt = ledger._make_prompt(REQUEST, whole)
-    prompt.link, prompt.continues = "exact", parent
     with ledger.open_request(REQUEST) as opened:
+        prompt = ledger._make_prompt(opened, whole)
+        prompt.link, prompt.continues = "exact", parent
         ledger._storage.db.execute("DELETE FROM prompts WHERE number = ?", (prompt.number,))
         prompt.number = ledger._storage.store_prompt(prompt)
         opened.prompts[0] = prompt
@@ -213,10 +232,10 @@ def test_prompts_of_abandoned_requests_cost_no_records(tmp_path: Path) -> None:
 def test_a_database_that_is_locked_costs_its_records_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index is rebuilt only if a prompt of the transaction is undone, and a batch is tried once."""
+    """The caches are cleared only if a prompt of the transaction is undone, and a batch is tried once."""
     ledger = Ledger(tmp_path / "l.sqlite")
-    rebuilt: list[None] = []
-    monkeypatch.setattr(ledger, "_fill_index", lambda: rebuilt.append(None))
+    cleared: list[None] = []
+    monkeypatch.setattr(ledger._storage, "forget", lambda: cleared.append(None))
     first = dataclasses.replace(sample(), rendered=[1, 2], request_id=REQUEST.request_id)
     samples = [first, dataclasses.replace(first, index=1)]
     with (
@@ -225,7 +244,7 @@ def test_a_database_that_is_locked_costs_its_records_only(
     ):
         other.execute("BEGIN IMMEDIATE")
         Intake(ledger, Background()).receiver()._take(samples)
-        assert opened.lost == dict.fromkeys((0, 1), "database is locked") and not rebuilt
+        assert opened.lost == dict.fromkeys((0, 1), "database is locked") and not cleared
         other.execute("ROLLBACK")
         broken = dataclasses.replace(first, index=2, logprobs=[])
         Intake(ledger, Background()).receiver()._take([first, broken])
@@ -233,12 +252,15 @@ def test_a_database_that_is_locked_costs_its_records_only(
 
 
 def test_the_number_of_a_pruned_prompt_is_not_given_again(tmp_path: Path) -> None:
-    """Prompts that may be continued are known by number."""
+    """The caches hold prompts by number."""
     ledger = Ledger(tmp_path / "l.sqlite")
-    with ledger.open_request(REQUEST) as opened:
-        ledger.take_prompt(REQUEST.request_id, 0, [1, 2, 3])
-    ledger.prune()
-    assert ledger._make_prompt(REQUEST, [7, 8]).number > opened.prompts[0].number
+    numbers: list[int] = []
+    for rendered in ([1, 2, 3], [7, 8]):
+        with ledger.open_request(REQUEST) as opened:
+            ledger.take_prompt(REQUEST.request_id, 0, rendered)
+            numbers.append(opened.prompts[0].number)
+        ledger.prune()
+    assert numbers[1] > numbers[0]
 
 
 @pytest.mark.anyio
@@ -332,20 +354,6 @@ def test_sets_of_dropped_choices_go_and_others_stay(tmp_path: Path) -> None:
     assert num_sets(ledger) == 0
 
 
-def test_a_file_of_an_earlier_version_is_read_and_gets_the_column(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "l.sqlite")
-    old = add(ledger, 1, [1, 2])
-    ledger._storage.db.execute("ALTER TABLE records DROP COLUMN sampled_from")
-    ledger._storage.db.execute("DROP TABLE kept_sets")
-    ledger.close()
-    ledger = Ledger(tmp_path / "l.sqlite")
-    found = ledger.find(old)
-    assert found is not None and found.sampled_logprobs is None
-    name = add_sampled(ledger, 2, [MASK])
-    found = ledger.find(name)
-    assert found is not None and found.sets == [MASK]
-
-
 def test_figures_of_what_was_sampled_travel_on_the_line() -> None:
     """Bytes as base64, floats to the bit."""
     told = dataclasses.replace(
@@ -387,7 +395,6 @@ async def test_an_answer_waits_once_for_all_of_its_records(
 def test_an_open_request_holds_few_bytes_for_each_token_of_its_prompt(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.sqlite")
     rendered = [300 + number % 200 for number in range(50_000)]
-    prefix_hashes(rendered)  # the powers, which all prompts share
     with ledger.open_request(REQUEST):
         tracemalloc.start()
         ledger.take_prompt(REQUEST.request_id, 0, rendered)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import jinja2
 import pytest
@@ -28,7 +28,6 @@ from art_server.in_vllm.child import with_prompt
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.ledger.splice import MAX_SAME, prefix_hashes
 from art_server.shared.samples import Sample
 from tests.toy_facts import facts_of
 
@@ -225,22 +224,20 @@ class Talk:
     ) -> list[Record]:
         """One request with as many answers as are given; each ends with the family's token, unless `end` says otherwise."""
         request_id = f"{next(NUMBERS):032x}"
-        digests = conversation.prefix_digests(messages)
+        messages = with_ids(messages, names)
+        prefix_digest, answers = conversation.past_answers(messages)
         request = Request(
-            request_id,
-            api,
-            "p",
-            self.model,
-            0,
-            "me",
-            session,
-            before=digests[-1],
-            named=self.ledger.callers(names),
-            before_tool=conversation.before_tool(messages, digests),
+            request_id, api, "p", self.model, 0, "me", session, prefix_digest, answers=answers
         )
-        rendered = self.family.encode(self.family.render(messages))
         end = (self.family.sampled_end or self.family.end) if end is None else end
-        with self.ledger.open_request(request):
+        with self.ledger.open_request(request) as opened:
+            thoughts = self.ledger.recall_thinking(opened)
+            sent = conversation.with_thinking("chat", {"messages": messages}, thoughts)["messages"]
+            sent = [  # as vLLM renders it
+                {**each, "reasoning_content": each["reasoning"]} if "reasoning" in each else each
+                for each in sent
+            ]
+            rendered = self.family.encode(self.family.render(sent))
             self.ledger.take_prompt(request_id, 0, rendered)
             for index, ids in enumerate(sampled):
                 tokens = [*ids, *([self.family.tokenizer.token_to_id(end)] if end else [])]
@@ -266,6 +263,15 @@ class Talk:
         return self.family.decode(self.family.encode(self.family.render(messages)))
 
 
+def with_ids(messages: Sequence[Message], names: Sequence[str]) -> list[Message]:
+    """The messages as an agent sends them that knows the ids of its first answers."""
+    made = [dict(message) for message in messages]
+    answers = [message for message in made if message["role"] == "assistant"]
+    for message, name in zip(answers, names, strict=False):
+        message["art"] = {"id": name}
+    return made
+
+
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
@@ -276,8 +282,8 @@ def said(content: str, thinking: str | None = None, calls: Sequence[Any] = ()) -
         message["reasoning_content"] = thinking
     if calls:
         message["tool_calls"] = [
-            {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": value}}
-            for i, (name, value) in enumerate(calls)
+            {"type": "function", "function": {"name": name, "arguments": value}}
+            for name, value in calls
         ]
     return message
 
@@ -465,23 +471,24 @@ def test_a_rollout_that_returns_its_thinking_gets_its_own(is_one_request: bool) 
         assert record.prompt_token_ids[: len(past)] == past
 
 
-def test_thinking_that_is_not_returned_is_put_back_only_where_it_is_certain() -> None:
+def test_thinking_that_is_not_returned_is_restored_only_where_its_choice_is_certain() -> None:
     talk = Talk(QWEN)
     siblings = ask_siblings(talk, [f"<think>\nplan {i}\n</think>\n\n{CALLING}" for i in range(3)])
     path = [user("q"), said("", None, [("look", {"a": 1})]), {"role": "tool", "content": "result"}]
     (record,) = talk.ask(path, [[5]])
-    assert record.link == "ambiguous"
+    assert (record.link, record.continues) == ("dropped", siblings[-1].choice_id)
     assert talk.text(record) == talk.rendering(path)
     # The id of its tool call names the one...
     talk.ledger.name_calls(siblings[1].choice_id, ["call-of-1"])
     (named,) = talk.ask(path, [[5]], names=["call-of-1"])
-    assert (named.link, named.continues) == ("spliced", siblings[1].choice_id)
+    assert (named.link, named.continues) == ("exact", siblings[1].choice_id)
     assert "plan 1" in talk.text(named)
-    # ...and so does there being one only.
-    alone = Talk(QWEN)
-    (only,) = ask_siblings(alone, [f"<think>\nplan 7\n</think>\n\n{CALLING}"])
-    (record,) = alone.ask(path, [[5]])
-    assert (record.link, record.continues) == ("spliced", only.choice_id)
+    # ...and so does its session.
+    thought = talk.family.encode(f"<think>\nplan 7\n</think>\n\n{CALLING}")
+    (own,) = talk.ask([user("q")], [thought], session="own")
+    ask_siblings(talk, [f"<think>\nplan 8\n</think>\n\n{CALLING}"])
+    (record,) = talk.ask(path, [[5]], session="own")
+    assert record.continues == own.choice_id and "plan 7" in talk.text(record)
     # A user's turn drops it, by the template's rule, whoever is named.
     dropped = [*path[:2], user("and now?")]
     (record,) = talk.ask(dropped, [[5]], names=["call-of-1"])
@@ -495,7 +502,7 @@ TOOL_RESULT: Message = {"role": "tool", "content": "result"}
 def test_each_of_many_siblings_goes_on_behind_its_own_thinking(by: str) -> None:
     """Their renderings are equal from the second turn on, because none returns its thinking."""
     talk = Talk(QWEN)
-    num = MAX_SAME + 8
+    num = 40
     message = said("", None, [("look", {"a": 1})])
     paths: list[list[Message]] = [[user("q")] for _ in range(num)]
     pasts: list[list[int]] = [[] for _ in range(num)]
@@ -532,7 +539,7 @@ def test_siblings_are_decoded_once_for_all_their_next_turns(
     monkeypatch.setattr(decoder, "decode_behind", count)
     path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
     links = [talk.ask(path, [[5]])[0].link for _ in range(4)]
-    assert links == ["ambiguous"] * 4
+    assert links == ["dropped"] * 4
     for sibling in siblings:
         answer = tuple(sibling.token_ids[:-1])
         assert sum(each[-len(answer) :] == answer for each in decoded) == 1
@@ -546,24 +553,24 @@ def test_without_a_name_nobody_goes_on_behind_one_of_several_thoughts() -> None:
         talk.ask(path, [talk.family.encode(CALLING)], names=[sibling.choice_id])
     path += [said("", None, [("look", {"a": 1})]), TOOL_RESULT]
     (record,) = talk.ask(path, [[5]])
-    assert record.link == "ambiguous" and talk.text(record) == talk.rendering(path)
+    assert record.link == "dropped" and talk.text(record) == talk.rendering(path)
     (named,) = talk.ask(path, [[5]], names=[siblings[0].choice_id])
-    assert "plan 1" not in talk.text(named)
+    assert "plan 0" in talk.text(named) and "plan 1" not in talk.text(named)
 
 
 def test_an_edited_answer_does_not_get_the_thinking_of_a_sibling_that_equals_it() -> None:
     talk = Talk(QWEN)
     other = CALLING.replace("1", "2")
-    mine, theirs = ask_siblings(
+    mine, _ = ask_siblings(
         talk, [f"<think>\nmine\n</think>\n\n{CALLING}", f"<think>\ntheirs\n</think>\n\n{other}"]
     )
     talk.ledger.name_calls(mine.choice_id, ["call-of-mine"])
     edited = [user("q"), said("", None, [("look", {"a": 2})]), TOOL_RESULT]
     for name in (mine.choice_id, "call-of-mine"):
         (record,) = talk.ask(edited, [[5]], names=[name])
-        assert record.link == "ambiguous" and talk.text(record) == talk.rendering(edited)
-    (record,) = talk.ask(edited, [[5]], names=["an id of another program"])
-    assert record.continues == theirs.choice_id and "theirs" in talk.text(record)
+        assert (record.link, record.continues) == ("dropped", mine.choice_id)
+        assert "theirs" not in talk.text(record)
+        assert talk.text(record) == talk.rendering(edited)
 
 
 @pytest.mark.parametrize(
@@ -579,13 +586,13 @@ def test_an_answer_that_matches_less_closely_is_not_continued_behind_other_thoug
     talk = Talk(QWEN)
     call = said("", None, [("look", {"a": 1})])
     later = [user("q"), call, TOOL_RESULT]
-    talk.ask([user("q")], [talk.family.encode(f"<think>\nplan of A\n</think>\n\n{CALLING}")])
-    (of_a,) = talk.ask(later, [talk.family.encode(CALLING)])
-    assert of_a.link == "spliced"
+    (a,) = talk.ask([user("q")], [talk.family.encode(f"<think>\nplan of A\n</think>\n\n{CALLING}")])
+    (of_a,) = talk.ask(later, [talk.family.encode(CALLING)], names=[a.choice_id])
+    assert of_a.continues == a.choice_id and "plan of A" in talk.text(of_a)
     talk.ask([user("q")], [talk.family.encode(f"<think>\nplan of B\n</think>\n\n{CALLING}")])
     talk.ask(later, [talk.family.encode(second)])
     (of_b,) = talk.ask([*later, call, TOOL_RESULT], [[5]])
-    assert of_b.link == "ambiguous" and "plan of A" not in talk.text(of_b)
+    assert of_b.continues is not None and "plan of A" not in talk.text(of_b)
 
 
 def test_names_count_after_a_restart_and_among_thousands(tmp_path: Path) -> None:
@@ -605,7 +612,7 @@ def test_names_count_after_a_restart_and_among_thousands(tmp_path: Path) -> None
     (named,) = talk.ask(path, [[5]], names=["call-0"])
     assert named.continues == siblings[0].choice_id and "plan 0" in talk.text(named)
     (unnamed,) = talk.ask(path, [[5]], names=["functions.look:0"])
-    assert unnamed.link == "ambiguous"
+    assert unnamed.link == "dropped"
 
 
 def test_a_system_line_that_is_not_rendered_changes_no_conversation() -> None:
@@ -631,25 +638,25 @@ def test_an_id_of_two_choices_names_neither() -> None:
         talk.ledger.name_calls(sibling.choice_id, [number, number])
     path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
     (record,) = talk.ask(path, [[5]], names=[number])
-    assert record.link == "ambiguous"
+    assert record.link == "dropped"
 
 
-def test_thinking_that_was_put_back_is_dropped_by_a_later_user_turn() -> None:
+def test_thinking_that_was_restored_is_dropped_by_a_later_user_turn() -> None:
     talk = Talk(QWEN)
-    (first,) = ask_siblings(talk, [f"<think>\nplan\n</think>\n\n{CALLING}"])
+    plan, again = (f"<think>\n{each}\n</think>\n\n{CALLING}" for each in ("plan", "again"))
+    talk.ask([user("q")], [talk.family.encode(plan)], session="s")
     path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
-    (second,) = talk.ask(path, [talk.family.encode("fine")])
-    assert second.link == "spliced" and "plan" in talk.text(second)
+    (second,) = talk.ask(path, [talk.family.encode("fine")], session="s")
+    assert second.link == "exact" and "plan" in talk.text(second)
     path += [said("fine"), user("and now?")]
-    (third,) = talk.ask(path, [talk.family.encode(f"<think>\nagain\n</think>\n\n{CALLING}")])
+    (third,) = talk.ask(path, [talk.family.encode(again)], session="s")
     assert (third.link, third.continues) == ("dropped", second.choice_id)
     assert talk.text(third) == talk.rendering(path)
     # The thinking behind the user's turn is kept.
     path += [said("", None, [("look", {"a": 1})]), TOOL_RESULT]
-    (fourth,) = talk.ask(path, [[5]])
-    assert (fourth.link, fourth.continues) == ("spliced", third.choice_id)
+    (fourth,) = talk.ask(path, [[5]], session="s")
+    assert (fourth.link, fourth.continues) == ("exact", third.choice_id)
     assert "again" in talk.text(fourth) and "plan" not in talk.text(fourth)
-    assert first.choice_id != fourth.continues
 
 
 def test_an_answer_before_a_user_turn_does_not_get_its_thinking_because_a_later_one_calls() -> None:
@@ -724,6 +731,17 @@ def test_an_edited_answer_and_edited_thinking_are_the_new_context() -> None:
     assert "SECRET" not in talk.text(record) and talk.text(record) == talk.rendering(path)
 
 
+def test_a_turn_whose_thinking_is_dropped_does_not_pass_for_the_turn_before_it() -> None:
+    """The answer before the dropped thinking is rendered as it was sampled."""
+    talk = Talk(PLAIN)
+    path: list[Message] = [user("q")]
+    for text in ("one", "<think>\nhm\n</think>\n\ntwo"):
+        (record,) = talk.ask(path, [talk.family.encode(text)])
+        path += [said(text.rpartition("\n")[2]), user("more")]
+    (last,) = talk.ask(path, [[5]])
+    assert (last.link, last.continues) == ("dropped", record.choice_id)
+
+
 def test_an_empty_think_block_means_dropped() -> None:
     """As GLM-4.5 renders earlier turns."""
     family = FAMILIES["GLM-4.5"]
@@ -751,31 +769,16 @@ def test_an_end_that_is_another_roles_header_stays_as_rendered(sampled_end: str)
     assert "maybe<|observation|>" in talk.text(record)
 
 
-def test_a_found_prompt_is_compared_before_it_is_believed() -> None:
-    """Thue-Morse sequences of length 2^10 collide under any polynomial hash modulo 2^64."""
-    one, other = [3, 4], [4, 3]
-    for _ in range(10):
-        one, other = one + other, other + one
-    assert prefix_hashes(one)[-1] == prefix_hashes(other)[-1] and one != other
+def test_a_choice_that_was_sampled_from_another_prompt_is_not_continued() -> None:
+    """The conversation is the same: its digest leaves out white space, and what only the template says."""
     talk = Talk(PLAIN)
-    family = talk.family
-    answer = family.encode("maybe")
-    end = cast(int, family.tokenizer.token_to_id(family.end))  # a special token of the family
-
-    def take(number: int, rendered: list[int]) -> Record:
-        request = Request(f"{number:032x}", "chat", "p", talk.model, 0, "me")
-        with talk.ledger.open_request(request):
-            talk.ledger.take_prompt(request.request_id, 0, rendered)
-            tokens = [*answer, end]
-            sample = Sample("x", 0, "maybe", tokens, [-0.5] * len(tokens), "stop", None, {"n": 1})
-            talk.ledger.take_samples([(request.request_id, 0, 0, sample)])
-        record = talk.ledger.find(f"{number:032x}-0")
-        assert record is not None
-        return record
-
-    take(next(NUMBERS), one)
-    assert take(next(NUMBERS), [*other, *answer, end, 7]).link is None
-    assert take(next(NUMBERS), [*one, *answer, end, 7]).link == "exact"
+    spelled = spell(PLAIN, "maybe", [1, 2, 3])
+    talk.ask([user("a b")], [spelled])
+    other = [user("a  b"), said("maybe"), user("more")]
+    (record,) = talk.ask(other, [[5]])
+    assert record.link is None and talk.text(record) == talk.rendering(other)
+    (record,) = talk.ask([user("a b"), *other[1:]], [[5]])
+    assert record.link == "spliced"
 
 
 def test_a_restarted_ledger_knows_what_melts_and_where_thinking_opens() -> None:
@@ -824,7 +827,8 @@ def test_a_prompt_that_had_no_room_is_recorded_as_it_was_sampled_from() -> None:
     talk.ask([user("q")], [spell(PLAIN, "maybe", [1, 2, 3])])
     path = [user("q"), said("maybe"), user("more")]
     rendered = PLAIN.encode(PLAIN.render(path))
-    request = Request("f" * 32, "chat", "p", talk.model, 0, "me")
+    prefix, answers = conversation.past_answers(path)
+    request = Request(*("f" * 32, "chat", "p", talk.model, 0, "me", None, prefix), answers=answers)
     with talk.ledger.open_request(request):
         assert talk.ledger.take_prompt(request.request_id, 0, rendered) is not None
         for index in range(2):

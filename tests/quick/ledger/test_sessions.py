@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -451,34 +450,3 @@ def test_messages_stay_as_long_as_a_turn_needs_them(tmp_path: Path) -> None:
     assert answers(agent.reply()) == [["alone"]]
     drop(4)
     assert count() == 0
-
-
-def test_turns_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    """Its file stores the messages of each request with the turn, and lacks the columns of this version."""
-    agent = Agent(tmp_path)
-    talk(agent, 2)
-    database = agent.ledger._storage.db
-    for request_id, body in database.execute("SELECT request_id, body FROM turns").fetchall():
-        found = agent.ledger._storage.load_turn(request_id, {})
-        assert found is not None
-        kept = json.loads(zlib.decompress(body))
-        messages = [each.message for each in found["conversation"]][::-1]
-        old = {"messages": messages, "tools": found["tools"], "choices": kept["choices"]}
-        blob = zlib.compress(json.dumps(old).encode(), 1)
-        database.execute("UPDATE turns SET body = ? WHERE request_id = ?", (blob, request_id))
-    database.executescript(
-        "DROP INDEX turns_by_conversation; DROP INDEX turns_by_tools; DROP TABLE conversations;"
-        "ALTER TABLE turns DROP COLUMN conversation; ALTER TABLE turns DROP COLUMN tools;"
-        "ALTER TABLE records DROP COLUMN requested_at; ALTER TABLE records DROP COLUMN delivered_at;"
-    )
-    agent.ledger.close()
-    agent.ledger = Ledger(tmp_path / "l.sqlite")
-    (history,) = agent.reply().histories
-    assert len(history.messages_and_choices) == 4 and history.tools is not None
-    agent.ask(
-        [*(m for e in history.messages_and_choices if (m := e.get("message", e))), USER], "on"
-    )
-    reply = agent.reply()
-    assert reply.num_choices == 3 and len(reply.histories) == 1
-    agent.ledger._storage.drop([1, 2, 3], [])
-    assert stored_bytes(agent) == 0

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from art_server.ledger import splice
+from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.ledger.splice import PromptIndex, prefix_hashes
 from art_server.shared.samples import Sample
 from tests.toy_facts import facts_of
 
@@ -137,6 +136,7 @@ class Conversation:
     def __init__(self, family: Family, is_splicing: bool = True, session: str | None = None):
         self.family = family
         self.session = session
+        self.owner, self.model = "me", "a"
         self.ledger = Ledger(Path(tempfile.mkdtemp()) / "l.sqlite", is_splicing=is_splicing)
         self.ledger.use_tokenizer(family.folder, facts_of(family.folder))
         self.messages: list[dict[str, Any]] = []
@@ -146,7 +146,11 @@ class Conversation:
         """Ask, and have the engine sample these tokens."""
         self.messages.append({"role": "user", "content": text})
         request_id = f"{next(self._numbers):032x}"
-        request = Request(request_id, "chat", "p", "a", 0, "me", self.session)
+        digest, answers = conversation.past_answers(self.messages)
+        request = Request(
+            *(request_id, "chat", "p", self.model, 0, self.owner, self.session, digest),
+            answers=answers,
+        )
         rendered = self.family.render(self.messages)
         tokens = sampled if is_cut else [*sampled, self.family.end_id]
         said = self.family.tokenizer.decode(sampled, skip_special_tokens=False)
@@ -280,29 +284,10 @@ def test_of_equal_answers_the_one_of_the_same_session_is_continued() -> None:
 
 
 def test_other_keys_and_models_are_never_spliced_in() -> None:
-    family = FAMILIES["chatml"]
-    index = PromptIndex()
-    hashes = prefix_hashes(family.render([{"role": "user", "content": "q"}]))
-    index.add("me", hashes[-1], 1)
-    longer = prefix_hashes([*family.render([{"role": "user", "content": "q"}]), 9])
-    assert list(index.beginnings("me", longer)) == [(len(longer) - 2, (1,))]
-    assert list(index.beginnings("you", longer)) == []
-
-
-def test_the_index_finds_what_it_holds_and_forgets_the_oldest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(splice, "MAX_PROMPTS", 3)
-    index = PromptIndex()
-    hashes = prefix_hashes(range(2000))
-    for number, length in enumerate((10, 500, 1000, 1500, 1999)):
-        index.add("me", hashes[length], number)
-    assert list(index.beginnings("me", hashes)) == [(1999, (4,)), (1500, (3,)), (1000, (2,))]
-    assert index._filled.sum() == 3, "buckets of forgotten prompts are empty again"
-
-
-@given(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.integers(0, 2**31 - 1)))
-def test_equal_beginnings_have_equal_hashes(one: list[int], two: list[int]) -> None:
-    first, second = prefix_hashes(one), prefix_hashes(two)
-    for length in range(min(len(one), len(two)) + 1):
-        assert (first[length] == second[length]) == (one[:length] == two[:length])
+    talk = Conversation(FAMILIES["chatml"])
+    first = talk.ask("q", ambiguous_answer())
+    asked = talk.messages
+    for owner, model, link in (("you", "a", None), ("me", "b", None), ("me", "a", "spliced")):
+        talk.messages, talk.owner, talk.model = [*asked], owner, model
+        found = talk.ask("and now?", [5])
+        assert (found.link, found.continues) == (link, link and first.choice_id)

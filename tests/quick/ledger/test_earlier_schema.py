@@ -1,0 +1,84 @@
+"""The ledger's file of commit 47eed9f opens: its records are found, trained and continued.
+
+`data/47eed9f.sql` was written by that commit's ledger with the embedded model's tokenizer: three turns in the session
+"s" whose answer "maybe" was sampled letter by letter, three without a session, and a tool call with thinking that the
+agent did not return, with the answer behind its result.
+"""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from art_server.base_facts import read_facts
+from art_server.base_models import TINY_DIR
+from art_server.ledger import conversation
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Request
+from art_server.ledger.sessions import session_trajectory
+from art_server.shared.samples import Sample
+
+QUESTION = {"role": "user", "content": "respond with yes, no, maybe"}
+ANSWER = {"role": "assistant", "content": "maybe"}
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    dump = Path(__file__).with_name("data") / "47eed9f.sql"
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
+        db.executescript(dump.read_text())
+    for _ in range(2):  # the second time there is nothing to change
+        made = Ledger(tmp_path / "ledger.sqlite")
+        made.close()
+    made = Ledger(tmp_path / "ledger.sqlite")
+    made.use_tokenizer(TINY_DIR, read_facts(TINY_DIR))
+    return made
+
+
+def test_records_are_found_with_their_prompts(ledger: Ledger) -> None:
+    records = [ledger.find(f"{number:032x}-0") for number in range(1, 9)]
+    links = [record and record.link for record in records]
+    assert links == [None, "spliced", "spliced"] * 2 + [None, "spliced"]
+    for earlier, later in ((0, 1), (1, 2), (6, 7)):
+        past, record = records[earlier], records[later]
+        assert past is not None and record is not None
+        whole = past.prompt_token_ids + past.token_ids
+        assert record.prompt_token_ids[: len(whole)] == whole
+    text = ledger.decode(records[7].prompt_token_ids) if records[7] else None
+    assert text is not None and "plan\n</think>" in text
+
+
+def test_answers_are_found_by_log_probabilities_and_by_their_conversation(ledger: Ledger) -> None:
+    record = ledger.find(f"{5:032x}-0")
+    assert record is not None
+    prefix, _ = conversation.past_answers([QUESTION, ANSWER, QUESTION])
+    by_conversation = ledger.find_by_conversation("p", "a", prefix, record.answer_digest)
+    assert [each.choice_id[-3:] for each in by_conversation] == ["5-0", "2-0"]
+    assert len(ledger.find_by_logprobs("p", "a", record.logprobs)) == 7
+
+
+def test_a_session_is_one_conversation(ledger: Ledger) -> None:
+    reply = session_trajectory(ledger.find_session("p", "a", "s"))
+    assert reply.num_choices == 3 and len(reply.histories) == 1 and reply.unused == {}
+
+
+@pytest.mark.parametrize("session", ["s", None])
+def test_a_conversation_is_continued(ledger: Ledger, session: str | None) -> None:
+    messages = [QUESTION, ANSWER] * 3 + [QUESTION]
+    prefix, answers = conversation.past_answers(messages)
+    request = Request("f" * 32, "chat", "p", "a", 0, "p", session, prefix, answers=answers)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_DIR)
+    rendered = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    with ledger.open_request(request) as opened:
+        ledger.take_prompt(request.request_id, 0, list(rendered))
+        sample = Sample("x", 0, "yes", [5], [-0.5], "stop", None, {"n": 1})
+        ledger.take_samples([(request.request_id, 0, 0, sample)])
+        record = opened.records[0]
+    past = ledger.find(f"{3 if session else 6:032x}-0")
+    assert past is not None and record.continues == past.choice_id
+    whole = past.prompt_token_ids + past.token_ids
+    assert record.link == "spliced" and record.prompt_token_ids[: len(whole)] == whole
