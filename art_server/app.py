@@ -1,4 +1,4 @@
-"""The ASGI application: the service's routes behind authentication."""
+"""The ASGI application: the server's routes behind authentication."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -12,33 +12,33 @@ from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
 from art_server.api.routers import ROUTERS
 from art_server.observe.runs import Runs
-from art_server.service import Service
-from art_server.settings import ServerConfig
+from art_server.server import Server
 
 
-def make_app(service: Service, config: ServerConfig, inference_port: int | None) -> FastAPI:
-    """The ASGI application; its lifespan starts and stops the service. `state.keys` holds the API keys."""
+def make_app(server: Server, inference_port: int | None) -> FastAPI:
+    """The ASGI application; its lifespan starts and stops the server. `state.keys` holds the API keys."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await service.start()
+        await server.start()
         try:
             yield
         finally:
-            await service.stop()
+            await server.stop()
 
     # A body without a content-type is read as JSON.
     app = FastAPI(
         title="art-server", version=__version__, lifespan=lifespan, strict_content_type=False
     )
+    config = server.config
     keys = Keys(config.api_keys)
-    app.state.service, app.state.config = service, config
+    app.state.server = server
     app.state.keys, app.state.inference_port = keys, inference_port
-    app.state.runs = Runs(config.path, service.history)
+    app.state.runs = Runs(config.path, server.registry.history)
     app.state.is_stopping = False
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     errors.install(app)
-    inference.install(app, service)  # first, because routes are tried in order
+    inference.install(app, server)  # first, because routes are tried in order
     for router in ROUTERS:
         app.include_router(router, responses=errors.RESPONSES)
     app.add_middleware(

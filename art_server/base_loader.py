@@ -13,12 +13,16 @@ from art_server import base_models
 from art_server.base_models import BaseModel, find_base_model
 from art_server.device.figures import read_figures
 from art_server.device.model_size import read_model_size
+from art_server.device.owner import DeviceOwner
 from art_server.device.plan import Card, Demand, Plan, make_plan
+from art_server.device.probe import Machine
 from art_server.engine.command import LATENT_BACKEND, seq_length
+from art_server.engine.engine import Engine
 from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
+from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
-from art_server.processes import Processes
+from art_server.ledger.ledger import Ledger
 from art_server.settings import Device, ServerConfig
 from art_server.shared.tasks import LoadTask
 from art_server.store import files
@@ -37,15 +41,24 @@ DOWNLOAD_LOG_SECONDS = 5.0
 class BaseLoader:
     """Loads one base model at a time."""
 
-    def __init__(self, config: ServerConfig, processes: Processes, queue: JobQueue):
+    def __init__(
+        self,
+        config: ServerConfig,
+        machine: Machine,
+        owner: DeviceOwner,
+        engine: Engine,
+        trainer: Trainer,
+        ledger: Ledger,
+        queue: JobQueue,
+    ):
         self._config = config
-        self._machine = processes.machine
-        self._owner = processes.owner
-        self._engine = processes.engine
-        self._trainer = processes.trainer
-        self._ledger = processes.ledger
+        self._machine = machine
+        self._owner = owner
+        self._engine = engine
+        self._trainer = trainer
+        self._ledger = ledger
         self._queue = queue
-        self._progress = processes.engine.progress
+        self._progress = engine.progress
         self._file = config.server_dir / "base.json"
         self._lock = asyncio.Lock()
         self.is_wanted = False
@@ -70,12 +83,13 @@ class BaseLoader:
         if self._fetching is not None:
             await asyncio.wait({self._fetching}, timeout=START_SECONDS)
 
-    async def wait_found(self, limit_seconds: float) -> None:
+    async def wait_found(self) -> None:
         """Returns when the base model that `start` began to load is found, or cannot be loaded.
 
         Raises:
-            Unavailable: it takes longer than the limit.
+            Unavailable: it takes longer than `--wait-limit`.
         """
+        limit_seconds = self._config.wait_limit_seconds
         if self._fetching is None or self._fetching.done():
             return
         done, _ = await asyncio.wait({self._fetching}, timeout=limit_seconds)

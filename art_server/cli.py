@@ -199,7 +199,7 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
         import uvloop
 
         from art_server.app import make_app
-        from art_server.service import Service
+        from art_server.server import build
     except ModuleNotFoundError as error:  # FastAPI and uvicorn come with the extra `server`
         raise missing_extra(error) from error
     check_builds(installed_builds())
@@ -214,9 +214,9 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
     inference_url = address(config, inference) if inference is not None else url
 
     async def serve() -> None:
-        service = Service(config)
+        parts = build(config)
         port = inference.getsockname()[1] if inference is not None else None
-        app = make_app(service, config, port)
+        app = make_app(parts, port)
         tls: Mapping[str, Any] = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
         server = uvicorn.Server(uvicorn.Config(app, **UVICORN, **tls))
         if config.api_key_file is not None:
@@ -231,12 +231,12 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
             serving = tasks.create_task(server.serve(sockets=sockets))
             while not serving.done():
                 is_orphan = config.exit_with_parent and os.getppid() != parent
-                if is_orphan or service.fatal is not None:
+                if is_orphan or parts.base.fatal is not None:
                     server.should_exit = True
                 app.state.is_stopping = server.should_exit  # ends the streams of open pages
                 await asyncio.wait({serving}, timeout=1.0)
-        if service.fatal is not None:
-            raise service.fatal
+        if parts.base.fatal is not None:
+            raise parts.base.fatal
 
     collect_seldom()
     take_turns_often()

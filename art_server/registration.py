@@ -30,8 +30,6 @@ class Registration:
     _base: BaseLoader
     _engine: Engine
     _trainer: Trainer
-    _making: asyncio.Lock
-    """Held while the files of a model are created or deleted, and across nothing else."""
     _max_lora_rank: int
 
     async def register(
@@ -71,7 +69,7 @@ class Registration:
             model = await self._create(folder, record)
             check_lora(model.record.lora, request.lora, model.id)
         if always_logprobs and not model.record.always_logprobs:
-            async with self._making:
+            async with self._registry.models_lock:
                 if self._registry.find(request.project, request.name) is model:
                     record = model.record.model_copy(update={"always_logprobs": True})
                     await asyncio.to_thread(folder.create, record, self._engine.log_path)
@@ -85,7 +83,7 @@ class Registration:
             if await asyncio.to_thread(lacks_first_step, folder):
                 content = await asyncio.to_thread(folder.new_first_checkpoint_dir)
                 await self._write_first_step(record, content)
-            async with self._making:
+            async with self._registry.models_lock:
                 model = self._registry.find(record.project, record.name)
                 if model is None:
                     # A name that differs by case only may have been registered meanwhile.

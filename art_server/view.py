@@ -21,7 +21,7 @@ from art_server.settings import ServerConfig
 def make_view(path: Path) -> FastAPI:
     """The ASGI application with the page's routes alone. It writes nothing."""
     app = FastAPI(title="art view", version=__version__)
-    app.state.service, app.state.runs, app.state.is_stopping = None, Runs(path), False
+    app.state.server, app.state.runs, app.state.is_stopping = None, Runs(path), False
     errors.install(app)
     app.include_router(look.router)
     app.add_middleware(

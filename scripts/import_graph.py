@@ -90,7 +90,7 @@ def picture() -> str:
     for module, imported in import_graph().items():
         rooms.setdefault(room(module), set()).update(map(room, imported))
     drawn = {each for each in rooms if (PACKAGES["art_server"] / each).is_dir()} | {
-        "service",
+        "server",
         "art",
         "art_protocol",
         "art_trackers",

@@ -17,7 +17,7 @@ from typing import Any
 import art
 from art_server.app import make_app
 from art_server.flags import make_parser
-from art_server.service import Service
+from art_server.server import build
 from art_server.settings import ServerConfig
 
 FILE = Path(__file__).parents[1] / "tests" / "quick" / "unit" / "public.json"
@@ -84,7 +84,7 @@ def flags() -> dict[str, Any]:
 def routes() -> Any:
     with TemporaryDirectory() as folder:
         config = ServerConfig(path=Path(folder))
-        return without_texts(make_app(Service(config), config, inference_port=None).openapi())
+        return without_texts(make_app(build(config), inference_port=None).openapi())
 
 
 def without_texts(value: Any, *, are_names: bool = False) -> Any:

@@ -1,5 +1,5 @@
-"""A running server for the page: its state is made up, and its jobs can be cancelled. Has the interface of `Service`, as
-far as the page's routes use it."""
+"""A running server for the page: its state is made up, and its jobs can be cancelled. Has the parts of
+`Server` that the page's routes use."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +19,7 @@ from art_server.view import make_view
 class DemoServer:
     def __init__(self, root: Path):
         self._root = root
+        self.status = self.runner = self
         self._activity = Activity(lambda: frozenset())
         samples: list[tuple[int, frozenset[Doing]]] = [
             (1230, frozenset({"rollouts"})),
@@ -63,12 +64,12 @@ class DemoServer:
         del projects
         return [each for each in self.infos.values() if each.state in states][:limit]
 
-    async def job(self, job_id: str) -> JobInfo:
+    async def get(self, job_id: str) -> JobInfo:
         return self.infos[job_id]
 
-    job_info = job
+    info = get
 
-    async def cancel_job(self, job_id: str) -> None:
+    async def cancel(self, job_id: str) -> None:
         self.infos[job_id] = self.infos[job_id].model_copy(update={"state": "cancelled"})
 
     async def follow(self, job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
@@ -103,6 +104,6 @@ def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> Job
 def make_live(root: Path) -> FastAPI:
     """The page over a folder, with a running server."""
     app = make_view(root)
-    app.state.service = DemoServer(root)
+    app.state.server = DemoServer(root)
     app.include_router(control.router)
     return app

@@ -24,8 +24,7 @@ from art_server.api.grammars import FIELDS, name_grammar
 from art_server.ledger import conversation
 from art_server.ledger.ledger import OpenRequest
 from art_server.ledger.records import choice_id
-from art_server.relay import EngineLost, InferenceRequest
-from art_server.service import Service
+from art_server.relay import EngineLost, InferenceRequest, Relay
 from art_server.shared.samples import new_request_id
 
 logger = logging.getLogger(__name__)
@@ -40,13 +39,13 @@ MAX_FAILED, MAX_KILLED = 2, 10
 class Losses:
     """Counts the engines that died during one request."""
 
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self, relay: Relay):
+        self._relay = relay
         self._num_failed = self._num_killed = 0
 
     async def is_again(self, request_id: str) -> bool:
         """Counts one more death. Returns whether to sample the request again."""
-        if await self._service.was_engine_killed():
+        if await self._relay.was_engine_killed():
             self._num_killed += 1
         else:
             self._num_failed += 1
@@ -54,13 +53,13 @@ class Losses:
         return self._num_failed < MAX_FAILED and self._num_killed < MAX_KILLED
 
 
-async def answer_json(service: Service, inference: InferenceRequest, request: Request) -> Response:
+async def answer_json(relay: Relay, inference: InferenceRequest, request: Request) -> Response:
     """Forwards a request whose answer is one JSON body. If the engine dies, the request is sampled again. If the client
     disconnects, sampling is cancelled."""
     with anyio.CancelScope() as sampling:
         hanging_up = asyncio.create_task(cancel_at_disconnect(request.receive, sampling))
         try:
-            return await sample_json(service, inference)
+            return await sample_json(relay, inference)
         finally:
             hanging_up.cancel()
     return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -73,12 +72,12 @@ async def cancel_at_disconnect(receive: Receive, answering: anyio.CancelScope) -
     answering.cancel()
 
 
-async def sample_json(service: Service, inference: InferenceRequest) -> Response:
-    losses = Losses(service)
+async def sample_json(relay: Relay, inference: InferenceRequest) -> Response:
+    losses = Losses(relay)
     while True:
         request_id = new_request_id(inference.is_first_turn)
         try:
-            async with service.relay(inference, request_id) as (response, opened):
+            async with relay.answer(inference, request_id) as (response, opened):
                 content = await response.read()
                 if response.status == 200:
                     content = await finish_body(content, inference, opened)

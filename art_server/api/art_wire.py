@@ -33,12 +33,25 @@ from art_server.api.auth import Caller
 from art_server.api.bodies import SmallBodies, beside, decode, described_body, read_body
 from art_server.api.engine_args import no_effect, read_engine_args
 from art_server.api.errors import detail_of, invalid_body, too_deep
-from art_server.api.parameters import TheCaller, TheService
+from art_server.api.parameters import (
+    TheBase,
+    TheCaller,
+    TheCheckpoints,
+    TheConfig,
+    TheEngine,
+    TheMachine,
+    TheRegistration,
+    TheRegistry,
+    TheReports,
+    TheRunner,
+    TheTrainRequests,
+)
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError
+from art_server.jobs.logs import write_log
 from art_server.jobs.rollouts import Rollouts
-from art_server.service import Service
+from art_server.jobs.runner import JobRunner
 from art_server.settings import Device
-from art_server.store.registry import Model
+from art_server.store.registry import Model, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -127,21 +140,17 @@ router = APIRouter(route_class=SmallBodies)
 LARGE_CALL = described_body("application/json", CallBody)
 
 
-async def _model(
-    body: ModelBody,
-    service: TheService,
-    caller: TheCaller,
-) -> Model:
-    return find_model(body, service, caller)
+async def _model(body: ModelBody, registry: TheRegistry, caller: TheCaller) -> Model:
+    return find_model(body, registry, caller)
 
 
 BodyModel = Annotated[Model, Depends(_model)]
 """The model that the body names."""
 
 
-def find_model(body: ModelBody, service: Service, caller: Caller) -> Model:
+def find_model(body: ModelBody, registry: Registry, caller: Caller) -> Model:
     caller.check_project(body.project)
-    return service.model(body.project, body.run_name or body.name)
+    return registry.get(body.project, body.run_name or body.name)
 
 
 @router.get("/healthcheck")
@@ -157,7 +166,9 @@ async def close() -> None:
 @router.post("/register")
 async def register(
     body: ModelBody,
-    service: TheService,
+    registration: TheRegistration,
+    engine: TheEngine,
+    machine: TheMachine,
     caller: TheCaller,
 ) -> dict[str, list[str]]:
     caller.check_project(body.project)
@@ -168,9 +179,9 @@ async def register(
         base_model=body.base_model,
         lora=body.lora,
     )
-    requested, notes = read_settings(body, service.device)
-    info = await service.register(wanted, requested, always_logprobs=True)
-    notes += service.ignored_args(requested) + info.notes
+    requested, notes = read_settings(body, machine.kind)
+    info = await registration.register(wanted, requested, always_logprobs=True)
+    notes += engine.ignored_args(requested) + info.notes
     log_notes(info.inference_name, notes)
     return {"notes": notes}
 
@@ -184,12 +195,14 @@ async def get_step(model: BodyModel) -> int:
 async def prepare(
     request: Request,
     body: CallBody,
-    service: TheService,
+    registry: TheRegistry,
+    engine: TheEngine,
+    config: TheConfig,
     caller: TheCaller,
 ) -> list[str]:
-    model = find_model(body.model, service, caller)
+    model = find_model(body.model, registry, caller)
     log_notes(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
-    await service.wait_ready()
+    await engine.wait_ready(config.wait_limit_seconds)
     state = request.app.state
     port = request.url.port if state.inference_port is None else state.inference_port
     key = state.model_keys.make(model.id, caller.owner) if state.keys else NO_KEY
@@ -197,15 +210,26 @@ async def prepare(
 
 
 @router.post("/_train_model", openapi_extra=LARGE_CALL)
-async def train_model(request: Request, service: TheService, caller: TheCaller) -> Response:
+async def train_model(
+    request: Request,
+    config: TheConfig,
+    machine: TheMachine,
+    registry: TheRegistry,
+    base: TheBase,
+    registration: TheRegistration,
+    requests: TheTrainRequests,
+    runner: TheRunner,
+    caller: TheCaller,
+) -> Response:
     """The job is accepted before the answer begins, so it continues after the client disconnects."""
-    text = await read_body(request, request.app.state.config.max_body_mb)
+    text = await read_body(request, config.max_body_mb)
     try:
         call = await beside(read_call, text)
-        model = find_model(call.body.model, service, caller)
-        config, notes = read_config(call, service.device)
-        await service.wait_base()
-        new, dropped = service.begin_job(model, config), set[str]()
+        model = find_model(call.body.model, registry, caller)
+        settings, notes = read_config(call, machine.kind)
+        await base.wait_found()
+        new = requests.begin(model, settings, registration.limits(model))
+        dropped: set[str] = set()
         async for group in parse_groups(call, dropped):
             await new.resolve(group)
         notes += no_effect(sorted(dropped))
@@ -215,34 +239,41 @@ async def train_model(request: Request, service: TheService, caller: TheCaller) 
         raise
     except ServerError as error:
         return Response(error_line(detail_of(error)), media_type="application/x-ndjson")
-    return StreamingResponse(metric_lines(service, job.job_id), media_type="application/x-ndjson")
+    return StreamingResponse(metric_lines(runner, job.job_id), media_type="application/x-ndjson")
 
 
 @router.post("/_log", openapi_extra=LARGE_CALL)
-async def log(request: Request, service: TheService, caller: TheCaller) -> None:
-    call = await beside(read_call, await read_body(request, request.app.state.config.max_body_mb))
-    model = find_model(call.body.model, service, caller)
+async def log(
+    request: Request,
+    config: TheConfig,
+    registry: TheRegistry,
+    reports: TheReports,
+    caller: TheCaller,
+) -> None:
+    call = await beside(read_call, await read_body(request, config.max_body_mb))
+    model = find_model(call.body.model, registry, caller)
     rollouts, dropped = Rollouts(), set[str]()
     async for group in parse_groups(call, dropped):
         await asyncio.to_thread(rollouts.add, group)
     log_notes(model.id, no_effect([*call.body.unknown(), *sorted(dropped)]))
-    await service.log(model, checked(LogRequest, split=call.body.split), rollouts)
+    await write_log(model, checked(LogRequest, split=call.body.split), rollouts, reports)
 
 
 @router.post("/_delete_checkpoint_files")
 async def delete_checkpoint_files(
     body: DeleteFilesBody,
-    service: TheService,
+    registry: TheRegistry,
+    checkpoints: TheCheckpoints,
     caller: TheCaller,
 ) -> None:
-    model = find_model(body.model, service, caller)
-    await service.delete_checkpoints(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
+    model = find_model(body.model, registry, caller)
+    await checkpoints.delete(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
 
 
 @router.post("/_delete_checkpoints")
 async def delete_checkpoints(
     model: BodyModel,
-    service: TheService,
+    checkpoints: TheCheckpoints,
     benchmark: str = DEFAULT_BENCHMARK,
     benchmark_smoothing: float = 1.0,
 ) -> None:
@@ -250,7 +281,7 @@ async def delete_checkpoints(
         log_notes(model.id, no_effect(["benchmark_smoothing"]))
     # These clients always send the default, also for models without a val split.
     metric = None if benchmark == DEFAULT_BENCHMARK else benchmark
-    await service.delete_checkpoints(model, checked(DeleteCheckpointsRequest, best_metric=metric))
+    await checkpoints.delete(model, checked(DeleteCheckpointsRequest, best_metric=metric))
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
@@ -379,10 +410,10 @@ def _log_note_once(model_id: str, note: str) -> None:
 # --- answers ------------------------------------------------------------------------------------------------------
 
 
-async def metric_lines(service: Service, job_id: str) -> AsyncIterator[bytes]:
+async def metric_lines(runner: JobRunner, job_id: str) -> AsyncIterator[bytes]:
     """The stream of a train call: one line with the step's metrics, or one line with the error. Until then blanks,
     which JSON allows before a value, keep the connection alive."""
-    async for event in service.follow(job_id):
+    async for event in runner.follow(job_id):
         if event.event == "done":
             steps = event.metrics.get("data/step_num_gradient_steps", 1.0)
             row = {"num_gradient_steps": steps, **event.metrics}

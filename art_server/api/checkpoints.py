@@ -18,7 +18,13 @@ from art_protocol.wire import (
     UploadReply,
 )
 from art_server.api.bodies import SmallBodies
-from art_server.api.parameters import PathModel, TheCaller, TheService
+from art_server.api.parameters import (
+    PathModel,
+    TheCaller,
+    TheCheckpoints,
+    TheRegistration,
+    TheUploads,
+)
 from art_server.checkpoints.archive import UPLOAD_ID, CheckpointTar, describe
 from art_server.checkpoints.uploads import ByteRange
 from art_server.errors import InvalidInput, Unavailable
@@ -38,44 +44,48 @@ router = APIRouter(prefix="/api/models/{project}/{name}", route_class=SmallBodie
 
 
 @router.delete("")
-async def delete_model(model: PathModel, service: TheService) -> ModelInfo:
-    await service.delete_model(model)
-    return service.info(model)
+async def delete_model(
+    model: PathModel, checkpoints: TheCheckpoints, registration: TheRegistration
+) -> ModelInfo:
+    await checkpoints.delete_model(model)
+    return registration.info(model)
 
 
 @router.post("/fork")
 async def fork(
     source: PathModel,
     body: ForkRequest,
-    service: TheService,
+    checkpoints: TheCheckpoints,
+    registration: TheRegistration,
     caller: TheCaller,
 ) -> ModelInfo:
     caller.check_project(body.project)
-    return service.info(await service.fork(source, body))
+    return registration.info(await checkpoints.fork(source, body))
 
 
 @router.post("/rollback")
 async def roll_back(
     model: PathModel,
     body: RollbackRequest,
-    service: TheService,
+    checkpoints: TheCheckpoints,
+    registration: TheRegistration,
 ) -> ModelInfo:
-    await service.roll_back(model, body.step)
-    return service.info(model)
+    await checkpoints.roll_back(model, body.step)
+    return registration.info(model)
 
 
 @router.get("/checkpoints")
-async def list_checkpoints(model: PathModel, service: TheService) -> CheckpointList:
-    return await service.checkpoints(model)
+async def list_checkpoints(model: PathModel, checkpoints: TheCheckpoints) -> CheckpointList:
+    return await checkpoints.overview(model)
 
 
 @router.post("/checkpoints/delete")
 async def delete_checkpoints(
     model: PathModel,
-    service: TheService,
+    checkpoints: TheCheckpoints,
     body: DeleteCheckpointsRequest | None = None,
 ) -> DeleteCheckpointsReply:
-    return await service.delete_checkpoints(model, body or DeleteCheckpointsRequest())
+    return await checkpoints.delete(model, body or DeleteCheckpointsRequest())
 
 
 @router.get("/checkpoints/{step}.tar")
@@ -95,7 +105,8 @@ async def upload(
     name: str,
     step: str,
     request: Request,
-    service: TheService,
+    uploads: TheUploads,
+    registration: TheRegistration,
     caller: TheCaller,
     base_model: str | None = None,
 ) -> Response:
@@ -103,9 +114,9 @@ async def upload(
     number = read_step(step)
     byte_range = read_byte_range(request.headers)
     upload_id = request.headers.get(UPLOAD_ID, "")
-    part = service.upload_part(caller.owner, project, check_name(name, "name"), number, upload_id)
+    part = uploads.part(caller.owner, project, check_name(name, "name"), number, upload_id)
     try:
-        received = await service.receive_upload(part, byte_range, request.stream())
+        received = await uploads.receive(part, byte_range, request.stream())
     except ClientDisconnect as error:
         raise Unavailable(
             "the connection closed; the received bytes are kept: continue the upload",
@@ -113,8 +124,8 @@ async def upload(
         ) from error
     reply, status = UploadReply(received_bytes=received), 202
     if not byte_range.is_question and received == (byte_range.total or received):
-        model = await service.take_in_upload(part, project, name, number, base_model)
-        reply, status = reply.model_copy(update={"model": service.info(model)}), 201
+        model = await uploads.take_in(part, project, name, number, base_model)
+        reply, status = reply.model_copy(update={"model": registration.info(model)}), 201
     return JSONResponse(reply.model_dump(mode="json"), status_code=status)
 
 

@@ -33,12 +33,22 @@ from art_server.api.parameters import (
     PathJob,
     PathModel,
     TheCaller,
-    TheService,
+    TheEngine,
+    TheLedger,
+    TheMachine,
+    TheRegistration,
+    TheRegistry,
+    TheReports,
+    TheRunner,
+    TheStatus,
+    TheTrainRequests,
     TrainableModel,
 )
 from art_server.errors import InvalidInput, Unavailable
+from art_server.jobs.logs import write_log
 from art_server.jobs.rollouts import Rollouts
-from art_server.service import Service
+from art_server.jobs.runner import JobRunner
+from art_server.ledger.sessions import session_trajectory
 
 MAX_KEY_LENGTH = 200
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -48,39 +58,43 @@ router = APIRouter(route_class=SmallBodies)
 
 
 @router.get("/health")
-async def health(service: TheService, caller: TheCaller) -> Health:
-    return visible(service.health(), caller)
+async def health(status: TheStatus, caller: TheCaller) -> Health:
+    return visible(status.health(), caller)
 
 
 @router.get("/ready")
-async def ready(service: TheService, caller: TheCaller) -> JSONResponse:
-    state = service.health()
-    status = 200 if state.engine == "ready" and not state.faults else 503
+async def ready(status: TheStatus, caller: TheCaller) -> JSONResponse:
+    state = status.health()
+    is_ready = state.engine == "ready" and not state.faults
     body = visible(state, caller).model_dump(mode="json")
-    return JSONResponse(body, status_code=status)
+    return JSONResponse(body, status_code=200 if is_ready else 503)
 
 
 @router.post("/api/models")
 async def register(
     body: RegisterRequest,
-    service: TheService,
+    registration: TheRegistration,
+    engine: TheEngine,
+    machine: TheMachine,
     caller: TheCaller,
 ) -> ModelInfo:
     caller.check_project(body.project)
-    requested, unknown = read_engine_args(body.engine_args, service.device)
-    info = await service.register(body, requested)
-    notes = no_effect(unknown) + service.ignored_args(requested)
+    requested, unknown = read_engine_args(body.engine_args, machine.kind)
+    info = await registration.register(body, requested)
+    notes = no_effect(unknown) + engine.ignored_args(requested)
     return info.model_copy(update={"notes": notes + info.notes})
 
 
 @router.get("/api/models")
-async def models(service: TheService, caller: TheCaller) -> ModelList:
-    return ModelList(models=[service.info(m) for m in service.models(caller.projects)])
+async def models(
+    registry: TheRegistry, registration: TheRegistration, caller: TheCaller
+) -> ModelList:
+    return ModelList(models=[registration.info(m) for m in registry.all(caller.projects)])
 
 
 @router.get("/api/models/{project}/{name}")
-async def model(model: PathModel, service: TheService) -> ModelInfo:
-    return service.info(model)
+async def model(model: PathModel, registration: TheRegistration) -> ModelInfo:
+    return registration.info(model)
 
 
 async def idempotency_key(request: Request) -> str | None:
@@ -123,11 +137,13 @@ async def train(
     key: Annotated[str | None, Depends(idempotency_key)],
     first: Annotated[str | None, Depends(first_digest)],
     body: Groups,
-    service: TheService,
+    registration: TheRegistration,
+    requests: TheTrainRequests,
+    runner: TheRunner,
 ) -> Response:
     """Finds the exact tokens of each group as it arrives. The answer begins when the job is on disk with all of them."""
-    if key is not None and await service.has_key(model, key):  # the request is repeated
-        job = await service.find_job(model, key, first or await body.digest())
+    if key is not None and await runner.has_key(model, key):  # the request is repeated
+        job = await runner.find(model, key, first or await body.digest())
         if job is None:
             raise Unavailable(
                 "the job of this key was deleted a moment ago: repeat the request",
@@ -135,66 +151,68 @@ async def train(
             )
     else:
         request = await body.fields(TrainRequest)
-        new = service.begin_job(model, request.config)
+        new = requests.begin(model, request.config, registration.limits(model))
         async for group in body.groups():
             await new.resolve(group)
         job = await new.store(key, first or await body.digest(), request.expected_step)
-    lines = event_lines(service, job.job_id)
+    lines = event_lines(runner, job.job_id)
     return StreamingResponse(lines, media_type=NDJSON)
 
 
 @router.post("/api/models/{project}/{name}/log", openapi_extra=described_body(NDJSON, LogRequest))
-async def log(model: PathModel, body: Groups, service: TheService) -> LogReply:
+async def log(model: PathModel, body: Groups, reports: TheReports) -> LogReply:
     request = await body.fields(LogRequest)
     rollouts = Rollouts()
     async for group in body.groups():
         await asyncio.to_thread(rollouts.add, group)
-    return await service.log(model, request, rollouts)
+    return await write_log(model, request, rollouts, reports)
 
 
 @router.get("/api/models/{project}/{name}/sessions/{session}")
-async def session(model: PathModel, session: str, service: TheService) -> SessionReply:
-    return await asyncio.to_thread(service.session, model, session)
+async def session(model: PathModel, session: str, ledger: TheLedger) -> SessionReply:
+    project, name = model.record.project, model.record.name
+    found = await asyncio.to_thread(ledger.find_session, project, name, session)
+    return await asyncio.to_thread(session_trajectory, found)
 
 
 @router.get("/api/jobs")
 async def jobs(
-    service: TheService,
+    runner: TheRunner,
     caller: TheCaller,
     state: Annotated[str, Query(max_length=100)] = "queued,running",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> JobList:
-    return JobList(jobs=await service.jobs(caller.projects, read_states(state), limit))
+    return JobList(jobs=await runner.jobs(caller.projects, read_states(state), limit))
 
 
 @router.get("/api/jobs/{job_id}")
-async def job(job: PathJob, service: TheService) -> JobInfo:
-    return await service.job_info(job.job_id)
+async def job(job: PathJob, runner: TheRunner) -> JobInfo:
+    return await runner.info(job.job_id)
 
 
 @router.get("/api/jobs/{job_id}/events")
-async def job_events(job: PathJob, service: TheService, after: int = -1) -> Response:
-    lines = event_lines(service, job.job_id, after)
+async def job_events(job: PathJob, runner: TheRunner, after: int = -1) -> Response:
+    lines = event_lines(runner, job.job_id, after)
     return StreamingResponse(lines, media_type=NDJSON)
 
 
 @router.delete("/api/jobs/{job_id}")
-async def cancel_job(job: PathJob, service: TheService) -> JobInfo:
-    await service.cancel_job(job.job_id)
-    return await service.job_info(job.job_id)
+async def cancel_job(job: PathJob, runner: TheRunner) -> JobInfo:
+    await runner.cancel(job.job_id)
+    return await runner.info(job.job_id)
 
 
 @router.post("/api/jobs/{job_id}/move")
 async def move_job(
     job: PathJob,
     body: MoveJobRequest,
-    service: TheService,
+    runner: TheRunner,
     caller: TheCaller,
 ) -> JobList:
     if body.before is not None:
-        caller.check_project((await service.job(body.before)).project)
-    await service.move_job(job.job_id, body.before)
-    return JobList(jobs=await service.jobs(caller.projects, ("queued",), 1000))
+        caller.check_project((await runner.get(body.before)).project)
+    await runner.move(job.job_id, body.before)
+    return JobList(jobs=await runner.jobs(caller.projects, ("queued",), 1000))
 
 
 def read_states(text: str) -> list[JobState]:
@@ -213,7 +231,7 @@ def read_states(text: str) -> list[JobState]:
     return cast("list[JobState]", states)
 
 
-async def event_lines(service: Service, job_id: str, after: int = -1) -> AsyncIterator[bytes]:
-    async for event in service.follow(job_id, after):
+async def event_lines(runner: JobRunner, job_id: str, after: int = -1) -> AsyncIterator[bytes]:
+    async for event in runner.follow(job_id, after):
         # ASCII, because httpx and Python's splitlines also end a line at U+2028 and U+0085.
         yield event.model_dump_json(exclude_none=True, ensure_ascii=True).encode() + b"\n"

@@ -22,7 +22,7 @@ from art_server.api.streaming import answer_stream
 from art_server.errors import BadRequest, InvalidInput
 from art_server.ledger import conversation
 from art_server.relay import InferenceRequest
-from art_server.service import Service
+from art_server.server import Server
 
 PATHS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
@@ -39,23 +39,24 @@ OPENING_ROLES = frozenset({"system", "developer", "user"})
 """A conversation of only these roles contains no answer."""
 
 
-def install(app: FastAPI, service: Service) -> None:
+def install(app: FastAPI, server: Server) -> None:
     """Adds the routes under /v1."""
     router = APIRouter()
+    base, engine, relay, tracing = server.base, server.engine, server.relay, server.reports.tracing
 
     async def forward(request: Request) -> Response:
         arrived_at = clock.tick()
-        await service.wait_base()  # the limit and the names depend on it
-        body = await read_body(request, v1_limit_mb(service.max_seq_length), SHORTER)
+        await base.wait_found()  # the limit and the names depend on it
+        body = await read_body(request, v1_limit_mb(engine.max_seq_length), SHORTER)
         inference = await beside(functools.partial(make_request, request, arrived_at), body)
         if (counted := request.state.counted) is not None:
             counted.grow(num_choices(inference.api, inference.body))
-        if service.tracing is not None:
+        if tracing is not None:
             inference.traceparent = request.headers.get("traceparent")
-        service.resolve(inference)  # refuses an unknown name now, not after a wait
+        relay.resolve(inference)  # refuses an unknown name now, not after a wait
         if inference.is_stream:
-            return await answer_stream(service, inference)
-        return await answer_json(service, inference, request)
+            return await answer_stream(relay, inference)
+        return await answer_json(relay, inference, request)
 
     for path in PATHS:
         # Not a FastAPI route: that takes a sixth of the server's time per request, and there is nothing to validate.
@@ -63,7 +64,7 @@ def install(app: FastAPI, service: Service) -> None:
 
     @router.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        return {"object": "list", "data": model_cards(service, request.state.caller)}
+        return {"object": "list", "data": model_cards(server, request.state.caller)}
 
     app.include_router(router)
 
@@ -202,16 +203,18 @@ def is_token_ids(prompt: Any) -> bool:
     return all(isinstance(each, int) or is_token_ids(each) for each in prompt)
 
 
-def model_cards(service: Service, caller: Caller) -> list[dict[str, Any]]:
+def model_cards(server: Server, caller: Caller) -> list[dict[str, Any]]:
     """The models that a caller may use, under every name that works."""
-    if service.base_name is None:
+    base, is_on_base = server.engine.base, server.registration.is_on_base
+    if base is None:
         return []
-    models = service.served_models(caller.projects, caller.model_id)
+    found = server.registry.all(caller.projects, caller.model_id)
+    models = [model for model in found if is_on_base(model)]
     names = [model.record.name for model in models]
-    ids = [service.base_name] if caller.model_id is None else []
+    ids = [base.name] if caller.model_id is None else []
     ids += [model.id for model in models]
     ids += [name for name in names if names.count(name) == 1]
-    length = service.max_seq_length
+    length = server.engine.max_seq_length
     return [
         {"id": name, "object": "model", "created": 0, "owned_by": "art", "max_model_len": length}
         for name in ids

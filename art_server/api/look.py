@@ -45,11 +45,21 @@ router = APIRouter()
 
 
 class Live(Protocol):
-    """A running server, as the page shows it (`service.Service`)."""
+    """A running server, as the page shows it (`server.Server`)."""
 
+    @property
+    def status(self) -> "LiveStatus": ...
+    @property
+    def runner(self) -> "LiveJobs": ...
+
+
+class LiveStatus(Protocol):
     def health(self) -> Health: ...
     def activity(self) -> dict[str, Any]: ...
     def memory(self) -> dict[str, Any]: ...
+
+
+class LiveJobs(Protocol):
     async def jobs(
         self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int
     ) -> list[JobInfo]: ...
@@ -60,7 +70,7 @@ async def _runs(request: Request) -> Runs:
 
 
 async def _live(request: Request) -> Live | None:
-    return request.app.state.service
+    return request.app.state.server
 
 
 TheRuns = Annotated[Runs, Depends(_runs)]
@@ -123,16 +133,16 @@ async def overview(runs: TheRuns, live: MaybeLive, caller: TheCaller) -> dict[st
     found = await asyncio.to_thread(summaries)
     state = None if live is None else await live_state(live, caller)
     if live is not None and state is not None and caller.projects is None:
-        state["machine"] = await asyncio.to_thread(live.memory)
+        state["machine"] = await asyncio.to_thread(live.status.memory)
     return {"models": found, "time": time.time(), "live": state}
 
 
 async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
     """What the server does now, as far as the caller's projects are concerned."""
-    jobs = await live.jobs(caller.projects, PENDING, MAX_JOBS)
+    jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
     return {
-        "health": visible(live.health(), caller).model_dump(mode="json"),
-        "activity": live.activity(),
+        "health": visible(live.status.health(), caller).model_dump(mode="json"),
+        "activity": live.status.activity(),
         "jobs": [job.model_dump(mode="json") for job in jobs],
     }
 
@@ -233,7 +243,7 @@ async def marks(runs: Runs, live: Live | None, caller: Caller) -> dict[str, Any]
     """What changes when something changes that people look at."""
     found: dict[str, Any] = {"models": await asyncio.to_thread(runs.marks, caller.projects)}
     if live is not None:
-        jobs = await live.jobs(caller.projects, PENDING, MAX_JOBS)
+        jobs = await live.runner.jobs(caller.projects, PENDING, MAX_JOBS)
         found["jobs"] = [[job.job_id, job.state, job.waits_for is not None] for job in jobs]
-        found["engine"] = live.health().engine
+        found["engine"] = live.status.health().engine
     return found

@@ -5,7 +5,7 @@ A key that covers some projects gets the steps of their models, and not vLLM's p
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -16,10 +16,11 @@ from prometheus_client.registry import Collector
 
 from art_protocol.wire import Health
 from art_server import clock
-from art_server.api.parameters import TheCaller, TheService
+from art_server.api.parameters import TheCaller, TheServer
 from art_server.engine.engine import State
 from art_server.jobs.metrics import ENDS
-from art_server.processes import Figures
+from art_server.jobs.reports import Totals
+from art_server.server import Server
 from art_server.store.registry import Model
 
 Pending = Mapping[str, tuple[int, float]]
@@ -28,13 +29,36 @@ Pending = Mapping[str, tuple[int, float]]
 router = APIRouter()
 
 
+class Figures(NamedTuple):
+    """Numbers of this moment, and since the server's start."""
+
+    num_waiting: int
+    """Requests at the pause gate."""
+    num_running: int
+    """Requests that the engine has."""
+    num_engine_starts: int
+    num_faults: Mapping[str, int]
+    """Errors of background work, by its name."""
+    totals: Totals
+
+
+def figures_of(server: Server) -> Figures:
+    return Figures(
+        server.gate.num_waiting,
+        server.gate.num_inside,
+        server.engine.num_starts,
+        server.background.num_faults,
+        server.reports.totals,
+    )
+
+
 @router.get("/metrics", response_class=Response)
-async def metrics(service: TheService, caller: TheCaller) -> Response:
+async def metrics(server: TheServer, caller: TheCaller) -> Response:
     """Numbers for Prometheus."""
-    pending = await asyncio.to_thread(service.pending_jobs)
-    models = service.models(caller.projects)
-    own = exposition(service.figures(), service.health(), pending, models)
-    of_engine = await service.engine_metrics() if caller.projects is None else b""
+    pending = await asyncio.to_thread(server.queue.pending)
+    models = server.registry.all(caller.projects)
+    own = exposition(figures_of(server), server.status.health(), pending, models)
+    of_engine = await server.relay.engine_metrics() if caller.projects is None else b""
     return Response(own + of_engine, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 

@@ -1,34 +1,64 @@
-"""What routes receive beside the path: the service, the caller, the named model or job, and bodies of many groups. A route
-that is refused because of its path or caller reads no group: parameters are resolved in order."""
+"""What routes receive: parts of the server, the caller, the named model or job, and bodies of many groups. A route that is
+refused because of its path or caller reads no group: parameters are resolved in order."""
 
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Annotated
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from art_server.api.auth import TheCaller
 from art_server.api.bodies import GroupLines
+from art_server.base_loader import BaseLoader
+from art_server.checkpoints.manage import Checkpoints
+from art_server.checkpoints.uploads import Uploads
+from art_server.device.probe import Machine
+from art_server.engine.engine import Engine
 from art_server.errors import ServerError
 from art_server.jobs.queue import Job
-from art_server.service import Service
-from art_server.store.registry import Model
+from art_server.jobs.reports import Reports
+from art_server.jobs.runner import JobRunner
+from art_server.jobs.train_requests import TrainRequests
+from art_server.ledger.ledger import Ledger
+from art_server.registration import Registration
+from art_server.server import Server
+from art_server.settings import ServerConfig
+from art_server.status import Status
+from art_server.store.registry import Model, Registry
 
 
-async def _service(request: Request) -> Service:
-    return request.app.state.service
+def part(find: Callable[[Server], object]) -> Any:
+    """A route's parameter that is a part of the server."""
+
+    async def found(request: Request) -> object:
+        return find(request.app.state.server)
+
+    return Depends(found)
 
 
-TheService = Annotated[Service, Depends(_service)]
+TheServer = Annotated[Server, part(lambda server: server)]
+TheConfig = Annotated[ServerConfig, part(lambda server: server.config)]
+TheMachine = Annotated[Machine, part(lambda server: server.machine)]
+TheReports = Annotated[Reports, part(lambda server: server.reports)]
+TheLedger = Annotated[Ledger, part(lambda server: server.ledger)]
+TheEngine = Annotated[Engine, part(lambda server: server.engine)]
+TheRegistry = Annotated[Registry, part(lambda server: server.registry)]
+TheBase = Annotated[BaseLoader, part(lambda server: server.base)]
+TheRegistration = Annotated[Registration, part(lambda server: server.registration)]
+TheCheckpoints = Annotated[Checkpoints, part(lambda server: server.checkpoints)]
+TheUploads = Annotated[Uploads, part(lambda server: server.uploads)]
+TheRunner = Annotated[JobRunner, part(lambda server: server.runner)]
+TheTrainRequests = Annotated[TrainRequests, part(lambda server: server.train_requests)]
+TheStatus = Annotated[Status, part(lambda server: server.status)]
 
 
-async def _model(project: str, name: str, service: TheService, caller: TheCaller) -> Model:
+async def _model(project: str, name: str, registry: TheRegistry, caller: TheCaller) -> Model:
     caller.check_project(project)
-    return service.model(project, name)
+    return registry.get(project, name)
 
 
-async def _job(job_id: str, service: TheService, caller: TheCaller) -> Job:
-    job = await service.job(job_id)
+async def _job(job_id: str, runner: TheRunner, caller: TheCaller) -> Job:
+    job = await runner.get(job_id)
     caller.check_project(job.project)
     return job
 
@@ -37,9 +67,9 @@ PathModel = Annotated[Model, Depends(_model)]
 PathJob = Annotated[Job, Depends(_job)]
 
 
-async def _trainable(model: PathModel, service: TheService) -> Model:
-    await service.wait_base()
-    service.check_trainable(model)
+async def _trainable(model: PathModel, base: TheBase, registration: TheRegistration) -> Model:
+    await base.wait_found()
+    registration.check_trainable(model)
     return model
 
 
@@ -47,8 +77,8 @@ TrainableModel = Annotated[Model, Depends(_trainable)]
 """The model of the path, whose base model is loaded."""
 
 
-async def _groups(request: Request) -> AsyncIterator[GroupLines]:
-    lines = GroupLines(request, request.app.state.config.max_body_mb)
+async def _groups(request: Request, config: TheConfig) -> AsyncIterator[GroupLines]:
+    lines = GroupLines(request, config.max_body_mb)
     try:
         yield lines
     except ServerError:

@@ -28,8 +28,7 @@ from art_server.api.errors import answer, detail_of
 from art_server.api.grammars import name_grammar
 from art_server.errors import ServerError
 from art_server.ledger.ledger import OpenRequest
-from art_server.relay import EngineLost, InferenceRequest
-from art_server.service import Service
+from art_server.relay import EngineLost, InferenceRequest, Relay
 from art_server.shared.samples import new_request_id
 
 PATIENCE_SECONDS = 3.0
@@ -39,10 +38,10 @@ COMMENT_SECONDS = 5.0
 COMMENT = b": waiting for the policy\n\n"
 
 
-async def answer_stream(service: Service, inference: InferenceRequest) -> Response:
+async def answer_stream(relay: Relay, inference: InferenceRequest) -> Response:
     """Forwards a streaming request. A stream that can begin at once keeps vLLM's status. A stream that must wait begins
     with comment lines and then sends errors as events."""
-    events = stream_events(service, inference)
+    events = stream_events(relay, inference)
     first = asyncio.ensure_future(anext(events))
     done, _ = await asyncio.wait({first}, timeout=PATIENCE_SECONDS)
     if done:
@@ -71,21 +70,19 @@ class StreamRefused(Exception):
         )
 
 
-async def stream_events(
-    service: Service, inference: InferenceRequest
-) -> AsyncGenerator[bytes, None]:
+async def stream_events(relay: Relay, inference: InferenceRequest) -> AsyncGenerator[bytes, None]:
     """The events of an answer as they arrive, in chunks of whole events, with the requested model name and `art`
     fields. If the engine dies before the first event, the request is sampled again.
 
     Raises:
         StreamRefused: the request was refused before its first event.
     """
-    losses = Losses(service)
+    losses = Losses(relay)
     while True:
         request_id = new_request_id(inference.is_first_turn)
         is_begun = False
         try:
-            async with service.relay(inference, request_id) as (response, opened):
+            async with relay.answer(inference, request_id) as (response, opened):
                 if response.status != 200:
                     content = name_grammar(await response.read(), inference.body)
                     raise StreamRefused(response.status, content, {})
@@ -97,7 +94,7 @@ async def stream_events(
                     if not events:
                         continue
                     if ERROR_EVENT in events:
-                        await service.check_engine()
+                        await relay.check_engine()
                     is_begun = True
                     if not inference.has_choices:
                         name_calls(events, opened, 0)

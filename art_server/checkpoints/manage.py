@@ -50,8 +50,6 @@ class Checkpoints:
     _gate: PauseGate
     _engine: Engine
     _ledger: Ledger
-    _making: asyncio.Lock
-    """Held while a model is created or deleted."""
     _incoming: Path
     """Folder for unfinished checkpoints; empty at start."""
     _keep_last: int
@@ -120,7 +118,7 @@ class Checkpoints:
     @contextlib.asynccontextmanager
     async def changed(self, model_id: str) -> AsyncIterator[None]:
         """Inside the block nobody else creates or deletes a model, or changes the steps of this one."""
-        async with self._making, self._locks[model_id]:
+        async with self._registry.models_lock, self._locks[model_id]:
             yield
 
     async def fork(self, source: Model, request: ForkRequest) -> Model:

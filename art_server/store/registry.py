@@ -4,6 +4,7 @@ A new step is served from one assignment on, after its checkpoint is complete an
 load it at its next start (`JobRunner._serve`).
 """
 
+import asyncio
 import logging
 import re
 from collections.abc import Sequence
@@ -113,6 +114,8 @@ class Registry:
     def __init__(self, root: Path):
         self._root = root.absolute()
         self._models: dict[tuple[str, str], Model] = {}
+        self.models_lock = asyncio.Lock()
+        """Held while the files of a model are created or deleted, and across nothing else."""
         self.with_broken_steps: list[Model] = []
         """Models whose newest step was set aside, because it was broken."""
         self.history = HistoryTable(self._root / ".server" / "history.sqlite")

@@ -354,19 +354,19 @@ def test_a_running_server_shows_its_time_and_its_jobs(page: Any, serve: Any, roo
     assert "waits for 1 earlier job, of demo/webnav-8b" in page.inner_text("main")
     page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
     page.get_by_role("button", name="No").click()
-    states = {key: each.state for key, each in served.app.state.service.infos.items()}
+    states = {key: each.state for key, each in served.app.state.server.infos.items()}
     assert states["job-1"] == "queued", "nothing happens without the confirmation"
     page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
     page.get_by_role("button", name="Yes, cancel it").click()
     page.wait_for_selector("text=The job of demo/sql-repair is cancelled.")
-    assert served.app.state.service.infos["job-1"].state == "cancelled"
+    assert served.app.state.server.infos["job-1"].state == "cancelled"
     page.get_by_role("link", name="Server").click()
     page.wait_for_selector("text=the disk is nearly full")
 
 
 def test_a_job_that_runs_again_shows_its_progress(page: Any, serve: Any, root: Path) -> None:
     served = serve(make_live(root))
-    infos = served.app.state.service.infos
+    infos = served.app.state.server.infos
     error = ErrorDetail(message="the trainer died")
     infos["job-0"] = infos["job-0"].model_copy(update={"error": error})
     page.goto(f"{served.url}#/jobs")
@@ -411,7 +411,7 @@ def test_cells_that_do_not_change_are_the_same_elements_after_a_refresh(
 ) -> None:
     """A pointer on its way to a button still meets it, whatever the other cells of its row do."""
     served = serve(make_live(root))
-    infos = served.app.state.service.infos
+    infos = served.app.state.server.infos
     page.goto(f"{served.url}#/jobs")
     page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
     yes = page.get_by_role("button", name="Yes, cancel it").element_handle()

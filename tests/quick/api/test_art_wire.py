@@ -1,5 +1,6 @@
 """The ART wire without an engine: bodies as NVIDIA's plugin sends them, answers, keys, and what is told."""
 
+import dataclasses
 import json
 import re
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from art_server.api.control import event_lines
 from art_server.app import make_app
 from art_server.base_models import TINY_DIR, BaseModel
 from art_server.jobs.queue import Job
-from art_server.service import Service
+from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
@@ -74,32 +75,30 @@ def train_body(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
     return body | {"verbose": False} | more
 
 
-def make(path: Path, **settings: Any) -> tuple[FastAPI, Service]:
+def make(path: Path, **settings: Any) -> tuple[FastAPI, Server]:
     """A server that knows model p/run at step 0, on a base model whose engine does not run."""
     folder = ModelFolder(path, "p", "run")
     folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
     record = ModelRecord(name="run", project="p", base_model="art/tiny", lora=LoRAConfig())
     folder.create(record, path / "engine.log")
-    config = ServerConfig(path=path, **settings)
-    service = Service(config)
-    engine = service._processes.engine
-    engine.base, engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
+    server = build(ServerConfig(path=path, **settings))
+    server.engine.base, server.engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
     _log_note_once.cache_clear()
-    return make_app(service, config, inference_port=8000), service
+    return make_app(server, inference_port=8000), server
 
 
-def follow_with(service: Service, *events: JobEvent) -> None:
+def follow_with(server: Server, *events: JobEvent) -> None:
     """Has every job end with these events."""
 
     async def follow(job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
         for event in events:
             yield event
 
-    service.follow = follow  # type: ignore[method-assign]
+    server.runner.follow = follow  # type: ignore[method-assign]
 
 
-def jobs_of(service: Service) -> list[Job]:
-    return service._queue.jobs(None, ("queued",), 10)
+def jobs_of(server: Server) -> list[Job]:
+    return server.queue.jobs(None, ("queued",), 10)
 
 
 def client(app: FastAPI, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
@@ -126,20 +125,20 @@ async def train(app: FastAPI, body: dict[str, Any]) -> list[dict[str, Any]]:
 async def test_an_event_is_one_line_also_for_who_splits_at_u2028() -> None:
     """As httpx's `aiter_lines` and `str.splitlines`. A program's metric may have any name."""
     event = DONE.model_copy(update={"metrics": {"train/calls\u2028a\u2029b\u0085\x1c": 1.0}})
-    service: Any = SimpleNamespace()
-    follow_with(service, event)
-    (line,) = [each async for each in event_lines(service, "j")]
+    server: Any = SimpleNamespace(runner=SimpleNamespace())
+    follow_with(server, event)
+    (line,) = [each async for each in event_lines(server.runner, "j")]
     assert len(line.decode().splitlines()) == 1
     assert JobEvent.model_validate_json(line) == event
 
 
 async def test_a_train_call_streams_one_line_of_numbers(tmp_path: Path) -> None:
-    app, service = make(tmp_path)
-    follow_with(service, PROGRESS, PROGRESS, DONE)
+    app, server = make(tmp_path)
+    follow_with(server, PROGRESS, PROGRESS, DONE)
     (row,) = await train(app, train_body(choice(5), choice(6)))
     counts = {"num_gradient_steps": 1.0, "data/step_num_gradient_steps": 1.0}
     assert row == {"loss/train": 0.5, **counts}
-    (job,) = jobs_of(service)
+    (job,) = jobs_of(server)
     assert TrainConfig.model_validate_json(job.config).learning_rate == 5e-05
     assert (job.report.turns, job.metrics["train/reward"]) == ({"ids": 2}, 0.5)
 
@@ -147,15 +146,15 @@ async def test_a_train_call_streams_one_line_of_numbers(tmp_path: Path) -> None:
 async def test_trainer_args_win_and_unknown_keys_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app, service = make(tmp_path)
-    follow_with(service, DONE)
+    app, server = make(tmp_path)
+    follow_with(server, DONE)
     trainer_args = {"learning_rate": "1e-6", "beta": 0.1, "output_dir": "/tmp/x", "seed": None}
     model = MODEL | {"_internal_config": {"trainer_args": trainer_args, "peft_args": {"r": 8}}}
     body = train_body(choice(5), model=model, dev_config={"ppo": True, "kimi_k2_tau": 0.1})
     body["trajectory_groups"][0]["trajectories"][0]["exchanges"] = [1]
     for _ in range(2):
         await train(app, body)
-    for job in jobs_of(service):
+    for job in jobs_of(server):
         config = TrainConfig.model_validate_json(job.config)
         assert (config.learning_rate, config.beta, config.clip) == (1e-6, 0.1, "two_sided")
         told = {
@@ -183,8 +182,8 @@ async def test_trainer_args_win_and_unknown_keys_are_told_once(
 async def test_a_failed_job_ends_the_stream_with_cause_and_remedy(
     tmp_path: Path, error: ErrorDetail, texts: tuple[str, ...]
 ) -> None:
-    app, service = make(tmp_path)
-    follow_with(service, PROGRESS, JobEvent(event="error", job_id="j", error=error))
+    app, server = make(tmp_path)
+    follow_with(server, PROGRESS, JobEvent(event="error", job_id="j", error=error))
     (row,) = await train(app, train_body(choice()))
     assert set(row) == {"error"} and all(text in row["error"] for text in texts)
 
@@ -204,29 +203,29 @@ async def test_a_failed_job_ends_the_stream_with_cause_and_remedy(
 async def test_what_cannot_be_trained_is_told_in_the_stream(
     tmp_path: Path, body: dict[str, Any], text: str
 ) -> None:
-    app, service = make(tmp_path)
+    app, server = make(tmp_path)
     (row,) = await train(app, body)
     assert set(row) == {"error"}
     assert re.search(text, row["error"], re.DOTALL), row
-    assert service._queue.next() is None
+    assert server.queue.next() is None
 
 
 async def test_a_call_without_a_key_is_always_a_new_job(tmp_path: Path) -> None:
-    app, service = make(tmp_path)
-    follow_with(service, DONE)
+    app, server = make(tmp_path)
+    follow_with(server, DONE)
     for _ in range(2):
         await train(app, train_body(choice(5), choice(6)))
-    first = service._queue.next()
+    first = server.queue.next()
     assert first is not None and first.report.turns == {"ids": 2}
-    service._queue.set_done(first.job_id, {}, first.report)
-    second = service._queue.next()
+    server.queue.set_done(first.job_id, {}, first.report)
+    second = server.queue.next()
     assert second is not None and second.job_id != first.job_id
 
 
 async def test_registering_again_notes_what_comes_too_late(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app, service = make(tmp_path)
+    app, server = make(tmp_path)
     engine_args = {"tensor_parallel_size": 2, "max_logprobs": 20, "gpu_memory_utilization": 0.9}
     config = {"init_args": {"max_seq_length": 512}, "engine_args": engine_args | {"headless": True}}
     async with client(app) as http:
@@ -242,7 +241,7 @@ async def test_registering_again_notes_what_comes_too_late(
     assert not any("max_logprobs" in note for note in notes)
     assert notes[1] in caplog.text
     assert refused.status_code == 422 and "quantization" in refused.json()["error"]["message"]
-    model = service.model("p", "run")
+    model = server.registry.get("p", "run")
     assert model.record.always_logprobs and model.folder.read().always_logprobs
 
 
@@ -299,10 +298,11 @@ class FailedEngine:
 async def test_registering_again_starts_a_failed_engine_with_the_new_arguments(
     tmp_path: Path,
 ) -> None:
-    app, service = make(tmp_path)
+    app, server = make(tmp_path)
     engine: Any = FailedEngine()
-    service._processes.engine = engine
-    service._base._engine = service._registration._engine = engine
+    server = dataclasses.replace(server, engine=engine)
+    server.base._engine = server.registration._engine = engine
+    app = make_app(server, inference_port=None)
     config = {"init_args": {"max_seq_length": 512}, "engine_args": {"tensor_parallel_size": 1}}
     asked = MODEL | {"_internal_config": config}
     async with client(app) as http:
@@ -346,7 +346,7 @@ async def test_the_base_url_is_the_host_that_was_asked(tmp_path: Path) -> None:
 
 
 async def test_the_key_that_is_handed_out_opens_its_model_only(tmp_path: Path) -> None:
-    app, service = make(tmp_path, api_keys=KEYS)
+    app, server = make(tmp_path, api_keys=KEYS)
     body = {"model": MODEL, "config": {"log_file": "/etc/passwd"}}
     everything = {"authorization": "Bearer all"}
     async with client(app, "box", headers=everything) as http:
@@ -366,8 +366,8 @@ async def test_the_key_that_is_handed_out_opens_its_model_only(tmp_path: Path) -
         for each in spoilt:
             headers = {"authorization": f"Bearer {each}"}
             assert (await http.get("/v1/models", headers=headers)).status_code == 401
-    config = service._config.model_copy(update={"api_keys": KEYS[1:]})
-    again = make_app(service, config, inference_port=None)
+    config = server.config.model_copy(update={"api_keys": KEYS[1:]})
+    again = make_app(dataclasses.replace(server, config=config), inference_port=None)
     async with client(again, "box", headers={"authorization": f"Bearer {key}"}) as http:
         assert (await http.get("/v1/models")).status_code == 401
 

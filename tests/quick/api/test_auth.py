@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from art_server.app import make_app
-from art_server.service import Service
+from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
 
 OPEN = {"/health", "/ready"}
@@ -23,7 +23,7 @@ KEYS = (
 
 def make(path: Path, keys: tuple[ApiKey, ...]) -> FastAPI:
     config = ServerConfig(path=path, api_keys=keys)
-    return make_app(Service(config), config, inference_port=None)
+    return make_app(build(config), inference_port=None)
 
 
 @pytest.fixture

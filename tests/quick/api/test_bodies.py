@@ -73,9 +73,9 @@ def test_a_body_that_tells_its_length_is_refused_before_it_is_read() -> None:
 async def test_a_train_request_that_its_path_refuses_is_not_read(
     path: str, is_other_base: bool, status: int, tmp_path: Path
 ) -> None:
-    app, service = make(tmp_path)
+    app, server = make(tmp_path)
     if is_other_base:
-        service._processes.engine.base = BaseModel("another", TINY_DIR)
+        server.engine.base = BaseModel("another", TINY_DIR)
     sent = 0
 
     async def parts() -> AsyncIterator[bytes]:
@@ -282,14 +282,14 @@ class Body:
 async def test_a_group_is_resolved_as_it_arrives_and_the_job_waits_for_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app, service = make(tmp_path)
-    follow_with(service, DONE)
+    app, server = make(tmp_path)
+    follow_with(server, DONE)
     resolved: asyncio.Queue[str] = asyncio.Queue()
     resolve = NewJob.resolve
 
     async def noted(self: NewJob, body: TrajectoryGroupBody) -> None:
         await resolve(self, body)
-        assert service._queue.next() is None
+        assert server.queue.next() is None
         resolved.put_nowait("one")
 
     monkeypatch.setattr(NewJob, "resolve", noted)
@@ -302,32 +302,32 @@ async def test_a_group_is_resolved_as_it_arrives_and_the_job_waits_for_the_last(
             assert await resolved.get() == "one"
         body.send(None)
         response = await posting
-    job = service._queue.next()
+    job = server.queue.next()
     assert response.status_code == 200 and job is not None
     assert (job.report.num_groups, job.report.turns) == (3, {"ids": 3})
     assert job.metrics["train/reward"] == 1.0
-    rows = gzip.decompress(service._queue.trajectories(job.job_id)).splitlines()
+    rows = gzip.decompress(server.queue.trajectories(job.job_id)).splitlines()
     assert [json.loads(row)["trajectories"][0]["reward"] for row in rows] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.anyio
 async def test_nothing_is_kept_of_a_request_that_breaks_off(tmp_path: Path) -> None:
-    app, service = make(tmp_path)
+    app, server = make(tmp_path)
     whole = ndjson({}, group(0.0, choice(5)), group(1.0, choice(6)))
     async with client(app) as http:
         broken = await http.post(TRAIN, content=whole[:-20], headers={"idempotency-key": "k"})
         assert (broken.status_code, broken.json()["error"]["param"]) == (422, "groups[1]")
-        assert service._queue.next() is None
-        follow_with(service, DONE)
+        assert server.queue.next() is None
+        follow_with(server, DONE)
         again = await http.post(TRAIN, content=whole, headers={"idempotency-key": "k"})
-    job = service._queue.next()
+    job = server.queue.next()
     assert again.status_code == 200 and job is not None and job.report.num_groups == 2
 
 
 @pytest.mark.anyio
 async def test_a_repeated_request_gets_its_job_and_another_body_is_refused(tmp_path: Path) -> None:
-    app, service = make(tmp_path)
-    follow_with(service, DONE)
+    app, server = make(tmp_path)
+    follow_with(server, DONE)
     body = ndjson({}, group(0.0, choice(5)), group(1.0, choice(6)))
     key = {"idempotency-key": "k"}
     first = {**key, "x-art-request-digest": hashlib.sha256(body).hexdigest()}
@@ -336,7 +336,7 @@ async def test_a_repeated_request_gets_its_job_and_another_body_is_refused(tmp_p
             assert (await http.post(TRAIN, content=sent, headers=headers)).status_code == 200
         other = await http.post(TRAIN, content=body + b"\n", headers=key)
     assert (other.status_code, other.json()["error"]["code"]) == (409, "key_reused")
-    assert len(service._queue.jobs(None, ("queued",), 10)) == 1
+    assert len(server.queue.jobs(None, ("queued",), 10)) == 1
 
 
 @pytest.mark.anyio

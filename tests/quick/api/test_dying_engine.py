@@ -71,11 +71,11 @@ class Parts:
 async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
     """The engine dies behind it, and the second try is refused: the client gets the refusal, not an empty 200."""
 
-    class Service:
+    class DyingRelay:
         num_calls = 0
 
         @contextlib.asynccontextmanager
-        async def relay(self, inference: Any, request_id: str) -> AsyncIterator[Any]:
+        async def answer(self, inference: Any, request_id: str) -> AsyncIterator[Any]:
             self.num_calls += 1
             if self.num_calls == 2:
                 raise Unavailable("the engine could not be started", code="engine_failed")
@@ -87,7 +87,7 @@ async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
     inference = relay.InferenceRequest(
         *("chat", "/v1/chat/completions", "p/a", {}, {}, "me", None, None, None, [], b"", True)
     )
-    service: Any = Service()
-    response = await answer_stream(service, inference)
-    assert (response.status_code, service.num_calls) == (503, 2)
+    dying: Any = DyingRelay()
+    response = await answer_stream(dying, inference)
+    assert (response.status_code, dying.num_calls) == (503, 2)
     assert b"could not be started" in response.body

@@ -191,8 +191,8 @@ async def health(app: FastAPI, path: str, host: str, key: str | None) -> dict[st
 async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
     infer = frozenset({"infer"})
     keys = (ApiKey(key="k", scopes=infer), ApiKey(key="old", expires=PAST))  # type: ignore[arg-type]
-    app, service = make(tmp_path / "keys", api_keys=keys)
-    service._processes.engine.detail = "last log lines: a prompt"
+    app, server = make(tmp_path / "keys", api_keys=keys)
+    server.engine.detail = "last log lines: a prompt"
     bare = Health(engine="ready").model_dump()
     for path in ("/health", "/ready"):
         for key in (None, "wrong", "old"):
@@ -202,12 +202,12 @@ async def test_strangers_see_the_state_only(tmp_path: Path) -> None:
             assert seen["detail"] == "last log lines: a prompt" and seen["base_model"] == "art/tiny"
     assert seen["waits_for"] is None
     keys = (ApiKey(key="k"), ApiKey(key="q", projects=frozenset({"q"})))
-    app, service = make(tmp_path / "projects", api_keys=keys)
-    service._processes.gate.close("a step of 'p/a', which trains")
+    app, server = make(tmp_path / "projects", api_keys=keys)
+    server.gate.close("a step of 'p/a', which trains")
     for key, reason in (("k", "a step of 'p/a', which trains"), ("q", "a step, which trains")):
         assert (await health(app, "/health", "box", key))["waits_for"] == reason
-    app, service = make(tmp_path / "keyless")
-    service._processes.engine.detail = "last log lines: a prompt"
+    app, server = make(tmp_path / "keyless")
+    server.engine.detail = "last log lines: a prompt"
     assert (await health(app, "/health", "localhost", None))["detail"] is not None
     assert await health(app, "/health", "evil.example", None) == bare
 

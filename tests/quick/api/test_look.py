@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 
 from art_server.api import look
 from art_server.app import make_app
-from art_server.service import Service
+from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
 from art_server.view import make_view
 from tests.demo import HOSTILE_METRIC, log, make_demo
@@ -55,7 +55,7 @@ async def get(app: FastAPI, path: str, key: str | None = None) -> Any:
 def guarded(root: Path, tmp_path: Path) -> FastAPI:
     """A server with keys, whose own files are elsewhere; it shows the demo's folder."""
     config = ServerConfig(path=tmp_path / "served", api_keys=KEYS)
-    app = make_app(Service(config), config, inference_port=None)
+    app = make_app(build(config), inference_port=None)
     app.state.runs = make_view(root).state.runs
     return app
 
@@ -231,7 +231,7 @@ async def test_a_key_sees_its_own_projects_only(root: Path, tmp_path: Path) -> N
         if "/models/" in path:
             async with client(app, "other-only") as http:
                 assert (await http.get(path)).status_code == 403, path
-    app.state.service._processes.gate.close("the next step of 'demo/webnav-8b'")
+    app.state.server.gate.close("the next step of 'demo/webnav-8b'")
     for key, reason in (
         ("all", "the next step of 'demo/webnav-8b'"),
         ("other-only", "the next step"),

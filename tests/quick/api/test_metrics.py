@@ -77,7 +77,7 @@ async def test_the_numbers_follow_what_the_server_does(tmp_path: Path) -> None:
 async def test_waiting_requests_and_queued_jobs_are_counted(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         model = await add_model(served)
-        gate, queue = served.service._processes.gate, served.service._queue
+        gate, queue = served.server.gate, served.server.queue
         served.engine.base = None  # no job can run
         payload = Payload.make(Batch(groups=[]))
         queue.add("demo", "agent", None, "digest", TrainConfig(), payload, JobReport())
@@ -130,7 +130,7 @@ async def test_the_dashboard_names_only_metrics_that_are_exported(tmp_path: Path
     async with serving(tmp_path) as served:
         model = await add_model(served)
         await model.train([await sample_group(model)])
-        served.service._processes.background.is_faulty("test", ValueError("a fault"))
+        served.server.background.is_faulty("test", ValueError("a fault"))
         exported = {name for name, *_ in samples((await fetch(served)).text)}
         await model.backend().close()
     own = {name for name in exported if name.startswith("art_")}

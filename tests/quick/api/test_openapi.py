@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from art_protocol.wire import LoRAConfig
 from art_server.app import make_app
-from art_server.service import Service
+from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from scripts.route_table import route_table
@@ -39,13 +39,13 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
     """With one model, and no base model, so that no engine starts."""
     keys = (ApiKey(key="all"), ApiKey(key="infer-only", scopes=frozenset({"infer"})))
     config = ServerConfig(path=tmp_path_factory.mktemp("art"), api_keys=keys)
-    service = Service(config)
-    folder = service._registry.folder("p", "a")
+    server = build(config)
+    folder = server.registry.folder("p", "a")
     folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
     record = ModelRecord(name="a", project="p", base_model="base", lora=LoRAConfig())
-    folder.create(record, service._processes.engine.log_path)
-    service._registry.add(folder, record)
-    return make_app(service, config, inference_port=None)
+    folder.create(record, server.engine.log_path)
+    server.registry.add(folder, record)
+    return make_app(server, inference_port=None)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from art_server.base_models import TINY_DIR, BaseModel
 from art_server.jobs.queue import Payload
 from art_server.jobs.trainer_process import TrainerError
 from art_server.progress import StartProgress
-from art_server.service import Service
+from art_server.server import build
 from art_server.settings import ServerConfig
 from art_server.shared.tasks import Batch, CheckTask, Done
 from art_server.store.model_folder import (
@@ -101,17 +101,14 @@ class House:
 
     def __init__(self, root: Path, **settings: Any):
         config = ServerConfig(path=root, **settings)
-        self.service = Service(config)
         self.engine = RecordingEngine()
-        self.checkpoints, self.uploads = self.service._checkpoints, self.service._uploads
-        service = self.service
-        for part in (service._base, service._registration, self.checkpoints, self.uploads):
-            part._engine = self.engine  # type: ignore[assignment]
-        service._processes.engine = self.engine  # type: ignore[assignment]
+        engine: Any = self.engine
+        self.server = build(config, make_engine=lambda *_: engine)
+        self.checkpoints, self.uploads = self.server.checkpoints, self.server.uploads
         self.uploads._trainer = CheckingTrainer()  # type: ignore[assignment]
-        self.registry = self.service._registry
-        self.gate, self.queue = self.service._processes.gate, self.service._queue
-        self.app: FastAPI = make_app(self.service, config, inference_port=None)
+        self.registry = self.server.registry
+        self.gate, self.queue = self.server.gate, self.server.queue
+        self.app: FastAPI = make_app(self.server, inference_port=None)
 
     def client(self, **options: Any) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
@@ -133,5 +130,4 @@ async def house(root: Path, **settings: Any) -> AsyncIterator[House]:
     try:
         yield made
     finally:
-        made.service._queue.close()
-        made.service._processes.close()
+        made.server.close()

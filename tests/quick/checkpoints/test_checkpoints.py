@@ -290,7 +290,7 @@ async def test_a_rollback_sets_later_steps_and_their_rows_aside(
 def sampled_by(here: House, step: int) -> str:
     """A recorded choice of p/a at a step; returns its id."""
     request = Request(f"{step:032x}", "chat", "p", "a", step, "p")
-    ledger = here.service._processes.ledger
+    ledger = here.server.ledger
     with ledger.open_request(request) as opened:
         ledger.take_prompt(request.request_id, 0, [1, 2])
         sample = Sample("x", 0, "yes", [7], [-0.5], "stop", None, {"n": 1})
@@ -303,7 +303,7 @@ async def test_samples_of_steps_that_are_gone_do_not_count_for_new_ones_of_the_n
 ) -> None:
     add_model(tmp_path, tiny_adapter, steps=5)
     async with house(tmp_path) as here:
-        find = here.service._processes.ledger.find
+        find = here.server.ledger.find
         kept, gone = sampled_by(here, 2), sampled_by(here, 4)
 
         def steps() -> list[int | None]:

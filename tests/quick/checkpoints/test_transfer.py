@@ -184,7 +184,7 @@ async def test_an_upload_waits_for_a_change_of_the_model(
         assert (await http.put(NEW, content=data)).status_code == 201
         async with here.checkpoints._locks["q/new"]:
             again = asyncio.create_task(http.put(NEW, content=data))
-            await until(lambda: here.checkpoints._making.locked())
+            await until(lambda: here.registry.models_lock.locked())
             assert not (await asyncio.wait([again], timeout=0.1))[0]
         assert (await again).status_code == 201
 

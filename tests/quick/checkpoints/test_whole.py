@@ -139,16 +139,16 @@ async def test_a_registration_that_was_cut_off_begins_anew(
             return Done(metrics={})
 
     async def register(here: House, rank: int) -> None:
-        here.service._registration._trainer = Trainer()  # type: ignore[assignment]
+        here.server.registration._trainer = Trainer()  # type: ignore[assignment]
         shape = LoRAConfig(rank=rank)
         request = RegisterRequest(project="p", name="a", base_model="art/tiny", lora=shape)
-        await here.service.register(request, {})
+        await here.server.registration.register(request, {})
 
     def fill(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     async with house(tmp_path) as here:
-        monkeypatch.setattr(here.service._registration._base, "load", _tiny)
+        monkeypatch.setattr(here.server.registration._base, "load", _tiny)
         with monkeypatch.context() as patch:
             patch.setattr(ModelFolder, "create", fill)
             with pytest.raises(StorageFull):

@@ -374,7 +374,6 @@ async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None
             house.gate,
             house.engine,
             Ledger(tmp_path / "ledger.sqlite"),
-            asyncio.Lock(),
             tmp_path / "incoming",
             0,
         )

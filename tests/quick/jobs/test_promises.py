@@ -134,7 +134,6 @@ class Server:
             gate,
             self.engine,  # type: ignore[arg-type]
             NoLedger(),  # type: ignore[arg-type]
-            asyncio.Lock(),
             folder / "incoming",
             0,
         )

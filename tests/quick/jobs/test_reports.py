@@ -12,8 +12,9 @@ from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import JobReport, LogRequest, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import UsageError
 from art_server.flags import parse
-from art_server.jobs.metrics import DoneStep, JobNews, write_log
-from art_server.jobs.reports import Totals, step_record, stored_rows
+from art_server.jobs.logs import write_log
+from art_server.jobs.metrics import DoneStep, JobNews
+from art_server.jobs.reports import Reports, Totals, step_record, stored_rows
 from art_server.jobs.rollouts import Rollouts
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder, ModelRecord
@@ -55,7 +56,7 @@ async def test_a_server_reports_the_steps_and_logs_of_all_clients(
         await model.log(group.trajectories[1:], split="val")
         await model.log(metrics={"games": 3.0}, split="val")
         await model.backend().close()
-        history = served.service.model("demo", "agent").history.values([1])[1]
+        history = served.server.registry.get("demo", "agent").history.values([1])[1]
 
     (trained, rows), (logged, logged_rows), (numbers, no_rows) = got
     assert (trained.project, trained.name, trained.step, trained.split) == (
@@ -96,7 +97,7 @@ async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(
     for split, is_kept in (("train", True), ("val", False)):
         rollouts = Rollouts()
         rollouts.add(group)
-        reply = await write_log(model, LogRequest(split=split), rollouts)
+        reply = await write_log(model, LogRequest(split=split), rollouts, Reports((), tmp_path))
         assert reply.metrics[f"{split}/reward"] == 0.5
         assert (model.folder.trajectories_file(split, 3).read_bytes() == b"the job's\n") == is_kept
 

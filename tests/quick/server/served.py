@@ -16,7 +16,7 @@ from art_server.app import make_app
 from art_server.jobs.gap_bars import gap_bars
 from art_server.ledger.ledger import Ledger
 from art_server.progress import StartProgress
-from art_server.service import Service
+from art_server.server import build
 from art_server.settings import ServerConfig
 from art_server.shared.samples import Sample
 from tests.fakes import FakeEngine, FakeTrainer
@@ -28,7 +28,9 @@ PROMPT, ANSWER = [5, 6, 7], [8, 9]
 class FakeVllm(FakeEngine):
     """Answers chat completions and `/metrics`, and records what it samples, as vLLM does."""
 
-    def __init__(self, ledger: Ledger):
+    ledger: Ledger
+
+    def __init__(self) -> None:
         super().__init__()
         self.num_starts = 1
         self.gap_bars = gap_bars(("float32", "float32"))
@@ -39,7 +41,6 @@ class FakeVllm(FakeEngine):
         """For so many requests it dies while it answers, and is back afterwards."""
         self.was_killed = False
         self._is_dead = False
-        self._ledger = ledger
         self._runner = web.AppRunner(web.Application())
         self._runner.app.add_routes(
             [web.post("/v1/chat/completions", self._chat), web.get("/metrics", self._metrics)]
@@ -89,7 +90,7 @@ class FakeVllm(FakeEngine):
             stop_reason=None,
             sampling={"n": 1, "temperature": 1.0},
         )
-        self._ledger.take_samples([(request_id, 0, 0, sample)])
+        self.ledger.take_samples([(request_id, 0, 0, sample)])
         message = {"role": "assistant", "content": "a private answer"}
         choice = {"index": 0, "finish_reason": "stop", "message": message, "logprobs": None}
         if body.get("logprobs"):
@@ -116,22 +117,15 @@ class StoppedTrainer(FakeTrainer):
 
 
 class Served:
-    """The service, its address and its fakes."""
+    """A server, its address and its fakes."""
 
     def __init__(self, config: ServerConfig):
-        self.service = service = Service(config)
-        self.engine = FakeVllm(service._processes.ledger)
-        self.trainer = StoppedTrainer()
-        parts: tuple[Any, ...] = (
-            *(service._processes, service._relay, service._runner),
-            *(service._registration, service._base),
-        )
-        for part in parts:
-            for name, fake in (("engine", self.engine), ("trainer", self.trainer)):
-                for attribute in (name, f"_{name}"):
-                    if attribute in vars(part):
-                        setattr(part, attribute, fake)
-        self.app = make_app(service, config, inference_port=None)
+        self.engine, self.trainer = FakeVllm(), StoppedTrainer()
+        engine: Any = self.engine
+        trainer: Any = self.trainer
+        self.server = build(config, make_engine=lambda *_: engine, make_trainer=lambda *_: trainer)
+        self.engine.ledger = self.server.ledger
+        self.app = make_app(self.server, inference_port=None)
         self.url = ""
 
 

@@ -24,7 +24,7 @@ class Loading:
     """Engine and trainer as the loader sees them."""
 
     def __init__(self, here: House):
-        self.loader = here.service._base
+        self.loader = here.server.base
         self.engine = here.engine
         self.engine.base, self.engine.state = None, "none"
         self.engine.start = self._start  # type: ignore[attr-defined]

@@ -41,13 +41,13 @@ class SlowTrainer:
 async def made(root: Path) -> AsyncIterator[tuple[House, SlowTrainer]]:
     async with house(root) as here:
         trainer = SlowTrainer()
-        here.service._registration._trainer = trainer  # type: ignore[assignment]
+        here.server.registration._trainer = trainer  # type: ignore[assignment]
         yield here, trainer
 
 
 async def register(here: House, name: str, lora: LoRAConfig = TINY_LORA) -> Model:
     request = RegisterRequest(project="p", name=name, base_model="art/tiny", lora=lora)
-    await here.service.register(request, {}, always_logprobs=True)
+    await here.server.registration.register(request, {}, always_logprobs=True)
     return here.registry.get("p", name)
 
 
@@ -60,9 +60,9 @@ async def test_nothing_waits_for_the_step_0_of_another_model(tmp_path: Path) -> 
         while len(trainer.shapes) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert await register(here, "known") is known
-        fork = await here.service.fork(known, ForkRequest(project="p", name="fork"))
+        fork = await here.server.checkpoints.fork(known, ForkRequest(project="p", name="fork"))
         assert fork.folder.steps() == [0]
-        await here.service.delete_model(known)
+        await here.server.checkpoints.delete_model(known)
         assert here.registry.find("p", "new") is None and not new.done()
         trainer.aside.set()
         assert (await new).step == 0
@@ -102,7 +102,7 @@ async def test_of_names_that_differ_by_case_the_first_is_registered(tmp_path: Pa
 
 async def test_a_loaded_base_model_is_known_while_the_loader_is_busy(tmp_path: Path) -> None:
     async with house(tmp_path) as here, asyncio.timeout(60):
-        loader = here.service._base
+        loader = here.server.base
         async with loader._lock:  # of a registration that names another base model
             assert await loader.load("art/tiny") == BaseModel("art/tiny", TINY_DIR)
 
@@ -114,5 +114,5 @@ async def test_a_registration_says_what_the_chat_template_does_not_take(tmp_path
         vars(base)["facts"] = base.facts.model_copy(update={"notes": ("a note",)})
         here.engine.base = base
         request = RegisterRequest(project="p", name="told", base_model="art/tiny", lora=TINY_LORA)
-        assert (await here.service.register(request)).notes == ["a note"]
-        assert here.service.info(here.registry.get("p", "told")).notes == []
+        assert (await here.server.registration.register(request)).notes == ["a note"]
+        assert here.server.registration.info(here.registry.get("p", "told")).notes == []

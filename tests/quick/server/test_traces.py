@@ -162,7 +162,7 @@ async def test_a_server_without_the_tracker_makes_no_spans(
     collector: Collector, tmp_path: Path
 ) -> None:
     async with serving(tmp_path) as served:
-        assert served.service.tracing is None
+        assert served.server.reports.tracing is None
         await run_a_step(served)
     assert {service for service, _ in collector.spans} == {"art"}
 

@@ -12,7 +12,7 @@ import pytest
 from art_protocol.wire import ErrorDetail, JobReport
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import Position
-from art_server.service import Service
+from art_server.server import Server
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder
 from art_server.terminal.run import make_console
@@ -28,22 +28,22 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Service, JobQueue]]:
+def server(tmp_path: Path) -> Iterator[tuple[str, Server, JobQueue]]:
     """The address of a server with model p/run."""
-    app, service = make(tmp_path)
+    app, server = make(tmp_path)
     with served(app, lifespan="off") as url:
-        yield url, service, service._queue
-    service._queue.close()
+        yield url, server, server.queue
+    server.close()
 
 
-Server = tuple[str, Service, JobQueue]
+Running = tuple[str, Server, JobQueue]
 
 
-def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Server) -> None:
-    url, service, queue = server
+def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Running) -> None:
+    url, parts, queue = server
     running, waiting = (add(queue, name="run") for _ in range(2))
     queue.set_running(running.job_id, 1)
-    service._runner._positions[running.job_id] = position = Position()
+    parts.runner._positions[running.job_id] = position = Position()
     position.move("train", 3, 8)
     jobs = json.loads(run("jobs", "--json", "--url", url).out)["jobs"]
     assert [(each["job_id"], each["state"]) for each in jobs] == [
@@ -75,7 +75,7 @@ def test_a_job_that_runs_again_shows_its_progress() -> None:
     assert job_progress(job | {"state": "queued", "waits_for": "room"}) == "waits for room"
 
 
-def test_a_job_is_cancelled_by_its_first_digits(run: Run, server: Server) -> None:
+def test_a_job_is_cancelled_by_its_first_digits(run: Run, server: Running) -> None:
     url, _, queue = server
     job, other = (add(queue, name="run") for _ in range(2))
     code, out, _ = run("jobs", "--cancel", job.job_id[:12], "--url", url)
@@ -90,7 +90,7 @@ def test_a_job_is_cancelled_by_its_first_digits(run: Run, server: Server) -> Non
     assert code == 2 and "cannot be cancelled any more: it is done" in err
 
 
-def test_digits_of_several_jobs_cancel_none(run: Run, server: Server) -> None:
+def test_digits_of_several_jobs_cancel_none(run: Run, server: Running) -> None:
     url, _, queue = server
     ids = [add(queue, name="run").job_id for _ in range(17)]  # of which two begin alike
     digit = next(each for each in "0123456789abcdef" if sum(i.startswith(each) for i in ids) > 1)
@@ -99,7 +99,7 @@ def test_digits_of_several_jobs_cancel_none(run: Run, server: Server) -> None:
     assert {queue.get(each).state for each in ids} == {"queued"}
 
 
-def test_all_also_shows_jobs_that_have_ended(run: Run, server: Server) -> None:
+def test_all_also_shows_jobs_that_have_ended(run: Run, server: Running) -> None:
     url, _, queue = server
     done, failed = (add(queue, name="run") for _ in range(2))
     queue.set_running(done.job_id, 1)
@@ -111,18 +111,18 @@ def test_all_also_shows_jobs_that_have_ended(run: Run, server: Server) -> None:
     assert next(line for line in out.splitlines() if "done" in line).split()[3] == "1"
 
 
-def test_status_is_one_screen(run: Run, server: Server, tmp_path: Path) -> None:
-    url, service, queue = server
+def test_status_is_one_screen(run: Run, server: Running, tmp_path: Path) -> None:
+    url, parts, queue = server
     job = add(queue, name="run")
     queue.set_running(job.job_id, 1)
-    service._runner._positions[job.job_id] = position = Position()
+    parts.runner._positions[job.job_id] = position = Position()
     position.move("train", 3, 8)
-    service.history.of(ModelFolder(tmp_path, "p", "run")).add(0, {"val/reward": 0.25})
-    service._processes.engine.detail = "loading"
+    parts.registry.history.of(ModelFolder(tmp_path, "p", "run")).add(0, {"val/reward": 0.25})
+    parts.engine.detail = "loading"
     for _ in range(8):
         add(queue, name="run")
     for _ in range(3):
-        service._state._activity._samples.append(frozenset({"training"}))
+        parts.status._activity._samples.append(frozenset({"training"}))
     status = json.loads(run("status", "--json", "--url", url).out)
     assert set(status["live"]) == {"health", "activity", "jobs", "machine"}
     console = screen()
@@ -141,7 +141,7 @@ def test_status_is_one_screen(run: Run, server: Server, tmp_path: Path) -> None:
 
 
 def test_the_address_in_the_folder_of_a_running_server_is_used(
-    run: Run, server: Server, tmp_path: Path
+    run: Run, server: Running, tmp_path: Path
 ) -> None:
     url, _, queue = server
     add(queue, name="run")
@@ -153,12 +153,12 @@ def test_the_address_in_the_folder_of_a_running_server_is_used(
 
 
 def test_tail_tells_steps_and_jobs_as_they_come(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url, service, queue = server
+    url, parts, queue = server
     model = ModelFolder(tmp_path, "p", "run")
     for step in (1, 2):
-        service.history.of(model).add(step, {"train/reward": step / 4, "loss/train": 1.0})
+        parts.registry.history.of(model).add(step, {"train/reward": step / 4, "loss/train": 1.0})
     source = HttpSource(url)
     events = Tail(source, None).events()
     first = next(events)
@@ -168,10 +168,10 @@ def test_tail_tells_steps_and_jobs_as_they_come(
     queue.set_running(job.job_id, 3)
     assert next(events)["state"] == "running"
     measured = {"train/reward": 0.75, "loss/logprob_gap_mean": 0.00123, "time/job_train_s": 4.25}
-    service.history.of(model).add(3, measured | {"data/step_num_groups_dead": 2.0})
+    parts.registry.history.of(model).add(3, measured | {"data/step_num_groups_dead": 2.0})
     step = next(events)
     assert step["metrics"] == measured | {"data/step_num_groups_dead": 2.0}
-    service.history.of(model).add(3, {"val/reward": 0.5})
+    parts.registry.history.of(model).add(3, {"val/reward": 0.5})
     again = next(events)
     assert (again["step"], again["metrics"]["val/reward"]) == (3, 0.5)
     queue.set_failed(job.job_id, ErrorDetail(message="no\x1b[2Jmemory"))
@@ -201,8 +201,8 @@ def test_a_folder_s_tail_is_the_same_without_jobs(folder: Path, url: str) -> Non
 
 
 def test_after_a_rollback_the_step_that_is_made_again_is_told(tmp_path: Path) -> None:
-    _, service = make(tmp_path)
-    service._queue.close()
+    _, server = make(tmp_path)
+    server.close()
     model = ModelFolder(tmp_path, "p", "run")
     for step in (1, 2):
         log(model, step, {"train/reward": step / 4})
@@ -215,8 +215,8 @@ def test_after_a_rollback_the_step_that_is_made_again_is_told(tmp_path: Path) ->
 
 
 def test_a_row_that_comes_late_is_told_alone(tmp_path: Path) -> None:
-    _, service = make(tmp_path)
-    service._queue.close()
+    _, server = make(tmp_path)
+    server.close()
     model = ModelFolder(tmp_path, "p", "run")
     for step in (2, 3, 4):
         log(model, step, {"train/reward": step / 4})
@@ -230,17 +230,17 @@ def test_a_row_that_comes_late_is_told_alone(tmp_path: Path) -> None:
 def test_tail_waits_for_a_server_that_went_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    app, service = make(tmp_path)
+    app, server = make(tmp_path)
     model = ModelFolder(tmp_path, "p", "run")
-    service.history.of(model).add(1, {"train/reward": 0.25})
+    server.registry.history.of(model).add(1, {"train/reward": 0.25})
     with served(app, lifespan="off") as url:
         source = HttpSource(url)
         events = Tail(source, None).events()
         assert next(events)["step"] == 1
-    service.history.of(model).add(2, {"train/reward": 0.5})
+    server.registry.history.of(model).add(2, {"train/reward": 0.5})
     app.state.is_stopping = False
     with served(app, lifespan="off", port=int(url.rpartition(":")[2])):
         assert next(events)["step"] == 2
     assert capsys.readouterr().err.count("went away: waiting for it") == 1
     source.close()
-    service._queue.close()
+    server.close()

@@ -229,7 +229,7 @@ def test_a_key_is_sent_and_never_printed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = (ApiKey(key="good"), ApiKey(key="infer", scopes=frozenset({"infer"})))
-    app, service = make(tmp_path, api_keys=keys)
+    app, server = make(tmp_path, api_keys=keys)
     with served(app, lifespan="off") as url:
         for key, code, message in (
             ("good", 0, ""),
@@ -242,7 +242,7 @@ def test_a_key_is_sent_and_never_printed(
             monkeypatch.setenv("ART_API_KEY", key)
             ran = run("runs", "--url", url)
             assert ran.code == code and message in ran.err and "-key" not in ran.err + ran.out
-    service._queue.close()
+    server.close()
 
 
 def test_a_program_that_is_no_art_server_is_named(run: Run) -> None:

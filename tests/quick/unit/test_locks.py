@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3] / "art_server"
 
 LOCKS = (
-    *("lock", "_lock", "_locks", "making", "_making", "_turn", "_changed", "changed"),
+    *("lock", "_lock", "_locks", "models_lock", "_turn", "_changed", "changed"),
     *("held", "held_idle"),
 )
 """Names of locks, and of the functions that take one."""
@@ -128,23 +128,23 @@ def test_the_check_sees_direct_and_indirect_waits() -> None:
     source = """
 class Registration:
     async def register(self):
-        async with self._making:
+        async with self._registry.models_lock:
             await self._first()
     async def fork(self):
         async with self._checkpoints.changed("a"), self._locks["a"]:
             await self._engine.unload("a")
     async def fine(self):
-        async with self._making:
+        async with self._registry.models_lock:
             await asyncio.to_thread(self.folder.create, self._engine.log_path)
         await self._first()
     async def _first(self):
         await self._trainer.run(1)
     async def elsewhere(self):
-        async with self._making:
+        async with self._registry.models_lock:
             await self._uploads.check(1)
     async def hidden(self):
         self._guard = asyncio.Lock()
-        await self._making.acquire()
+        await self._registry.models_lock.acquire()
         await stack.enter_async_context(self._locks["a"])
 """
     other = """
@@ -158,6 +158,6 @@ class Uploads:
     assert set(held_across(tree, slow, "f")) == {f"f Registration.{name}" for name in names}
     assert [*unlisted(tree)] == [
         "_guard",
-        "self._making.acquire()",
+        "self._registry.models_lock.acquire()",
         "stack.enter_async_context(self._locks['a'])",
     ]

@@ -1,41 +1,47 @@
-"""What the server does now, for clients that wait and for people who look."""
+"""What the server does at this moment, for clients that wait and for people who look."""
 
+from pathlib import Path
 from typing import Any
 
 from art_protocol.wire import Health
 from art_server import __version__
+from art_server.background import Background, LoopWatch
 from art_server.base_loader import BaseLoader
+from art_server.engine.engine import Engine
+from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.runner import JobRunner
+from art_server.jobs.trainer import Trainer
 from art_server.observe import machine
 from art_server.observe.activity import Activity, Doing
-from art_server.processes import Processes
-from art_server.settings import ServerConfig
 
 
-class State:
+class Status:
     """Reads the server's parts and changes nothing."""
 
     def __init__(
-        self, config: ServerConfig, processes: Processes, base: BaseLoader, runner: JobRunner
+        self,
+        path: Path,
+        engine: Engine,
+        trainer: Trainer,
+        gate: PauseGate,
+        base: BaseLoader,
+        runner: JobRunner,
+        loop_watch: LoopWatch,
+        background: Background,
     ):
-        self._path = config.path
-        self._processes = processes
+        self._path = path
+        self._engine = engine
+        self._trainer = trainer
+        self._gate = gate
         self._base = base
         self._runner = runner
+        self._loop_watch = loop_watch
+        self._background = background
         self._activity = Activity(self._doing)
-        self.activity = self._activity.report
-        self.watch = self._activity.run
-        """Samples the activity until it is cancelled."""
-
-    @property
-    def base_name(self) -> str | None:
-        """The name of the loaded base model."""
-        base = self._processes.engine.base
-        return base.name if base is not None else None
 
     def health(self) -> Health:
         """The engine's state, the server's faults, and what requests wait for."""
-        engine, download = self._processes.engine, self._base.download
+        engine, download = self._engine, self._base.download
         if engine.base is None and download is not None:
             return Health(
                 engine="starting",
@@ -46,22 +52,31 @@ class State:
             )
         return Health(
             engine=engine.state,
-            base_model=self.base_name,
+            base_model=engine.base.name if engine.base is not None else None,
             version=__version__,
             detail=engine.detail,
-            waits_for=self._processes.gate.waits_for or engine.start_waited_for,
+            waits_for=self._gate.waits_for or engine.start_waited_for,
             progress=engine.progress.lines,
-            longest_stall_seconds=self._processes.loop_watch.longest_stall_seconds,
-            faults=self._processes.background.faults,
+            longest_stall_seconds=self._loop_watch.longest_stall_seconds,
+            faults=self._background.faults,
         )
+
+    def activity(self) -> dict[str, Any]:
+        """Where the time of the last minutes went (`Activity.report`)."""
+        return self._activity.report()
+
+    async def watch(self) -> None:
+        """Samples the activity until it is cancelled."""
+        await self._activity.run()
 
     def memory(self) -> dict[str, Any]:
         """Memory of the server's processes and free disk space (blocking)."""
-        engine, trainer = self._processes.engine.pid, self._processes.trainer.pid
-        return machine.memory(self._path, {"engine": engine, "trainer": trainer})
+        return machine.memory(
+            self._path, {"engine": self._engine.pid, "trainer": self._trainer.pid}
+        )
 
     def _doing(self) -> frozenset[Doing]:
-        engine, gate = self._processes.engine, self._processes.gate
+        engine, gate = self._engine, self._gate
         found: set[Doing] = {"waiting"} if gate.num_waiting else set()
         if engine.state == "starting" or (engine.base is None and self._base.download is not None):
             found.add("starting")

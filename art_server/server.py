@@ -1,0 +1,196 @@
+"""The composition root: makes the parts of a server, starts and stops them. Each route takes the parts that it uses."""
+
+import asyncio
+import functools
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from art_server.background import Background, LoopWatch
+from art_server.base_loader import BaseLoader
+from art_server.checkpoints.manage import Checkpoints
+from art_server.checkpoints.uploads import Uploads
+from art_server.children import Children
+from art_server.device.assignment import check_devices, device_environment
+from art_server.device.owner import DeviceOwner
+from art_server.device.probe import Machine, probe
+from art_server.engine.engine import Engine
+from art_server.engine.pause_gate import PauseGate
+from art_server.jobs.gap_bars import bars_of
+from art_server.jobs.layer_check import LayerCheck
+from art_server.jobs.queue import JobQueue
+from art_server.jobs.reports import Reports
+from art_server.jobs.runner import JobRunner
+from art_server.jobs.train_requests import TrainRequests
+from art_server.jobs.trainer import Trainer
+from art_server.ledger.intake import Intake
+from art_server.ledger.ledger import Ledger, Retention
+from art_server.registration import Registration
+from art_server.relay import Relay
+from art_server.settings import ServerConfig
+from art_server.status import Status
+from art_server.store import files
+from art_server.store.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+PRUNE_SECONDS = 60.0
+"""Between two removals of old records from the ledger, old jobs from the queue, and old rollouts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Server:
+    """The parts of a server: a base model, its engine and trainer, and the models that adapt it."""
+
+    config: ServerConfig
+    lock_file: int
+    """Open while the server has its folder."""
+    machine: Machine
+    background: Background
+    loop_watch: LoopWatch
+    reports: Reports
+    gate: PauseGate
+    ledger: Ledger
+    engine: Engine
+    trainer: Trainer
+    registry: Registry
+    queue: JobQueue
+    base: BaseLoader
+    registration: Registration
+    checkpoints: Checkpoints
+    uploads: Uploads
+    runner: JobRunner
+    train_requests: TrainRequests
+    relay: Relay
+    status: Status
+
+    async def start(self) -> None:
+        """Begins to load the base model of the command line, or else the one that served last, and starts the job runner.
+        `base.fatal` reports a `--base-model` that cannot be loaded."""
+        for model in self.registry.with_broken_steps:  # their numbers will be used again
+            project, name = model.record.project, model.record.name
+            await asyncio.to_thread(self.ledger.forget_steps, project, name, model.step)
+        await self.base.start()
+        self.background.start("job runner", self.runner.run_forever)
+        self.background.start("pruning", self._prune)
+        self.background.start("loop watch", self.loop_watch.run)
+        self.background.start("activity", self.status.watch)
+
+    async def stop(self) -> None:
+        """Ends both processes and all background tasks, and releases the folder."""
+        await self.background.stop("job runner")
+        await self.base.stop()
+        await self.trainer.stop()
+        await self.engine.stop()
+        await self.background.stop()
+        await asyncio.to_thread(self.reports.close)
+        self.close()
+
+    def close(self) -> None:
+        """Releases the folder of a server that has started nothing."""
+        self.ledger.close()
+        self.queue.close()
+        self.registry.history.close()
+        os.close(self.lock_file)
+
+    async def _prune(self) -> None:
+        while True:
+            await asyncio.to_thread(self.ledger.prune)
+            await asyncio.to_thread(self.queue.prune)
+            await asyncio.to_thread(self._prune_rollouts)
+            await asyncio.sleep(PRUNE_SECONDS)
+
+    def _prune_rollouts(self) -> None:
+        """Deletes the oldest rollouts of models above `--rollouts-max-gb`. An error of the disk is logged."""
+        for model in self.registry.all():
+            try:
+                model.folder.prune_rollouts(int(self.config.rollouts_max_gb * 2**30))
+            except OSError as error:
+                logger.error("old rollouts of %s could not be deleted: %s", model.id, error)
+
+
+def build(
+    config: ServerConfig,
+    make_engine: Callable[..., Engine] = Engine,
+    make_trainer: Callable[..., Trainer] = Trainer,
+) -> Server:
+    """A server that has started nothing. It takes its folder, and kills the processes that an earlier server left there.
+
+    Raises:
+        Conflict: another server has the folder.
+        UsageError: a configured device does not exist.
+    """
+    lock_file = files.lock_folder(config.server_dir)
+    machine = probe()
+    check_devices(config, machine)
+    children = Children(config.server_dir, config.log_dir)
+    if left := children.reap():
+        logger.warning("killed processes that an earlier server left running: %s", left)
+    incoming = config.server_dir / "incoming"
+    shutil.rmtree(incoming, ignore_errors=True)
+
+    background, loop_watch, owner, gate = Background(), LoopWatch(), DeviceOwner(), PauseGate()
+    reports = Reports(config.trackers, config.log_dir)
+    retention = Retention(config.ledger_max_age_days * 86400.0, int(config.ledger_max_gb * 2**30))
+    ledger = Ledger(config.server_dir / "ledger.sqlite", retention, config.splicing)
+    engine = make_engine(
+        config,
+        machine.kind,
+        device_environment(config.serve_devices, machine),
+        owner,
+        children,
+        Intake(ledger, background).receiver(),
+        lambda: gate.num_inside > 0,
+        background,
+        functools.partial(bars_of, config, machine.kind),
+    )
+    trainer = make_trainer(
+        config, machine.kind, device_environment(config.train_devices, machine), children
+    )
+    registry = Registry(config.path)
+    queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs)
+    base = BaseLoader(config, machine, owner, engine, trainer, ledger, queue)
+    registration = Registration(registry, base, engine, trainer, config.max_lora_rank)
+    checkpoints = Checkpoints(registry, queue, gate, engine, ledger, incoming, config.keep_last)
+    uploads = Uploads(
+        registry, engine, trainer, checkpoints, incoming, config.max_lora_rank, base.load
+    )
+    runner = JobRunner(
+        queue,
+        registry,
+        engine,
+        gate,
+        trainer,
+        owner if config.takes_turns else None,
+        checkpoints.retain,
+        LayerCheck(config.server_dir / "layers"),
+        reports.take,
+    )
+    train_requests = TrainRequests(ledger, engine, runner)
+    limit, tracing = config.wait_limit_seconds, reports.tracing
+    relay = Relay(registry, ledger, engine, gate, base, limit, tracing)
+    status = Status(config.path, engine, trainer, gate, base, runner, loop_watch, background)
+    return Server(
+        config=config,
+        lock_file=lock_file,
+        machine=machine,
+        background=background,
+        loop_watch=loop_watch,
+        reports=reports,
+        gate=gate,
+        ledger=ledger,
+        engine=engine,
+        trainer=trainer,
+        registry=registry,
+        queue=queue,
+        base=base,
+        registration=registration,
+        checkpoints=checkpoints,
+        uploads=uploads,
+        runner=runner,
+        train_requests=train_requests,
+        relay=relay,
+        status=status,
+    )
