@@ -35,7 +35,7 @@ async def test_thinking_is_left_out_where_it_has_no_room(
 
     monkeypatch.setattr(FakeVllm, "_chat", limited)
     async with serving(tmp_path) as served:
-        ledger = served.service._processes.ledger
+        ledger = served.server.ledger
         monkeypatch.setattr(ledger, "recall_thinking", lambda opened: ["plan"])
         async with art.Backend(served.url) as backend:
             model = art.TrainableModel(name="a", project="p", base_model="art/tiny")
