@@ -1,14 +1,13 @@
 """A running server for the page: its state is made up, and its jobs can be cancelled. Has the parts of
 `Server` that the page's routes use."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
-from art_protocol.wire import ErrorDetail, Health, JobEvent, JobInfo, JobReport, JobState
+from art_protocol.wire import ErrorDetail, Health, JobInfo, JobReport, JobState
 from art_server import clock
 from art_server.api import control
 from art_server.observe.activity import Activity, Doing
@@ -72,16 +71,6 @@ class DemoServer:
     async def cancel(self, job_id: str) -> None:
         self.infos[job_id] = self.infos[job_id].model_copy(update={"state": "cancelled"})
 
-    async def follow(self, job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
-        del after
-        completed = 31
-        while self.infos[job_id].state == "running":
-            yield JobEvent(
-                event="progress", job_id=job_id, phase="train", completed=completed, total=48
-            )
-            completed = min(48, completed + 1)
-            await asyncio.sleep(2.0)
-
 
 def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> JobInfo:
     report = JobReport(
@@ -95,6 +84,9 @@ def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> Job
         state=state,
         step=30 if state == "done" else None,
         report=report,
+        phase="train" if state == "running" else "queued",
+        completed=31 if state == "running" else None,
+        total=48 if state == "running" else None,
         error=refused if state == "failed" else None,
         created_at=clock.now() - seconds_ago,
         waits_for="1 earlier job, of demo/webnav-8b" if state == "queued" else None,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class FakeTrainer:
     async def run(
         self,
         task: Task,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Progress], Awaitable[None]] | None = None,
         batch: bytes | None = None,
     ) -> Done:
         await asyncio.sleep(0)
@@ -120,7 +120,7 @@ class FakeTrainer:
             if event is not None:
                 await event(task)
             if on_progress is not None:
-                on_progress(Progress(phase="save", completed=0, total=1))
+                await on_progress(Progress(phase="save", completed=0, total=1))
         if isinstance(task, LayersTask):
             for kind in self.layer_probes:
                 (Path(task.out_dir) / kind).mkdir()

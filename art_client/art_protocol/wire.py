@@ -422,12 +422,19 @@ class JobInfo(Reply):
     project: str
     name: str
     state: JobState
+    phase: str | None = None
+    """"queued", then what the job does now: "engine", "pause", "train", "save", "load"... Of an ended job the last."""
+    completed: int | None = None
+    total: int | None = None
+    """How much of the phase is done, if it can be counted."""
     step: int | None = None
     """The step that the job made; None before it is done."""
     metrics: dict[str, float] = {}
     report: JobReport = JobReport()
+    attempts: int = 0
+    """Attempts that ended with an error."""
     error: ErrorDetail | None = None
-    """Why the job failed; for a queued job, why its last attempt failed."""
+    """Why the job failed; for a job that has not ended, why its last attempt failed."""
     created_at: float = 0.0
     """Seconds since 1970."""
     waits_for: str | None = None

@@ -18,7 +18,7 @@ from art_protocol.wire import Health
 from art_server import clock
 from art_server.api.parameters import TheCaller, TheServer
 from art_server.engine.engine import State
-from art_server.jobs.metrics import ENDS
+from art_server.jobs.queue import ENDED, PENDING
 from art_server.jobs.reports import Totals
 from art_server.server import Server
 from art_server.store.registry import Model
@@ -109,13 +109,13 @@ def request_families(figures: Figures, health: Health) -> Iterator[Metric]:
 
 def job_families(figures: Figures, pending: Pending) -> Iterator[Metric]:
     """The queue, ended jobs, and the last step."""
-    for_state = {state: float(pending.get(state, (0, 0))[0]) for state in ("queued", "running")}
+    for_state = {state: float(pending.get(state, (0, 0))[0]) for state in PENDING}
     yield gauges("art_queue_jobs", "Jobs that have not ended.", "state", for_state)
     age = max((clock.now() - oldest for _, oldest in pending.values()), default=0.0)
     yield gauge("art_queue_oldest_seconds", "Age of the oldest job that has not ended.", age)
     totals = figures.totals
     ended = CounterMetricFamily("art_jobs", "Ended jobs.", labels=["outcome"])
-    for outcome in ENDS:
+    for outcome in ENDED:
         ended.add_metric([outcome], totals.jobs[outcome])
     yield ended
     yield counter("art_trained_tokens", "Tokens that steps were trained on.", totals.trained_tokens)

@@ -162,7 +162,7 @@ async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -
     batch = zlib.decompress((folder / BATCH_FILE).read_bytes())
     with tqdm(desc=f"{record.model}, step {record.step}", unit="micro-batch") as bar:
 
-        def on_progress(progress: Progress) -> None:
+        async def on_progress(progress: Progress) -> None:
             bar.total, bar.n = progress.total, progress.completed
             bar.set_postfix_str(progress.phase)
 

@@ -1,7 +1,9 @@
-"""The durable queue: every train request that was acknowledged, in its own SQLite file.
+"""The table of jobs: every train request that was acknowledged, in its own SQLite file.
 
-A job is written with its resolved payload and the client's idempotency key before the request is acknowledged. The same
-key returns the same job, also after a restart. Commits are synchronous: an acknowledged job survives a power loss.
+A row holds all that is known of a job: what it trains, its state, its phase and progress, its attempts so far and the time
+of the next. Clients, the page, `art jobs` and trackers get the row. A job is written with its resolved payload and the
+client's idempotency key before the request is acknowledged. The same key returns the same job, also after a restart.
+Commits are synchronous, but for progress: an acknowledged job survives a power loss.
 
     queued <-> running -> done | failed        queued, running -> cancelled        failed -> queued (the same key again)
 """
@@ -13,13 +15,15 @@ import sqlite3
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from art_protocol.history import GZIP_MAGIC, pack_rows
 from art_protocol.wire import (
     ErrorDetail,
+    JobEvent,
     JobInfo,
     JobReport,
     JobState,
@@ -29,47 +33,62 @@ from art_server import clock
 from art_server.errors import Conflict, NotFound, TooMany
 from art_server.shared.tasks import Batch
 from art_server.store.database import (
-    add_columns,
     database_errors,
     insert,
     open_database,
     transaction,
 )
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    job_id TEXT NOT NULL UNIQUE,
-    idempotency_key TEXT,
-    owner TEXT NOT NULL,
-    request_digest TEXT NOT NULL,
-    project TEXT NOT NULL,
-    name TEXT NOT NULL,
-    state TEXT NOT NULL,
-    target_step INTEGER,
-    config TEXT NOT NULL,
-    batch BLOB,
-    trajectories BLOB,
-    report TEXT NOT NULL,
-    metrics TEXT NOT NULL DEFAULT '{}',
-    error TEXT,
-    created_at REAL NOT NULL,
-    finished_at REAL,
-    place REAL,             -- order in the queue; NULL: the number
-    starts INTEGER NOT NULL DEFAULT 0
-);
-CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_request ON jobs (project, name, idempotency_key);
-CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, number);
-"""
+VERSION = 1
+"""Of the schema, in `PRAGMA user_version`. 0: a table of a server before this one, which `_migrate` brings here."""
+SCHEMA = (
+    """
+    CREATE TABLE jobs (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        job_id TEXT NOT NULL UNIQUE,
+        project TEXT NOT NULL,
+        name TEXT NOT NULL,
+        idempotency_key TEXT,
+        request_digest TEXT NOT NULL,
+        config TEXT NOT NULL,
+        batch BLOB,
+        trajectories BLOB,
+        created_at REAL NOT NULL,
+        place REAL,                             -- order in the queue; NULL: the number
+        state TEXT NOT NULL DEFAULT 'queued',
+        phase TEXT NOT NULL DEFAULT 'queued',
+        completed INTEGER,
+        total INTEGER,
+        target_step INTEGER,
+        attempts TEXT NOT NULL DEFAULT '{}',
+        next_attempt_at REAL,                   -- NULL: at once
+        last_error TEXT,
+        report TEXT NOT NULL,
+        metrics TEXT NOT NULL DEFAULT '{}',
+        finished_at REAL,
+        changes INTEGER NOT NULL DEFAULT 0
+    )
+    """,
+    "CREATE UNIQUE INDEX jobs_by_request ON jobs (project, name, idempotency_key)",
+    "CREATE INDEX jobs_by_state ON jobs (state, number)",
+)
 
-COLUMNS = "job_id, project, name, state, target_step, config, report, metrics, error, request_digest, created_at, starts"
-"""The columns of a `Job`."""
 OF_KEY = "project = ? AND name = ? AND idempotency_key = ?"
 FAILED_PAYLOAD_SECONDS = 3 * 86400.0
 """How long the payload of a failed job is kept, so that a request with the same key can run it again."""
 MAX_ENDED = 10_000
 """Number of ended jobs that are kept."""
-ENDED = ("done", "failed", "cancelled")
+PENDING: tuple[JobState, ...] = ("queued", "running")
+ENDED: tuple[JobState, ...] = ("done", "failed", "cancelled")
+
+
+NO_PROGRESS: dict[str, object] = {
+    "phase": "queued",
+    "completed": None,
+    "total": None,
+    "next_attempt_at": None,
+}
+NO_PAYLOAD: dict[str, object] = {"batch": None, "trajectories": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,29 +115,45 @@ class Waiting:
 
     job_id: str
     model_id: str
+    next_attempt_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A row of the queue, without its payload."""
+    """A row of the table, without its payload."""
 
     job_id: str
     project: str
     name: str
-    state: JobState
-    target_step: int | None
-    """The step that the job makes, set when the job starts."""
+    idempotency_key: str | None
+    """The client's; None without one, and when it may name another job."""
+    request_digest: str
     config: str
     """JSON of a `TrainConfig`."""
+    created_at: float
+    state: JobState
+    phase: str
+    """Of a running job: what it does now. "queued" before it runs; of an ended job the last."""
+    completed: int | None
+    total: int | None
+    """How much of the phase is done, if it can be counted."""
+    target_step: int | None
+    """The step that the job makes, set when the job starts."""
+    attempts: Counter[str]
+    """How many attempts ended with an error, by the error's code."""
+    next_attempt_at: float
+    """When a job with an error is tried again (`clock.now`)."""
+    last_error: ErrorDetail | None
+    """Why the job failed; for a job that has not ended, why its last attempt failed."""
     report: JobReport
     metrics: dict[str, float]
     """Metrics of the trajectories; when the job is done, also those of the training."""
-    error: ErrorDetail | None
-    """Why the job failed; for a queued job, why its last run failed."""
-    request_digest: str
-    created_at: float
-    starts: int
-    """How often the job was started."""
+    changes: int
+    """Number of changes of the row."""
+
+    @property
+    def model_id(self) -> str:
+        return f"{self.project}/{self.name}"
 
     def info(self, waits_for: str | None = None) -> JobInfo:
         return JobInfo(
@@ -126,24 +161,56 @@ class Job:
             project=self.project,
             name=self.name,
             state=self.state,
+            phase=self.phase,
+            completed=self.completed,
+            total=self.total,
             step=self.target_step if self.state == "done" else None,
             metrics=self.metrics if self.state == "done" else {},
             report=self.report,
-            error=self.error,
+            attempts=self.attempts.total(),
+            error=self.last_error,
             created_at=self.created_at,
             waits_for=waits_for,
         )
 
+    def event(self, waits_for: str | None = None) -> JobEvent:
+        """The row as a line of the job's event stream."""
+        if self.state in PENDING:
+            return JobEvent(
+                event="progress" if self.state == "running" else "waiting",
+                job_id=self.job_id,
+                number=self.changes,
+                phase=self.phase,
+                completed=self.completed,
+                total=self.total,
+                waits_for=waits_for,
+            )
+        if self.state == "done":
+            return JobEvent(
+                event="done",
+                job_id=self.job_id,
+                step=self.target_step,
+                metrics=self.metrics,
+                report=self.report,
+            )
+        cancelled = ErrorDetail(message=f"job {self.job_id} was cancelled", code="cancelled")
+        error = cancelled if self.state == "cancelled" else self.last_error
+        return JobEvent(event="error", job_id=self.job_id, error=error, report=self.report)
+
+
+COLUMNS = ", ".join(column.name for column in fields(Job))
+
 
 def _job(row: sqlite3.Row) -> Job:
-    as_they_are = ("job_id", "project", "name", "state", "target_step", "config")
-    error = row["error"]
-    return Job(
-        **{name: row[name] for name in (*as_they_are, "request_digest", "created_at", "starts")},
-        report=JobReport.model_validate_json(row["report"]),
-        metrics=json.loads(row["metrics"]),
-        error=ErrorDetail.model_validate_json(error) if error is not None else None,
-    )
+    error = row["last_error"]
+    parsed = {
+        "attempts": Counter(json.loads(row["attempts"])),
+        "next_attempt_at": row["next_attempt_at"] or 0.0,
+        "last_error": None if error is None else ErrorDetail.model_validate_json(error),
+        "report": JobReport.model_validate_json(row["report"]),
+        "metrics": json.loads(row["metrics"]),
+    }
+    return Job(**dict(row) | parsed)
 
 
 def step_will_move(model_id: str) -> Conflict:
@@ -156,14 +223,15 @@ def step_will_move(model_id: str) -> Conflict:
 
 
 class JobQueue:
-    """The queue's database. Calls block for a few milliseconds; from the event loop use `asyncio.to_thread`."""
+    """The table. Calls block for a few milliseconds; from the event loop use `asyncio.to_thread`."""
 
     def __init__(self, file: Path, max_queued: int = 1000):
         self._max_queued = max_queued
         self._lock = threading.RLock()
-        self._db = open_database(file, SCHEMA, is_durable=True)
-        later = {"batch": "BLOB", "trajectories": "BLOB", "place": "REAL"}
-        add_columns(self._db, "jobs", later | {"starts": "INTEGER NOT NULL DEFAULT 0"})
+        self._db = open_database(file, "", is_durable=True)
+        _migrate(self._db)
+        # A start is often the remedy for what made jobs wait.
+        self._db.execute("UPDATE jobs SET next_attempt_at = NULL WHERE next_attempt_at IS NOT NULL")
 
     def close(self) -> None:
         with self._lock:
@@ -220,11 +288,9 @@ class JobQueue:
         row = {
             "job_id": job_id,
             "idempotency_key": key,
-            "owner": "",  # a column of earlier versions
             "request_digest": body_digest,
             "project": project,
             "name": name,
-            "state": "queued",
             "config": config.model_dump_json(),
             "batch": zlib.compress(payload.batch, 1),
             "trajectories": payload.trajectories,
@@ -292,7 +358,8 @@ class JobQueue:
     def waiting(self) -> list[Waiting]:
         """Jobs that have not ended, in the order in which they run: interrupted jobs come first."""
         rows = self._rows(
-            "SELECT job_id, project || '/' || name FROM jobs WHERE state IN ('running', 'queued')"
+            "SELECT job_id, project || '/' || name, COALESCE(next_attempt_at, 0) FROM jobs"
+            " WHERE state IN ('running', 'queued')"
             " ORDER BY state = 'queued', COALESCE(place, number)"
         )
         return [Waiting(*row) for row in rows]
@@ -339,10 +406,7 @@ class JobQueue:
 
     def trajectories(self, job_id: str) -> bytes:
         """The content of the job's trajectories file."""
-        blob = self._blob("trajectories", job_id)
-        if blob.startswith(GZIP_MAGIC):
-            return blob
-        return gzip.compress(zlib.decompress(blob), mtime=0)  # written by an earlier version
+        return self._blob("trajectories", job_id)
 
     def _blob(self, column: str, job_id: str) -> bytes:
         ((blob,),) = self._rows(f"SELECT {column} FROM jobs WHERE job_id = ?", job_id)
@@ -350,43 +414,71 @@ class JobQueue:
 
     def set_running(self, job_id: str, target_step: int) -> bool:
         """Marks a job as running; returns False if the job has ended meanwhile."""
-        return self._update(
-            job_id,
-            "state = 'running', starts = starts + 1, target_step = ?",
-            target_step,
-            where="state IN ('queued', 'running')",
-        )
+        values = {"state": "running", "target_step": target_step} | NO_PROGRESS
+        return self._update(job_id, values, PENDING)
 
-    def set_waiting(self, job_id: str, error: ErrorDetail) -> None:
-        """Puts a job back into the queue, with the reason."""
-        self._update(job_id, "state = 'queued', error = ?", error.model_dump_json())
+    def set_progress(
+        self, job_id: str, phase: str, completed: int | None = None, total: int | None = None
+    ) -> None:
+        """Writes how far a running job is. A power loss may take this back."""
+        values = {"phase": phase, "completed": completed, "total": total}
+        with self._lock:
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            try:
+                self._update(job_id, values, ("running",))
+            finally:
+                self._db.execute("PRAGMA synchronous=FULL")
+
+    def set_waiting(
+        self,
+        job_id: str,
+        error: ErrorDetail,
+        attempts: Mapping[str, int],
+        next_attempt_at: float,
+        *,
+        is_committed: bool = False,
+    ) -> bool:
+        """Makes a job wait for its next attempt; returns False if it has ended. If `is_committed`, its step exists: it
+        stays before all others, to be finished, and cannot be cancelled."""
+        values: dict[str, object] = {
+            "state": "running" if is_committed else "queued",
+            "last_error": error.model_dump_json(),
+            "attempts": json.dumps(attempts),
+            "next_attempt_at": next_attempt_at,
+        }
+        return self._update(job_id, NO_PROGRESS | values, PENDING)
 
     def set_done(self, job_id: str, metrics: dict[str, float], report: JobReport) -> None:
-        self._update(
-            job_id,
-            "state = 'done', metrics = ?, report = ?, error = NULL, batch = NULL, trajectories = NULL, finished_at = ?",
-            json.dumps(metrics),
-            report.model_dump_json(),
-            clock.now(),
-        )
+        values = {
+            "state": "done",
+            "metrics": json.dumps(metrics),
+            "report": report.model_dump_json(),
+            "last_error": None,
+            "finished_at": clock.now(),
+        }
+        self._update(job_id, values | NO_PAYLOAD, PENDING)
 
-    def set_failed(self, job_id: str, error: ErrorDetail, *, is_unreadable: bool = False) -> None:
-        """Marks a job as failed; its payload is kept for some days. What nobody can read is deleted at once."""
-        change = "state = 'failed', error = ?, finished_at = ?"
+    def set_failed(self, job_id: str, error: ErrorDetail, *, is_unreadable: bool = False) -> bool:
+        """Marks a job as failed, and returns False if it has ended before. Its payload is kept for some days; what
+        nobody can read is deleted at once."""
+        values: dict[str, object] = {
+            "state": "failed",
+            "last_error": error.model_dump_json(),
+            "finished_at": clock.now(),
+        }
         if is_unreadable:
-            change += ", report = '{}', metrics = '{}', batch = NULL, trajectories = NULL"
-        self._update(job_id, change, error.model_dump_json(), clock.now())
+            values |= {"report": "{}", "metrics": "{}", "attempts": "{}"} | NO_PAYLOAD
+        return self._update(job_id, values, PENDING)
 
     def set_cancelled(self, job_id: str, *, is_running: bool) -> bool:
         """Marks a job as cancelled; returns whether it could. `is_running` (runner only) also allows a running job."""
-        states = "('queued', 'running')" if is_running else "('queued')"
-        change = "state = 'cancelled', batch = NULL, trajectories = NULL, finished_at = ?"
-        return self._update(job_id, change, clock.now(), where=f"state IN {states}")
+        values = {"state": "cancelled", "finished_at": clock.now()} | NO_PAYLOAD
+        return self._update(job_id, values, PENDING if is_running else ("queued",))
 
     def revive(self, job_id: str) -> bool:
-        """Queues a failed job again; returns False if its payload was deleted."""
-        change = "state = 'queued', finished_at = NULL, place = NULL"
-        return self._update(job_id, change, where="state = 'failed' AND batch IS NOT NULL")
+        """Queues a failed job again, as if it was new; returns False if its payload was deleted."""
+        values = {"state": "queued", "attempts": "{}", "place": None, "finished_at": None}
+        return self._update(job_id, values | NO_PROGRESS, ("failed",), "batch IS NOT NULL")
 
     def move(self, job_id: str, before: str | None) -> None:
         """Moves a queued job before another one, or to the end of the queue.
@@ -437,9 +529,50 @@ class JobQueue:
         with self._lock, database_errors("the queue"):
             return self._db.execute(statement, values).fetchall()
 
-    def _update(self, job_id: str, assignments: str, *values: object, where: str = "1") -> bool:
+    def _update(
+        self,
+        job_id: str,
+        values: Mapping[str, object],
+        states: Sequence[JobState],
+        where: str = "1",
+    ) -> bool:
+        """Changes columns of a job that is in one of the states; returns whether it was."""
+        changes = ", ".join(f"{column} = ?" for column in values)
+        marks = ",".join("?" * len(states))
         with self._lock, database_errors("the job"):
             changed = self._db.execute(
-                f"UPDATE jobs SET {assignments} WHERE job_id = ? AND {where}", (*values, job_id)
+                f"UPDATE jobs SET {changes}, changes = changes + 1 WHERE job_id = ? AND state IN ({marks}) AND {where}",
+                (*values.values(), job_id, *states),
             )
         return changed.rowcount > 0
+
+
+def _migrate(database: sqlite3.Connection) -> None:
+    """Makes the table, with the jobs of an earlier server's table, in one transaction."""
+    if database.execute("PRAGMA user_version").fetchone()[0] == VERSION:
+        return
+    with transaction(database):
+        earlier = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
+        if earlier:
+            database.execute("ALTER TABLE jobs RENAME TO earlier_jobs")
+            database.execute("DROP INDEX IF EXISTS jobs_by_request")
+            database.execute("DROP INDEX IF EXISTS jobs_by_state")
+        for statement in SCHEMA:
+            database.execute(statement)
+        if earlier:
+            columns = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
+            kept = ", ".join(column for column in columns if column in earlier)
+            database.execute(
+                f"INSERT INTO jobs ({kept}, last_error) SELECT {kept}, error FROM earlier_jobs"
+            )
+            database.execute("DROP TABLE earlier_jobs")
+            database.create_function("as_gzip", 1, _as_gzip)
+            database.execute("UPDATE jobs SET trajectories = as_gzip(trajectories)")
+        database.execute(f"PRAGMA user_version={VERSION}")
+
+
+def _as_gzip(blob: bytes | None) -> bytes | None:
+    """Trajectories as they are written to the model's folder; earlier servers compressed them in another format."""
+    if blob is None or blob.startswith(GZIP_MAGIC):
+        return blob
+    return gzip.compress(zlib.decompress(blob), mtime=0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from art_protocol.history import read_rows
 from art_protocol.wire import JobReport, LogReply
-from art_server.jobs.metrics import ENDS, JobNews
+from art_server.jobs.queue import ENDED, Job
 from art_server.store.registry import Model
 from art_trackers import RolloutRow, StepRecord, TrackerName, Trackers
 from art_trackers.records import make_rows
@@ -29,20 +29,20 @@ class Totals:
     seconds: dict[str, float] = field(default_factory=dict)
     """Of the last step, by phase."""
 
-    def count(self, news: JobNews) -> None:
-        if news.event in ENDS:
-            self.jobs[news.event] += 1
-        if news.done is not None:
-            self.trained_tokens += news.done.report.num_trained_tokens
+    def count(self, job: Job) -> None:
+        if job.state in ENDED:
+            self.jobs[job.state] += 1
+        if job.state == "done":
+            self.trained_tokens += job.report.num_trained_tokens
             self.seconds = {
                 name.removeprefix("time/").removesuffix("_s"): value
-                for name, value in news.done.metrics.items()
+                for name, value in job.metrics.items()
                 if name.startswith("time/")
             }
 
 
 class Reports:
-    """The receivers of a server's news. `tracing` is None without the tracker "otlp"."""
+    """The receivers of what a server reports. `tracing` is None without the tracker "otlp"."""
 
     def __init__(self, names: Sequence[TrackerName], folder: Path):
         self.totals = Totals()
@@ -50,14 +50,13 @@ class Reports:
         self.tracing = Tracing.start_service("art-server") if self._trackers.has_traces else None
         self._spans = JobSpans(self.tracing) if self.tracing is not None else None
 
-    def take(self, news: JobNews) -> None:
-        """Passes on one change of a job."""
-        self.totals.count(news)
+    def take(self, job: Job, model: Model | None) -> None:
+        """Passes on the row of a job that has changed; None if its model is deleted."""
+        self.totals.count(job)
         if self._spans is not None:
-            self._spans.take(news)
-        if news.done is not None:
-            done = news.done
-            record = step_record(done.model, done.step, "train", done.metrics, done.report)
+            self._spans.take(job)
+        if job.state == "done" and job.target_step is not None and model is not None:
+            record = step_record(model, job.target_step, "train", job.metrics, job.report)
             self._trackers.report(record)
 
     def logged(self, model: Model, split: str, reply: LogReply, *, has_groups: bool) -> None:
@@ -130,26 +129,26 @@ class JobSpans:
         self._tracing = tracing
         self._open: dict[str, _OpenJob] = {}
 
-    def take(self, news: JobNews) -> None:
-        job = news.job
-        model_id = f"{job.project}/{job.name}"
-        if job.job_id not in self._open:  # a job that an earlier server accepted has no link
-            about = {"art.job": job.job_id, "art.model": model_id}
-            span = self._tracing.start("job", link_of(news.key), about, kind="SERVER")
+    def take(self, job: Job) -> None:
+        if job.job_id not in self._open:  # an earlier server may have accepted it
+            about = {"art.job": job.job_id, "art.model": job.model_id}
+            span = self._tracing.start("job", link_of(job.idempotency_key), about, kind="SERVER")
             self._open[job.job_id] = _OpenJob(span)
         open_job = self._open[job.job_id]
-        phase = "queued" if news.event == "accepted" else news.phase.partition(" ")[0]
-        if phase != open_job.phase:
-            open_job.end_phase(news.error)
-        if phase and open_job.phase_span is None:
-            adapter = (
-                {} if job.target_step is None else {"art.adapter": f"{model_id}@{job.target_step}"}
-            )
-            open_job.phase = phase
-            open_job.phase_span = self._tracing.start(phase, open_job.span, adapter)
-        if news.event in ENDS:
-            if news.done is not None:
-                adapter = news.done.model.adapter_name(news.done.step)
-                open_job.span.set({"art.step": news.done.step, "art.adapter": adapter})
-            open_job.span.end(None if news.done is not None else news.error or news.event)
+        error = None if job.last_error is None else job.last_error.code
+        if job.state in ENDED:
+            error = {"failed": error, "cancelled": "cancelled"}.get(job.state)
+            open_job.end_phase(error)
+            if job.state == "done" and job.target_step is not None:
+                open_job.span.set({"art.step": job.target_step, **made_by(job)})
+            open_job.span.end(error)
             del self._open[job.job_id]
+        elif (phase := job.phase.partition(" ")[0]) != open_job.phase:
+            open_job.end_phase(error if phase == "queued" else None)
+            open_job.phase = phase
+            open_job.phase_span = self._tracing.start(phase, open_job.span, made_by(job))
+
+
+def made_by(job: Job) -> dict[str, str]:
+    """The adapter that a job makes, for its spans."""
+    return {} if job.target_step is None else {"art.adapter": f"{job.model_id}@{job.target_step}"}

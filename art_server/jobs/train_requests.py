@@ -13,10 +13,11 @@ from art_protocol.history import trajectory_metrics
 from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
 from art_server.engine.engine import Engine
 from art_server.errors import InvalidInput
+from art_server.jobs.attempt import ENGINE_WAIT_SECONDS
 from art_server.jobs.queue import Job, Payload
 from art_server.jobs.resolve import Limits, Message, Resolver, Sources
 from art_server.jobs.rollouts import Rollouts
-from art_server.jobs.runner import ENGINE_WAIT_SECONDS, JobRunner
+from art_server.jobs.runner import JobRunner
 from art_server.ledger.ledger import Ledger
 from art_server.store.registry import Model
 

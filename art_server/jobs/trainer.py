@@ -1,7 +1,7 @@
 """The trainer process for the server's base model."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from art_server.children import Children
@@ -66,7 +66,7 @@ class Trainer(TrainerProcess):
     async def run(
         self,
         task: Task,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Progress], Awaitable[None]] | None = None,
         batch: bytes | None = None,
     ) -> Done:
         if self.is_busy and isinstance(task, InitTask | CheckTask):

@@ -132,7 +132,7 @@ class TrainerProcess:
     async def run(
         self,
         task: Task,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Progress], Awaitable[None]] | None = None,
         batch: bytes | None = None,
     ) -> Done:
         """Runs a task and returns its result. `batch` is the JSON of a train task's batch, which is passed on unread.
@@ -157,7 +157,7 @@ class TrainerProcess:
                     if isinstance(answer, Done | Failed):
                         break
                     if isinstance(answer, Progress) and on_progress is not None:
-                        on_progress(answer)
+                        await on_progress(answer)
                 on_failure.pop_all()
                 self._has_trained |= self._is_training
                 self._is_training = False

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from art_server.errors import NotFound, UsageError
@@ -20,7 +20,7 @@ from art_server.terminal.addresses import (
     need_server,
     open_source,
 )
-from art_server.terminal.sources import HttpSource, Row, Source
+from art_server.terminal.sources import Row, Source
 from art_server.terminal.tail import Tail
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ def run_command(flags: argparse.Namespace) -> None:
 
 def status(source: Source, flags: argparse.Namespace) -> None:
     overview = source.overview()
-    if overview["live"] is not None:
-        add_progress(need_server(source), overview["live"]["jobs"])
     if flags.json:
         return print_json(overview)
     from art_server.terminal import tables
@@ -74,18 +72,11 @@ def jobs(source: Source, flags: argparse.Namespace) -> None:
         found = [server.cancel(find_job(server, flags.cancel))]
     else:
         found = server.jobs(with_ended=flags.all)
-    add_progress(server, found)
     if flags.json:
         return print_json({"jobs": found})
     from art_server.terminal import tables
 
     tables.print_jobs(make_console(), found)
-
-
-def add_progress(server: HttpSource, jobs: Sequence[Row]) -> None:
-    """Adds `progress` to each job: phase, completed and total; None if it does not run."""
-    for job in jobs:
-        job["progress"] = server.progress(job["job_id"]) if job["state"] == "running" else None
 
 
 def show(source: Source, flags: argparse.Namespace) -> None:

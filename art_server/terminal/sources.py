@@ -3,7 +3,6 @@
 A model is named by its id, PROJECT/NAME.
 """
 
-import contextlib
 import json
 import sys
 import time
@@ -145,12 +144,6 @@ class HttpSource:
 
     def job(self, job_id: str) -> Row:
         return self._call("GET", f"/api/jobs/{job_id}")
-
-    def progress(self, job_id: str) -> Row:
-        with contextlib.closing(self._lines(f"/api/jobs/{job_id}/events")) as lines:
-            events = (json.loads(line) for line in lines)
-            event = next((each for each in events if each["event"] != "accepted"), {})
-        return {name: event.get(name) for name in ("phase", "completed", "total")}
 
     def cancel(self, job_id: str) -> Row:
         return self._call("DELETE", f"/api/jobs/{job_id}", timeout=CANCEL_SECONDS)

@@ -96,9 +96,10 @@ def job_progress(job: Row) -> str:
         return f"waits for {job['waits_for']}"
     if job["error"] is not None and job["state"] != "running":
         return job["error"]["message"]
-    progress = job.get("progress") or {}
-    of = f" {progress['completed']} of {progress['total']}" if progress.get("total") else ""
-    return f"{progress['phase']}{of}" if progress.get("phase") else ""
+    if job["state"] != "running":
+        return ""
+    of = f" {job['completed']} of {job['total']}" if job["total"] else ""
+    return f"{job['phase']}{of}"
 
 
 def print_status(console: Console, where: str, status: Row) -> None:

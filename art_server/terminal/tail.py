@@ -80,7 +80,16 @@ class Tail:
         for job in jobs:
             model = f"{job['project']}/{job['name']}"
             if self._only in (None, model):
-                kept = ("job_id", "state", "step", "waits_for", "error")
+                kept = (
+                    "job_id",
+                    "state",
+                    "phase",
+                    "completed",
+                    "total",
+                    "step",
+                    "waits_for",
+                    "error",
+                )
                 yield {"event": "job", "model": model} | {name: job[name] for name in kept}
 
 

@@ -57,12 +57,6 @@ async function readParts(response, end, onpart, onbytes = () => {}) {
   }
 }
 
-// A job's events, as long as the signal is not aborted.
-export async function followJob(id, onevent, signal) {
-  const response = await request(`api/jobs/${encodeURIComponent(id)}/events`, { signal });
-  await readParts(response, "\n", (line) => onevent(JSON.parse(line)));
-}
-
 // Follows the server's marks for ever: `onmarks(marks)` at each change, `onstate(error, seconds)` when the connection is
 // lost (seconds until the next try) and when it is back (null). Rests while the page is hidden or a key is missing.
 export class Changes {

@@ -1,39 +1,23 @@
 // The queue of a running server: what runs, what waits and for what, what has ended.
 
-import { cancelJob, followJob, get, look } from "./api.js";
+import { cancelJob, get, look } from "./api.js";
 import { ago, button, el, empty, link, number, plural, refill, row, table } from "./dom.js";
 
 const COLUMNS = [["Run"], ["State"], ["Progress"], ["Step", true], ["Trained tokens", true], ["Accepted"], ["Actions"]];
-const REFRESH_SECONDS = 5;
-const PROGRESS_MILLISECONDS = 250; // between two shown events of the running jobs
+const REFRESH_SECONDS = 2;
 const MAX_ENDED = 50;
 
 export async function jobs() {
   const list = el("div"), said = el("p", { role: "status" });
-  const progress = new Map(), follows = new Map();
   let asked = null; // the job whose cancellation has to be confirmed
-  let found = { live: null }, ended = [], timer = null, isClosed = false;
+  let found = { live: null }, ended = [];
 
   const refresh = async () => {
     found = await look(["overview"]);
     if (found.live) ended = (await get(["jobs"], [["state", "done,failed,cancelled"], ["limit", MAX_ENDED]])).jobs;
-    follow();
     show();
   };
-  const follow = () => {
-    if (isClosed) return; // while a refresh was under way
-    for (const job of found.live?.jobs.filter((each) => each.state === "running" && !follows.has(each.job_id)) ?? []) {
-      const abort = new AbortController();
-      follows.set(job.job_id, abort);
-      followJob(job.job_id, (event) => {
-        progress.set(job.job_id, event);
-        timer ??= setTimeout(show, PROGRESS_MILLISECONDS);
-      }, abort.signal).catch(() => {}).finally(() => follows.delete(job.job_id)); // the next refresh follows it again
-    }
-  };
   const show = () => {
-    clearTimeout(timer);
-    timer = null;
     if (!found.live) return refill(list, empty("No server runs here.", "These are finished runs; their jobs are not on disk."));
     const part = (title, items, columns) => [el("h2", {}, title), items.length ? table(title, columns, items.map((job) => rowOf(job, columns))) : el("p", { class: "muted" }, "None.")];
     refill(list, ...part("Queue", found.live.jobs, COLUMNS), ...part("Ended", ended, COLUMNS.slice(0, -1)));
@@ -65,20 +49,15 @@ export async function jobs() {
     number(job.step), number(job.report.num_trained_tokens), ago(job.created_at), actions(job),
   ].slice(0, columns.length), { "data-job": job.job_id });
   const detail = (job) => {
-    const event = progress.get(job.job_id);
     if (job.waits_for) return `waits for ${job.waits_for}`;
     if (job.error && job.state !== "running") return el("span", { class: "bad" }, job.error.message);
-    if (job.state !== "running" || !event?.phase) return plural(job.report.num_groups_trained, "group");
-    const bar = event.total ? el("progress", { max: event.total, value: event.completed ?? 0, "aria-label": "Progress" }) : null;
-    return el("span", { class: "line" }, event.phase, bar, event.total ? `${event.completed ?? 0} of ${event.total}` : null);
+    if (job.state !== "running") return plural(job.report.num_groups_trained, "group");
+    const bar = job.total ? el("progress", { max: job.total, value: job.completed ?? 0, "aria-label": "Progress" }) : null;
+    return el("span", { class: "line" }, job.phase, bar, job.total ? `${job.completed ?? 0} of ${job.total}` : null);
   };
   await refresh();
   return {
     title: "Jobs", node: el("div", {}, el("h1", { tabindex: -1 }, "Jobs"), said, list), up: "#/",
     watch: (marks) => marks.jobs, refresh, every: REFRESH_SECONDS,
-    close: () => {
-      isClosed = true;
-      follows.forEach((abort) => abort.abort());
-    },
   };
 }

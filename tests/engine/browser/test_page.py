@@ -374,23 +374,6 @@ def test_a_job_that_runs_again_shows_its_progress(page: Any, serve: Any, root: P
     assert "the trainer died" not in page.inner_text("main")
 
 
-def test_a_closed_page_follows_no_job(page: Any, serve: Any, root: Path) -> None:
-    """Even if it was closed while a refresh of it was under way."""
-    page.goto(f"{serve(make_live(root)).url}#/jobs")
-    page.wait_for_selector("text=31 of 48")
-    held: list[Any] = []
-    page.route("**/api/look/overview", lambda route: held.append(route))
-    page.wait_for_event("request", lambda request: request.url.endswith("/api/look/overview"))
-    page.evaluate(f"location.hash = '{RUN}/checkpoints'")
-    page.wait_for_selector("text=art export")
-    followed: list[str] = []
-    page.on("request", lambda request: followed.append(request.url))
-    with page.expect_response(lambda response: "state=done" in response.url):
-        held[0].continue_()
-    page.wait_for_timeout(300)
-    assert not [url for url in followed if "/events" in url]
-
-
 def test_a_click_survives_a_refresh_while_the_button_is_pressed(
     page: Any, serve: Any, root: Path
 ) -> None:

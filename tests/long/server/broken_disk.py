@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from art_server.errors import ServerError
+from art_server.jobs import backoff
 from art_server.jobs import runner as runner_module
 from art_server.ledger.ledger import Ledger
 from tests.quick.jobs.test_runner import House
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 async def work(folder: Path) -> dict[str, list[str]]:
-    runner_module.RETRY_SECONDS = runner_module.LONGEST_RETRY_SECONDS = 0.02
+    backoff.FIRST_PAUSE_SECONDS = backoff.LONGEST_PAUSE_SECONDS = 0.02
     runner_module.REST_SECONDS = 0.01
     ledger = started(lambda: Ledger(folder / "ledger.sqlite"))
     house = started(lambda: House(folder))

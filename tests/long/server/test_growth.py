@@ -45,7 +45,7 @@ async def keep_ten(model: Model) -> None:
 async def make_steps(house: House, num: int) -> None:
     for _ in range(num // 20):
         jobs = [house.add_job("a") for _ in range(20)]
-        house.runner._wake.set()
+        house.runner._wake()
         assert await house.wait(*jobs) == ["done"] * 20
         house.trainer.tasks.clear()
         house.trainer.batches.clear()
@@ -81,5 +81,4 @@ async def test_jobs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(house.queue.jobs(None, ("done",), limit=1000)) == 50
         assert house.registry.get("p", "a").step == NUM_JOBS // 20 * 20
         assert len(house.engine.adapters) <= 2
-        for state in (house.runner._positions, house.runner._holds, house.runner._deaths):
-            assert not state
+        assert house.runner._attempt is None

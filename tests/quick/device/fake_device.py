@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -323,7 +323,7 @@ class FakeTrainer:
     async def run(
         self,
         task: InitTask | LoadTask | TrainTask,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[Progress], Awaitable[None]] | None = None,
         batch: bytes | None = None,
     ) -> Done:
         del batch
@@ -355,7 +355,7 @@ class FakeTrainer:
                 self._leave("base")
                 self.is_loaded = False
             if on_progress is not None:
-                on_progress(Progress(phase="save", completed=0, total=1))
+                await on_progress(Progress(phase="save", completed=0, total=1))
             await self.world.reach("saves")
             write_adapter(Path(task.out_dir))
             return Done(metrics={"loss/train": 0.0})

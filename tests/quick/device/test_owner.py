@@ -27,6 +27,7 @@ from art_server.engine import engine as engine_module
 from art_server.engine.engine import AdapterRefused, Engine, EngineDied
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
+from art_server.jobs import backoff
 from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
@@ -71,9 +72,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in CONTROLS:
         monkeypatch.setattr(engine_module, name, SECONDS)
     monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
-    monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(backoff, "MAX_DOUBTFUL", 2)
     monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
-    monkeypatch.setattr(runner_module, "DEATH_PAUSES", (0.01, 0.01))
     yield
 
 
@@ -182,7 +184,7 @@ class House:
         return answered
 
     async def wait_jobs(self, jobs: list[str]) -> None:
-        self.runner._wake.set()
+        self.runner._wake()
         while any(self.queue.get(job).state not in ("done", "failed") for job in jobs):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -212,8 +214,8 @@ async def play(world: World, folder: Path, num_jobs: int = 3) -> House:
             model = house.registry.get("p", name)
             assert await house.ask(name) == model.adapter_name(model.step)
         done = [house.queue.get(job).state for job in jobs]
-        if world.num_trainer_deaths <= len(runner_module.DEATH_PAUSES):
-            assert done == ["done"] * num_jobs, [house.queue.get(job).error for job in jobs]
+        if world.num_trainer_deaths <= backoff.MAX_DOUBTFUL:
+            assert done == ["done"] * num_jobs, [house.queue.get(job).last_error for job in jobs]
             steps = {name: house.registry.get("p", name).step for name in MODELS}
             assert steps == {"a": (num_jobs + 1) // 2, "b": num_jobs // 2}
         return house
@@ -299,7 +301,7 @@ async def test_a_trainer_with_a_device_of_its_own_stops_nobody(tmp_path: Path) -
 
         world.reach = wait_in_training  # type: ignore[method-assign]
         job = house.add_job("a")
-        house.runner._wake.set()
+        house.runner._wake()
         await begun.wait()
         assert await house.ask("a") == "p/a@0"
         go_on.set()

@@ -60,6 +60,7 @@ AFTER_THE_STEP = {
     "job ends": (JobQueue, "set_done", False),
     "job is done": (JobQueue, "set_done", True),
 }
+KEYS = st.sampled_from([None, "k", "l"])
 POINTS = BEFORE_TRAINING | BEFORE_THE_STEP | AFTER_THE_STEP
 """Where a server is killed: a method, and whether before or after it."""
 
@@ -202,7 +203,9 @@ class Expected:
 
     number: int
     model: str
+    first_key: str | None
     key: str | None
+    """None when it may name another job."""
     body: str
     job_id: str
     place: float
@@ -322,17 +325,28 @@ class Jobs(RuleBasedStateMachine):
             self.act(lambda: self.server.create(name))
             self.models[name] = Steps()
 
-    @precondition(lambda self: self.models)
-    @rule(data=st.data(), key=st.sampled_from([None, None, "k", "l"]), body=st.sampled_from("xxxy"))
-    def accept(self, data: st.DataObject, key: str | None, body: str) -> None:
-        name = data.draw(st.sampled_from(sorted(self.models)))
+    @rule(requests=st.lists(st.tuples(st.sampled_from(MODELS), KEYS), min_size=1, max_size=4))
+    def accept(self, requests: list[tuple[str, str | None]]) -> None:
+        for name, key in requests:
+            if name in self.models:
+                self._accept(name, key, "x")
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), body=st.sampled_from("xxxy"))
+    def repeat_a_request(self, data: st.DataObject, body: str) -> None:
+        job = data.draw(st.sampled_from(self.jobs), label="job")
+        if job.model in self.models:
+            self._accept(job.model, job.first_key, body)
+
+    def _accept(self, name: str, key: str | None, body: str) -> None:
         model, number = self.server.registry.get("p", name), len(self.jobs) + 1
         same = [job for job in self.jobs if key and (job.model, job.key) == (name, key)]
 
         async def accept() -> str:
             job = await self.server.accept(model, key, body, number)
             if not same:
-                self.jobs.append(Expected(number, name, key, body, job.job_id, float(number)))
+                place = float(number)
+                self.jobs.append(Expected(number, name, key, key, body, job.job_id, place))
             elif same[0].state == "failed" and same[0].is_retryable:
                 same[0].state, same[0].place = "queued", float(same[0].number)
                 same[0].num_deaths = same[0].num_deaths_here = 0
@@ -447,6 +461,7 @@ class Jobs(RuleBasedStateMachine):
 
         self.act(say)
 
+    @precondition(lambda self: any(job.waits for job in self.jobs))
     @rule()
     def let_time_pass(self) -> None:
         async def wait() -> None:
@@ -456,6 +471,7 @@ class Jobs(RuleBasedStateMachine):
             job.waits = False
         self.act(wait)
 
+    @precondition(lambda self: self.pending())
     @rule()
     def kill(self) -> None:
         """The server dies while a job trains, or while none does, and starts again."""
@@ -477,11 +493,11 @@ class Jobs(RuleBasedStateMachine):
         else:
             assert self.refused(cancel) == "job_ended"
 
-    @precondition(lambda self: self.jobs)
+    @precondition(lambda self: len(self.pending()) > 1)
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         self.let_time_pass()
-        jobs = st.sampled_from(self.jobs)
+        jobs = st.sampled_from(self.pending())
         job, before = data.draw(jobs, label="job"), data.draw(st.none() | jobs, label="before")
 
         async def move() -> None:
@@ -503,7 +519,7 @@ class Jobs(RuleBasedStateMachine):
             each.place = place
         self.act(move)
 
-    @precondition(lambda self: self.models)
+    @precondition(lambda self: any(steps.jobs for steps in self.models.values()))
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.models)), label="model")
@@ -575,7 +591,7 @@ class Jobs(RuleBasedStateMachine):
         }
         assert [each.job_id for each in queue.waiting()] == [job.job_id for job in self.pending()]
         for job in self.jobs:
-            error = found[job.number].error
+            error = found[job.number].last_error
             if job.state == "failed":
                 assert isinstance(error, ErrorDetail) and error.retryable == job.is_retryable
 

@@ -2,6 +2,7 @@ import gzip
 import json
 import sqlite3
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -9,6 +10,7 @@ from art_protocol.history import pack_rows
 from art_protocol.wire import (
     ErrorDetail,
     JobReport,
+    JobState,
     TrainConfig,
 )
 from art_server import clock
@@ -192,3 +194,83 @@ def test_a_disk_that_takes_nothing_and_a_locked_file_are_told_apart(tmp_path: Pa
             add(queue)
     queue._db.execute("PRAGMA max_page_count = 100000")
     add(queue)
+
+
+STORED = Path(__file__).parent / "stored" / "jobs_47eed9f.sql"
+"""The jobs of a server of commit 47eed9f, named after what became of them."""
+
+
+def restored(folder: Path) -> Path:
+    database = sqlite3.connect(folder / "jobs.sqlite")
+    database.executescript(STORED.read_text())
+    database.close()
+    return folder / "jobs.sqlite"
+
+
+def test_the_jobs_of_an_earlier_server_go_on(tmp_path: Path) -> None:
+    file = restored(tmp_path)
+    for _ in range(2):  # opened, and opened again
+        queue = JobQueue(file)
+        assert [each.job_id for each in queue.waiting()] == ["running", "first", "waits", "last"]
+        found = {job.job_id: job for job in queue.jobs(None, get_args(JobState), limit=10)}
+        assert {each: found[each].state for each in ("done", "failed", "cancelled", "running")} == {
+            each: each for each in ("done", "failed", "cancelled", "running")
+        }
+        waits, failed = found["waits"], found["failed"]
+        assert (waits.state, waits.target_step, waits.idempotency_key) == ("queued", 3, "waits")
+        assert waits.last_error is not None and waits.last_error.code == "no_disk_space"
+        assert failed.last_error is not None and failed.last_error.retryable
+        assert found["done"].metrics == {"loss/train": 0.5} and found["done"].target_step == 1
+        assert waits.metrics == {"train/reward": 5.0} and waits.report.num_rows == 5
+        assert (waits.phase, waits.attempts, waits.next_attempt_at) == ("queued", {}, 0.0)
+        batch = Batch.model_validate_json(queue.batch("waits"))
+        assert batch.groups[0].trajectories[0].sequences[0].token_ids == [1, 2, 3]
+        (line,) = gzip.decompress(queue.trajectories("waits")).splitlines()
+        assert json.loads(line)["trajectories"][0]["reward"] == 5.0
+        assert queue.find_key("p", "a", "running", "digest") == found["running"]
+        queue.close()
+    queue = JobQueue(file)
+    assert queue.revive("failed") and queue.set_running("first", 1)
+    assert [each.job_id for each in queue.waiting()][:3] == ["running", "first", "failed"]
+    assert add(queue, "k").job_id == queue.waiting()[-1].job_id
+    queue.close()
+
+
+def test_a_migration_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = restored(tmp_path)
+
+    def fail(blob: bytes | None) -> bytes | None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(queue_module, "_as_gzip", fail)
+        with pytest.raises(sqlite3.OperationalError):
+            JobQueue(file)
+    queue = JobQueue(file)
+    assert len(queue.waiting()) == 4 and queue.batch("waits")
+    queue.close()
+
+
+def test_progress_and_retries_are_in_the_row(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+    job = add(queue).job_id
+    queue.set_progress(job, "train", 1, 4)
+    assert queue.get(job).phase == "queued", "it does not run"
+    queue.set_running(job, 1)
+    before = queue.get(job).changes
+    queue.set_progress(job, "train", 1, 4)
+    running = queue.get(job)
+    assert (running.phase, running.completed, running.total) == ("train", 1, 4)
+    assert running.changes == before + 1 == running.event().number
+    error = ErrorDetail(message="killed", code="trainer_died")
+    queue.set_waiting(job, error, {"trainer_died": 2}, 1e12)
+    info = queue.get(job).info()
+    assert (info.state, info.phase, info.completed, info.attempts) == ("queued", "queued", None, 2)
+    assert info.error == error and queue.waiting()[0].next_attempt_at == 1e12
+    queue.close()
+    queue = JobQueue(tmp_path / "jobs.sqlite")
+    assert queue.waiting()[0].next_attempt_at == 0.0, "a new server tries it at once"
+    assert queue.get(job).attempts == {"trainer_died": 2}
+    queue.close()

@@ -9,17 +9,25 @@ import pytest
 
 import art
 from art_protocol.history import pack_rows, trajectory_row
-from art_protocol.wire import JobReport, LogRequest, LoRAConfig, TrajectoryBody, TrajectoryGroupBody
+from art_protocol.wire import (
+    ErrorDetail,
+    JobReport,
+    LogRequest,
+    LoRAConfig,
+    TrajectoryBody,
+    TrajectoryGroupBody,
+)
 from art_server.errors import UsageError
 from art_server.flags import parse
 from art_server.jobs.logs import write_log
-from art_server.jobs.metrics import DoneStep, JobNews
+from art_server.jobs.queue import JobQueue
 from art_server.jobs.reports import Reports, Totals, step_record, stored_rows
 from art_server.jobs.rollouts import Rollouts
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.store.registry import Model
 from art_trackers import RolloutRow, StepRecord
+from tests.quick.jobs.test_queue import add
 from tests.quick.server.served import sample_group, serving
 
 pytestmark = pytest.mark.anyio
@@ -121,13 +129,17 @@ def test_a_deleted_file_has_no_rollouts(tmp_path: Path) -> None:
 
 
 def test_totals_have_the_seconds_of_the_last_step(tmp_path: Path) -> None:
-    totals, job = Totals(), None
-    for seconds in (5.0, 2.0):
+    queue, totals = JobQueue(tmp_path / "jobs.sqlite"), Totals()
+    jobs = [add(queue).job_id for _ in range(3)]
+    for job, seconds in zip(jobs, (5.0, 2.0), strict=False):
         metrics = {"time/job_train_s": seconds, "train/reward": 0.5}
-        done = DoneStep(make_model(tmp_path), 1, metrics, JobReport(num_trained_tokens=10))
-        totals.count(JobNews(job, "done", done=done))  # type: ignore[arg-type]
-    totals.count(JobNews(job, "failed", error="bad"))  # type: ignore[arg-type]
-    totals.count(JobNews(job, "phase", phase="train"))  # type: ignore[arg-type]
+        queue.set_done(job, metrics, JobReport(num_trained_tokens=10))
+        totals.count(queue.get(job))
+    queue.set_running(jobs[2], 1)
+    totals.count(queue.get(jobs[2]))
+    queue.set_failed(jobs[2], ErrorDetail(message="bad"))
+    totals.count(queue.get(jobs[2]))
+    queue.close()
     assert totals.seconds == {"job_train": 2.0} and totals.trained_tokens == 20
     assert totals.jobs == {"done": 2, "failed": 1}
 

@@ -19,6 +19,7 @@ from art_server.base_models import TINY_DIR, BaseModel
 from art_server.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, StorageFull
+from art_server.jobs import backoff
 from art_server.jobs import runner as runner_module
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue, Payload
@@ -37,11 +38,11 @@ BARS = GapBars(high=1e-4, wrong=4e-4)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(runner_module, "LONGEST_RETRY_SECONDS", 0.04)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 0.04)
+    monkeypatch.setattr(backoff, "MAX_DOUBTFUL", 3)
     monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
     monkeypatch.setattr(runner_module, "HEARTBEAT_SECONDS", 0.02)
-    monkeypatch.setattr(runner_module, "DEATH_PAUSES", (0.01, 0.01, 0.01))
 
 
 class House:
@@ -102,7 +103,7 @@ class House:
         await self.until(
             lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs)
         )
-        await self.until(lambda: self.runner._running is None)
+        await self.until(lambda: self.runner._attempt is None)
         return [self.state(job) for job in jobs]
 
 
@@ -162,7 +163,7 @@ async def test_an_error_of_the_environment_leaves_a_job_queued(
     async with running(tmp_path, "a", "b") as house:
         house.trainer.events = [error] * 8
         first, second, other = house.add_job("a"), house.add_job("a"), house.add_job("b")
-        await house.until(lambda: house.queue.get(first).error is not None)
+        await house.until(lambda: house.queue.get(first).last_error is not None)
         await house.until(lambda: house.state(first) == "queued" and not house.engine.is_paused)
         assert await house.wait(first, second, other) == ["done"] * 3
         model = house.registry.get("p", "a")
@@ -174,7 +175,7 @@ async def test_an_engine_that_was_given_up_costs_no_job(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
         house.engine.state = "failed"
         jobs = [house.add_job("a") for _ in range(3)]
-        await house.until(lambda: house.queue.get(jobs[0]).error is not None)
+        await house.until(lambda: house.queue.get(jobs[0]).last_error is not None)
         info = await house.runner.info(jobs[0])
         assert info.state == "queued" and "another try in" in (info.waits_for or "")
         house.engine.state = "ready"
@@ -234,7 +235,7 @@ async def test_a_step_that_the_engine_computes_differently_does_not_serve_and_en
         assert "step 1 is saved but does not serve" in house.queue.get(job).report.notes[-1]
         refused = house.add_job("a")
         assert await house.wait(refused) == ["failed"]
-        error = house.queue.get(refused).error
+        error = house.queue.get(refused).last_error
         assert error is not None and error.code == "policy_differs" and not error.retryable
         assert len(house.trainer.tasks) == 1, "nothing was trained"
         assert model.folder.steps() == [0, 1] and not house.engine.is_paused
@@ -277,7 +278,7 @@ async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_toke
         house.trainer.events = [TrainerDied("killed")] * 4
         assert await house.wait(job) == ["failed"]
         assert [task.budget_divisor for task in house.trainer.tasks] == [1, 1, 1, 2]
-        error = house.queue.get(job).error
+        error = house.queue.get(job).last_error
         assert error is not None and error.retryable and "killed" in error.message
         model = house.registry.get("p", "a")
         again = await house.runner.find(model, "k", "digest")
@@ -308,7 +309,7 @@ async def test_an_unforeseen_error_is_tried_again_and_then_told(tmp_path: Path) 
         house.trainer.events = [KeyError("what")] * 4
         job = house.add_job("a")
         assert await house.wait(job) == ["failed"]
-        error = house.queue.get(job).error
+        error = house.queue.get(job).last_error
         assert error is not None and "KeyError" in error.message
         assert not house.engine.is_paused and house.gate.waits_for is None
 
@@ -420,7 +421,8 @@ async def test_a_failed_attempt_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They could fill the disk for the next attempt."""
-    monkeypatch.setattr(runner_module, "RETRY_SECONDS", 60.0)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 60.0)
 
     async def fill(task: TrainTask) -> None:
         (Path(task.out_dir) / "part").write_bytes(b"x" * 1000)
@@ -429,7 +431,7 @@ async def test_a_failed_attempt_leaves_no_files(
     async with running(tmp_path, "a") as house:
         house.trainer.events = [fill]
         job = house.add_job("a")
-        await house.until(lambda: house.runner._holds)
+        await house.until(lambda: house.queue.get(job).next_attempt_at)
         assert house.state(job) != "done"
         assert not await asyncio.to_thread(lambda: list(tmp_path.rglob(".*.tmp")))
 
@@ -503,7 +505,7 @@ async def test_a_job_killed_while_it_ran_goes_on_under_a_new_server(tmp_path: Pa
         await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
     async with running(tmp_path) as house:
         assert await house.wait(job) == ["done"]
-        assert house.queue.get(job).starts == 2
+        assert house.queue.get(job).attempts == {}, "a kill is no error"
 
 
 async def test_layers_that_the_engine_does_not_adapt_are_not_trained_and_reported(
@@ -534,7 +536,7 @@ async def test_an_engine_that_adapts_no_layer_as_the_trainer_does_trains_nothing
         house.engine.differs = {f".layers/attn.{each}@0" for each in ("q_proj", "kv_b_proj")}
         job = house.add_job("a")
         assert await house.wait(job) == ["failed"]
-        error = house.queue.get(job).error
+        error = house.queue.get(job).last_error
         assert error is not None and error.code == "policy_differs"
         assert house.trainer.tasks == [] and not house.engine.is_paused
         assert not (tmp_path / "layers").exists(), "it is checked again"

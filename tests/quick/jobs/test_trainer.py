@@ -13,7 +13,7 @@ from art_server.children import Children
 from art_server.device.plan import Plan, make_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
 from art_server.settings import ServerConfig
-from art_server.shared.tasks import CheckTask, InitTask, TrainTask, WorkerConfig
+from art_server.shared.tasks import CheckTask, InitTask, Progress, TrainTask, WorkerConfig
 from tests.quick.device.test_plan import FIGURES, card, demand
 
 
@@ -88,7 +88,11 @@ async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) ->
     async with asyncio.timeout(100):
         assert (await trainer.run(init)).notes == ["main"], "nothing else runs: no second process"
         assert trainer._aside.pid is None
-        training = asyncio.create_task(trainer.run(step, lambda _: begun.set()))
+
+        async def note(_: Progress) -> None:
+            begun.set()
+
+        training = asyncio.create_task(trainer.run(step, note))
         await begun.wait()
         done = await asyncio.gather(trainer.run(init), trainer.run(check), trainer.run(init))
         assert [each.notes for each in done] == [["aside"]] * 3

@@ -79,7 +79,11 @@ def training(out_dir: str) -> TrainTask:
 async def test_first_task_starts_the_process_and_later_ones_share_it(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     progress: list[Progress] = []
-    await trainer.run(order("a"), progress.append)
+
+    async def note(each: Progress) -> None:
+        progress.append(each)
+
+    await trainer.run(order("a"), note)
     pid = trainer.pid
     await trainer.run(order("b"))
     assert trainer.pid == pid is not None
@@ -170,7 +174,7 @@ async def hang(trainer: TrainerProcess) -> tuple[asyncio.Task, int]:
     """A task that never ends, and the pid of the child that the worker started for it."""
     child: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def on_progress(progress: Progress) -> None:
+    async def on_progress(progress: Progress) -> None:
         if progress.phase.isdigit():
             child.set_result(int(progress.phase))
 
@@ -306,11 +310,15 @@ async def test_a_full_disk_may_pass_and_a_cancelled_task_ends(tmp_path: Path) ->
         await trainer.run(order("full"))
     assert failed.value.retryable and failed.value.code == "no_disk_space"
     pid = trainer.pid
-    await trainer.run(order("a"), lambda _: trainer.cancel())  # not a train task: nothing happens
 
-    def cancel(progress: Progress) -> None:
+    async def cancel_at_once(progress: Progress) -> None:
+        trainer.cancel()
+
+    async def cancel(progress: Progress) -> None:
         if progress.phase == "waits":
             trainer.cancel()
+
+    await trainer.run(order("a"), cancel_at_once)  # not a train task: nothing happens
 
     with pytest.raises(TrainerError) as cancelled:
         await trainer.run(training("cancel"), cancel)

@@ -56,7 +56,9 @@ async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
         acknowledged = house.add_job("a")
         with filled(small_disk):
             house.background.start("job runner", house.runner.run_forever)
-            await house.until(lambda: house.runner._holds)
+            await house.until(
+                lambda: house.background.faults or house.queue.get(acknowledged).next_attempt_at
+            )
             with pytest.raises(StorageFull, match="free some space"):
                 for _ in range(100):
                     big = Payload(os.urandom(100_000), b"")

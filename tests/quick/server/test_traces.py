@@ -11,14 +11,14 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 import art
-from art_protocol.wire import JobReport
-from art_server.jobs.metrics import JobNews
-from art_server.jobs.queue import Job
+from art_protocol.wire import ErrorDetail
+from art_server.jobs.queue import JobQueue
 from art_server.jobs.reports import JobSpans
 from art_server.jobs.trainer_process import TrainerError
 from art_trackers import tracing
 from art_trackers.tracing import Tracing, link_of
 from tests.collector import Collector, attributes
+from tests.quick.jobs.test_queue import add
 from tests.quick.server.served import Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -106,26 +106,35 @@ async def test_a_job_that_fails_ends_its_spans_with_the_errors_code(
 
 
 async def test_a_job_that_is_cancelled_or_of_an_earlier_server_has_one_span(
-    collector: Collector,
+    collector: Collector, tmp_path: Path
 ) -> None:
-    def make_job(job_id: str) -> Job:
-        return Job(job_id, "p", "a", "queued", None, "{}", JobReport(), {}, None, "", 0.0, 0)
-
-    tracing, key = Tracing("jobs"), f"{'a' * 32}-{'b' * 16}"
+    queue, tracing = JobQueue(tmp_path / "jobs.sqlite"), Tracing("jobs")
+    cancelled = add(queue, f"{'a' * 32}-{'b' * 16}").job_id
     spans = JobSpans(tracing)
-    spans.take(JobNews(make_job("cancelled"), "accepted", key=key))
-    spans.take(JobNews(make_job("cancelled"), "cancelled"))
-    for phase in ("train 1 of 2", "train 2 of 2"):
-        spans.take(JobNews(make_job("earlier"), "phase", phase=phase))
-    spans.take(JobNews(make_job("earlier"), "waiting", error="trainer_died"))
-    spans.take(JobNews(make_job("earlier"), "phase", phase="train 1 of 2"))
-    spans.take(JobNews(make_job("earlier"), "failed", error="bad"))
+    spans.take(queue.get(cancelled))
+    queue.set_cancelled(cancelled, is_running=False)
+    spans.take(queue.get(cancelled))
+    earlier = add(queue).job_id
+
+    def enter(phase: str) -> None:
+        queue.set_running(earlier, 1)
+        queue.set_progress(earlier, phase)
+        spans.take(queue.get(earlier))
+
+    enter("train 1 of 2")
+    enter("train 2 of 2")
+    queue.set_waiting(earlier, ErrorDetail(message="killed", code="trainer_died"), {}, 0.0)
+    spans.take(queue.get(earlier))
+    enter("train 1 of 2")
+    queue.set_failed(earlier, ErrorDetail(message="bad", code="bad"))
+    spans.take(queue.get(earlier))
+    queue.close()
     await asyncio.to_thread(tracing.close)
     jobs = {attributes(job)["art.job"]: job for job in collector.named("job")}
-    assert jobs["cancelled"].trace_id.hex() == "a" * 32
-    assert jobs["cancelled"].status.message == "cancelled"
+    assert jobs[cancelled].trace_id.hex() == "a" * 32
+    assert jobs[cancelled].status.message == "cancelled"
     assert [each.status.message for each in collector.named("train")] == ["trainer_died", "bad"]
-    assert jobs["earlier"].parent_span_id == b""
+    assert jobs[earlier].parent_span_id == b""
 
 
 async def test_spans_hold_neither_contents_nor_keys(collector: Collector, tmp_path: Path) -> None:

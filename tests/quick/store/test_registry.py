@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from art_protocol.wire import LogRequest, LoRAConfig, RegisterRequest
 from art_server.errors import Conflict, InvalidInput, NotFound
-from art_server.jobs.metrics import step_metrics
+from art_server.jobs.attempt import step_metrics
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry, check_lora, check_name
 

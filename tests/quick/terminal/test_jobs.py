@@ -11,7 +11,6 @@ import pytest
 
 from art_protocol.wire import ErrorDetail, JobReport
 from art_server.jobs.queue import JobQueue
-from art_server.jobs.runner import Position
 from art_server.server import Server
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder
@@ -40,18 +39,17 @@ Running = tuple[str, Server, JobQueue]
 
 
 def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Running) -> None:
-    url, parts, queue = server
+    url, _, queue = server
     running, waiting = (add(queue, name="run") for _ in range(2))
     queue.set_running(running.job_id, 1)
-    parts.runner._positions[running.job_id] = position = Position()
-    position.move("train", 3, 8)
+    queue.set_progress(running.job_id, "train", 3, 8)
     jobs = json.loads(run("jobs", "--json", "--url", url).out)["jobs"]
     assert [(each["job_id"], each["state"]) for each in jobs] == [
         (running.job_id, "running"),
         (waiting.job_id, "queued"),
     ]
-    assert jobs[0]["progress"] == {"phase": "train", "completed": 3, "total": 8}
-    assert jobs[1]["waits_for"] == "1 earlier job, of p/run" and jobs[1]["progress"] is None
+    assert [jobs[0][name] for name in ("phase", "completed", "total")] == ["train", 3, 8]
+    assert jobs[1]["waits_for"] == "1 earlier job, of p/run" and jobs[1]["phase"] == "queued"
     first, second = run("jobs", "--url", url).out.splitlines()[1:]
     assert re.fullmatch(
         rf"{running.job_id[:8]} running p/run - \d+ s train 3 of 8", " ".join(first.split())
@@ -69,7 +67,7 @@ def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Running) -> 
 
 def test_a_job_that_runs_again_shows_its_progress() -> None:
     progress = {"phase": "train", "completed": 3, "total": 8}
-    job = {"error": {"message": "it ran too long"}, "waits_for": None, "progress": progress}
+    job = progress | {"error": {"message": "it ran too long"}, "waits_for": None}
     assert job_progress(job | {"state": "running"}) == "train 3 of 8"
     assert job_progress(job | {"state": "failed"}) == "it ran too long"
     assert job_progress(job | {"state": "queued", "waits_for": "room"}) == "waits for room"
@@ -115,8 +113,7 @@ def test_status_is_one_screen(run: Run, server: Running, tmp_path: Path) -> None
     url, parts, queue = server
     job = add(queue, name="run")
     queue.set_running(job.job_id, 1)
-    parts.runner._positions[job.job_id] = position = Position()
-    position.move("train", 3, 8)
+    queue.set_progress(job.job_id, "train", 3, 8)
     parts.registry.history.of(ModelFolder(tmp_path, "p", "run")).add(0, {"val/reward": 0.25})
     parts.engine.detail = "loading"
     for _ in range(8):

@@ -487,7 +487,10 @@ async def main(base, folder):
     trainer = TrainerProcess(worker_command(config), folder / "log")
     await trainer.run(InitTask.model_validate_json((folder / "init.json").read_text()))
     task = TrainTask.model_validate_json((folder / "train.json").read_text())
-    await trainer.run(task, lambda progress: progress.completed == 1 and print(trainer.pid, flush=True))
+    async def on_progress(progress):
+        if progress.completed == 1:
+            print(trainer.pid, flush=True)
+    await trainer.run(task, on_progress)
 
 asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
 """

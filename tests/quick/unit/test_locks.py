@@ -23,9 +23,9 @@ OWN = {
     "base_loader.py BaseLoader._load": "the lock of the base model itself, which is engine and trainer",
     "base_loader.py BaseLoader._warm_trainer": "the device: the trainer allocates on it",
     "engine/engine.py Engine._load_alone": "the engine's list of adapters: one loads at a time",
-    "jobs/runner.py JobRunner._find_lost_layers": "the device: the trainer scores on it",
-    "jobs/runner.py JobRunner._train": "the device: the step itself",
-    "jobs/runner.py JobRunner._turn": "the device: the step itself",
+    "jobs/attempt.py Attempt._find_lost_layers": "the device: the trainer scores on it",
+    "jobs/attempt.py Attempt._train": "the device: the step itself",
+    "jobs/attempt.py Attempt._turn": "the device: the step itself",
     "jobs/trainer_process.py TrainerProcess.run": "the trainer's own process, which starts",
 }
 """Functions whose lock is the resource's own, with what it is."""

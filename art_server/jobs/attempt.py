@@ -1,0 +1,364 @@
+"""One attempt at a job: from the engine's pause to a step that serves.
+
+    train     close the pause gate, pause the engine, train in the trainer process into a temporary folder
+    commit    rename the folder to its step                        (the step exists from here on)
+    serve     load the adapter, resume the engine, make the step the model's current one, open the pause gate
+    finish    write history and trajectories, mark the job as done
+
+An attempt that is killed at any line is followed by one that finishes the step if it exists, or else trains again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from art_protocol.wire import TrainConfig
+from art_server.device.owner import DeviceOwner
+from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
+from art_server.engine.pause_gate import PauseGate
+from art_server.errors import ServerError, Unavailable
+from art_server.jobs.backoff import budget_divisor
+from art_server.jobs.layer_check import LayerCheck, note_lost
+from art_server.jobs.queue import Job, JobQueue
+from art_server.jobs.step_record import StepRecord, base_digests, write_record
+from art_server.jobs.trainer_process import TrainerError, TrainerProcess
+from art_server.shared.tasks import Done, Progress, TrainTask
+from art_server.store.model_folder import CheckpointRecord
+from art_server.store.registry import Model
+
+logger = logging.getLogger(__name__)
+
+ADAPTERS_KEPT_LOADED = 2
+"""The current step and the one before it, which requests in flight may still use."""
+ENGINE_WAIT_SECONDS = 3600.0
+LOOK_SECONDS = 5.0
+"""Between two checks whether a job that waits for the engine's start was cancelled."""
+
+
+@dataclass(eq=False)
+class Attempt:
+    """Makes the step of a job, or finishes it."""
+
+    job: Job
+    model: Model
+    _queue: JobQueue
+    _engine: Engine
+    _gate: PauseGate
+    _trainer: TrainerProcess
+    _owner: DeviceOwner | None
+    """Of the device that engine and trainer share; None if they have separate devices."""
+    _layers: LayerCheck | None
+    """None: every layer of an adapter is trained."""
+    _report_change: Callable[[], Awaitable[None]]
+    """Called after each change of the job's row."""
+    phase: str = field(init=False, default="queued")
+    _seconds: defaultdict[str, float] = field(
+        init=False, default_factory=lambda: defaultdict(float)
+    )
+    """Of the phases so far, by name."""
+    _since: float = field(init=False, default_factory=time.monotonic)
+    is_cancelled: bool = field(init=False, default=False)
+
+    def cancel(self) -> None:
+        """Ends the attempt before its next micro-batch."""
+        self.is_cancelled = True
+        self._trainer.cancel()
+
+    async def run(self) -> None:
+        """Returns when the job is done, or has ended before."""
+        job, model = self.job, self.model
+        step, notes = job.target_step, list[str]()
+        if step is None or not has_committed(model, job):
+            step = (model.folder.newest_step() or 0) + 1
+            if not await asyncio.to_thread(self._queue.set_running, job.job_id, step):
+                return
+            await self._wait_engine()
+            await self._compare_start(step - 1)
+            try:
+                await self._train(step, await self._find_lost_layers())
+            finally:  # a failed attempt's files could fill the disk for the next one
+                await asyncio.to_thread(model.folder.clear_temporary)
+        if is_on_base(self._engine, model):
+            notes = await self._serve(step)
+        else:
+            model.step = step
+        await self._finish(step, notes)
+
+    async def _enter(
+        self, phase: str, completed: int | None = None, total: int | None = None
+    ) -> None:
+        """Begins a phase, or continues within it, and writes it to the job's row."""
+        if phase != self.phase:
+            now = time.monotonic()
+            name = self.phase.partition(" ")[0]  # "train 2 of 3" counts as "train"
+            self._seconds[name] += now - self._since
+            self.phase, self._since = phase, now
+        # An attempt does not fail because its progress cannot be written.
+        with contextlib.suppress(ServerError, sqlite3.Error):
+            job_id = self.job.job_id
+            await asyncio.to_thread(self._queue.set_progress, job_id, phase, completed, total)
+            await self._report_change()
+
+    def _stop_if_cancelled(self) -> None:
+        if self.is_cancelled:
+            raise TrainerError("cancelled", "the job was cancelled", retryable=True)
+
+    async def _wait_engine(self) -> None:
+        """Returns when the engine is ready.
+
+        Raises:
+            Unavailable: the engine could not be started.
+            TrainerError: the job was cancelled.
+        """
+        while self._engine.state == "starting":
+            self._stop_if_cancelled()
+            await self._enter("engine")
+            with contextlib.suppress(Unavailable):
+                await self._engine.wait_ready(LOOK_SECONDS)
+        await self._engine.wait_ready(LOOK_SECONDS)
+
+    async def _compare_start(self, step: int) -> None:
+        """Has the engine load the step that a job starts from, if its probe has something to compare.
+
+        Raises:
+            PolicyDiffers: the engine computes another policy for it than the trainer.
+        """
+        record = await asyncio.to_thread(self.model.folder.read_checkpoint, step)
+        if record.probe is None or not record.probe.is_of_step:
+            return
+        try:
+            await self._engine.load_adapter(
+                self.model.adapter_name(step),
+                self.model.folder.checkpoint_dir(step),
+                ENGINE_WAIT_SECONDS,
+            )
+        except PolicyDiffers:
+            raise
+        except AdapterRefused:  # a step that the engine does not take can be trained on
+            pass
+
+    async def _find_lost_layers(self) -> dict[str, str]:
+        """The kinds of layers that the engine does not adapt, and why (`layer_check.py`).
+
+        Raises:
+            PolicyDiffers: it adapts none as the trainer does.
+        """
+        base, bars = self._engine.base, self._engine.gap_bars
+        if self._layers is None or base is None or bars is None:
+            return {}
+        known = await asyncio.to_thread(self._layers.known, base, bars)
+        if known is not None:
+            return known
+        folder = await asyncio.to_thread(self.model.folder.new_checkpoint_dir)
+        async with self._turn():
+            self._stop_if_cancelled()
+            await self._enter("check layers")
+            longest = self._engine.max_seq_length
+            kinds = await self._layers.score(
+                self._trainer, self.model.record.lora, bars, longest, folder
+            )
+        return await self._layers.compare(
+            self._engine, base, bars, folder, kinds, ENGINE_WAIT_SECONDS
+        )
+
+    async def _train(self, step: int, lost: dict[str, str]) -> None:
+        config = TrainConfig.model_validate_json(self.job.config)
+        batch = await asyncio.to_thread(self._queue.batch, self.job.job_id)
+        start = await asyncio.to_thread(self.model.folder.read_checkpoint, step - 1)
+        started = time.monotonic()
+        async with self._turn():
+            self._stop_if_cancelled()
+            await self._enter("train")
+            temporary = await asyncio.to_thread(self.model.folder.new_checkpoint_dir)
+            task = TrainTask(
+                lora=self.model.record.lora,
+                in_dir=str(self.model.folder.checkpoint_dir(step - 1)),
+                out_dir=str(temporary),
+                config=config,
+                start_step=step - 1,
+                optimizer_steps=start.optimizer_steps,
+                max_seq_length=self._engine.max_seq_length,
+                seed=seed_of(self.model, step),
+                gap_bars=self._engine.gap_bars,
+                probe=start.probe,
+                lost_layers=sorted(lost),
+                budget_divisor=budget_divisor(self.job.attempts),
+            )
+            done = await self._run_trainer(task, batch)
+            metrics = done.metrics | {"time/step_backend_train_s": time.monotonic() - started}
+            record = CheckpointRecord(
+                step=step,
+                job_id=self.job.job_id,
+                metrics=metrics,
+                unchanged=done.unchanged,
+                optimizer_steps=done.optimizer_steps,
+                notes=[*done.notes, *note_lost(lost)],
+                probe=done.probe,
+                environment=done.environment,
+            )
+            await run_whole(self.model.folder.commit_checkpoint, temporary, record)
+            if self._owner is not None:
+                await self._enter("load")
+                await self._engine.wake_weights()
+                await self._engine.load_adapter(
+                    self.model.adapter_name(step),
+                    self.model.folder.checkpoint_dir(step),
+                    ENGINE_WAIT_SECONDS,
+                    holds_device=True,
+                )
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Gives a shared device to the trainer; no request samples meanwhile. Does nothing with separate devices."""
+        if self._owner is None:
+            yield
+            return
+        self._gate.close(f"a step of '{self.model.id}', which trains")
+        async with self._owner.held():
+            await self._enter("pause")
+            await self._engine.pause()
+            try:
+                yield
+            finally:
+                # Frozen requests continue even if the job fails.
+                await self._engine.resume()
+
+    async def _run_trainer(self, task: TrainTask, batch: bytes) -> Done:
+        waking: asyncio.Task[None] | None = None
+
+        async def on_progress(progress: Progress) -> None:
+            nonlocal waking
+            if self.is_cancelled:
+                self._trainer.cancel()
+            if progress.phase == "save" and waking is None:
+                # The trainer has left the device: the engine loads its weights while the step is written to disk.
+                waking = asyncio.create_task(self._engine.wake_weights())
+            await self._enter(progress.phase, progress.completed, progress.total)
+
+        try:
+            return await self._trainer.run(task, on_progress, batch)
+        finally:
+            if waking is not None:
+                await waking
+
+    async def _serve(self, step: int) -> list[str]:
+        """Loads the step's adapter and then makes the step current, so that no request gets a step that is not loaded.
+        Returns notes for the client: a step that the engine cannot load is trained nevertheless."""
+        await self._enter("load")
+        name = self.model.adapter_name(step)
+        notes: list[str] = []
+        try:
+            await self._engine.load_adapter(
+                name, self.model.folder.checkpoint_dir(step), ENGINE_WAIT_SECONDS
+            )
+        except AdapterRefused as error:
+            notes = [
+                f"step {step} is saved but does not serve: {error.message}. Step {self.model.step} still serves"
+            ]
+        except Unavailable as error:
+            notes = [f"step {step} is saved and serves once the engine is ready: {error.message}"]
+            self.model.step = step
+        else:
+            self.model.step = step
+        self._gate.open()
+        await self._enter("finish")
+        for note in notes:
+            logger.error("%s: %s", self.model.id, note)
+        if not notes:
+            logger.info("%s serves", name)
+            self._unload_old(step)
+        return notes
+
+    def _unload_old(self, step: int) -> None:
+        kept = {self.model.adapter_name(step - back) for back in range(ADAPTERS_KEPT_LOADED)}
+        for loaded in self._engine.loaded_adapters():
+            is_old = loaded.rpartition("@")[0] == self.model.id and loaded not in kept
+            if is_old and not self._gate.uses(loaded):
+                self._engine.unload_adapter(loaded)
+
+    async def _finish(self, step: int, notes: Sequence[str]) -> None:
+        job, model = self.job, self.model
+        lines = await asyncio.to_thread(self._queue.trajectories, job.job_id)
+        record = model.folder.read_checkpoint(step)
+        metrics = record.metrics | job.metrics | step_metrics(job.report.sampled_steps)
+        metrics |= {
+            f"time/job_{phase}_s": seconds
+            for phase, seconds in self._seconds.items()
+            if phase != "queued"
+        }
+        all_notes = [*job.report.notes, *record.notes, *notes]
+        report = job.report.model_copy(update={"notes": all_notes})
+        await asyncio.to_thread(model.folder.write_lines, "train", step, lines)
+        await asyncio.to_thread(model.folder.keep_tokens, step)
+        await asyncio.to_thread(self._write_record, record)
+        await asyncio.to_thread(model.history.add, step, metrics, job.job_id)
+        # Here, because the row says which earlier step is the best.
+        best = await asyncio.to_thread(model.history.best_step)
+        await asyncio.to_thread(model.folder.prune_optimizer_state, best)
+        await asyncio.to_thread(self._queue.set_done, job.job_id, metrics, report)
+        await self._report_change()
+
+    def _write_record(self, made: CheckpointRecord) -> None:
+        """Writes the record from which the step can be made again."""
+        if not made.environment:
+            return  # an earlier version made the step
+        base = self._engine.base if is_on_base(self._engine, self.model) else None
+        record = StepRecord(
+            model=self.model.id,
+            step=made.step,
+            start_step=made.step - 1,
+            base_model=self.model.record.base_model,
+            base_files=base_digests(base.path) if base is not None else {},
+            lora=self.model.record.lora,
+            config=TrainConfig.model_validate_json(self.job.config),
+            seed=seed_of(self.model, made.step),
+            environment=made.environment,
+        )
+        write_record(self.model.folder, record, self._queue.packed_batch(self.job.job_id))
+
+
+def has_committed(model: Model | None, job: Job) -> bool:
+    """Whether the job's step is on disk."""
+    step = job.target_step
+    if model is None or step is None or step not in model.folder.steps():
+        return False
+    return model.folder.read_checkpoint(step).job_id == job.job_id
+
+
+def is_on_base(engine: Engine, model: Model) -> bool:
+    """Whether the engine serves the model's base model."""
+    return engine.base is not None and engine.base.name == model.record.base_model
+
+
+def step_metrics(tokens_of_steps: Mapping[int, int]) -> dict[str, float]:
+    """The first and the last step that sampled tokens of a batch, and the step that sampled most of them. Empty if no
+    token's step is known."""
+    if not tokens_of_steps:
+        return {}
+    most = max(tokens_of_steps, key=lambda step: (tokens_of_steps[step], step))
+    return {
+        "sampled_step": float(most),
+        "sampled_step_min": float(min(tokens_of_steps)),
+        "sampled_step_max": float(max(tokens_of_steps)),
+    }
+
+
+async def run_whole(change: Callable[..., object], *arguments: object) -> None:
+    """Runs a change of files in a thread. A cancelled caller waits for its end, so that nobody cleans up under it."""
+    running = asyncio.ensure_future(asyncio.to_thread(change, *arguments))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def seed_of(model: Model, step: int) -> int:
+    """The seed of the job that makes the step."""
+    return zlib.crc32(model.adapter_name(step).encode())
