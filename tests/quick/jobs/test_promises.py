@@ -64,11 +64,15 @@ KEYS = st.sampled_from([None, "k", "l"])
 POINTS = BEFORE_TRAINING | BEFORE_THE_STEP | AFTER_THE_STEP
 """Where a server is killed: a method, and whether before or after it."""
 
-ENVIRONMENT = (
-    TrainerError("no_disk_space", "os error 28", retryable=True),
-    Unavailable("the engine could not be started", code="engine_failed"),
-    OSError(30, "Read-only file system"),
-)
+ERRORS: dict[str, Exception] = {
+    "no disk space": TrainerError("no_disk_space", "os error 28", retryable=True),
+    "no engine": Unavailable("the engine could not be started", code="engine_failed"),
+    "read-only": OSError(30, "Read-only file system"),
+    "died": TrainerDied("killed"),
+    "unforeseen": KeyError("what"),
+    "own fault": TrainerError("non_finite", "the loss is NaN"),
+}
+"""How a training can end."""
 
 
 class Killed(BaseException):
@@ -365,7 +369,25 @@ class Jobs(RuleBasedStateMachine):
         return raised.value.code
 
     @precondition(lambda self: self.trained is not None)
-    @rule(point=st.sampled_from([None, None, *POINTS]))
+    @rule(
+        outcomes=st.lists(
+            st.sampled_from(["done", *POINTS, *ERRORS, "killed"]), min_size=1, max_size=5
+        )
+    )
+    def train(self, outcomes: list[str]) -> None:
+        """What becomes of the jobs that train one after another."""
+        for outcome in outcomes:
+            if self.trained is None:
+                self.let_time_pass()
+            if self.trained is None:
+                return
+            if outcome == "killed":
+                self.kill()
+            elif outcome in ERRORS:
+                self.fail(outcome)
+            else:
+                self.finish_the_training(outcome if outcome in POINTS else None)
+
     def finish_the_training(self, point: str | None) -> None:
         """The training ends well; the server may be killed on the way to the next."""
         job = self.trained
@@ -401,38 +423,24 @@ class Jobs(RuleBasedStateMachine):
 
         patches.setattr(owner, name, dying)
 
-    @precondition(lambda self: self.trained is not None)
-    @rule(error=st.sampled_from(ENVIRONMENT))
-    def fail_for_a_while(self, error: Exception) -> None:
-        job = self.trained
+    def fail(self, outcome: str) -> None:
+        job, error = self.trained, ERRORS[outcome]
         assert job is not None
-        job.state, job.waits = "queued", True
+        is_doubtful = outcome in ("died", "unforeseen")
+        job.num_deaths += is_doubtful
+        job.num_deaths_here += is_doubtful
 
         async def say() -> None:
-            self.server.trainer.say(error)
-
-        self.act(say)
-
-    @precondition(lambda self: self.trained is not None)
-    @rule(is_foreseen=st.booleans())
-    def die(self, is_foreseen: bool) -> None:
-        """The trainer dies, or something happens that nobody has thought of."""
-        job = self.trained
-        assert job is not None
-        job.num_deaths += 1
-        job.num_deaths_here += 1
-
-        async def say() -> None:
-            error = TrainerDied("killed") if is_foreseen else KeyError("what")
             self.server.trainer.say(error)
             await self.server.settle()
-            may_fail = (
-                job.num_deaths > MAX_DEATHS
-            )  # deaths before the server's start may count, or not
             has_failed = self.server.queue.get(job.job_id).state == "failed"
-            assert job.num_deaths_here <= MAX_DEATHS or has_failed
-            if may_fail and has_failed:
-                job.state, job.is_retryable = "failed", is_foreseen
+            if is_doubtful:  # those before the server's start may count, or not
+                assert has_failed or job.num_deaths_here <= MAX_DEATHS
+                assert not has_failed or job.num_deaths > MAX_DEATHS
+            else:
+                assert has_failed == (outcome == "own fault")
+            if has_failed:
+                job.state, job.is_retryable = "failed", outcome == "died"
             else:
                 job.state, job.waits = "queued", True
 
@@ -444,22 +452,10 @@ class Jobs(RuleBasedStateMachine):
         job = self.trained
         assert job is not None
         while job.state != "failed":
-            self.die(True)
+            self.fail("died")
             self.let_time_pass()
             while self.trained is not job and job.state != "failed":
                 self.finish_the_training(None)
-
-    @precondition(lambda self: self.trained is not None)
-    @rule()
-    def fail_by_its_own_fault(self) -> None:
-        job = self.trained
-        assert job is not None
-        job.state, job.is_retryable = "failed", False
-
-        async def say() -> None:
-            self.server.trainer.say(TrainerError("non_finite", "the loss is NaN"))
-
-        self.act(say)
 
     @precondition(lambda self: any(job.waits for job in self.jobs))
     @rule()
@@ -616,4 +612,4 @@ class Jobs(RuleBasedStateMachine):
 
 
 TestJobs = Jobs.TestCase
-TestJobs.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestJobs.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
