@@ -229,14 +229,7 @@ class Ledger:
         """Finds the answer that a rendered prompt continues, and splices its tokens into `made`."""
         if len(self._texts) > CACHED_TEXTS:
             self._texts.clear()
-        reading = Reading(
-            decoder.end_ids,
-            decoder.decode_behind,
-            decoder.is_space,
-            self._rules,
-            self._is_splicing,
-            self._texts,
-        )
+        reading = Reading(decoder, self._rules, self._is_splicing, self._texts)
 
         def read(row: sqlite3.Row) -> bytes | None:
             prompt = self._storage.load_rendering(row["prompt"])

@@ -20,12 +20,13 @@ Otherwise the rendering stays: an edited answer is new context, and thinking tha
 """
 
 import array
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from art_server.base_facts import TemplateRules
 from art_server.ledger import conversation
+from art_server.ledger.decoder import Decoder
 
 Link = Literal["exact", "spliced", "dropped", "retokenized"]
 """How a prompt continues an earlier answer. exact: rendered with the same tokens; spliced: the rendered tokens differ
@@ -63,11 +64,7 @@ class Continuation:
 class Reading:
     """How the answers in a prompt are compared: with which tokenizer and template rules."""
 
-    end_ids: frozenset[int]
-    """The tokens that end a turn."""
-    decode: Callable[[Sequence[int], int | None], str]
-    """From token ids, and the token before them, to text."""
-    is_space: Callable[[int], bool]
+    decoder: Decoder
     rules: TemplateRules
     is_splicing: bool
     texts: MutableMapping[tuple[str, int | None, int], str] = field(default_factory=dict)
@@ -100,7 +97,7 @@ def continue_answer(
             shown = find_shown(rendered, prompt, reading)
         if shown is None:
             continue
-        sampled_ids, _ = split_end(answer.token_ids, reading.end_ids)
+        sampled_ids, _ = split_end(answer.token_ids, reading.decoder.end_ids)
         sampled_ids = [*answer.rendering[shown.place.start :], *sampled_ids]
         if sampled_ids == shown.token_ids:
             return join(answer, rendered, shown.place, reading)
@@ -116,17 +113,19 @@ def find_shown(
 ) -> Shown | None:
     """The answer in a rendered prompt to an earlier one, which was rendered as `prompt`. None if it does not begin with it."""
     start = len(prompt)
-    if rendered[:start] != prompt and start > 1 and reading.is_space(prompt[-1]):
+    if rendered[:start] != prompt and start > 1 and reading.decoder.is_space(prompt[-1]):
         start -= 1  # white space may merge with the next token
     if rendered[:start] != prompt[:start]:
         return None
     rest = range(start, len(rendered))
-    end = next((i for i in rest if rendered[i] in reading.end_ids), None)
+    end = next((i for i in rest if rendered[i] in reading.decoder.end_ids), None)
     if end is None:
         return None
     token_ids = rendered[start:end].tolist()
     before = rendered[start - 1] if start else None
-    return Shown(range(start, end), token_ids, before, reading.decode(token_ids, before))
+    return Shown(
+        range(start, end), token_ids, before, reading.decoder.decode_behind(token_ids, before)
+    )
 
 
 def decode_answer(
@@ -135,7 +134,7 @@ def decode_answer(
     """The text of an answer where a later prompt shows it."""
     key = (answer.choice_id, shown.before, len(sampled_ids))
     if key not in reading.texts:
-        reading.texts[key] = reading.decode(sampled_ids, shown.before)
+        reading.texts[key] = reading.decoder.decode_behind(sampled_ids, shown.before)
     return reading.texts[key]
 
 
@@ -143,7 +142,7 @@ def join(
     answer: Answer, rendered: "array.array[int]", place: range, reading: Reading
 ) -> Continuation:
     """The prompt with the answer's own tokens instead of those at `place`."""
-    sampled_ids, sampled_end = split_end(answer.token_ids, reading.end_ids)
+    sampled_ids, sampled_end = split_end(answer.token_ids, reading.decoder.end_ids)
     # The rendered end of the turn stays: in some model families it is the next role's header.
     num_same = int(sampled_end == rendered[place.stop])
     taken = answer.token_ids[: len(sampled_ids) + num_same]
@@ -161,7 +160,8 @@ def loses_thinking(answer: Answer, rendered: "array.array[int]", reading: Readin
     past = [*answer.rendering, *answer.token_ids]
     near = max(0, first_difference(past, rendered) - NEAR)
     text, shown = (
-        reading.decode(list(each[near : near + 2 * NEAR]), None) for each in (past, rendered)
+        reading.decoder.decode_behind(list(each[near : near + 2 * NEAR]), None)
+        for each in (past, rendered)
     )
     at, mark = first_difference(text, shown), conversation.THINK_START
     start = text.rfind(mark, 0, at + len(mark))
