@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import errors, inference
+from art_server.api import art_wire, checkpoints, control, errors, inference, look, metrics
 from art_server.api.auth import Authentication
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
-from art_server.api.routers import ROUTERS
 from art_server.observe.runs import Runs
 from art_server.server import Server
 
@@ -39,8 +38,8 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     errors.install(app)
     inference.install(app, server)  # first, because routes are tried in order
-    for router in ROUTERS:
-        app.include_router(router, responses=errors.RESPONSES)
+    for each in (control, checkpoints, art_wire, look, metrics):
+        app.include_router(each.router, responses=errors.RESPONSES)
     app.add_middleware(
         Authentication,
         config=config,

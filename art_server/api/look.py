@@ -1,7 +1,7 @@
 """The routes that show runs to people: the page, and the JSON that it and the command `art` read.
 
-They read the folder in threads, and change nothing. `art view` serves them over finished runs, without a service and
-without the packages that a service needs.
+They read the folder in threads, and change nothing. `art view` serves them over finished runs, without a server and
+without the packages that a server needs.
 """
 
 import asyncio
