@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from art_protocol.tracking import Span, Tracer, link_of
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
@@ -19,7 +20,6 @@ from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
 from art_server.store.registry import Model, Registry
-from art_trackers.tracing import Span, Tracing, link_of
 
 METRICS_SECONDS = 2.0
 """For vLLM's metrics."""
@@ -114,7 +114,7 @@ class Relay:
     _gate: PauseGate
     _base: BaseLoader
     _wait_limit_seconds: float
-    _tracing: Tracing | None = None
+    _tracing: Tracer | None = None
 
     def resolve(self, inference: InferenceRequest) -> None:
         """Sets the model, step and adapter that answer a request at this moment.
@@ -252,7 +252,7 @@ class Relay:
 
 
 @contextlib.contextmanager
-def inference_span(tracing: Tracing, inference: InferenceRequest) -> Iterator[Span]:
+def inference_span(tracing: Tracer, inference: InferenceRequest) -> Iterator[Span]:
     """The span of a request, from its arrival at the pause gate to the last byte of vLLM's answer. Its parent is named by
     the header `traceparent`, or else by the session; if both name one, it is linked to the session's."""
     session, header = link_of(inference.session), link_of(inference.traceparent)

@@ -5,12 +5,12 @@ import hashlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from art_protocol.tracking import check_name
 from art_protocol.wire import Name
-from art_trackers import TrackerName
 
 Scope = Literal["infer", "train"]
 Device = Literal["cpu", "cuda"]
@@ -278,10 +278,10 @@ class ServerConfig(BaseModel):
         float, Flag("how long the ledger keeps records, in days (%(default)s)")
     ] = Field(default=7.0, gt=0)
     trackers: Annotated[
-        tuple[TrackerName, ...],
+        tuple[Annotated[str, AfterValidator(check_name)], ...],
         Flag(
-            "report every step of every model to this tracker, and with otlp traces; repeatable; NAME is one of: "
-            f"{', '.join(get_args(TrackerName))}; each needs the extra of its name (docs/tracking.md)",
+            "report every step of every model to this tracker, and with otlp traces; repeatable; docs/tracking.md has the "
+            "names, of which each needs its extra",
             "NAME",
             "tracker",
         ),

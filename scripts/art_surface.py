@@ -1,7 +1,7 @@
 """The public surface of releases of openpipe-art, and what ART's own programs use of it.
 
 Both are read from the source by its syntax. Nothing of ART is imported or run, and only facts leave this module: names,
-kinds, versions, and numbers of programs. `scripts/compatibility` writes them to tests/quick/compat/art_surface.json.
+kinds, versions, and numbers of programs. `scripts/compatibility` writes them to plugins/compat/tests/art_surface.json.
 
 A name has the shortest path under which a release has it, its home. Its other paths are entries of kind "path". Keywords are
 written `art.retry(max_attempts)`, fields and methods `art.Trajectory.reward`. Where a class takes its fields as keywords, only

@@ -1,6 +1,7 @@
 """The import graph of our modules, read from the code, with imports inside functions and under TYPE_CHECKING."""
 
 import ast
+import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "art": ROOT / "art_client" / "art",
     "art_protocol": ROOT / "art_client" / "art_protocol",
-    "art_trackers": ROOT / "art_client" / "art_trackers",
     "art_server": ROOT / "art_server",
 }
+"""The core."""
+ANNEXES = {each.name: each for each in sorted((ROOT / "plugins").iterdir()) if each.is_dir()}
+"""The folders of annexes. Each has a folder `art`, a part of the client's package, or a package of its own."""
 
 PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "in_vllm"}
 """Each process with the folder that runs only in it. All other folders belong to the server or are shared."""
@@ -19,14 +22,21 @@ PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's proce
 Graph = Mapping[str, frozenset[str]]
 
 
-def modules() -> dict[str, Path]:
+@functools.cache
+def modules() -> Mapping[str, Path]:
     """Maps the dotted names of our modules to their files."""
     found: dict[str, Path] = {}
-    for package, folder in PACKAGES.items():
+    for folder in (*PACKAGES.values(), *ANNEXES.values()):
+        root = folder if folder in ANNEXES.values() else folder.parent
         for file in sorted(folder.rglob("*.py")):
-            parts = (package, *file.relative_to(folder).with_suffix("").parts)
-            found[".".join(parts).removesuffix(".__init__")] = file
+            parts = file.relative_to(root).with_suffix("").parts
+            if parts[0] != "tests":
+                found.setdefault(".".join(parts).removesuffix(".__init__"), file)
     return found
+
+
+def our_packages() -> set[str]:
+    return {module.partition(".")[0] for module in modules()}
 
 
 def imported_names(file: Path) -> set[str]:
@@ -54,12 +64,15 @@ def import_graph() -> Graph:
 def foreign_packages(file: Path) -> set[str]:
     """The packages that a file imports and that are neither ours nor Python's."""
     packages = {name.partition(".")[0] for name in imported_names(file)}
-    return packages - sys.stdlib_module_names - PACKAGES.keys()
+    return packages - sys.stdlib_module_names - our_packages()
 
 
 def room(module: str) -> str:
-    """The top-level folder or file of the server that contains the module; for every other module its package."""
+    """The top-level folder or file of the server that contains the module, the module's annex, or else its package."""
     package, _, rest = module.partition(".")
+    for annex, folder in ANNEXES.items():
+        if module in modules() and modules()[module].is_relative_to(folder):
+            return annex
     return rest.partition(".")[0] if package == "art_server" and rest else package
 
 
@@ -93,12 +106,16 @@ def picture() -> str:
         "server",
         "art",
         "art_protocol",
-        "art_trackers",
+        *ANNEXES,
     }
     arrows = {each: frozenset(rooms[each] & drawn) - {each} for each in sorted(drawn)}
     lines = ["```mermaid", "flowchart TD"]
     for process, alone in PROCESSES.items():
-        inside = [alone] if alone else sorted(drawn - {*PROCESSES.values(), "shared", *PACKAGES})
+        inside = (
+            [alone]
+            if alone
+            else sorted(drawn - {*PROCESSES.values(), "shared", *PACKAGES, *ANNEXES})
+        )
         lines += [f'    subgraph {alone or "server"}_process["{process}"]']
         lines += [*(f"        {each}" for each in inside), "    end"]
     for each, to in arrows.items():

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import art
+from art import annexes
 from art_server.app import make_app
 from art_server.flags import make_parser
 from art_server.server import build
@@ -31,7 +32,7 @@ def surface() -> dict[str, Any]:
 
 def names() -> dict[str, Any]:
     """Each public name with its signature; for a class, also the signatures of its public methods."""
-    return {name: shape(getattr(art, name)) for name in sorted(art.__all__)}
+    return {name: shape(getattr(art, name)) for name in sorted([*art.__all__, *annexes.names()])}
 
 
 def shape(value: Any) -> Any:  # Any: any object that `art` exports

@@ -1,9 +1,11 @@
 """A hook of mkdocs. It adds the pages at the root of the repository (README, SECURITY...) to the site, and names files
-outside the site instead of linking to them.
+outside the site instead of linking to them. The reference is read from `build/reference`, where client and annexes are one
+package, as in a wheel.
 """
 
 import posixpath
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ PAGES = {
 }
 """Pages outside of docs/, with their names in the site."""
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_startup(**_: Any) -> None:
+    """Makes `build/reference`."""
+    reference = ROOT / "build" / "reference"
+    shutil.rmtree(reference, ignore_errors=True)
+    for folder in (*filter(Path.is_dir, (ROOT / "plugins").iterdir()), ROOT / "art_client"):
+        ignored = shutil.ignore_patterns("tests", "__pycache__")
+        shutil.copytree(folder, reference, ignore=ignored, dirs_exist_ok=True)
 
 
 def on_files(files: Files, config: Any) -> Files:  # Any: mkdocs' configuration is untyped

@@ -13,19 +13,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from art import dev, types
-from art.compat import refused
-from art.compat.names import (
-    auto_trajectory,
-    capture_auto_trajectory,
-    capture_yielded_trajectory,
-    current_trajectory,
-    no_capture,
-    trajectory,
-    trajectory_group,
-    trajectory_group_batches,
-    yield_trajectory,
-)
+from art import annexes, types
 from art.data import DatasetBatch, iterate_dataset
 from art.distillation import distill
 from art.errors import ArtConnectionError, ArtError, ArtJobError, ArtStatusError
@@ -33,6 +21,7 @@ from art.evaluation import Estimate, Evaluation, evaluate
 from art.gather import gather_trajectories, gather_trajectory_groups
 from art.model import Model, TrainableModel
 from art.retrying import retry
+from art.scopes import no_capture
 from art.sessions import Rollout, rollout
 from art.trajectories import History, Trajectory, TrajectoryGroup
 from art.types import (
@@ -48,8 +37,6 @@ from art.types import (
 if TYPE_CHECKING:
     from art.backend import Backend
     from art.local import LocalBackend
-    from art.serverless import ServerlessBackend
-    from art.skypilot import SkyPilotBackend
 
 __all__ = [
     "ArtConnectionError",
@@ -67,8 +54,6 @@ __all__ = [
     "MessagesAndChoices",
     "Model",
     "Rollout",
-    "ServerlessBackend",
-    "SkyPilotBackend",
     "Tools",
     "TrainConfig",
     "TrainResult",
@@ -76,11 +61,6 @@ __all__ = [
     "TrainableModel",
     "Trajectory",
     "TrajectoryGroup",
-    "auto_trajectory",
-    "capture_auto_trajectory",
-    "capture_yielded_trajectory",
-    "current_trajectory",
-    "dev",
     "distill",
     "evaluate",
     "gather_trajectories",
@@ -89,32 +69,18 @@ __all__ = [
     "no_capture",
     "retry",
     "rollout",
-    "trajectory",
-    "trajectory_group",
-    "trajectory_group_batches",
     "types",
-    "yield_trajectory",
 ]
 
-_MODULE_BY_LAZY_NAME = {
-    "Backend": "art.backend",
-    "LocalBackend": "art.local",
-    "LocalTrainResult": "art.types",
-    "ServerlessBackend": "art.serverless",
-    "SkyPilotBackend": "art.skypilot",
-}
+_MODULE_BY_LAZY_NAME = {"Backend": "art.backend", "LocalBackend": "art.local"}
 """Imported on first access: their import of httpx takes as long as all other imports together."""
-_LAZY_MODULES = (
-    *("backend", "guided_completion", "local", "metrics"),
-    *("rewards", "serverless", "skypilot", "utils"),
-)
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_BY_LAZY_NAME:
         return getattr(importlib.import_module(_MODULE_BY_LAZY_NAME[name]), name)
-    if name in refused.NAMES["art"]:
-        return refused.refused(name, refused.NAMES["art"][name])
-    if name in _LAZY_MODULES:
-        return importlib.import_module(f"art.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return annexes.member(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *annexes.names()})

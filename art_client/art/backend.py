@@ -10,14 +10,16 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Self, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
+from art import annexes, tracing
+from art.annexes import extended
 from art.bodies import build_log_request, build_train_request
-from art.compat.buckets import Buckets
 from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
 from art.errors import ArtError, ArtJobError, ArtStatusError
 from art.model import Model, TrainableModel, clean_key
@@ -26,7 +28,6 @@ from art.reporting import OnStep, Reporting
 from art.scopes import add_server
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
-from art_protocol.art_options import ART_DEFAULTS, apply_options
 from art_protocol.wire import (
     DIGEST_HEADER,
     IDEMPOTENCY_HEADER,
@@ -39,18 +40,16 @@ from art_protocol.wire import (
     JobReport,
     LogReply,
     ModelInfo,
-    RegisterRequest,
     RollbackRequest,
     SessionReply,
     TrainConfig,
 )
-from art_trackers import LOG_DIR, TrackerName, tracing
 
 logger = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
-AnyModel: TypeAlias = Model
-AnyTrainableModel: TypeAlias = TrainableModel
+LOG_DIR = Path(".art/logs")
+"""Where a program's trackers write, unless their own environment variables name another place."""
 
 DEFAULT_URL = "http://127.0.0.1:7623"
 
@@ -58,7 +57,8 @@ REGISTER_TIMEOUT_SECONDS = 1800
 """The first model of a base model waits until the server has loaded the weights, and possibly downloaded them."""
 
 
-class Backend(Buckets):
+@extended
+class Backend:
     """The art-server at an address.
 
     `base_url` and `api_key` default to ART_SERVER_URL (else http://127.0.0.1:7623) and ART_API_KEY. While the server is
@@ -77,7 +77,7 @@ class Backend(Buckets):
         api_key: str | None = None,
         *,
         reconnect_seconds: float = 600,
-        trackers: Sequence[TrackerName] = (),
+        trackers: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> None:
         url, key = _fill_in_from_environment(base_url, api_key)
@@ -133,25 +133,15 @@ class Backend(Buckets):
         """
         if isinstance(model, TrainableModel):
             await self._connection.request("GET", "/health", reconnect_seconds=0)
-            settings = model._read_internal_config()
-            request = RegisterRequest(
-                name=model._storage_name,
-                project=model.project,
-                base_model=model.base_model,
-                lora=model.lora or settings.lora,
-                engine_args=settings.engine_args,
-            )
             with self._connection.waiting.call(f"registering '{model.name}'"):
                 info = await self._call(
                     ModelInfo,
                     "POST",
                     "/api/models",
-                    request,
+                    model._to_registration(),
                     timeout_seconds=REGISTER_TIMEOUT_SECONDS,
                 )
             logger.info("registered %s at step %d", info.inference_name, info.step)
-            for name in settings.without_effect:
-                logger.warning("register: _internal_config: %s has no effect", name)
             for note in info.notes:
                 logger.warning("register: %s", note)
             self._steps[info.inference_name] = info.step
@@ -162,22 +152,15 @@ class Backend(Buckets):
     async def train(
         self,
         model: TrainableModel,
-        groups: Iterable[TrajectoryGroup] = (),
+        groups: Iterable[TrajectoryGroup],
         config: TrainConfig | None = None,
         *,
-        trajectory_groups: Iterable[TrajectoryGroup] = (),
         verbose: bool = False,
         idempotency_key: str | None = None,
         expected_step: int | None = None,
-        **options: Any,
     ) -> TrainResult:
-        """Trains one step; see `TrainableModel.train`.
-
-        Without a `config`, the call works as in ART: `options` have ART's names (`learning_rate`, `loss_fn`, `epsilon`,
-        `kl_penalty_coef`...), and other options have ART's defaults: CISPO, each trajectory with the same weight.
-        `trajectory_groups` is ART's name for `groups`.
-        """
-        config, groups = _to_config(config, options), [*groups, *trajectory_groups]
+        """Trains one step; see `TrainableModel.train`."""
+        groups, config = list(groups), config or TrainConfig()
         with tracing.training(self._model_inference_name(model)) as link:
             build = functools.partial(build_train_request, groups, config, expected_step)
             key = idempotency_key or link or uuid.uuid4().hex
@@ -226,18 +209,8 @@ class Backend(Buckets):
         name = f"{model.project}/{model._storage_name}"
         return name if step is None else f"{name}@{step}"
 
-    async def _start(self) -> None:
-        """Nothing: the server runs already."""
-
-    async def _prepare_backend_for_training(
-        self, model: TrainableModel, config: Any = None
-    ) -> tuple[str, str]:
+    async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
         """The base URL and API key for inference on the model."""
-        if config:
-            logger.warning(
-                "register: _openai_client_config is ignored: the flags of art-server, and the model's "
-                "_internal_config, configure the engine"
-            )
         return f"{self.base_url}/v1", self._connection.api_key or "default"
 
     async def _get_step(self, model: Model) -> int:
@@ -277,9 +250,6 @@ class Backend(Buckets):
         reply = await self._call(LogReply, "POST", path, body, is_repeatable=False)
         await self._reporting.logged(_names(model), entries, split, reply)
         return reply.metrics
-
-    async def _delete_checkpoint_files(self, model: Model, steps_to_keep: list[int]) -> None:
-        await self._delete_checkpoints(model, steps_to_keep=steps_to_keep)
 
     async def _delete_checkpoints(
         self,
@@ -368,18 +338,6 @@ def _model_path(model: Model) -> str:
     return f"/api/models/{model.project}/{model._storage_name}"
 
 
-def _to_config(config: TrainConfig | None, options: dict[str, Any]) -> TrainConfig:
-    """The given configuration, or ART's defaults with `options`."""
-    if config is not None and options:
-        raise ValueError(f"backend.train takes config or options, not both: {', '.join(options)}")
-    if config is not None:
-        return config
-    config, ignored = apply_options(TrainConfig(**ART_DEFAULTS), options)
-    if ignored:
-        logger.warning("backend.train: an art-server ignores these options: %s", ", ".join(ignored))
-    return config
-
-
 def _to_job_error(event: JobEvent) -> ArtJobError:
     if event.error is None:
         return ArtJobError(f"job {event.job_id} failed", job_id=event.job_id)
@@ -389,3 +347,7 @@ def _to_job_error(event: JobEvent) -> ArtJobError:
         code=event.error.code,
         retryable=event.error.retryable,
     )
+
+
+def __getattr__(name: str) -> Any:
+    return annexes.member(__name__, name)

@@ -17,11 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, TypeVar, cast, overload
 
-from art.compat.gathering import GatherContext as GatherContext
-from art.compat.gathering import get_gather_context as get_gather_context
-from art.compat.gathering import set_gather_context as set_gather_context
-from art.compat.gathering import wrap_group_awaitable as wrap_group_awaitable
-from art.compat.gathering import wrap_trajectories_awaitable as wrap_trajectories_awaitable
+from art import annexes
 from art.pool import (
     DEFAULT_MAX_CONCURRENT_ROLLOUTS,
     DEFAULT_MAX_EXCEPTIONS,
@@ -252,3 +248,7 @@ def _to_trajectories(result: object) -> Trajectory | list[Trajectory]:
     if isinstance(result, (Trajectory, BaseException)) or not isinstance(result, Iterable):
         return to_trajectory(result)
     return [to_trajectory(entry) for entry in cast(Iterable[object], result)]
+
+
+def __getattr__(name: str) -> Any:
+    return annexes.member(__name__, name)

@@ -18,14 +18,13 @@ from typing import Any, Self
 
 from tqdm.auto import tqdm
 
+from art.annexes import extended
 from art.backend import Backend
-from art.compat.aliases import alias
 from art.errors import ArtConnectionError, ArtError
 from art.model import Model
 from art.reporting import OnStep
 from art.waiting import START_SECONDS
 from art_protocol.log_file import LogFile
-from art_trackers import TrackerName
 
 logger = logging.getLogger(__name__)
 
@@ -33,31 +32,24 @@ STOP_SECONDS = 30
 """Time for the server to finish a checkpoint and stop its engine before it is killed."""
 
 
+@extended
 class LocalBackend(Backend):
     """An art-server on this machine, for this program only.
 
     It starts with the first `register` or with `async with`, and stops with `close`, at the latest when the program
     ends. Models and checkpoints stay under `path` (".art"), and the next run continues with them. `server_args` are
-    further flags of `art-server`. `trackers` and `on_step` work as in `Backend`. `in_process`, `enable_expert_replay` and
-    `gpu_cost_per_hour_usd` are arguments of ART without effect: the server is always a process.
+    further flags of `art-server`. `trackers` and `on_step` work as in `Backend`.
     """
 
     def __init__(
         self,
         *,
         path: str | os.PathLike[str] | None = None,
-        in_process: bool = False,
         server_args: Sequence[str] = (),
         start_timeout_seconds: float = 600,
-        trackers: Sequence[TrackerName] = (),
+        trackers: Sequence[str] = (),
         on_step: OnStep | None = None,
-        gpu_cost_per_hour_usd: float | None = None,
-        enable_expert_replay: bool = True,
     ) -> None:
-        if gpu_cost_per_hour_usd is not None:
-            logger.warning(
-                "LocalBackend: gpu_cost_per_hour_usd has no effect: model.metrics_builder().add_cost('gpu', usd) counts it"
-            )
         self._path = Path(path or ".art").absolute()
         self._log_dir = self._path / "logs"
         super().__init__("http://127.0.0.1:0", trackers=trackers, on_step=on_step)
@@ -70,14 +62,6 @@ class LocalBackend(Backend):
     async def __aenter__(self) -> Self:
         await self.start()
         return self
-
-    def __enter__(self) -> Self:
-        """For programs without `async with`. The server starts with the first `register`."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stops the server. Connections end with it."""
-        self._stop()
 
     async def register(self, model: Model) -> None:
         """Starts the server if it does not run, and registers the model; see `Backend.register`."""
@@ -103,9 +87,6 @@ class LocalBackend(Backend):
                 await self._wait_until_ready()
                 on_failure.pop_all()
             logger.info("art-server runs at %s", self._connection.base_url)
-
-    async def _start(self) -> None:
-        await self.start()
 
     async def close(self) -> None:
         """Closes the connections and stops the server."""
@@ -198,6 +179,3 @@ class LocalBackend(Backend):
             self._server.wait()
         self._server = None
         atexit.unregister(self._stop)
-
-
-alias(__name__, f"{__name__}.backend")

@@ -1,48 +1,33 @@
 """`Model` and `TrainableModel`: a model's name, its inference client, and the calls that train and log it.
 
-The calls go to the backend that the model is registered with. They use the backend's underscored methods, because ART's
-backend protocol consists of them.
+The calls go to the backend that the model is registered with. `art.protocols` has the methods that they use.
 """
 
 # pyright: reportPrivateUsage=false
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from contextvars import Token
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, cast
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from art import sft
-from art.compat import foreign, internal_config, unserved
-from art.compat.metrics import SUMMED, MetricsBuilder
+from art.annexes import extended
 from art.errors import ArtStatusError
 from art.loops import running_loop
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import LoRAConfig, TrainResult, TrainSFTConfig
-from art_protocol.art_options import apply_options
 from art_protocol.display import Displayed
 from art_protocol.wire import (
     NAME_PATTERN,
     NAME_RULE,
     CheckpointInfo,
     DeleteCheckpointsReply,
+    RegisterRequest,
     TrainConfig,
 )
 
@@ -56,7 +41,6 @@ else:
 
     ConfigT = TypeVar("ConfigT")
 
-AnyBackend: TypeAlias = ServerBackend | foreign.ForeignBackend
 ClientKey: TypeAlias = tuple[asyncio.AbstractEventLoop | None, str, str]
 """The event loop that a client was made in, its address and its API key."""
 
@@ -67,7 +51,7 @@ logger = logging.getLogger(__name__)
 class _Links:
     """A model's backend and OpenAI clients. Copies of the model, also deep copies, share them."""
 
-    backend: AnyBackend | None = None
+    backend: ServerBackend | None = None
     clients: "dict[ClientKey, AsyncOpenAI]" = field(default_factory=dict[ClientKey, "AsyncOpenAI"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -112,19 +96,14 @@ def clean_key(key: str | None) -> str | None:
     return key or None
 
 
+@extended
 class Model(Displayed, BaseModel, Generic[ConfigT]):
     """A model for inference only, behind any OpenAI-compatible address. `Model[Kind]` has a `config` of that type."""
 
     model_config = ConfigDict(extra="forbid")
-    _hidden: ClassVar[frozenset[str]] = frozenset(
-        {"entity", "id", "run_id", "base_path", "report_metrics"}
-    )
 
     name: str
     project: str
-    entity: str | None = None
-    id: str | None = None
-    run_id: str | None = None
     config: ConfigT = cast(ConfigT, None)
     """Any value, for the program's own use."""
     trainable: bool = False
@@ -132,11 +111,8 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
     inference_base_url: str | None = None
     inference_model_name: str | None = None
     """The model's name at the inference address; None: `name`."""
-    base_path: str = ".art"
-    report_metrics: list[str] | None = None
 
     _links: _Links = PrivateAttr(default_factory=_Links)
-    _metrics: MetricsBuilder | None = PrivateAttr(default=None)
 
     @field_validator("name", "project")
     @classmethod
@@ -155,7 +131,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         """The model's name on a server."""
         return self.name
 
-    async def register(self, backend: AnyBackend) -> None:
+    async def register(self, backend: ServerBackend) -> None:
         """Binds the model to a backend."""
         await backend.register(self)
         self._links = _Links(backend, self._links.clients)
@@ -170,7 +146,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
             raise ValueError(
                 f"model '{self.name}' is not registered: call `await model.register(backend)` first"
             )
-        return cast(ServerBackend, self._links.backend)
+        return self._links.backend
 
     def openai_client(self) -> "AsyncOpenAI":
         """An OpenAI client for the model's inference address. Calls in the same event loop return the same client.
@@ -188,16 +164,6 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 
-    def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
-        """Arguments of `litellm.acompletion` for this model: its name, address, key, and temperature 1."""
-        name = self.get_inference_name(step)
-        return {
-            "model": f"hosted_vllm/{name}" if self.trainable else name,
-            "base_url": self.inference_base_url,
-            "api_key": self.inference_api_key,
-            "temperature": 1,
-        }
-
     async def get_step(self) -> int:
         """The newest step; always 0, because this model is not trained."""
         return 0
@@ -212,57 +178,14 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
     ) -> dict[str, float]:
         """Writes trajectories and metrics to the model's history, and returns the metrics that it wrote.
 
-        Trajectories outside a group form one group. `step=None` is the newest step. Metrics under "costs/", "time/" and
-        "data/" also get their sums over the run (`metrics_builder`). The history of a model that is not trainable, or not
-        registered, is below `base_path` on this machine.
+        Trajectories outside a group form one group. `step=None` is the newest step.
 
         Raises:
-            ValueError: the trajectories cannot be written; or the folder belongs to a server's model.
+            ValueError: the trajectories cannot be written, or the model is not registered.
         """
-        trajectories, metrics = trajectories or (), metrics or {}
-        summed = {
-            key: value
-            for key, value in metrics.items()
-            if key.startswith(SUMMED) and "/cum/" not in key
-        }
-        if self._metrics is not None or summed:
-            builder = self.metrics_builder({"val": "eval", "test": "eval"}.get(split, split))
-            collected, undo = builder.take(summed)
-            with contextlib.ExitStack() as on_failure:
-                on_failure.callback(undo)
-                row = await self._write_row(trajectories, split, metrics | collected, step)
-                on_failure.pop_all()
-            return row
-        return await self._write_row(trajectories, split, metrics, step)
-
-    async def _write_row(
-        self,
-        trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup],
-        split: str,
-        metrics: dict[str, float],
-        step: int | None,
-    ) -> dict[str, float]:
-        if self.trainable and self._links.backend is not None:
-            return await self.backend()._log(self, trajectories, split, metrics=metrics, step=step)
-        return await asyncio.to_thread(
-            unserved.log, self._folder, trajectories, split, metrics, step
+        return await self.backend()._log(
+            self, trajectories or (), split, metrics=metrics or {}, step=step
         )
-
-    def metrics_builder(self, cost_context: str = "train") -> MetricsBuilder:
-        """Collects metrics of the next step ("train", "eval"), which the next `log` of that split writes."""
-        if self._metrics is None:
-            self._metrics = MetricsBuilder(cost_context)
-            self._metrics.load_state_dict({"totals": unserved.sums(self._folder), "scenarios": ()})
-        return self._metrics.for_cost_context(cost_context)
-
-    def activate_metrics_context(self, cost_context: str = "train") -> "Token[MetricsBuilder]":
-        """Functions with `track_api_cost` add to this model's metrics, until `token.var.reset(token)`."""
-        return self.metrics_builder(cost_context).activate()
-
-    @property
-    def _folder(self) -> Path:
-        """Where the history of a model without a server is."""
-        return Path(self.base_path) / self.project / "models" / self._storage_name
 
     def _detached(self) -> Self:
         """A copy with connections of its own."""
@@ -281,6 +204,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         )
 
 
+@extended
 class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     """A policy: a LoRA adapter on a base model, trained and served by the backend's server."""
 
@@ -292,8 +216,6 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     lora: LoRAConfig | None = None
     """The adapter's configuration, fixed at the first registration. None: the existing one, or the defaults."""
 
-    _internal_config: Any = PrivateAttr(default=None)
-    """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art.compat.internal_config`)."""
     _pinned_name: str | None = PrivateAttr(default=None)
     """For a copy that `art.evaluate` makes: the name under which it samples."""
     _seeds: Iterator[int] | None = PrivateAttr(default=None)
@@ -308,29 +230,32 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     def _storage_name(self) -> str:
         return self.run_name or self.name
 
-    async def register(self, backend: AnyBackend, _openai_client_config: Any = None) -> None:
+    async def register(self, backend: ServerBackend) -> None:
         """Creates the model on the backend, or continues the existing one, and sets its inference address and API key.
 
-        The backend is ours, or any object that implements ART's backend protocol (`art.compat.foreign`).
         The first model of a base model loads the base model, which takes minutes.
         """
         await super().register(backend)
-        address = await backend._prepare_backend_for_training(self, _openai_client_config)
+        address = await backend._prepare_backend_for_training(self)
         self.inference_base_url, self.inference_api_key = address
         self.inference_model_name = self.get_inference_name()
+
+    def _to_registration(self) -> RegisterRequest:
+        """What the server registers."""
+        return RegisterRequest(
+            name=self._storage_name,
+            project=self.project,
+            base_model=self.base_model,
+            lora=self.lora,
+        )
 
     def get_inference_name(self, step: int | None = None) -> str:
         """The value for `model` in inference requests: "PROJECT/NAME" for the newest step, or "PROJECT/NAME@step"."""
         if step is None and self._pinned_name is not None:
             return self._pinned_name
-        backend = self._links.backend
-        name = f"{self.project}/{self._storage_name}"
-        if isinstance(backend, foreign.ForeignBackend):
-            name = self._storage_name  # ART's servers have no projects
-        elif backend is not None:
-            return backend._model_inference_name(self, step)
-        else:
-            name = self.inference_model_name or name
+        if self._links.backend is not None:
+            return self._links.backend._model_inference_name(self, step)
+        name = self.inference_model_name or f"{self.project}/{self._storage_name}"
         return name if step is None else f"{name}@{step}"
 
     def openai_client(self) -> "AsyncOpenAI":
@@ -355,7 +280,6 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         if step is not None:
             name, inference_name = f"{self._storage_name}@{step}", self.get_inference_name(step)
         update = {"name": name, "run_name": self._storage_name}
-        self.metrics_builder()  # the copies share it
         pinned = self.model_copy(update=update | {"inference_model_name": inference_name})
         pinned._pinned_name, pinned._seeds = inference_name, seeds
         return pinned
@@ -366,12 +290,10 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     async def train(
         self,
-        groups: Iterable[TrajectoryGroup] = (),
+        groups: Iterable[TrajectoryGroup],
         config: TrainConfig | None = None,
-        _config: Any = None,
-        verbose: bool = False,
         *,
-        trajectory_groups: Iterable[TrajectoryGroup] = (),
+        verbose: bool = False,
         idempotency_key: str | None = None,
         expected_step: int | None = None,
     ) -> TrainResult:
@@ -384,8 +306,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         "step_moved") if the model is at another step, or has a job that will change its step. Several programs can then
         train one model, and none of them trains on samples of an older step.
 
-        `verbose` shows the progress bar even without a terminal. `trajectory_groups` is ART's name for `groups`.
-        `_config` contains options under ART's names; they override `config`.
+        `verbose` shows the progress bar even without a terminal.
 
         Raises:
             ValueError: the groups cannot be trained on.
@@ -393,21 +314,10 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             ArtJobError: the job fails.
             ArtConnectionError: no server answers in time.
         """
-        groups, config = [*groups, *trajectory_groups], config or TrainConfig()
-        backend = self._links.backend
-        if isinstance(backend, foreign.ForeignBackend):
-            return await foreign.train(backend, self, groups, config, _config or {}, verbose)
-        config = internal_config.with_defaults(config, self._read_internal_config())
-        options: dict[str, Any] = _config or {}
-        if options and "ratio_to" not in config.model_fields_set:
-            options = {"precalculate_logprobs": False, **options}
-        config, ignored = apply_options(config, options)
-        if ignored:
-            logger.warning("train: _config is ignored for these keys: %s", ", ".join(ignored))
         return await self.backend().train(
             self,
             groups,
-            config,
+            config or TrainConfig(),
             verbose=verbose,
             idempotency_key=idempotency_key,
             expected_step=expected_step,
@@ -417,10 +327,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         self,
         trajectories: Iterable[Trajectory | TrajectoryGroup],
         config: TrainSFTConfig | None = None,
-        _config: Any = None,
-        verbose: bool = False,
-        log_metrics: bool = True,
         *,
+        verbose: bool = False,
         idempotency_key: str | None = None,
         expected_step: int | None = None,
     ) -> TrainResult:
@@ -432,16 +340,12 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         `metrics["loss/train"]` is the mean cross-entropy, `metrics["loss/token_accuracy"]` the share of trained tokens that
         were the likeliest, both before each optimizer step and averaged over the steps.
 
-        `_config` and `log_metrics` are arguments of ART without effect.
-
         Raises:
             ValueError: no trajectories were given.
             ArtStatusError: the server refuses the request.
             ArtJobError: the job fails.
             ArtConnectionError: no server answers in time.
         """
-        if isinstance(self._links.backend, foreign.ForeignBackend):
-            raise ValueError("train_sft needs an art-server: register the model with art.Backend")
         config = config or TrainSFTConfig()
         chosen = sft.choose(trajectories, best_of_group=config.best_of_group)
         groups = [sft.as_group(each, config.assistant_turns) for each in chosen]
@@ -465,13 +369,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         except the newest and the steps in `keep`. Checkpoints in use are kept. Returns the kept and the deleted steps.
 
         The default metric is "val/reward", or "train/reward" if no "val" split was logged. A metric that the history does
-        not have, or not yet, is a warning: nothing is deleted, and the result is None. With a third-party backend only
-        the newest checkpoint is kept, and the result is None.
+        not have, or not yet, is a warning: nothing is deleted, and the result is None.
         """
-        backend = self._links.backend
-        if isinstance(backend, foreign.ForeignBackend):
-            await backend._delete_checkpoint_files(self, [await backend._get_step(self)])
-            return None
         try:
             return await self.backend()._delete_checkpoints(
                 self, best_metric=best_checkpoint_metric, steps_to_keep=keep
@@ -492,10 +391,9 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """
         project = project or self.project
         info = await self.backend()._fork(self, name, project, step)
-        update = {"name": name, "project": project, "lora": info.lora}
-        update |= dict.fromkeys(("id", "run_id", "run_name"))
+        update = {"name": name, "run_name": None, "project": project, "lora": info.lora}
         forked = self.model_copy(update=update)
-        forked._links, forked._metrics = _Links(), None
+        forked._links = _Links()
         await forked.register(self.backend())
         return forked
 
@@ -508,26 +406,5 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """Deletes the model on the server, with its checkpoints, history and trajectories."""
         await self.backend()._delete(self)
 
-    def _read_internal_config(self) -> internal_config.Settings:
-        return internal_config.read(self._internal_config)
-
     def _no_address(self) -> str:
         return f"model '{self.name}' is not registered: call `await model.register(backend)` first"
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _take_internal_config(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Takes `_internal_config`, and `lora_config` as newer releases of ART name `lora`."""
-        if not isinstance(data, dict):
-            return handler(data)
-        fields = dict(cast(dict[str, Any], data))
-        given = fields.pop("_internal_config", None)
-        if "lora_config" in fields:
-            fields["lora"] = fields.pop("lora_config")
-        model = handler(fields)
-        model._internal_config = given
-        return model
-
-    @model_serializer(mode="wrap")
-    def _dump_internal_config(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {**handler(self), "_internal_config": self._internal_config}

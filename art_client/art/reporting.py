@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+from art import tracing
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
+from art_protocol.tracking import RolloutRow, StepRecord, make_rows, open_trackers
 from art_protocol.wire import LogReply, ModelInfo
-from art_trackers import TrackerName, Trackers, tracing
-from art_trackers.records import RolloutRow, StepRecord, make_rows
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,12 @@ OnStep: TypeAlias = Callable[[StepRecord], Awaitable[object] | object]
 class Reporting:
     """The trackers and the `on_step` of one backend."""
 
-    def __init__(self, names: Sequence[TrackerName], on_step: OnStep | None, folder: Path) -> None:
-        self._trackers = Trackers(names, folder) if names else None
+    def __init__(self, names: Sequence[str], on_step: OnStep | None, folder: Path) -> None:
+        self._trackers = open_trackers(names, folder)
         self._on_step = on_step
         self._has_warned = False
         self._models: dict[tuple[str, str], ModelInfo] = {}
-        if self._trackers is not None and self._trackers.has_traces:
-            tracing.start_program()
+        self._has_traces = tracing.start_program(names)
 
     def know(self, info: ModelInfo) -> None:
         """Remembers what the server said about a model."""
@@ -66,7 +65,7 @@ class Reporting:
 
     @property
     def _is_on(self) -> bool:
-        return self._trackers is not None or self._on_step is not None
+        return bool(self._trackers) or self._on_step is not None
 
     def _config(self, model: tuple[str, str]) -> dict[str, Any]:
         info = self._models.get(model)
@@ -75,8 +74,8 @@ class Reporting:
         )
 
     async def _report(self, record: StepRecord) -> None:
-        if self._trackers is not None:
-            self._trackers.report(record)
+        for tracker in self._trackers:
+            tracker.report(record)
         if self._on_step is not None:
             await self._call(self._on_step, record)
 
@@ -97,10 +96,10 @@ class Reporting:
 
     async def close(self) -> None:
         """Delivers what is queued; takes some seconds at most."""
-        if self._trackers is not None:
-            await asyncio.to_thread(self._trackers.close)
-            if self._trackers.has_traces:
-                await asyncio.to_thread(tracing.close_program)
+        for tracker in self._trackers:
+            await asyncio.to_thread(tracker.close)
+        if self._has_traces:
+            await asyncio.to_thread(tracing.close_program)
 
 
 def group_rows(groups: Iterable[TrajectoryGroup]) -> Iterator[RolloutRow]:

@@ -1,13 +1,13 @@
 """Scopes: the session to which the requests of the current context (`contextvars`) belong."""
 
-from collections.abc import Container
+from collections.abc import Container, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from art.trajectories import Trajectory
 from art_protocol.wire import SESSION_HEADER, SessionReply
 
 
@@ -30,15 +30,29 @@ class Scope:
     """A session. Requests belong to it while it is the value of `current_scope`."""
 
     session: str
-    trajectory: Trajectory | None = None
-    """The trajectory that in-process capture fills. If set, requests of patched HTTP clients belong to the session."""
     servers: "dict[Server, None]" = field(default_factory=dict[Any, None])
     """The servers that got requests in this scope, in the order of their first request."""
-    elsewhere: list[Any] = field(default_factory=list[Any])
-    """Answers of other servers (`compat.elsewhere.Answer`)."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
+
+
+@contextmanager
+def entered(scope: Scope | None) -> Generator[None]:
+    """Makes the scope the current one inside the `with` block."""
+    token = current_scope.set(scope)
+    try:
+        yield
+    finally:
+        current_scope.reset(token)
+
+
+@contextmanager
+def no_capture() -> Generator[None]:
+    """A scope whose requests belong to no session, for example those of a judge."""
+    with entered(None):
+        yield
+
 
 _servers: WeakSet[Server] = WeakSet()
 """Servers with a trainable model. Only requests to these belong to sessions."""

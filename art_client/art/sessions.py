@@ -5,7 +5,7 @@
         trajectory = await r.trajectory(reward=1.0)
 
 A request names its session in its URL, in its API key or in a header. The server assembles the conversations, so the
-client does not parse any requests. ART's in-process capture (`compat/capturing.py`) uses the same scopes.
+client does not parse any requests.
 """
 
 # pyright: reportPrivateUsage=false
@@ -18,11 +18,11 @@ from contextvars import Token
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from art import tracing
 from art.model import TrainableModel
 from art.scopes import Scope, current_scope
 from art.trajectories import History, Trajectory
 from art_protocol.wire import NAME_PATTERN, NAME_RULE, SESSION_HEADER, SessionReply
-from art_trackers import tracing
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""What `on_step` receives, and the trackers' names."""
+"""What `on_step` receives."""
 
-from art_trackers import RolloutRow, StepRecord, TrackerName
+from art_protocol.tracking import RolloutRow, StepRecord
 
-__all__ = ["RolloutRow", "StepRecord", "TrackerName"]
+__all__ = ["RolloutRow", "StepRecord"]

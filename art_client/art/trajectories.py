@@ -32,9 +32,9 @@ from pydantic import (
 )
 
 from art import types
-from art.compat.tolerance import Tolerant
 from art.errors import text_of
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
+from art.tolerance import Tolerant
 from art.types import Message, Messages, MessagesAndChoices, Tools
 from art_protocol.display import Displayed, Short
 from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, FailureBody, is_none

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from art.compat.tolerance import Tolerant
+from art import annexes
+from art.tolerance import Tolerant
 from art_protocol import wire
 from art_protocol.display import Displayed
 from art_protocol.wire import JobReport
@@ -80,10 +81,6 @@ class TrainResult:
         return f"TrainResult(step={self.step}, metrics={shown} and {len(self.metrics) - len(shown)} more)"
 
 
-LocalTrainResult = TrainResult
-"""ART's name for the result with a local backend."""
-
-
 class TrainSFTConfig(Displayed, Tolerant):
     """The configuration of `model.train_sft`. Unknown fields are left out with one warning."""
 
@@ -119,4 +116,4 @@ def __getattr__(name: str) -> Any:
         from openai.types.chat.chat_completion import Choice
 
         return Choice
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return annexes.member(__name__, name)

@@ -11,12 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from art_protocol.history import read_rows
+from art_protocol.tracking import (
+    RolloutRow,
+    Span,
+    StepRecord,
+    Tracer,
+    link_of,
+    make_rows,
+    open_tracer,
+    open_trackers,
+)
 from art_protocol.wire import JobReport, LogReply
 from art_server.jobs.queue import ENDED, Job
 from art_server.store.registry import Model
-from art_trackers import RolloutRow, StepRecord, TrackerName, Trackers
-from art_trackers.records import make_rows
-from art_trackers.tracing import Span, Tracing, link_of
 
 
 @dataclass(slots=True)
@@ -42,12 +49,12 @@ class Totals:
 
 
 class Reports:
-    """The receivers of what a server reports. `tracing` is None without the tracker "otlp"."""
+    """The receivers of what a server reports. `tracing` is None without a tracer among the names."""
 
-    def __init__(self, names: Sequence[TrackerName], folder: Path):
+    def __init__(self, names: Sequence[str], folder: Path):
         self.totals = Totals()
-        self._trackers = Trackers(names, folder)
-        self.tracing = Tracing.start_service("art-server") if self._trackers.has_traces else None
+        self._trackers = open_trackers(names, folder)
+        self.tracing = open_tracer(names, "art-server")
         self._spans = JobSpans(self.tracing) if self.tracing is not None else None
 
     def take(self, job: Job, model: Model | None) -> None:
@@ -57,16 +64,21 @@ class Reports:
             self._spans.take(job)
         if job.state == "done" and job.target_step is not None and model is not None:
             record = step_record(model, job.target_step, "train", job.metrics, job.report)
-            self._trackers.report(record)
+            self._report(record)
 
     def logged(self, model: Model, split: str, reply: LogReply, *, has_groups: bool) -> None:
         """Passes on a log call."""
         record = step_record(model, reply.step, split, reply.metrics, has_groups=has_groups)
-        self._trackers.report(record)
+        self._report(record)
+
+    def _report(self, record: StepRecord) -> None:
+        for tracker in self._trackers:
+            tracker.report(record)
 
     def close(self) -> None:
         """Delivers what is queued; takes some seconds at most (blocking)."""
-        self._trackers.close()
+        for tracker in self._trackers:
+            tracker.close()
         if self.tracing is not None:
             self.tracing.close()
 
@@ -125,7 +137,7 @@ class _OpenJob:
 class JobSpans:
     """A span for each job, from its acceptance to its end, with a child for each phase."""
 
-    def __init__(self, tracing: Tracing):
+    def __init__(self, tracing: Tracer):
         self._tracing = tracing
         self._open: dict[str, _OpenJob] = {}
 

@@ -1,6 +1,5 @@
 import asyncio
 import copy
-import logging
 import pickle
 
 import pytest
@@ -209,13 +208,6 @@ async def test_this_machine_is_reached_without_its_proxy(
         assert await waiting_for(backend.base_url, None)._health() is not None
 
 
-async def test_plain_model_has_no_history_on_the_server(server, backend, tmp_path):
-    judge = art.Model(name="judge", project="demo", base_path=str(tmp_path))
-    await judge.register(backend)
-    await judge.log([art.Trajectory(reward=1.0)])
-    assert not server.requests and (tmp_path / "demo/models/judge/history.jsonl").exists()
-
-
 async def test_checkpoints_are_deleted_by_metric_or_by_step(server, answer, backend, model):
     path = "/api/models/demo/agent/checkpoints/delete"
     server.on("POST", path, answer(body={"kept": [2, 3], "deleted": [1]}))
@@ -223,12 +215,10 @@ async def test_checkpoints_are_deleted_by_metric_or_by_step(server, answer, back
     assert (reply.kept, reply.deleted) == ([2, 3], [1])
     await model.delete_checkpoints("val/accuracy")
     await model.delete_checkpoints(keep=[2])
-    await backend._delete_checkpoint_files(model, [2])
     bodies = [request.json() for request in server.sent("POST", path)]
     assert bodies == [
         {"best_metric": None, "keep": None},
         {"best_metric": "val/accuracy", "keep": None},
-        {"best_metric": None, "keep": [2]},
         {"best_metric": None, "keep": [2]},
     ]
 
@@ -286,10 +276,3 @@ def test_backend_works_in_one_event_loop_after_another(answer, make_server):
     backend, model = art.Backend("http://127.0.0.1:1"), make_model()
     assert asyncio.run(program(make_server())) == 5
     assert asyncio.run(program(make_server())) == 5
-
-
-async def test_ignored_client_config_is_told(backend, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING):
-        model = make_model()
-        await model.register(backend, _openai_client_config={"server_args": {}})
-    assert "_openai_client_config is ignored" in caplog.text

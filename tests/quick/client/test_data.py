@@ -1,6 +1,4 @@
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -103,19 +101,3 @@ def test_the_bar_starts_where_the_program_resumes(capsys: pytest.CaptureFixture[
     assert "3/5" in capsys.readouterr().err
     assert len(list(bar)) == 1
     assert "5/5" in capsys.readouterr().err.split("\r")[-1]
-
-
-IMPORTS = [
-    "from art.utils import iterate_dataset as found",
-    "from art.utils.iterate_dataset import iterate_dataset as found",
-    "found = art.utils.iterate_dataset",
-]
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
-def test_the_names_of_art_work_in_every_order(order: tuple[int, ...]) -> None:
-    lines = ["import art"]
-    for each in order:
-        lines += [IMPORTS[each], "assert found is art.iterate_dataset"]
-    lines.append("assert art.utils.retry is art.retry")
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -384,16 +384,6 @@ async def test_the_history_gets_the_means_the_error_and_the_trajectories(server,
     assert [group["trajectories"][0]["reward"] for group in body["groups"]] == [0.75, 1.75]
 
 
-async def test_costs_that_rollouts_count_are_in_the_row_of_their_step(server, model):
-    async def judged(model: art.TrainableModel, scenario: float) -> art.Trajectory:
-        model.metrics_builder("eval").add_cost("judge", 0.25)
-        return await rollout(model, scenario)
-
-    await evaluate(model, judged, [0.0, 1.0], step=3, baseline=0)
-    costs = {body["step"]: body["metrics"].get("costs/judge") for body in logged(server)}
-    assert costs == {3: 1.0, 0: None}
-
-
 async def test_a_history_that_cannot_be_written_does_not_lose_the_rollouts(
     server, answer, model, caplog: pytest.LogCaptureFixture
 ):

@@ -47,22 +47,6 @@ async def test_unregistered_model_says_what_to_do():
     assert await art.Model(name="judge", project="demo").get_step() == 0
 
 
-def test_dump_carries_the_internal_config_and_reads_it_again():
-    config = {"trainer_args": {"learning_rate": 1e-5}}
-    model = make_model(_internal_config=config)
-    assert model._internal_config == config
-    model._internal_config = {"init_args": None}
-    dumped = model.model_dump(mode="json")
-    assert dumped["_internal_config"] == {"init_args": None}
-    again = art.TrainableModel.model_validate(dumped)
-    assert again == model and again.model_dump() == model.model_dump()
-    assert set(dumped) == {
-        *("name", "project", "entity", "id", "run_id", "config", "trainable", "base_model", "lora"),
-        *("inference_api_key", "inference_base_url", "inference_model_name"),
-        *("base_path", "report_metrics", "run_name", "_internal_config"),
-    }
-
-
 def test_repr_hides_the_key():
     model = make_model(inference_api_key="secret")
     assert "secret" not in repr(model) and "secret" not in str(model)

@@ -45,7 +45,7 @@ async def test_train_returns_step_metrics_and_report(server, answer, model, grou
 async def test_each_call_has_a_key_of_its_own_unless_given(server, answer, model, groups):
     server.on("POST", TRAIN, lambda _: answer(lines=[ACCEPTED, DONE]))
     await model.train(iter(groups))
-    await model.train(trajectory_groups=groups, verbose=False, config=art.TrainConfig())
+    await model.train(groups, verbose=False, config=art.TrainConfig())
     await model.train(groups, idempotency_key="step-7")
     first, second, third = keys(server)
     assert len({first, second}) == 2 and third == "step-7"
@@ -312,14 +312,6 @@ async def test_what_was_not_trained_is_told(
         "train: 1 of 2 trajectories trained. Left out: 1 turn, because too long; 2 rollouts, because the rollout failed. "
         f"For example {place}."
     ) in caplog.messages
-
-
-async def test_ignored_settings_are_told(
-    server, answer, model, groups, caplog: pytest.LogCaptureFixture
-):
-    server.on("POST", TRAIN, answer(lines=[ACCEPTED, DONE]))
-    await model.train(groups, _config={"kimi_k2_tau": 0.1})
-    assert "_config is ignored" in caplog.text
 
 
 async def test_bar_is_shown_where_asked_for(server, answer, model, groups, capsys):

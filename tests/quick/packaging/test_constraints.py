@@ -5,16 +5,15 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from typing import get_args
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from art_trackers import TrackerName
 from tests.constraints import ROOT, constraints, pins
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TRACKERS = [*PROJECT["entry-points"]["art.trackers"], *PROJECT["entry-points"]["art.tracers"]]
 
 
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -78,12 +77,12 @@ def test_smollm2_installs_beside_either_server(server: str, python: str) -> None
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("tracker", get_args(TrackerName))
+@pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_tracker_installs_beside_a_server_and_the_other_trackers(
     tracker: str, python: str
 ) -> None:
     own = pins(tracker, python)
-    for other in ("server", *get_args(TrackerName)):
+    for other in ("server", *TRACKERS):
         beside = pins(other, python)
         assert {name: beside.get(name, own[name]) for name in own} == own, other
 
@@ -91,6 +90,8 @@ def test_a_tracker_installs_beside_a_server_and_the_other_trackers(
 def imported(folder: str) -> Iterator[str]:
     """The packages that a folder's modules import, by the names under which they are installed."""
     for path in (ROOT / folder).rglob("*.py"):
+        if "tests" in path.relative_to(ROOT).parts or path.name == "conftest.py":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -110,17 +111,14 @@ def test_what_the_client_imports_is_declared() -> None:
     # inside a function of art.rewards, and in modules of art.utils and art.environments that say so
     of_extras = {"jsonschema", "polars", "matplotlib", "verifiers"}
     of_type_checkers = {"typing_extensions"}  # which contain it
-    needed = set(imported("art_client")) - {"art", "art_protocol", "art_trackers"}
+    ours = {"art", "art_protocol", "art_trackers"}
+    needed = {*imported("art_client"), *imported("plugins")} - ours
     assert needed - of_extras - of_type_checkers <= declared()
 
 
 def test_what_the_server_imports_is_declared() -> None:
     of_vllm = {"xgrammar"}  # in modules that only vLLM's processes import
-    needed = (
-        set(imported("art_server"))
-        - {"art", "art_protocol", "art_trackers", "art_server"}
-        - of_vllm
-    )
+    needed = set(imported("art_server")) - {"art_protocol", "art_server"} - of_vllm
     assert needed <= declared("gpu")
     # On a CPU vLLM has another name, and there is neither Unsloth nor NVIDIA's driver.
     of_cuda = {"vllm", "unsloth", "unsloth-zoo", "accelerate", "nvidia-ml-py"}

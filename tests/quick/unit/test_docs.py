@@ -7,15 +7,19 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
-NAMED = re.compile(r"`((?:art_server|art_client|scripts|tests|examples|docs|docker)/[\w./-]+)`")
+NAMED = re.compile(
+    r"`((?:art_server|art_client|plugins|scripts|tests|examples|docs|docker)/[\w./-]+)`"
+)
 SHORT = re.compile(r"`([a-z_]+/[a-z_]+\.py)`")
 """Of the server or the client."""
-PACKAGES = (ROOT, ROOT / "art_server", ROOT / "art_client" / "art")
+PACKAGES = (ROOT, ROOT / "art_server", ROOT / "art_client" / "art", *ROOT.glob("plugins/*/art"))
 MADE = {
     "docs/learning/TASK.jsonl",
     "docs/learning/TASK.png",
     "docs/chaos.jsonl",
     "docker/api-keys.txt",
+    "plugins/NAME/tests",
+    "plugins/NAME/tests/long",
 }
 """By a script, or by who reads the page."""
 LINKED = re.compile(r"\]\((?!http|#)([^)#]+)")

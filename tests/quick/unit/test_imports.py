@@ -6,18 +6,20 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from scripts.import_graph import (
-    PACKAGES,
+    ANNEXES,
     ROOT,
     circles,
     foreign_packages,
     import_graph,
     imported_names,
     modules,
+    our_packages,
     picture,
     room,
 )
@@ -39,8 +41,8 @@ FLOORS = [
     {"base_facts", "background", "children", "flags", "installation", "observe", "remote"},
     {"store"},
     {"settings", "errors", "clock", "progress", "shared"},
+    {"compat", "environments", "rewards", "skypilot", "trackers"},
     {"art", "art_server"},
-    {"art_trackers"},
     {"art_protocol", "image_operators"},
 ]
 """From the roof down: a room imports what lies below it."""
@@ -63,6 +65,21 @@ def test_imports_point_down() -> None:
         for each in imported:
             if room(module) != room(each):
                 assert floor[room(module)] < floor[room(each)], f"{module} imports {each}"
+
+
+def test_no_module_imports_an_annex() -> None:
+    for module, imported in import_graph().items():
+        assert not {room(each) for each in imported} & ANNEXES.keys() - {room(module)}, module
+
+
+def test_each_entry_point_names_what_there_is() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group in ("art.names", "art.classes", "art.trackers", "art.tracers"):
+        installed = {each.name: each for each in entry_points(group=group)}
+        assert {name: each.value for name, each in installed.items()} == groups[group], (
+            "run scripts/setup"
+        )
+        assert all(each.load() is not None for each in installed.values())
 
 
 def test_the_server_imports_nothing_that_runs_in_other_processes() -> None:
@@ -105,7 +122,7 @@ def test_the_client_imports_what_it_declares() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=\[; ]", each)[0] for each in project["dependencies"]}
     for module, file in modules().items():
-        if room(module) in ("art", "art_trackers"):
+        if room(module) in {"art", *ANNEXES}:
             assert foreign_packages(file) <= declared | EXTRAS | BUILT_IN, module
 
 
@@ -124,7 +141,7 @@ SCRIPTS = [file for file in (ROOT / "scripts").rglob("*") if file.is_file() and 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
 def test_scripts_import_what_there_is(script: Path) -> None:
     for name in imported_names(script):
-        if name.partition(".")[0] not in PACKAGES or name in modules():
+        if name.partition(".")[0] not in our_packages() or name in modules():
             continue
         module, _, member = name.rpartition(".")
         try:

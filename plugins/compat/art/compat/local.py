@@ -1,0 +1,61 @@
+"""What `LocalBackend` has for programs written for ART, in front of the client's class (`art.annexes`)."""
+
+# pyright: reportPrivateUsage=false
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from art.compat.aliases import alias
+from art.compat.backends import ArtBackend
+from art.reporting import OnStep
+
+if TYPE_CHECKING:
+    from art.local import LocalBackend
+else:
+    LocalBackend = object
+
+logger = logging.getLogger(__name__)
+
+
+class ArtLocalBackend(ArtBackend, LocalBackend):
+    """`in_process`, `enable_expert_replay` and `gpu_cost_per_hour_usd` have no effect: the server is always a process.
+    `with` is for programs without `async with`: the server starts with the first `register`."""
+
+    def __init__(
+        self,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        in_process: bool = False,
+        server_args: Sequence[str] = (),
+        start_timeout_seconds: float = 600,
+        trackers: Sequence[str] = (),
+        on_step: OnStep | None = None,
+        gpu_cost_per_hour_usd: float | None = None,
+        enable_expert_replay: bool = True,
+    ) -> None:
+        if gpu_cost_per_hour_usd is not None:
+            logger.warning(
+                "LocalBackend: gpu_cost_per_hour_usd has no effect: model.metrics_builder().add_cost('gpu', usd) counts it"
+            )
+        super().__init__(
+            path=path,
+            server_args=server_args,
+            start_timeout_seconds=start_timeout_seconds,
+            trackers=trackers,
+            on_step=on_step,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stops the server. Connections end with it."""
+        self._stop()
+
+    async def _start(self) -> None:
+        await self.start()
+
+
+alias("art.local", "art.local.backend")

@@ -1,0 +1,5 @@
+"""ART's path of names that are refused here."""
+
+from art.compat.refused import MegatronBackend
+
+__all__ = ["MegatronBackend"]

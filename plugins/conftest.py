@@ -1,0 +1,11 @@
+"""What the tests of annexes share with those of the core."""
+
+from tests.conftest import anyio_backend, collector  # noqa: F401
+from tests.quick.client.conftest import (  # noqa: F401
+    answer,
+    backend,
+    groups,
+    make_server,
+    model,
+    server,
+)

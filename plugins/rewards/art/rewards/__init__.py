@@ -1,0 +1,19 @@
+"""Rewards that programs use often: text, numbers, JSON, sums whose parts are logged, and LLM judges."""
+
+from art.rewards.checks import exact_match, json_match, number_match, regex_match
+from art.rewards.judge import Judge, JudgeError
+from art.rewards.ruler import TrajectoryScore, ruler, ruler_score_group
+from art.rewards.sums import set_reward
+
+__all__ = [
+    "Judge",
+    "JudgeError",
+    "TrajectoryScore",
+    "exact_match",
+    "json_match",
+    "number_match",
+    "regex_match",
+    "ruler",
+    "ruler_score_group",
+    "set_reward",
+]

@@ -1,0 +1,275 @@
+"""`Judge`: a model behind an OpenAI-compatible address, or an async function, with its limits and its cache.
+
+Answers are requested as JSON of a schema, or as plain text where the endpoint refuses schemas.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from tqdm.auto import tqdm
+
+from art.errors import ArtError
+from art.model import Model
+from art.pool import run_all
+from art.rewards.answers import Verdict, get, read_scores, schema_of
+from art.rewards.cache import AnswerCache
+from art.scopes import no_capture
+
+Messages: TypeAlias = list[dict[str, Any]]
+JudgeFunction: TypeAlias = Callable[[Messages], Awaitable[str | None]]
+JudgeModel: TypeAlias = "str | Model | JudgeFunction | Judge"
+
+PROVIDERS = {
+    "openai": ("https://api.openai.com/v1", "OPENAI_API_KEY"),
+    "openrouter": ("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY"),
+    "wandb": ("https://api.inference.wandb.ai/v1", "WANDB_API_KEY"),
+}
+"""Of the names PROVIDER/MODEL, as LiteLLM writes them: the address, and the variable with the key."""
+SETTINGS = ("base_url", "api_key", "timeout", "max_retries")
+ALIASES = {"api_base": "base_url", "num_retries": "max_retries"}
+"""Keys of `extra_litellm_params` that are not fields of the request's body."""
+MAX_SHOWN, MAX_REPEATED = 300, 4_000
+"""Characters of an endpoint's error message, and of an unusable answer in the second request."""
+MAX_JUDGES = 64
+"""Kept for later calls with the same model and options."""
+
+
+class JudgeError(ArtError):
+    """A judge gave no usable answer, or none at all."""
+
+
+class _RefusedError(JudgeError):
+    """The endpoint refused the body of the request."""
+
+
+class _Call:
+    """One call of `ask`: the client, and the tokens in the order of `Judge.prices`."""
+
+    def __init__(self, endpoint: Model | None, ids: Sequence[str], is_shown: bool) -> None:
+        self.endpoint, self.ids, self.is_shown = endpoint, ids, is_shown
+        self.tokens = {} if endpoint is None else {"prompt": 0, "completion": 0}
+
+
+@dataclass(eq=False, repr=False)
+class Judge:
+    """A judge with its own settings, for `ruler` and `ruler_score_group`.
+
+    The first usable answer to a prompt is kept in memory, in `cache_dir` also as a file, and not requested again. Those
+    of a trainable model are not kept, because its weights change.
+
+    Raises:
+        ValueError: the judge has no address or no key, or a setting does not fit it.
+    """
+
+    model: str | Model | JudgeFunction
+    """The name of a model at `base_url`; "openai/MODEL" or "MODEL" at OpenAI, with the key OPENAI_API_KEY;
+    "openrouter/MODEL" or "wandb/MODEL" there, with OPENROUTER_API_KEY or WANDB_API_KEY; an `art.Model`; or an async
+    function from messages to the answer's text."""
+    base_url: str | None = None
+    api_key: str | None = None
+    timeout: float | None = None
+    max_retries: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of the request's body, such as temperature."""
+    max_concurrent: int = 16
+    requests_per_minute: float = math.inf
+    """Requests start at equal intervals, and `max_concurrent` run at a time in each event loop."""
+    prices: tuple[float, float] | None = None
+    """Of a million prompt tokens, and of a million completion tokens."""
+    cache_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_concurrent < 1 or not self.requests_per_minute > 0:
+            raise ValueError("max_concurrent is at least 1, and requests_per_minute is above 0")
+        self.endpoint: Model | None = None
+        of_model = (self.base_url, self.api_key, self.timeout, self.max_retries, self.options)
+        model: Any = self.model  # Any: pyright takes a function for a Model of unknown type
+        if isinstance(model, str | Model):
+            named = cast("str | Model[Any]", model)
+            self.endpoint = _to_endpoint(named, self.base_url, self.api_key)
+        elif any((*of_model, self.prices, self.cache_dir)):
+            raise ValueError(
+                "a judge that is a function has only limits: no address, options, files"
+            )
+        self._takes_schema = "response_format" not in self.options
+        self._slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+        self._next_start = 0.0
+        self._cache = AnswerCache(self.cache_dir)
+
+    @property
+    def name(self) -> str:
+        """The judge in messages."""
+        if self.endpoint is None:
+            return repr(getattr(self.model, "__qualname__", type(self.model).__name__))
+        host = urlsplit(self.endpoint.inference_base_url or "").netloc
+        return f"'{self.endpoint.inference_model_name}' at {host}"
+
+    async def ask(
+        self, prompts: Sequence[Messages], ids: Sequence[str], *, is_shown: bool = False
+    ) -> tuple[list[list[Verdict]], dict[str, int]]:
+        """The verdicts on each prompt, one for each id, and the tokens; no tokens if the judge is a function.
+
+        Raises:
+            JudgeError: the judge does not answer, or gives two unusable answers to a prompt.
+        """
+        call = _Call(self.endpoint and self.endpoint._detached(), ids, is_shown)  # pyright: ignore[reportPrivateUsage]
+        try:
+            with no_capture():  # a policy that judges does not continue its rollout
+                return await run_all(self._ask_one(call, each) for each in prompts), call.tokens
+        finally:
+            if call.endpoint is not None:
+                await call.endpoint.close()
+
+    async def _ask_one(self, call: _Call, prompt: Messages) -> list[Verdict]:
+        address = self.endpoint and (self.endpoint.inference_base_url, self.name)
+        key = json.dumps([address, dict(self.options), prompt], sort_keys=True, default=str)
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        with suppress(ValueError):  # a file of the cache can contain anything
+            if (kept := await self._cache.get(digest)) is not None:
+                return read_scores(kept, call.ids)
+        messages, problem = prompt, ""
+        for _ in range(2):
+            text = await self._send(call, messages)
+            if call.is_shown:
+                tqdm.write(self._without_key(f"judge {self.name}: {text}"), file=sys.stderr)
+            try:
+                verdicts = read_scores(text, call.ids)
+            except ValueError as error:
+                problem = str(error)
+                said = {"role": "assistant", "content": text[:MAX_REPEATED] or "(nothing)"}
+                wrong = f"This answer is not usable: {problem}. Answer again, with JSON only."
+                messages = [*prompt, said, {"role": "user", "content": wrong}]
+            else:
+                if not getattr(self.model, "trainable", False):
+                    await self._cache.put(digest, text)
+                return verdicts
+        remedy = "Use a stronger judge, mode='pairwise', or a larger max_tokens"
+        raise self._error(f"gave two unusable answers. The second: {problem}. {remedy}")
+
+    async def _send(self, call: _Call, messages: Messages) -> str:
+        if call.endpoint is None:
+            async with self._turn():
+                function: Any = self.model
+                text: Any = await function([dict(message) for message in messages])
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"judge {self.name} returned {type(text).__name__}, not text")
+            return text or ""
+        if self._takes_schema:
+            kind = {"name": "scores", "strict": True, "schema": schema_of(call.ids)}
+            form = {"response_format": {"type": "json_schema", "json_schema": kind}}
+            with suppress(_RefusedError):
+                return await self._post(call, call.endpoint, messages, form)
+        text = await self._post(call, call.endpoint, messages, {})
+        self._takes_schema = False  # if it was refused, then for nothing else
+        return text
+
+    async def _post(
+        self, call: _Call, endpoint: Model, messages: Messages, form: dict[str, Any]
+    ) -> str:
+        # Imported here, because importing openai takes most of a second.
+        from openai import APIStatusError, OpenAIError
+
+        given = {"timeout": self.timeout, "max_retries": self.max_retries}
+        limits: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
+        chat: Any = endpoint.openai_client().with_options(**limits).chat.completions
+        name, body = endpoint.inference_model_name, form | dict(self.options)
+        try:
+            async with self._turn():
+                create = chat.with_raw_response.create  # raw: openai would not validate the answer
+                answer = await create(model=name, messages=messages, extra_body=body)
+            completion = json.loads(answer.http_response.content)
+        except APIStatusError as error:
+            kind = _RefusedError if error.status_code in (400, 422) else JudgeError
+            reason = self._without_key(error.message)[:MAX_SHOWN]
+            is_temporary = error.status_code == 429 or error.status_code >= 500
+            raise self._error(f"answered: {reason}", kind, retryable=is_temporary) from None
+        except OpenAIError as error:  # the text of its cause can contain the key
+            reason = type(error.__cause__ or error).__name__
+            raise self._error(f"did not answer ({reason})", retryable=True) from None
+        except (ValueError, RecursionError):
+            raise self._error("sent no chat completion") from None
+        for kind in call.tokens:
+            number = get(completion, "usage", f"{kind}_tokens")
+            call.tokens[kind] += number if isinstance(number, int) else 0
+        text = get(completion, "choices", 0, "message", "content")
+        return text if isinstance(text, str) else ""
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncGenerator[None, None]:
+        """Waits until the limits allow a request."""
+        slots = asyncio.Semaphore(self.max_concurrent)
+        async with self._slots.setdefault(asyncio.get_running_loop(), slots):
+            now = time.monotonic()
+            start = max(now, self._next_start)
+            self._next_start = start + 60 / self.requests_per_minute
+            await asyncio.sleep(start - now)
+            yield
+
+    def _error(self, text: str, kind: Any = JudgeError, *, retryable: bool = False) -> JudgeError:
+        return kind(self._without_key(f"judge {self.name} {text}"), retryable=retryable)
+
+    def _without_key(self, text: str) -> str:
+        key = self.endpoint and self.endpoint.inference_api_key
+        return text.replace(key, "***") if key else text
+
+
+def _to_endpoint(model: str | Model, base_url: str | None, api_key: str | None) -> Model:
+    """The judge's address, key and name there, as a model with its own client."""
+    if isinstance(model, Model):
+        name = model.get_inference_name()
+        base_url, api_key = base_url or model.inference_base_url, api_key or model.inference_api_key
+    else:
+        provider, _, rest = model.partition("/")
+        is_prefix = rest and provider in ("openai", "hosted_vllm")  # as LiteLLM names endpoints
+        name = rest if is_prefix else model
+        provider = provider if rest else "openai"
+        if base_url is None and provider in PROVIDERS:
+            base_url, variable = PROVIDERS[provider]
+            if provider == "openai":
+                base_url = os.environ.get("OPENAI_BASE_URL") or base_url
+            name = rest or model
+            api_key = api_key or os.environ.get(variable)
+            if not api_key:
+                raise ValueError(f"judge '{model}' needs a key: set {variable} or pass api_key")
+    url = urlsplit(base_url or "")
+    if not url.hostname or "@" in url.netloc or url.query:
+        remedy = "pass base_url (http://HOST/v1) and the model's name there, or register the model"
+        raise ValueError(f"judge '{name}' has no address that is known or usable: {remedy}")
+    endpoint = Model(name="judge", project="judges", inference_model_name=name)
+    endpoint.inference_base_url, endpoint.inference_api_key = base_url, (api_key or "").strip()
+    return endpoint
+
+
+_judges: OrderedDict[Hashable, Judge] = OrderedDict()
+
+
+def to_judge(model: JudgeModel, extra_params: Mapping[str, Any] | None) -> Judge:
+    """The judge, the same one for the same model and options, so that calls share its limits and its cache."""
+    params = {name: each for name, each in (extra_params or {}).items() if each is not None}
+    options = {ALIASES.get(name, name): each for name, each in params.items()}
+    if isinstance(model, Judge):
+        if options:
+            raise ValueError("pass these options to Judge(...): its settings do not change")
+        return model
+    settings = {name: options.pop(name) for name in SETTINGS if name in options}
+    judge = Judge(model, **settings, options=options)
+    target: Any = judge.endpoint.model_dump_json() if judge.endpoint is not None else model
+    target = target if isinstance(target, Hashable) else id(target)
+    judge = _judges.setdefault(key := (type(model), target, f"{settings} {options}"), judge)
+    _judges.move_to_end(key)
+    if len(_judges) > MAX_JUDGES:
+        _judges.popitem(last=False)
+    return judge
