@@ -7,9 +7,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.fake_server import Answer, FakeArt
 from tests.pages import SERVERS, blocks
-from tests.quick.client.conftest import Answer
-from tests.quick.docs.conftest import FakeArt
 
 pytestmark = pytest.mark.anyio
 

@@ -1,5 +1,5 @@
-"""A fake GPU that counts bytes, and fake processes that allocate on it what vLLM and the trainer would. Tests run the
-real owner, plan, supervisor, pause gate and job runner on it.
+"""A fake GPU that counts bytes, and fake processes that allocate on it what vLLM and the trainer would. Their answers are
+held to those of the real vLLM by tests/contracts.py. Tests run the real owner, plan, supervisor, pause gate and job runner on it.
 
 The fakes imitate vLLM 0.32.0 and torch: vLLM does not start when less than utilization x total is free; its KV cache
 takes the rest of that share, and is restored as a whole or not at all; loading an adapter into unmapped weights kills
@@ -232,16 +232,17 @@ class FakeProcess:
             await self.wait()
         if body["lora_name"] in self.adapters:
             text = f"The lora adapter '{body['lora_name']}' has already been loaded."
-            return web.json_response({"message": text}, status=400)
+            return refusal(400, "InvalidUserInput", text)
         if not (Path(body["lora_path"]) / "adapter").exists():
-            return web.json_response({"message": "no such adapter"}, status=404)
+            return refusal(404, "NotFoundError", "no such adapter")
         self.adapters.append(body["lora_name"])
         return web.Response(text="loaded")
 
     async def _unload(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if body["lora_name"] in self.adapters:
-            self.adapters.remove(body["lora_name"])
+        if body["lora_name"] not in self.adapters:
+            return refusal(404, "NotFoundError", "no such adapter")
+        self.adapters.remove(body["lora_name"])
         return web.Response(text="unloaded")
 
     async def _control(self, request: web.Request) -> web.Response:
@@ -281,6 +282,12 @@ class FakeProcess:
     def _give_up(self, *parts: str) -> None:
         self.gave_up |= set(parts)
         self.device.give(self.name, *parts)
+
+
+def refusal(status: int, kind: str, message: str) -> web.Response:
+    return web.json_response(
+        {"error": {"message": message, "type": kind, "code": status}}, status=status
+    )
 
 
 class FakeChildren:

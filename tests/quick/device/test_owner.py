@@ -37,7 +37,10 @@ from art_server.settings import ServerConfig
 from art_server.shared.tasks import Batch, LoadTask
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
+from tests import fakes
+from tests.contracts import check_engine, check_vllm
 from tests.fakes import keep_all
+from tests.quick.device.cards import SIZES
 from tests.quick.device.fake_device import (
     FakeEngine,
     FakeProcess,
@@ -46,7 +49,6 @@ from tests.quick.device.fake_device import (
     World,
     write_adapter,
 )
-from tests.quick.device.test_plan import SIZES
 
 pytestmark = pytest.mark.anyio
 
@@ -508,6 +510,27 @@ async def test_an_engine_that_does_not_pause_or_wake_is_started_again(
     assert_right(world)
     assert world.seen.count("engine starts") == 2
     assert not house.engine._paused
+
+
+# --- the fakes do what the real ones do ---
+
+
+async def test_the_fake_vllm_keeps_the_contract(tmp_path: Path) -> None:
+    """As the real one (tests/engine/integration/test_contracts.py)."""
+    async with running(make_world("none", {}), tmp_path) as house, asyncio.timeout(SECONDS):
+        await house.engine.wait_ready(SECONDS)
+        adapter = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        await check_vllm(house.engine.http, adapter, tmp_path / "nothing")
+
+
+async def test_the_fake_engine_keeps_the_contract_of_the_engine(tmp_path: Path) -> None:
+    async with running(make_world("none", {}), tmp_path) as house, asyncio.timeout(SECONDS):
+        adapter = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        await check_engine(house.engine, adapter, "p/b@0", SECONDS)
+        house.engine.state = "ready"
+    fake: Any = fakes.FakeEngine()
+    fake.refused = {"p/b@0"}
+    await check_engine(fake, adapter, "p/b@0", SECONDS)
 
 
 # --- what the fake device detects ---

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 import art
+from tests.fake_server import Answer, FakeArt
 from tests.pages import PAGES, blocks, run
-from tests.quick.client.conftest import Answer
-from tests.quick.docs.conftest import FakeArt
 
 pytestmark = pytest.mark.anyio
 

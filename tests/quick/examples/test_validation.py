@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import art
-from tests.quick.client.conftest import MODEL_INFO, Answer, FakeServer, Request
+from tests.fake_server import MODEL_INFO, Answer, FakeServer, Request
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 program: Any = importlib.import_module("program")
