@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import psutil
 
-READY_SECONDS = 240.0
+from tests.waiting import PATIENCE_SECONDS
+
+READY_SECONDS = PATIENCE_SECONDS
 PROJECT = "tests"
 
 
@@ -44,7 +46,7 @@ class Server:
                 env={**os.environ, **self.environment},
             )
         file = self.path / "art" / ".server" / "address.json"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not (file.exists() and json.loads(file.read_text())["pid"] == self.process.pid):
             assert self.process.poll() is None, self.log_tail()
             assert time.monotonic() < deadline, self.log_tail()

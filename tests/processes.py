@@ -1,7 +1,8 @@
 """Whether processes have gone."""
 
-import time
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 
 def is_alive(pid: int) -> bool:
@@ -11,9 +12,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: set[int], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while any(is_alive(pid) for pid in pids):
-        left = [pid for pid in pids if is_alive(pid)]
-        assert time.monotonic() < deadline, f"processes left: {left}"
-        time.sleep(0.1)
+def wait_until_gone(pids: set[int]) -> None:
+    wait_until(
+        lambda: not any(map(is_alive, pids)),
+        lambda: f"processes left: {list(filter(is_alive, pids))}",
+    )

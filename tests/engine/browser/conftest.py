@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tests.demo import make_demo
+from tests.waiting import PATIENCE_SECONDS
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -30,7 +31,7 @@ class Served:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._server.started:
             assert self._thread.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)
@@ -60,6 +61,7 @@ def page(browser: Any) -> Iterator[Any]:
     """A tab in which no script fails, no dialog opens and nothing violates the page's security policy."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
     tab = context.new_page()
+    tab.set_default_timeout(1000 * PATIENCE_SECONDS)
     faults: list[str] = []
     tab.on("pageerror", lambda error: faults.append(str(error)))
     tab.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))

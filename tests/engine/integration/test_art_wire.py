@@ -3,7 +3,6 @@
 import json
 import resource
 import sqlite3
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engine.integration.test_exact_tokens import has_one_whole_call
-from tests.engine.integration.test_inference import WEATHER_TOOL
+from tests.engine.integration.answers import WEATHER_TOOL, has_one_whole_call
 from tests.live import PROJECT, Server, find_process, train_one_step
+from tests.waiting import wait_until
 
 QUESTION = {"role": "user", "content": "respond with yes, no, maybe"}
 
@@ -185,10 +184,7 @@ def test_a_client_that_hangs_up_ends_no_job(server: Server) -> None:
     body = train_body(model, *episodes)
     with wire(server) as client, client.stream("POST", "/_train_model", json=body) as response:
         assert next(response.iter_raw()).strip() == b""
-    deadline = time.monotonic() + 120
-    while get_step(server, model) == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: get_step(server, model) == 1)
 
 
 def test_what_cannot_be_trained_says_why_in_the_stream(server: Server) -> None:

@@ -1,7 +1,6 @@
 """The four APIs through the proxy: what clients get, and what the ledger stores."""
 
 import concurrent.futures
-import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -12,36 +11,14 @@ import openai
 import pytest
 
 from art_server.engine.command import SOCKET_NAME
-from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record
+from tests.engine.integration.answers import WEATHER_TOOL, records_of, sse_data
 from tests.live import PROJECT, Server, chat, register, train_one_step
-
-WEATHER_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
 def model(server: Server) -> str:
     return register(server, "inference")["inference_name"]
-
-
-def records_of(server: Server, request_id: str) -> list[Record]:
-    """The records of a request, read from the ledger file of the running server."""
-    with closing(Ledger(server.path / "art" / ".server" / "ledger.sqlite")) as ledger:
-        records: list[Record] = []
-        while (record := ledger.find(f"{request_id}-{len(records)}")) is not None:
-            records.append(record)
-        return records
 
 
 def newest_record(server: Server, api: str) -> Record:
@@ -50,11 +27,6 @@ def newest_record(server: Server, api: str) -> Record:
         query = "SELECT request_id FROM records WHERE api = ? ORDER BY created_at DESC LIMIT 1"
         (request_id,) = db.execute(query, (api,)).fetchone()
     return records_of(server, request_id)[0]
-
-
-def sse_data(text: str) -> list[dict[str, Any]]:
-    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def check_record(record: Record) -> None:

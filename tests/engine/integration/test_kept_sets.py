@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from art_server.base_models import TINY_DIR
 from art_server.ledger.records import Record
 from art_server.shared.kept_set import unpack_set
-from tests.engine.integration.test_inference import WEATHER_TOOL, records_of, sse_data
+from tests.engine.integration.answers import WEATHER_TOOL, records_of, sse_data
 from tests.live import Server, chat, register
 
 STRICT_TOOL = {**WEATHER_TOOL, "function": {**WEATHER_TOOL["function"], "strict": True}}

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.demo import rows_by_step
+from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import browser, page
-from tests.engine.browser.test_page import captions
 from tests.live import PROJECT, Server, register, sampled_group, train_one_step
 
 __all__ = ["browser", "page"]  # fixtures

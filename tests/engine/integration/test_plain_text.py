@@ -7,8 +7,7 @@ import pytest
 
 from art_server.base_models import TINY_DIR
 from art_server.in_vllm.plain_text import ControlTokens
-from tests.engine.integration.test_exact_tokens import TOKENIZER, ask, post, session_records
-from tests.engine.integration.test_inference import WEATHER_TOOL
+from tests.engine.integration.answers import TOKENIZER, WEATHER_TOOL, ask, post, session_records
 from tests.live import Server, register
 
 CONTROL = ControlTokens(TOKENIZER, (TINY_DIR / "chat_template.jinja").read_text()).ids

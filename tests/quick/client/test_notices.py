@@ -10,6 +10,7 @@ import pytest
 
 from art.notices import Notices, left_out_sentence
 from art_protocol.wire import Dropped, JobReport
+from tests.waiting import PATIENCE_SECONDS
 
 EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=1, unit="group")
 
@@ -67,7 +68,7 @@ def test_ctrl_c_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
     assert program.stdout is not None and program.stdout.readline() == "ready\n"
     time.sleep(0.2)
     os.kill(program.pid, signal.SIGINT)
-    _, said = program.communicate(timeout=20)
+    _, said = program.communicate(timeout=PATIENCE_SECONDS)
     assert said.strip() == (
         "art: stopped. /home/me/.art has demo/a at step 12, demo/b at step 3. The next run continues from there."
     )

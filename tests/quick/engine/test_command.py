@@ -14,7 +14,7 @@ from art_server.engine import command
 from art_server.engine.command import engine_command, engine_environment
 from art_server.settings import ServerConfig
 from art_server.shared import switches
-from tests.quick.device.test_plan import FIGURES, card, demand
+from tests.quick.device.cards import FIGURES, card, demand
 from tests.toy_models import make_model
 
 TINY = BaseModel("art/tiny", TINY_DIR)

@@ -14,7 +14,7 @@ from art_server.device.plan import Plan, make_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
 from art_server.settings import ServerConfig
 from art_server.shared.tasks import CheckTask, InitTask, Progress, TrainTask, WorkerConfig
-from tests.quick.device.test_plan import FIGURES, card, demand
+from tests.quick.device.cards import FIGURES, card, demand
 
 
 def made(plan: Plan | None, folder: Path, **settings: int) -> WorkerConfig:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from art_server.jobs.trainer_process import (
     worker_environment,
 )
 from art_server.shared.tasks import Batch, InitTask, Progress, TrainTask, WorkerConfig
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -244,10 +244,7 @@ def test_the_workers_environment_allows_no_statistics_and_names_where_code_is_ke
 
 
 async def _wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 5
-    while _runs(pid):
-        assert time.monotonic() < deadline, f"process {pid} goes on"
-        await asyncio.sleep(0.02)
+    await asyncio.to_thread(wait_until, lambda: not _runs(pid), lambda: f"process {pid} goes on")
 
 
 def _runs(pid: int) -> bool:

@@ -16,6 +16,7 @@ import pytest
 from art_server.errors import UsageError
 from art_server.view import view
 from tests.demo import make_demo
+from tests.waiting import PATIENCE_SECONDS
 
 SERVER_PACKAGES = [
     "aiohttp",
@@ -35,7 +36,7 @@ SERVER_PACKAGES = [
 
 
 @contextlib.contextmanager
-def opened_stream(url: str, seconds: float = 30.0) -> Iterator[httpx.Response]:
+def opened_stream(url: str, seconds: float = PATIENCE_SECONDS) -> Iterator[httpx.Response]:
     """A stream of a server that is starting."""
     stop = time.monotonic() + seconds
     while True:
@@ -66,7 +67,7 @@ view(Path({str(tmp_path)!r}), {port}, opens_browser=False)
         stream = opened.enter_context(opened_stream(url))
         assert next(stream.iter_lines()) == "event: marks"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert errors == ""
     assert process.returncode == 0
 

@@ -4,12 +4,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 
 from art_server.children import Children
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 SPAWNS = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
 
@@ -37,17 +37,12 @@ def start(logs: Path, command: list[str]) -> "subprocess.Popen[bytes]":
 def test_what_a_killed_server_left_is_killed_with_all_that_it_spawned(tmp_path: Path) -> None:
     child = start(tmp_path / "logs", [sys.executable, "-c", SPAWNS])
     children(tmp_path).add(child.pid)
-    deadline = time.monotonic() + 10
-    while len(session_members(child.pid)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(session_members(child.pid)) == 2)
     child.kill()  # the leader is gone, what it spawned is not
     child.wait()
     assert session_members(child.pid)
     assert children(tmp_path).reap() == [child.pid]
-    while session_members(child.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not session_members(child.pid))
     assert children(tmp_path).reap() == []
 
 
@@ -69,7 +64,7 @@ def test_a_server_on_a_copied_folder_leaves_the_first_ones_children_alone(tmp_pa
     assert children(tmp_path / "two").reap() == []
     assert child.poll() is None
     first.remove(child.pid)
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(PATIENCE_SECONDS) == -signal.SIGKILL
 
 
 def test_a_full_disk_does_not_keep_a_child_from_being_ended(tmp_path: Path) -> None:
@@ -79,7 +74,7 @@ def test_a_full_disk_does_not_keep_a_child_from_being_ended(tmp_path: Path) -> N
     )  # no folder: nothing can be written in it
     listed.add(child.pid)
     listed.remove(child.pid)
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(PATIENCE_SECONDS) == -signal.SIGKILL
 
 
 def test_a_child_whose_id_another_program_got_is_not_killed(tmp_path: Path) -> None:
@@ -95,7 +90,7 @@ def test_a_child_whose_id_another_program_got_is_not_killed(tmp_path: Path) -> N
     code += "path = Path(sys.argv[1]); Children(path, path / 'logs').add(os.getsid(0)); "
     code += "assert Children(path, path / 'logs').reap() == []"
     server = start(tmp_path / "logs", [sys.executable, "-c", code, str(tmp_path)])
-    assert server.wait(timeout=30) == 0, (tmp_path / "logs" / "engine.log").read_text()
+    assert server.wait(PATIENCE_SECONDS) == 0, (tmp_path / "logs" / "engine.log").read_text()
 
 
 def test_the_end_of_a_child_is_the_end_of_all_that_it_spawned(tmp_path: Path) -> None:
@@ -103,10 +98,7 @@ def test_the_end_of_a_child_is_the_end_of_all_that_it_spawned(tmp_path: Path) ->
     child = start(tmp_path / "logs", [sys.executable, "-c", SPAWNS])
     mine = children(tmp_path)
     mine.add(child.pid)
-    deadline = time.monotonic() + 10
-    while len(session_members(child.pid)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(session_members(child.pid)) == 2)
     mine.end(child.pid)
     assert session_members(child.pid) == []
     child.wait()

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.quick.store.test_files import readable_by_others
+from tests.quick.store.permissions import readable_by_others
 
 SECRETS = ("first-secret", "second-secret", "third-secret", "from-flag")
 

@@ -13,6 +13,7 @@ from art_server.ledger.ledger import Ledger
 from art_server.store import files
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+from tests.quick.store.permissions import readable_by_others
 
 
 @pytest.fixture
@@ -22,10 +23,6 @@ def private(tmp_path: Path) -> Iterator[Path]:
     files.keep_private(tmp_path / "art")
     yield tmp_path / "art"
     os.umask(before)
-
-
-def readable_by_others(root: Path) -> list[Path]:
-    return [path for path in [root, *root.rglob("*")] if path.lstat().st_mode & 0o077]
 
 
 def test_whatever_the_stores_write_is_their_user_s_only(private: Path) -> None:

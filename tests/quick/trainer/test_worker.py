@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -40,6 +39,7 @@ from art_server.shared.tasks import (
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
 from art_server.trainer.worker import Worker, find_device
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 LORA = LoRAConfig(rank=4)
 
@@ -150,7 +150,7 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
     assert done["event"] == "done"
 
     tasks.close()
-    assert worker.wait(timeout=20) == 0
+    assert worker.wait(PATIENCE_SECONDS) == 0
     assert answers.read() == b""
     answers.close()
 
@@ -513,10 +513,7 @@ def test_worker_dies_with_its_parent_in_the_middle_of_a_task(
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while _runs(pid):
-        assert time.monotonic() < deadline, f"worker {pid} outlived its parent"
-        time.sleep(0.02)
+    wait_until(lambda: not _runs(pid), lambda: f"worker {pid} outlived its parent")
     assert not (tmp_path / "1").exists()
 
 
