@@ -240,7 +240,7 @@ def check(folder: Path) -> int:
     """Checks the files on disk against the steps that the programs saw; returns the number of steps."""
     with sqlite3.connect(folder / "art" / ".server" / "jobs.sqlite") as db:
         jobs = db.execute(
-            "SELECT name, state, target_step, error FROM jobs ORDER BY number"
+            "SELECT name, state, target_step, last_error FROM jobs ORDER BY number"
         ).fetchall()
     db.close()
     total = 0
