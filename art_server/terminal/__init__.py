@@ -1,1 +1,1 @@
-"""The commands of `art` that show runs in a terminal: status, runs, show, plot, tail, jobs."""
+"""The commands of `art` that show runs in a terminal: status, runs, show, plot, jobs."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHOWN = ("status", "runs", "show", "plot", "tail", "jobs")
+SHOWN = ("status", "runs", "show", "plot", "jobs")
 """The commands that `run.py` implements."""
 EXTRAS = dict.fromkeys(SHOWN, "terminal") | {"view": "view"}
 """The extra with what a command imports."""
@@ -24,8 +24,6 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     runs.add_argument("--sort", choices=("name", "reward", "time"), default="name")
     _add_show(commands.add_parser("show", help="the rollouts of a step, as people read them"))
     _add_plot(commands.add_parser("plot", help="metrics by step, in the terminal or as a file"))
-    tail = commands.add_parser("tail", help="a line for each step and each change of a job")
-    tail.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL}; default: all")
     jobs = commands.add_parser("jobs", help="the queue of a running server")
     jobs.add_argument("--all", action="store_true", help="also the newest jobs that have ended")
     jobs.add_argument(
@@ -67,11 +65,6 @@ def _add_show(show: argparse.ArgumentParser) -> None:
     show.add_argument("--sort", choices=("reward",), help="the highest reward of a group first")
     show.add_argument(
         "--limit", type=integer(1), metavar="N", help="this number of rollouts of each group"
-    )
-    show.add_argument(
-        "--tokens",
-        choices=("logprob", "gap", "ratio", "advantage"),
-        help="with --group: colour each sampled token by this number",
     )
     show.add_argument("--text", default="", help="only rollouts that contain this text")
 

@@ -1,23 +1,21 @@
-"""`art plot`: metrics by step, as charts of braille dots in the terminal or as a file."""
+"""`art plot`: metrics by step, as charts in the terminal (plotext) or as a file (matplotlib, plotly)."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import plotext
 from rich.console import Console
-from rich.text import Text
 
 from art_server.errors import UsageError
 from art_server.terminal.sources import Row
 from art_server.terminal.tables import plain
 from art_server.terminal.text import number, visible
 
-MAX_WIDTH, HEIGHT = 100, 8
-"""Of a chart, in characters. Each has 2 by 4 dots."""
-LABEL_WIDTH = 10
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bit of each dot of a braille character, by row and column (Unicode, block 2800)."""
-COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
+MAX_WIDTH, HEIGHT = 100, 13
+"""Of a chart, in characters."""
+MAX_TICKS = 6
+"""Numbers below a chart."""
 Point = tuple[float, float]
 
 
@@ -26,21 +24,13 @@ def print_plot(console: Console, models: Mapping[str, Row], metrics: Sequence[st
     for metric in metrics:
         curves = {model: found for model, row in models.items() if (found := points(row, metric))}
         every = [point for curve in curves.values() for point in curve]
-        width = min(console.width, MAX_WIDTH) - LABEL_WIDTH
-        for index, (model, curve) in enumerate(curves.items()):
+        for model, curve in curves.items():
             best = max(curve, key=lambda point: point[1])
+            chart = draw(f"{model} {metric}", curve, every, min(console.width, MAX_WIDTH))
             console.print()
-            console.print(plain(f"{model} {metric}", "bold"))
-            steps, values = [x for x, _ in every], [y for _, y in every]
-            box = (min(steps), max(steps), min(values), max(values))
-            colour = COLOURS[index % len(COLOURS)]
-            for line, row in enumerate(draw(curve, box, width, HEIGHT)):
-                label = {0: box[3], HEIGHT - 1: box[2]}.get(line)
-                text = "" if label is None else number(label)
-                console.print(Text.assemble(f"{text:>{LABEL_WIDTH - 2}}  ", (row, colour)))
-            console.print(f"{'step':>{LABEL_WIDTH - 2}}  {box[0]:.0f} to {box[1]:.0f}", end="")
+            console.print(plain(chart))
             console.print(
-                f", last {number(curve[-1][1])}, highest {number(best[1])} at step {best[0]:.0f}"
+                f"last {number(curve[-1][1])}, highest {number(best[1])} at step {best[0]:.0f}"
             )
 
 
@@ -54,24 +44,22 @@ def points(history: Row, metric: str) -> list[Point]:
     ]
 
 
-def draw(
-    curve: Sequence[Point], box: tuple[float, float, float, float], width: int, height: int
-) -> list[str]:
-    """Lines of characters with the curve inside the box (lowest and highest step, lowest and highest value)."""
-    cells = [[0] * width for _ in range(height)]
-    columns, rows = 2 * width - 1, 4 * height - 1
-    left, right, low, high = box
-    dots = [
-        ((x - left) / ((right - left) or 1) * columns, (high - y) / ((high - low) or 1) * rows)
-        for x, y in curve
-    ]
-    for (x0, y0), (x1, y1) in zip(dots, dots[1:] or dots, strict=False):
-        num = max(1, math.ceil(max(abs(x1 - x0), abs(y1 - y0))))
-        for part in range(num + 1):
-            x = round(x0 + (x1 - x0) * part / num)
-            y = round(y0 + (y1 - y0) * part / num)
-            cells[y // 4][x // 2] |= DOTS[y % 4][x % 2]
-    return ["".join(chr(0x2800 + cell) for cell in row).rstrip(chr(0x2800)) for row in cells]
+def draw(title: str, curve: Sequence[Point], every: Sequence[Point], width: int) -> str:
+    """A chart of the curve, whose axes span the points of `every`."""
+    (left, right), (low, high) = (_span(values) for values in zip(*every, strict=True))
+    figure = plotext.figure.clear()
+    figure.draw(figure.signal([x for x, _ in curve], [y for _, y in curve]).lines())
+    figure.title(visible(title).replace("\n", "⏎")).plot_size(width, HEIGHT)
+    steps = figure.ruler("x").lim(left, right)
+    ticks = {round(left + (right - left) * place / MAX_TICKS) for place in range(MAX_TICKS + 1)}
+    steps.ticks([tick for tick in sorted(ticks) if left <= tick <= right])
+    figure.ruler("y").lim(low, high)
+    return figure.build().string(colorless=True).rstrip()
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if low < high else (low - 0.5, high + 0.5)
 
 
 def save_plot(models: Mapping[str, Row], metrics: Sequence[str], file: Path) -> None:

@@ -21,7 +21,6 @@ from art_server.terminal.addresses import (
     open_source,
 )
 from art_server.terminal.sources import Row, Source
-from art_server.terminal.tail import Tail
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,14 +79,14 @@ def jobs(source: Source, flags: argparse.Namespace) -> None:
 
 
 def show(source: Source, flags: argparse.Namespace) -> None:
-    if flags.group is None and (flags.rollout is not None or flags.tokens is not None):
-        raise UsageError("--rollout and --tokens show rollouts of one group in full: add --group G")
+    if flags.group is None and flags.rollout is not None:
+        raise UsageError("--rollout shows one rollout of a group in full: add --group G")
     document = show_document(source, flags)
     if flags.json:
         return print_json(document)
     from art_server.terminal.show import print_show
 
-    print_show(make_console(), document, flags.tokens)
+    print_show(make_console(), document)
 
 
 def show_document(source: Source, flags: argparse.Namespace) -> Row:
@@ -158,21 +157,7 @@ def plot(source: Source, flags: argparse.Namespace) -> None:
             print(f"{flags.out} is written", file=sys.stderr)
 
 
-def tail(source: Source, flags: argparse.Namespace) -> None:
-    model = find_model(source, flags.model)[0]["id"] if flags.model else None
-    events = Tail(source, model).events()
-    if flags.json:
-        for event in events:
-            print_json(event)
-        return
-    from art_server.terminal.tables import print_event
-
-    console = make_console()
-    for event in events:
-        print_event(console, event)
-
-
-COMMANDS = {"status": status, "runs": runs, "show": show, "plot": plot, "tail": tail, "jobs": jobs}
+COMMANDS = {"status": status, "runs": runs, "show": show, "plot": plot, "jobs": jobs}
 
 
 def make_console(plain_width: int = PLAIN_WIDTH) -> "Console":

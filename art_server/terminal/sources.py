@@ -3,10 +3,8 @@
 A model is named by its id, PROJECT/NAME.
 """
 
-import json
-import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,10 +30,6 @@ from art_server.terminal.text import visible
 ANSWER_SECONDS = 60.0
 CANCEL_SECONDS = 600.0
 """A job that trains is cancelled before its next micro-batch."""
-LOOK_SECONDS = 1.0
-"""Between two looks at a folder, and between two attempts to reach a server that went away."""
-SILENT_SECONDS = 30.0
-"""The event stream has a line at least every ten seconds."""
 MAX_JOBS, MAX_WITH_ENDED = 1000, 100
 ERRORS: Mapping[int, type[ServerError]] = {
     401: Unauthorized,
@@ -78,15 +72,6 @@ class FolderSource:
 
         return rollouts.rollout(self._folder(model), split, step, group, index)
 
-    def marks(self) -> Iterator[Row]:
-        sent: Row | None = None
-        while True:
-            marks = {"models": self._runs.marks()}
-            if marks != sent:
-                sent = marks
-                yield marks
-            time.sleep(LOOK_SECONDS)
-
     def _folder(self, model: str) -> ModelFolder:
         project, _, name = model.partition("/")
         return self._runs.folder(project, name)
@@ -121,29 +106,10 @@ class HttpSource:
             "GET", f"/api/look/models/{model}/rollouts/{split}/{step}/{group}/{index}"
         )
 
-    def marks(self) -> Iterator[Row]:
-        is_away = None
-        while True:
-            try:
-                for line in self._lines("/api/look/events"):
-                    if line.startswith("data: "):
-                        is_away = False
-                        yield json.loads(line.removeprefix("data: "))
-            except Unavailable:
-                if is_away is None:
-                    raise
-            if not is_away:
-                print(f"art: {self.where} went away: waiting for it", file=sys.stderr)
-                is_away = True
-            time.sleep(LOOK_SECONDS)
-
     def jobs(self, *, with_ended: bool) -> list[Row]:
         states = "queued,running" + (",done,failed,cancelled" if with_ended else "")
         params = {"state": states, "limit": str(MAX_WITH_ENDED if with_ended else MAX_JOBS)}
         return self._call("GET", "/api/jobs", params=params)["jobs"]
-
-    def job(self, job_id: str) -> Row:
-        return self._call("GET", f"/api/jobs/{job_id}")
 
     def cancel(self, job_id: str) -> Row:
         return self._call("DELETE", f"/api/jobs/{job_id}", timeout=CANCEL_SECONDS)
@@ -158,17 +124,6 @@ class HttpSource:
             return response.json()
         except ValueError as error:
             raise self._no_art_server() from error
-
-    def _lines(self, path: str) -> Generator[str]:
-        """The lines of a stream."""
-        try:
-            with self._http.stream("GET", path, timeout=SILENT_SECONDS) as response:
-                if not response.is_success:
-                    response.read()
-                self._check(response)
-                yield from response.iter_lines()
-        except httpx.TransportError as error:
-            raise self._no_answer(error) from error
 
     def _check(self, response: httpx.Response) -> None:
         """Raises the error that a response carries, if any."""

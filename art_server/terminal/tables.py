@@ -1,4 +1,4 @@
-"""The tables of `art status`, `art runs` and `art jobs`, and the lines of `art tail`."""
+"""The tables of `art status`, `art runs` and `art jobs`."""
 
 import math
 import time
@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from art_server.terminal.sources import Row
-from art_server.terminal.tail import COUNTS, SECONDS
 from art_server.terminal.text import NOTHING, age, number, size, small_bars, visible
 
 NUMBERS = {"step", "reward", "val", "best", "age", "#", "turns", "tokens"}
@@ -153,23 +152,6 @@ def _print_shares(console: Console, shares: dict[str, float]) -> None:
             legend.append(f"{visible(name)} {share:.0%}  ", style)
     say(console, bar)
     say(console, legend)
-
-
-def print_event(console: Console, event: Row) -> None:
-    """An event of `Tail` in one line."""
-    recorded_at = event.get("recorded_at")
-    at = datetime.now() if recorded_at is None else datetime.fromisoformat(recorded_at)
-    head = [f"{at.astimezone():%H:%M:%S}", event["model"]]
-    step = [] if event["step"] is None else [f"step {event['step']}"]
-    if event["event"] == "job":
-        parts = ["job", event["job_id"][:8], event["state"], *step, job_progress(event)]
-        line = plain(" ".join([*head, *parts]).rstrip(), STATES.get(event["state"], "bright_black"))
-    else:
-        metrics = event["metrics"]
-        numbers = [f"{COUNTS[each]} {metrics[each]:.3g}" for each in metrics if each in COUNTS]
-        seconds = [f"{SECONDS[each]} {metrics[each]:.1f} s" for each in metrics if each in SECONDS]
-        line = plain("  ".join([" ".join([*head, *step]), *numbers, ", ".join(seconds)]).rstrip())
-    say(console, line)
 
 
 def seconds_since(recorded_at: str | None) -> float | None:

@@ -1,11 +1,10 @@
-"""`art jobs`, `art status` and `art tail` on a server: its queue is real, its engine and job runner do not run."""
+"""`art jobs` and `art status` on a server: its queue is real, its engine and job runner do not run."""
 
 import json
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,11 +13,7 @@ from art_server.jobs.queue import JobQueue
 from art_server.server import Server
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder
-from art_server.terminal.run import make_console
-from art_server.terminal.sources import FolderSource, HttpSource
-from art_server.terminal.tables import job_progress, print_event, print_jobs, print_status
-from art_server.terminal.tail import Tail
-from tests.demo import log
+from art_server.terminal.tables import job_progress, print_jobs, print_status
 from tests.quick.api.test_art_wire import make
 from tests.quick.jobs.test_queue import add
 from tests.quick.terminal.conftest import Ran, screen, served, shown
@@ -144,100 +139,3 @@ def test_the_address_in_the_folder_of_a_running_server_is_used(
     add(queue, name="run")
     files.write_json(tmp_path / ".server" / "address.json", {"url": url})
     assert "queued" in run("jobs", "--path", tmp_path).out
-
-
-# --- tail ---
-
-
-def test_tail_tells_steps_and_jobs_as_they_come(
-    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url, parts, queue = server
-    model = ModelFolder(tmp_path, "p", "run")
-    for step in (1, 2):
-        parts.registry.history.of(model).add(step, {"train/reward": step / 4, "loss/train": 1.0})
-    source = HttpSource(url)
-    events = Tail(source, None).events()
-    first = next(events)
-    assert (first["step"], first["metrics"]) == (2, {"train/reward": 0.5})
-    job = add(queue, name="run")
-    assert next(events)["state"] == "queued"
-    queue.set_running(job.job_id, 3)
-    assert next(events)["state"] == "running"
-    measured = {"train/reward": 0.75, "loss/logprob_gap_mean": 0.00123, "time/job_train_s": 4.25}
-    parts.registry.history.of(model).add(3, measured | {"data/step_num_groups_dead": 2.0})
-    step = next(events)
-    assert step["metrics"] == measured | {"data/step_num_groups_dead": 2.0}
-    parts.registry.history.of(model).add(3, {"val/reward": 0.5})
-    again = next(events)
-    assert (again["step"], again["metrics"]["val/reward"]) == (3, 0.5)
-    queue.set_failed(job.job_id, ErrorDetail(message="no\x1b[2Jmemory"))
-    failed = next(events)
-    assert (failed["job_id"], failed["state"]) == (job.job_id, "failed")
-    for event in (step, again, failed):
-        print_event(make_console(), event)
-    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        "p/run step 3  reward 0.75  gap 0.00123  without signal 2  train 4.2 s",
-        "p/run step 3  reward 0.75  val 0.5  gap 0.00123  without signal 2  train 4.2 s",
-        f"p/run job {job.job_id[:8]} failed no␛[2Jmemory",
-    ]
-    events.close()
-    source.close()
-
-
-def test_a_folder_s_tail_is_the_same_without_jobs(folder: Path, url: str) -> None:
-    def first(source: Any) -> list[Any]:
-        events = Tail(source, "demo/webnav-8b").events()
-        found = [next(events)]
-        events.close()
-        source.close()
-        return found
-
-    assert first(FolderSource(folder)) == first(HttpSource(url))
-
-
-def test_after_a_rollback_the_step_that_is_made_again_is_told(tmp_path: Path) -> None:
-    _, server = make(tmp_path)
-    server.close()
-    model = ModelFolder(tmp_path, "p", "run")
-    for step in (1, 2):
-        log(model, step, {"train/reward": step / 4})
-    events = Tail(FolderSource(tmp_path), None).events()
-    assert next(events)["step"] == 2
-    model.roll_back(1)
-    log(model, 2, {"train/reward": 0.9})
-    again = next(events)
-    assert (again["step"], again["metrics"]) == (2, {"train/reward": 0.9})
-
-
-def test_a_row_that_comes_late_is_told_alone(tmp_path: Path) -> None:
-    _, server = make(tmp_path)
-    server.close()
-    model = ModelFolder(tmp_path, "p", "run")
-    for step in (2, 3, 4):
-        log(model, step, {"train/reward": step / 4})
-    events = Tail(FolderSource(tmp_path), None).events()
-    assert next(events)["step"] == 4
-    for step in (1, 5):
-        log(model, step, {"val/reward": 0.5})
-        assert next(events)["step"] == step
-
-
-def test_tail_waits_for_a_server_that_went_away(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    app, server = make(tmp_path)
-    model = ModelFolder(tmp_path, "p", "run")
-    server.registry.history.of(model).add(1, {"train/reward": 0.25})
-    with served(app, lifespan="off") as url:
-        source = HttpSource(url)
-        events = Tail(source, None).events()
-        assert next(events)["step"] == 1
-    server.registry.history.of(model).add(2, {"train/reward": 0.5})
-    app.state.is_stopping = False
-    with served(app, lifespan="off", port=int(url.rpartition(":")[2])):
-        assert next(events)["step"] == 2
-    assert capsys.readouterr().err.count("went away: waiting for it") == 1
-    source.close()
-    server.close()

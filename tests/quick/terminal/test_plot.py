@@ -2,11 +2,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from art_protocol.wire import LoRAConfig
 from art_server.store.model_folder import ModelFolder, ModelRecord
-from art_server.terminal.plot import draw, points, print_plot
+from art_server.terminal.plot import HEIGHT, draw, points, print_plot
 from tests.demo import HOSTILE_METRIC, log
-from tests.quick.terminal.conftest import Ran, screen, shown
+from tests.quick.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown
 
 Run = Callable[..., Ran]
 
@@ -18,16 +20,28 @@ def history(*values: float | None, first: int = 1) -> dict[str, Any]:
     }
 
 
-def test_a_curve_is_drawn_from_corner_to_corner() -> None:
-    box = (0.0, 1.0, 0.0, 1.0)
-    assert draw([(0, 0), (1, 1)], box, 4, 2) == ["⠀⠀⡠⠊", "⡠⠊"]
-    assert draw([(0, 1), (1, 0)], box, 4, 2) == ["⠑⢄", "⠀⠀⠑⢄"]
-    assert draw([(0, 0), (0.5, 0), (1, 0)], box, 4, 2) == ["", "⣀⣀⣀⣀"]
+def test_a_curve_is_drawn_from_corner_to_corner_with_whole_steps() -> None:
+    rising = [(1.0, 0.0), (4.0, 1.0)]
+    title, top, *rows, bottom, ticks = draw("p/a m", rising, rising, 40).splitlines()
+    assert title.strip() == "p/a m" and top.strip().startswith("┌") and bottom.strip()[0] == "└"
+    assert rows[0].startswith("1.0") and rows[-1].startswith("0.0")
+    left, right = rows[0].index("┤") + 1, rows[0].rindex("│") - 1
+    assert rows[0][right] != " " and rows[0][left] == " "
+    assert rows[-1][left] != " " and rows[-1][right] == " "
+    assert ticks.split() == ["1", "2", "3", "4"]
 
 
-def test_one_point_and_equal_values_can_be_drawn() -> None:
-    assert draw([(3, 0.5)], (3, 3, 0.5, 0.5), 4, 2) == ["⠁", ""]
-    assert draw([(1, 2.0), (2, 2.0)], (1, 2, 2.0, 2.0), 2, 1) == ["⠉⠉"]
+@pytest.mark.parametrize("curve", [[(3.0, 0.5)], [(1.0, 2.0), (2.0, 2.0)]])
+def test_one_point_and_equal_values_can_be_drawn(
+    curve: list[tuple[float, float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert len(draw("m", curve, curve, 40).splitlines()) == HEIGHT
+    assert capfd.readouterr() == ("", ""), "the library has no complaint"
+
+
+def test_what_a_terminal_would_obey_is_shown_in_the_title() -> None:
+    title = draw(f"a\n{ESCAPES}", [(1.0, 1.0)], [(1.0, 1.0)], 100).splitlines()[0]
+    assert title.strip() == f"a⏎{SHOWN_ESCAPES}"
 
 
 def test_missing_and_infinite_values_are_left_out() -> None:
@@ -39,13 +53,16 @@ def test_charts_of_a_metric_share_their_axes() -> None:
     console = screen(40)
     models = {"p/a": history(0.0, 1.0), "p/b": history(0.5, 0.25, None, first=2), "p/c": history()}
     print_plot(console, models, ["train/reward"])
-    lines = shown(console).splitlines()
-    assert len(lines) == 2 * 11, "an empty line, the title, eight rows and the axis"
-    assert (lines[1], lines[12]) == ("p/a train/reward", "p/b train/reward")
-    assert lines[10].strip() == "step  1 to 3, last 1.000, highest 1.000 at step 2"
-    for first in (2, 13):
-        assert lines[first].startswith("   1.000") and lines[first + 7].startswith("   0.000")
-        assert max(map(len, lines[first : first + 8])) <= 40
+    charts = shown(console).strip("\n").split("\n\n")
+    lines = [chart.splitlines() for chart in charts]
+    assert [each[0].strip() for each in lines] == ["p/a train/reward", "p/b train/reward"]
+    assert [each[-2].split() for each in lines] == [["1", "2", "3"]] * 2
+    assert [each[-1] for each in lines] == [
+        "last 1.000, highest 1.000 at step 2",
+        "last 0.250, highest 0.500 at step 2",
+    ]
+    labels = [[line[:3] for line in each[1:-3]] for each in lines]
+    assert labels[0] == labels[1] and max(map(len, shown(console).splitlines())) <= 40
 
 
 def test_pictures_and_pages_are_written(run: Run, folder: Path, tmp_path: Path) -> None:

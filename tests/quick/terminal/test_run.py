@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -119,12 +118,10 @@ def test_into_a_pipe_nothing_is_cut_off_or_coloured(run: Run, folder: Path) -> N
         (["show", MODEL, "--group", "0", "--rollout", "99"], 1, "no group 0, rollout 99"),
         (["show", MODEL, "--group", "0", "--text", "zzz"], 1, "no group 0 with this text"),
         (["show", MODEL, "--rollout", "1"], 2, "add --group"),
-        (["show", MODEL, "--tokens", "gap"], 2, "add --group"),
         (["show", MODEL, "--group", "-1"], 2, "-1 must be at least 0"),
         (["plot", f"{MODEL}@3"], 2, "without '@3'"),
         (["plot", MODEL, "--metric", "train/rewards"], 1, "metrics: train/reward"),
         (["plot", MODEL, "--out", "x.gif"], 2, r"'x.gif' must end with .png, .svg, .html"),
-        (["tail", "none"], 1, "'none' is no model"),
         (["jobs"], 1, "only a running server has jobs"),
         (["jobs", "--cancel", "1"], 1, "only a running server has jobs"),
     ],
@@ -213,7 +210,7 @@ def test_the_server_that_holds_the_folder_s_lock_is_read(
 
 
 def test_a_server_that_does_not_answer_is_not_found(run: Run) -> None:
-    for command in (["runs"], ["tail"], ["jobs"]):
+    for command in (["runs"], ["jobs"]):
         code, out, err = run(*command, "--url", "http://127.0.0.1:9")
         assert (code, out) == (1, "") and "no answer from http://127.0.0.1:9" in err
         assert err.count("\n") == 1
@@ -271,14 +268,6 @@ def started(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
             process.kill()
 
 
-def test_ctrl_c_ends_tail_quietly(folder: Path) -> None:
-    with started(folder, "tail") as tail:
-        assert tail.stdout is not None and tail.stderr is not None
-        assert "demo/webnav-8b step 6  reward" in tail.stdout.readline()
-        tail.send_signal(signal.SIGINT)
-        assert tail.wait(10) == 130 and tail.stderr.read() == ""
-
-
 def test_a_reader_that_ends_early_is_no_error(folder: Path) -> None:
     with started(folder, "show", MODEL, "--json") as writer:
         assert writer.stdout is not None and writer.stderr is not None
@@ -290,6 +279,7 @@ def test_a_reader_that_ends_early_is_no_error(folder: Path) -> None:
     ("package", "arguments", "extra"),
     [
         ("rich", ["runs"], "[terminal]"),
+        ("plotext", ["plot", MODEL], "[terminal]"),
         ("matplotlib", ["plot", MODEL, "--out", "x.svg"], "[server]"),
         ("plotly", ["plot", MODEL, "--out", "x.html"], "[view]"),
         ("uvicorn", ["view"], "[view]"),
@@ -313,10 +303,10 @@ def test_without_its_extra_a_command_says_what_to_install(
     assert result.stderr.count("\n") == 1, result.stderr
 
 
-def test_without_numpy_the_numbers_of_tokens_name_their_extra(folder: Path, tmp_path: Path) -> None:
+def test_without_numpy_rollouts_in_full_name_their_extra(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(name='numpy')")
     code = "from art_server.cli import art; art()"
-    arguments = ["show", MODEL, "--group", "0", "--tokens", "gap", "--path", str(folder)]
+    arguments = ["show", MODEL, "--group", "0", "--path", str(folder)]
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""}
     command = [sys.executable, "-c", code, *arguments]
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `art show` prints: groups as tables, rollouts in panels, tokens by number, and nothing that a terminal obeys."""
+"""What `art show` prints: groups as tables, rollouts in panels, and nothing that a terminal obeys."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.wire import LoRAConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.store.model_folder import ModelFolder, ModelRecord
-from art_server.terminal.show import mark, print_show, tokens_of
+from art_server.terminal.show import print_show
 from tests.demo import log
 from tests.quick.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown
 
@@ -27,16 +27,9 @@ ENTRY: dict[str, Any] = {
     "turn": None,
 }
 TURN = {"origin": "ledger", "continues": "joined", "step": 4, "sequence": 0, "start": 2, "stop": 4}
-SEQUENCE: dict[str, Any] = {
-    "texts": ["<user>", "where?", "Vien", "na"],
-    "sampled_logprobs": [None, None, -0.5, -3.0],
-    "trainer_logprobs": [None, None, -0.505, -2.75],
-    "ratios": [None, None, 1.0, 1.5],
-    "advantages": [None, None, 1.25, -0.5],
-}
 
 
-def document(*entries: dict[str, Any], has_record: bool = True) -> dict[str, Any]:
+def document(*entries: dict[str, Any]) -> dict[str, Any]:
     group = {"index": 0, "mean": 0.5, "std": 0.5, "is_dead": False, "rollouts": []}
     details = {"metrics": {}, "metadata": {}, "logs": []}
     rollout = {
@@ -44,8 +37,8 @@ def document(*entries: dict[str, Any], has_record: bool = True) -> dict[str, Any
         "index": 1,
         "reward": 1.0,
         "histories": [{"entries": list(entries), "tools": None}],
-        "sequences": [SEQUENCE] if has_record else [],
-        "has_token_record": has_record,
+        "sequences": [],
+        "has_token_record": False,
     }
     return {
         "model": "p/a",
@@ -62,7 +55,7 @@ def test_a_rollout_has_a_panel_for_each_message() -> None:
     thought = ENTRY | {"reasoning": "I look.", "text": "", "tool_calls": [call], "turn": TURN}
     dropped = ENTRY | {"turn": {"dropped": "its record has expired"}}
     console = screen(60)
-    print_show(console, document(asked, thought, dropped), None)
+    print_show(console, document(asked, thought, dropped))
     assert (
         shown(console)
         == """\
@@ -89,7 +82,7 @@ rollout 1 of group 0, reward 1.000
 def test_the_table_of_a_step_fits_eighty_columns(folder: Path, run: Run) -> None:
     step = json.loads(run("show", "webnav-8b@1", "--limit", "2", "--json", "--path", folder).out)
     console = screen(80)
-    print_show(console, step, None)
+    print_show(console, step)
     lines = shown(console).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "demo/webnav-8b, step 1, train"
@@ -99,60 +92,6 @@ def test_the_table_of_a_step_fits_eighty_columns(folder: Path, run: Run) -> None
     )
     dropped = next(line for line in lines if "1 dropped" in line)
     assert dropped.split()[:3] == ["0", dropped.split()[1], "2"]
-
-
-def test_tokens_have_colours_or_their_numbers() -> None:
-    entry = ENTRY | {"turn": TURN}
-    plain = screen()
-    print_show(plain, document(entry), "logprob")
-    assert "Vien‹-0.5›na‹-3›" in shown(plain)
-    coloured = screen(color_system="standard")
-    print_show(coloured, document(entry), "logprob")
-    assert "‹" not in shown(coloured) and "\x1b[" in shown(coloured)
-    assert "logprob: below -0.7" in shown(coloured).replace("\x1b", "") or "below -0.7" in shown(
-        coloured
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers"),
-    [
-        ("logprob", [-0.5, -3.0]),
-        ("gap", [-0.005, 0.25]),
-        ("ratio", [1.0, 1.5]),
-        ("advantage", [1.25, -0.5]),
-    ],
-)
-def test_a_turn_s_tokens_have_the_number_that_was_chosen(name: str, numbers: list[float]) -> None:
-    rollout = document()["rollouts"][0]
-    texts, values = zip(*tokens_of(rollout, ENTRY | {"turn": TURN}, name), strict=True)
-    assert texts == ("Vien", "na") and list(values) == pytest.approx(numbers)
-
-
-def test_without_a_record_only_log_probabilities_of_the_choice_are_known() -> None:
-    rollout = document(has_record=False)["rollouts"][0]
-    entry = ENTRY | {"turn": TURN, "logprobs": [["Vien", -0.5], ["na", None]]}
-    assert tokens_of(rollout, entry, "logprob") == [("Vien", -0.5), ("na", None)]
-    assert tokens_of(rollout, entry, "gap") == []
-    console = screen()
-    print_show(console, document(entry, has_record=False), "gap")
-    assert "no gap is known" in shown(console) and "│ Vienna." in shown(console)
-
-
-def test_marks_grow_with_the_number() -> None:
-    assert [mark("logprob", each) for each in (-0.1, -0.7, -1.0, -9.0)] == [
-        "",
-        "",
-        "black on bright_yellow",
-        "white on red",
-    ]
-    assert mark("gap", 0.005) == "" and mark("gap", -0.2) == mark("gap", 0.2) == "black on orange1"
-    assert mark("ratio", 1.0) == "" and mark("ratio", 0.0) == mark("ratio", 9.0) == "white on red"
-    assert [mark("advantage", each) for each in (1.0, 0.0, -1.0)] == [
-        "black on green",
-        "",
-        "white on red",
-    ]
 
 
 @pytest.fixture
@@ -191,7 +130,6 @@ def hostile(tmp_path: Path) -> Path:
         ["status"],
         ["show", "a"],
         ["show", "a", "--group", "0"],
-        ["show", "a", "--group", "0", "--tokens", "logprob"],
         ["plot", "a", "--metric", f"train/{ESCAPES}"],
         ["plot", "a", "--metric", "none"],
         ["show", "none"],
@@ -212,6 +150,6 @@ def test_control_characters_never_reach_the_terminal(
 def test_control_characters_never_reach_a_panel(hostile: Path, run: Run) -> None:
     made = json.loads(run("show", "a", "--group", "0", "--json", "--path", hostile).out)
     console = screen()
-    print_show(console, made, None)
+    print_show(console, made)
     assert "[bold]no markup[/] :smile:" in shown(console)
     assert not {"\x1b", "\x07", "\x9b", "\u202e", "\x00"} & set(shown(console))
