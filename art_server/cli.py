@@ -85,7 +85,7 @@ def exit_status(error: Exception, command: str) -> int:
     if isinstance(error, NotFound) and error.code == "no_checkpoint":
         return NOTHING_TO_COPY
     is_missing = isinstance(error, NotFound | Unavailable)
-    return 1 if is_missing and command in (*terminal.SHOWN, "replay") else 2
+    return 1 if is_missing and command in terminal.SHOWN else 2
 
 
 def run_command(command: argparse.Namespace) -> None:

@@ -539,14 +539,6 @@ class RollbackRequest(Body):
     """The kept step that becomes the newest."""
 
 
-class UploadReply(Reply):
-    """The progress of an upload."""
-
-    received_bytes: int
-    model: ModelInfo | None = None
-    """The model that received the checkpoint; None until the upload is complete."""
-
-
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 

@@ -2,23 +2,20 @@
 
     checkpoint.json  adapter_config.json  adapter_model.safetensors  [optimizer.safetensors]
 
-The description is the first member and holds the SHA-256 of every other file, so a receiver can verify that the
-checkpoint is complete. The same checkpoint always gives the same bytes and the same ETag. A received tar is parsed
-header by header, because a tar library would follow links, paths or extensions.
+The description holds the SHA-256 of every other file, so a receiver can verify that the checkpoint is complete. The same
+checkpoint always gives the same bytes.
 """
 
-import contextlib
-import hashlib
+import io
 import os
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from pydantic import Field, ValidationError
 
 from art_protocol.wire import FiniteFloat, LoRAConfig
-from art_server.checkpoints.adapter import read_adapter
+from art_server.checkpoints.adapter import read_lora
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.store import files
 from art_server.store.model_folder import (
@@ -34,13 +31,10 @@ from art_server.store.model_folder import (
     create_model,
 )
 
-BLOCK = tarfile.BLOCKSIZE
-CHUNK_BYTES = 2**20
+MEMBERS = (DESCRIPTION_FILE, *CONTENT_FILES)
 MAX_DESCRIPTION_BYTES = 2**20
 MAX_CHECKPOINT_BYTES = 8 * 2**30
 """Limit for a received tar. An adapter of rank 64 on 32 billion parameters has 6.5 GB with its optimizer state."""
-UPLOAD_ID = "x-upload-id"
-"""Header of the requests of an upload in parts: only those with the same value continue each other."""
 
 
 class Description(CheckpointRecord):
@@ -84,18 +78,14 @@ def check_content(folder: Path, description: Description) -> None:
         InvalidInput: a file is missing, changed or not described, or the adapter differs.
     """
     fault = content_fault(folder, description.files)
-    unnamed = {
-        name for name in CONTENT_FILES if (folder / name).exists()
-    } - description.files.keys()
-    if missing := {CONFIG_FILE, ADAPTER_FILE} - description.files.keys():
-        fault = f"{DESCRIPTION_FILE} does not name {min(missing)}"
-    elif unnamed:
+    present = {name for name in CONTENT_FILES if (folder / name).exists()}
+    if unnamed := (present | {CONFIG_FILE, ADAPTER_FILE}) - description.files.keys():
         fault = f"{DESCRIPTION_FILE} does not name {min(unnamed)}"
     if fault is not None:
         raise InvalidInput(
             f"the checkpoint is incomplete or damaged: {fault}", code="broken_checkpoint"
         )
-    lora, _ = read_adapter(folder)
+    lora, _ = read_lora(folder)
     if (lora.rank, lora.alpha) != (description.lora.rank, description.lora.alpha):
         raise InvalidInput(
             f"{CONFIG_FILE} has rank {lora.rank} and alpha {lora.alpha:g}, {DESCRIPTION_FILE} has rank "
@@ -167,125 +157,88 @@ def place_checkpoint(
     folder.commit_checkpoint(content, description.record())
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
+# --- the tar ------------------------------------------------------------------------------------------------------
 
 
-class CheckpointTar:
-    """A checkpoint as a tar, made while it is read. Its files are open from the start, so the step can be deleted."""
+def write_tar(content: Path, description: Description, tar: BinaryIO) -> None:
+    """Writes a checkpoint as a tar.
 
-    def __init__(self, content: Path, description: Description):
-        """Opens the files; computes size and ETag.
-
-        Raises:
-            NotFound: a file was deleted meanwhile; the request may be repeated.
-        """
-        data = description.model_dump_json().encode()
-        self.etag = f'"{hashlib.sha256(data).hexdigest()}"'
-        self._opened = contextlib.ExitStack()
-        self._parts: list[tuple[int, bytes | BinaryIO]] = []
-        self._add(DESCRIPTION_FILE, len(data), data)
-        try:
-            for name in sorted(description.files):
-                file = self._opened.enter_context(open(content / name, "rb"))  # noqa: SIM115 - the stack closes it
-                self._add(name, os.fstat(file.fileno()).st_size, file)
-        except FileNotFoundError as error:
-            self.close()
-            raise NotFound(
-                f"{Path(error.filename).name} of step {description.step} was deleted meanwhile: repeat the request",
-                code="unknown_step",
-            ) from error
-        self._parts.append((2 * BLOCK, bytes(2 * BLOCK)))
-        self.size = sum(length for length, _ in self._parts)
-
-    def _add(self, name: str, size: int, content: bytes | BinaryIO) -> None:
-        header = tarfile.TarInfo(name)
-        header.size, header.mode = size, 0o644
-        self._parts.append((BLOCK, header.tobuf(tarfile.GNU_FORMAT)))
-        self._parts.append((size, content))
-        self._parts.append((-size % BLOCK, bytes(-size % BLOCK)))
-
-    def close(self) -> None:
-        self._opened.close()
-
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        """Yields the bytes [start, stop) in pieces, and closes the files at the end."""
-        stop = self.size if stop is None else stop
-        with self._opened:
-            begin = 0
-            for length, content in self._parts:
-                first, last = max(start - begin, 0), min(stop - begin, length)
-                begin += length
-                if first >= last:
-                    continue
-                if isinstance(content, bytes):
-                    yield content[first:last]
-                    continue
-                content.seek(first)
-                for offset in range(first, last, CHUNK_BYTES):
-                    yield content.read(min(CHUNK_BYTES, last - offset))
+    Raises:
+        NotFound: a file was deleted meanwhile; the request may be repeated.
+        StorageFull: the disk has no room.
+    """
+    data = description.model_dump_json().encode()
+    with (
+        files.disk_errors("the tar"),
+        tarfile.open(fileobj=tar, mode="w", format=tarfile.GNU_FORMAT) as members,
+    ):
+        _add(members, DESCRIPTION_FILE, len(data), io.BytesIO(data))
+        for name in sorted(description.files):
+            try:
+                with open(content / name, "rb") as file:
+                    _add(members, name, os.fstat(file.fileno()).st_size, file)
+            except FileNotFoundError as error:
+                raise NotFound(
+                    f"{name} of step {description.step} was deleted meanwhile: repeat the request",
+                    code="unknown_step",
+                ) from error
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
+def _add(members: tarfile.TarFile, name: str, size: int, content: BinaryIO) -> None:
+    header = tarfile.TarInfo(name)  # without owner and time
+    header.size = size
+    members.addfile(header, content)
 
 
-def unpack(tar: BinaryIO, folder: Path) -> Description:
-    """Writes the members of a checkpoint tar into a new folder, fsyncs them and checks that the checkpoint is complete.
+def read_tar(tar: BinaryIO, folder: Path) -> Description:
+    """Writes the members of a checkpoint's tar into a new folder, fsyncs them and checks that the checkpoint is complete.
 
     Raises:
         InvalidInput: the tar is not a valid checkpoint; the members written so far stay in the folder.
+        StorageFull: the disk has no room.
     """
     folder.mkdir(parents=True)
-    description: Description | None = None
-    while (member := _next_member(tar)) is not None:
-        if description is None:
-            if member.name != DESCRIPTION_FILE or member.size > MAX_DESCRIPTION_BYTES:
-                raise _bad_tar(
-                    f"its first member must be {DESCRIPTION_FILE}, of at most {MAX_DESCRIPTION_BYTES} bytes"
-                )
-            description = read_description(_read_exactly(tar, member.size))
-        elif member.name not in CONTENT_FILES or (folder / member.name).exists():
-            raise _bad_tar(f"'{member.name[:80]}' is not a file of a checkpoint, or occurs twice")
-        else:
-            _write_member(tar, member.size, folder / member.name)
-        _read_exactly(tar, -member.size % BLOCK)
-    if description is None:
-        raise _bad_tar("it is empty")
+    try:
+        with (
+            files.disk_errors("the checkpoint"),
+            tarfile.open(fileobj=tar, mode="r:", tarinfo=_Member) as members,
+        ):
+            # As `filter="data"`, which Python before 3.11.4 (Debian 12) lacks; `_Member` alone lets no path escape either.
+            members.extraction_filter = getattr(tarfile, "data_filter", None)
+            for member in members:
+                if (folder / member.name).exists():
+                    raise _bad_tar(f"'{member.name}' occurs twice")
+                # Without the modes of the tar: files of the server are private.
+                members.extract(member, folder, set_attrs=False)
+    except tarfile.TarError as error:
+        raise _bad_tar(str(error)) from error
+    for path in [*folder.iterdir(), folder]:
+        files.sync(path)
+    try:
+        file = folder / DESCRIPTION_FILE
+        if file.stat().st_size > MAX_DESCRIPTION_BYTES:
+            raise _bad_tar(f"{DESCRIPTION_FILE} has more than {MAX_DESCRIPTION_BYTES} bytes")
+        description = read_description(file.read_bytes())
+    except FileNotFoundError as error:
+        raise _bad_tar(f"it has no {DESCRIPTION_FILE}") from error
     check_content(folder, description)
     return description
 
 
-def _next_member(tar: BinaryIO) -> tarfile.TarInfo | None:
-    """Returns the next header, None at the end. Accepts plain files only: no links, folders or extended headers."""
-    block = _read_exactly(tar, BLOCK)
-    if not any(block):
-        return None
-    try:
-        member = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
-    except (tarfile.TarError, ValueError) as error:
-        raise _bad_tar(f"a header cannot be read ({error})") from error
-    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        raise _bad_tar(
-            f"'{member.name[:80]}' is not a plain file (write the tar with `--format=gnu`)"
-        )
-    if not 0 <= member.size <= MAX_CHECKPOINT_BYTES:
-        raise _bad_tar(
-            f"'{member.name[:80]}' has {member.size} bytes, which is negative or above the limit"
-        )
-    return member
+class _Member(tarfile.TarInfo):
+    """A header of a checkpoint's tar. Only plain files with the names of a checkpoint pass. `tarfile` would read an
+    extended header of any length into memory, and repeat one of a negative length for ever."""
 
-
-def _read_exactly(tar: BinaryIO, size: int) -> bytes:
-    data = tar.read(size)
-    if len(data) != size:
-        raise _bad_tar("it ends too early")
-    return data
-
-
-def _write_member(tar: BinaryIO, size: int, path: Path) -> None:
-    with files.disk_errors(path.name), open(path, "xb") as file:
-        for offset in range(0, size, CHUNK_BYTES):
-            file.write(_read_exactly(tar, min(CHUNK_BYTES, size - offset)))
-        files.finish(file)
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        member = super().frombuf(buf, encoding, errors)
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.name not in MEMBERS:
+            raise _bad_tar(
+                f"{member.name[:80]!a} is not a plain file of a checkpoint (write the tar with `--format=gnu`)"
+            )
+        if not 0 <= member.size <= MAX_CHECKPOINT_BYTES:
+            raise _bad_tar(f"'{member.name}' has {member.size} bytes")
+        return member
 
 
 def _bad_tar(problem: str) -> InvalidInput:

@@ -1,4 +1,4 @@
-"""The parsers of `art export`, `art import` and `art copy`, which `travel.py` implements, and of `art replay`."""
+"""The parsers of `art export`, `art import` and `art copy`, which `transfer.py` implements."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ FROM_WHERE = "without --url: the folder of a server (%(default)s)"
 
 
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
-    """Adds the four parsers."""
+    """Adds the three parsers."""
     export = commands.add_parser(
         "export", help="write an adapter as a PEFT folder, or the merged model"
     )
@@ -54,19 +54,6 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     for parser in (export, importing, copying):
         parser.add_argument("--path", type=Path, default=Path(".art"), help=FROM_WHERE)
         parser.add_argument("--url", help="a running server; its key is read from ART_API_KEY")
-    _add_replay(commands)
-
-
-def _add_replay(commands: Any) -> None:
-    replay = commands.add_parser("replay", help="make a step again from its record, and compare")
-    replay.add_argument(
-        "record",
-        metavar="RECORD",
-        help="[PROJECT/]NAME[@k], or the folder `replay` of a checkpoint or of its copy",
-    )
-    replay.add_argument(
-        "--path", type=Path, default=Path(".art"), help="the folder of a server (%(default)s)"
-    )
 
 
 def run_command(flags: argparse.Namespace) -> None:
@@ -77,15 +64,11 @@ def run_command(flags: argparse.Namespace) -> None:
         ModuleNotFoundError: the server's packages are not installed.
     """
     # Imported here, because `art --help` needs none of their packages.
-    if flags.command == "replay":
-        from art_server.checkpoints.replay import replay_step
-
-        return replay_step(flags)
-    from art_server.checkpoints import travel
+    from art_server.checkpoints import transfer
 
     run = {
-        "export": travel.export_model,
-        "import": travel.import_folder,
-        "copy": travel.copy_checkpoint,
+        "export": transfer.export_model,
+        "import": transfer.import_folder,
+        "copy": transfer.copy_checkpoint,
     }
     run[flags.command](flags)

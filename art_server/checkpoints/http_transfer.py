@@ -1,16 +1,16 @@
-"""Downloads and uploads checkpoints over HTTP, for the command line. An interrupted transfer is resumed."""
+"""Downloads and uploads checkpoints over HTTP, for the command line. A broken transfer begins anew."""
 
-import contextlib
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TypeVar
 
 import httpx
 from pydantic import ValidationError
 
-from art_protocol.wire import ErrorBody, ModelInfo, ModelList, Reply, UploadReply
-from art_server.checkpoints.archive import UPLOAD_ID, CheckpointTar, Description, unpack
+from art_protocol.wire import ErrorBody, ModelInfo, ModelList, Reply
+from art_server.checkpoints.archive import Description, read_tar, write_tar
 from art_server.errors import InvalidInput, Unavailable
 from art_server.remote import open_client
 
@@ -48,22 +48,17 @@ class Server:
         """
         info = self._find(project, name)
         path = checkpoint_path(info.project, info.name, info.step if step is None else step)
-        tar, etag = content.with_suffix(".tar"), ""
+        tar = content.with_suffix(".tar")
 
         def fetch() -> None:
-            nonlocal etag
-            received = tar.stat().st_size if etag and tar.exists() else 0
-            headers = {"range": f"bytes={received}-", "if-range": etag} if received else {}
-            with self._http.stream("GET", path, headers=headers) as response:
+            with self._http.stream("GET", path) as response, open(tar, "wb") as file:
                 raise_refusal(response)
-                etag = response.headers.get("etag", "")
-                with open(tar, "ab" if response.status_code == 206 else "wb") as file:
-                    for piece in response.iter_raw():
-                        file.write(piece)
+                for piece in response.iter_raw():
+                    file.write(piece)
 
         repeat(fetch)
         with open(tar, "rb") as file:
-            description = unpack(file, content)
+            description = read_tar(file, content)
         tar.unlink()
         return description
 
@@ -75,26 +70,14 @@ class Server:
             Unavailable: all attempts failed.
         """
         path = checkpoint_path(project, name, description.step)
+        with tempfile.TemporaryFile() as tar:
+            write_tar(content, description, tar)
 
-        def send() -> None:
-            with contextlib.closing(CheckpointTar(content, description)) as tar:
-                # The start of another adapter, left by an upload that was given up, is not continued.
-                same = {UPLOAD_ID: tar.etag}
-                total = {"content-range": f"bytes */{tar.size}"}
-                # A complete upload that the server did not accept is sent again from its first byte.
-                received = self._put(path, same | total, b"").received_bytes % tar.size
-                rest = {
-                    "content-range": f"bytes {received}-{tar.size - 1}/{tar.size}",
-                    "content-length": str(tar.size - received),
-                }
-                self._put(path, same | rest, tar.read(received))
+            def send() -> ModelInfo:
+                tar.seek(0)
+                return read_reply(ModelInfo, self._http.put(path, content=tar))
 
-        repeat(send)
-
-    def _put(
-        self, path: str, headers: dict[str, str], body: bytes | Iterator[bytes]
-    ) -> UploadReply:
-        return read_reply(UploadReply, self._http.put(path, headers=headers, content=body))
+            repeat(send)
 
     def _find(self, project: str, name: str) -> ModelInfo:
         models = repeat(lambda: read_reply(ModelList, self._http.get("/api/models"))).models

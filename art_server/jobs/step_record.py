@@ -1,4 +1,4 @@
-"""The record of a step: all that it was made from, in the folder `replay` of its checkpoint. `art replay` makes it again.
+"""The record of a step, in the folder `replay` of its checkpoint: `scripts/replay.py` makes the step again from it.
 
 record.json        configuration, seed, versions, thread count, and the digests of everything below and of the result
 batch.json.zlib    the job's `shared.tasks.Batch`, compressed

@@ -232,7 +232,7 @@ class TrainTask(Record):
     budget_divisor: int = Field(default=1, ge=1)
     """Divides the number of tokens per micro-batch, for a job during which the process died."""
     checkpointing: bool = False
-    """Gradient checkpointing is on from the start, as in the job that `art replay` repeats."""
+    """Gradient checkpointing is on from the start, as in the job that `scripts/replay.py` repeats."""
 
 
 Task = Annotated[

@@ -8,6 +8,7 @@ The server renames the finished folder into place, so it is never visible in par
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig
@@ -27,6 +28,7 @@ from art_server.trainer.policy import (
 )
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+NUMBER_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class BadCheckpoint(ValueError):
@@ -63,16 +65,16 @@ def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
             f"{base_model} cannot take an adapter with {lora!r}: {error}"
         ) from error
     shapes = {name: each.shape for name, each in adapter_tensors(model).items()}
-    tensors = load_file(folder / ADAPTER_FILE)
+    tensors = _load_tensors(folder / ADAPTER_FILE)
     if different := shapes.keys() ^ tensors.keys():
         known = "lacks" if min(different) in shapes else "has, unlike the base,"
         raise BadCheckpoint(
             f"this is not an adapter of {base_model} with target_modules {lora.target_modules or 'all'}: "
-            f"{len(different)} tensors differ; it {known} {min(different)}"
+            f"{len(different)} tensors differ; it {known} {min(different)[:200]}"
         )
     _check_tensors(tensors, shapes)
     if (folder / OPTIMIZER_FILE).exists():
-        state = load_file(folder / OPTIMIZER_FILE)
+        state = _load_tensors(folder / OPTIMIZER_FILE)
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         parameters = {name: trained[name].shape for name in _stepped(state) & trained.keys()}
         _check_tensors(
@@ -80,6 +82,15 @@ def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
             {f"{name}.{key}": shape for name, shape in parameters.items() for key in STATE_KEYS[1:]}
             | {f"{name}.step": torch.Size() for name in parameters},
         )
+
+
+def _load_tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise BadCheckpoint(
+            f"{file.name} is not a safetensors file ({error}): save the adapter with safe_serialization=True"
+        ) from error
 
 
 def _stepped(state: dict[str, torch.Tensor]) -> set[str]:
@@ -90,11 +101,13 @@ def _stepped(state: dict[str, torch.Tensor]) -> set[str]:
 def _check_tensors(tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]) -> None:
     for name, tensor in tensors.items():
         if name not in shapes:
-            raise BadCheckpoint(f"'{name}' belongs to no parameter of the adapter")
+            raise BadCheckpoint(f"'{name[:200]}' belongs to no parameter of the adapter")
         if tensor.shape != shapes[name]:
             raise BadCheckpoint(
                 f"{name} has shape {list(tensor.shape)}, the base takes {list(shapes[name])}"
             )
+        if tensor.dtype not in NUMBER_TYPES:
+            raise BadCheckpoint(f"{name} has number type {tensor.dtype}, which no adapter has")
         if not torch.isfinite(tensor).all():
             raise BadCheckpoint(f"{name} contains numbers that are not finite")
     if missing := shapes.keys() - tensors.keys():

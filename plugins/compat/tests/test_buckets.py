@@ -12,8 +12,8 @@ import pytest
 
 import art
 from art.compat.buckets import address_of
-from tests.quick.checkpoints.test_travel import model as folder_of
-from tests.quick.checkpoints.test_travel import path, run, same_weights, serving
+from tests.quick.checkpoints.test_transfer import model as folder_of
+from tests.quick.checkpoints.test_transfer import path, run, same_weights, serving
 
 pytestmark = pytest.mark.anyio
 __all__ = ["path"]  # the fixture

@@ -9,8 +9,8 @@ import pytest
 
 import art
 from plugins.compat.tests.test_buckets import program
-from tests.quick.checkpoints.test_travel import model as folder_of
-from tests.quick.checkpoints.test_travel import path, same_weights, serving
+from tests.quick.checkpoints.test_transfer import model as folder_of
+from tests.quick.checkpoints.test_transfer import path, same_weights, serving
 
 pytestmark = pytest.mark.anyio
 __all__ = ["path"]  # the fixture

@@ -1,6 +1,5 @@
 """Steps are made again from their records: bit-equal, or with the input that differs."""
 
-import argparse
 import asyncio
 import json
 import random
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
-from art_server import cli
 from art_server.background import Background
 from art_server.base_models import TINY_DIR, BaseModel
-from art_server.checkpoints import replay
 from art_server.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import NotFound
@@ -34,6 +31,7 @@ from art_server.shared.tasks import (
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry
 from art_server.trainer.token_budget import Budgets, budget_key
+from scripts import replay
 from tests.fakes import FakeEngine, keep_all
 
 LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
@@ -115,12 +113,8 @@ def record(trained: ModelFolder, tmp_path: Path) -> Path:
 
 
 def run(record: Path | str, path: Path = Path(".art")) -> int:
-    """Runs the command; returns its status."""
-    try:
-        replay.replay_step(argparse.Namespace(record=str(record), path=path))
-    except SystemExit as ended:
-        return int(str(ended.code))
-    return 0
+    """Runs the script; returns its status."""
+    return replay.main([str(record), "--path", str(path)])
 
 
 def test_a_replayed_step_is_bit_equal(trained: ModelFolder, record: Path) -> None:
@@ -139,14 +133,16 @@ def test_a_replay_has_the_token_budget_of_its_step(record: Path, tmp_path: Path)
     assert done.environment == described.environment
 
 
-def test_the_command_finds_a_step_in_a_servers_folder(
+def test_the_script_finds_a_step_in_a_servers_folder(
     trained: ModelFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = trained.path.parents[2]
-    cli.art(["replay", "a@1", "--path", str(root)])
+    assert run("a@1", root) == 0
     assert capsys.readouterr().out == "p/a, step 1: bit-equal (adapter and optimizer state)\n"
-    with pytest.raises(NotFound, match=r"step 0 of p/a has no record; steps with a record: 1, 2"):
-        run("p/a@0", root)
+    with pytest.raises(NotFound) as error:
+        replay.find_record("p/a@0", root)
+    assert error.value.code == "unknown_step"
+    assert run("p/a@0", root) == 2
 
 
 def spoil(file: Path) -> None:

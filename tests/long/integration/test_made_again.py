@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from scripts.import_graph import ROOT
 from tests.live import (
     PROJECT,
     Server,
@@ -15,10 +16,9 @@ def test_a_step_is_made_again_bit_for_bit(server: Server) -> None:
     register(server, "replayed")
     for _ in range(2):
         assert train_one_step(server, "replayed", learning_rate=3e-3)["event"] == "done"
-    command = [sys.executable, "-c", "from art_server.cli import art; art()"]
     root = server.model_dir("replayed").parents[2]
     ran = subprocess.run(
-        [*command, "replay", f"{PROJECT}/replayed@2", "--path", root],
+        [sys.executable, ROOT / "scripts" / "replay.py", f"{PROJECT}/replayed@2", "--path", root],
         capture_output=True,
         text=True,
         check=False,

@@ -108,8 +108,6 @@ def test_a_row_of_the_page_is_true(app: FastAPI, row: str) -> None:
     found = {"4 MB": 4, "8 GiB": 8 * 2**10, "`--max-body-mb": 512, "--max-body-mb": 512}
     mb = next(size for name, size in found.items() if limit.startswith(name))
     too_long = {**KEY, "content-length": str((mb + 1) * 2**20), "content-type": "application/json"}
-    if "8 GiB" in limit:
-        too_long["content-range"] = f"bytes 0-1/{(mb + 1) * 2**20}"
     assert send(app, method, path, headers=too_long, content=b"{}").status_code in (409, 413, 422)
 
 

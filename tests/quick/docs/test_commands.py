@@ -20,7 +20,10 @@ from art_server.settings import ServerConfig
 from art_server.terminal import commands as terminal_commands
 from tests.pages import HOWTO, PAGES, ROOT, blocks, commands
 
-PROGRAMS = {"art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "uv", "vllm"}
+PROGRAMS = {
+    *("art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "uv", "vllm"),
+    "scripts/replay.py",
+}
 """All that the pages call. `vllm` is in `tests/engine/integration`; `openssl` and `ssh` are not ours."""
 
 
@@ -62,7 +65,7 @@ def test_art_has_the_commands() -> None:
     checkpoint_commands.add_commands(subparsers)
     terminal_commands.add_commands(subparsers)
     found = [parser.parse_args(words) for words in calls("art")]
-    assert {each.command for each in found} == {"export", "jobs", "replay", "show"}
+    assert {each.command for each in found} == {"export", "jobs", "show"}
 
 
 def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,10 +204,11 @@ def test_a_command_that_looks_stops_no_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "call"), [("uvicorn", "main([])"), ("safetensors", "art(['export', 'a', 'b'])")]
+    ("package", "call", "extra"),
+    [("uvicorn", "main([])", "server"), ("uvicorn", "art(['view', '.'])", "view")],
 )
-def test_without_its_extra_the_server_says_what_to_install(
-    package: str, call: str, tmp_path: Path
+def test_without_its_extra_a_command_says_what_to_install(
+    package: str, call: str, extra: str, tmp_path: Path
 ) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name='{package}')")
     code = f"from art_server.cli import art, main; {call}"
@@ -220,4 +221,5 @@ def test_without_its_extra_the_server_says_what_to_install(
         check=False,
     )
     assert result.returncode == 2
-    assert result.stderr.count("\n") == 1 and "agent-reinforcement-trainer[server]" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert f"agent-reinforcement-trainer[{extra}]" in result.stderr

@@ -47,7 +47,7 @@ FLOORS = [
 ]
 """From the roof down: a room imports what lies below it."""
 OTHER_PROCESSES = {"inspection", "trainer", "in_vllm"}
-COMMANDS = {"art_server.checkpoints.export", "art_server.checkpoints.travel"}
+COMMANDS = {"art_server.checkpoints.export", "art_server.checkpoints.transfer"}
 """Of `art export` and `art import`: they run in a process of their own, and load the trainer's code when they need it."""
 EXTRAS = {"pydantic_core", "sky", "polars", "matplotlib", "verifiers"}
 """A part of pydantic, and what comes with the extras `sky`, `plotting` and `verifiers`."""

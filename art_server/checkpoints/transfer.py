@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import uuid
@@ -19,7 +18,7 @@ from typing import Any
 
 from art_server import base_models
 from art_server.base_models import find_base_model
-from art_server.checkpoints.adapter import read_adapter
+from art_server.checkpoints.adapter import read_lora
 from art_server.checkpoints.archive import (
     MAX_CHECKPOINT_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -46,8 +45,8 @@ from art_server.store.registry import check_case, check_name
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 """Schemes without folders. fsspec would create a missing bucket as if it were one."""
-STEP = re.compile(r"[0-9]{1,12}")
-"""Name of the folder of a checkpoint in a folder of checkpoints."""
+MAX_STEP_DIGITS = 12
+"""Length of the name of a checkpoint's folder in a folder of checkpoints."""
 
 
 def export_model(flags: argparse.Namespace) -> None:
@@ -212,9 +211,14 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
     """Describes a PEFT folder as a checkpoint: of the step in its checkpoint.json, else of step 0.
 
     Raises:
-        InvalidInput: the folder holds no plain LoRA adapter, or no base model is named.
+        InvalidInput: the folder holds no plain LoRA adapter in safetensors, or no base model is named.
     """
-    lora, named = read_adapter(content)
+    lora, named = read_lora(content)
+    if not (content / ADAPTER_FILE).exists():
+        raise InvalidInput(
+            f"{source} has no {ADAPTER_FILE}: save the adapter with safe_serialization=True",
+            code="bad_adapter",
+        )
     base = base_model or named
     if base is None:
         raise InvalidInput(
@@ -340,13 +344,10 @@ def newest_in(system: Any, root: str, address: str, not_after: int | None) -> st
         if system.exists(root)
         else []
     )
-    steps = [
-        name
-        for name in names
-        if STEP.fullmatch(name) and (not_after is None or int(name) <= not_after)
-    ]
+    steps = [name for name in names if name.isdecimal() and len(name) <= MAX_STEP_DIGITS]
     for name in sorted(steps, key=int, reverse=True):
-        if system.exists(f"{root}/{name}/{DESCRIPTION_FILE}"):
+        is_early_enough = not_after is None or int(name) <= not_after
+        if is_early_enough and system.exists(f"{root}/{name}/{DESCRIPTION_FILE}"):
             return f"{root}/{name}"
     raise no_checkpoint(address, not_after)
 

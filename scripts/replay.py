@@ -1,20 +1,30 @@
-"""`art replay`: makes a step again from its record, and compares it with the step, bit for bit."""
+#!/usr/bin/env -S .venv/bin/python
+"""Makes a step again from its record, and compares it with the step, bit for bit.
+
+    scripts/replay.py [PROJECT/]NAME[@k] [--path .art]     a step in a server's folder
+    scripts/replay.py FOLDER                               the folder `replay` of a checkpoint, or a copy of it
+
+Ends with 0 if adapter and optimizer state are bit-equal, with 1 if they are not or an input differs, and with 2 if there is
+no such record or it cannot be trained.
+"""
 
 import argparse
 import asyncio
 import contextlib
 import hashlib
 import os
+import sys
 import tempfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 from tqdm import tqdm
 
 from art_server.base_models import CACHE_DIR, find_base_model
-from art_server.checkpoints.travel import find_folder
-from art_server.errors import InvalidInput, NotFound, Unavailable
+from art_server.checkpoints.transfer import find_folder
+from art_server.errors import InvalidInput, NotFound, ServerError, Unavailable
 from art_server.jobs.step_record import (
     BATCH_FILE,
     FOLDER,
@@ -35,16 +45,29 @@ from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_
 COMPARED = {ADAPTER_FILE: "adapter", OPTIMIZER_FILE: "optimizer state"}
 
 
-def replay_step(flags: argparse.Namespace) -> None:
-    """Makes the step again and prints the outcome.
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make a step again from its record, and compare.")
+    parser.add_argument("record", metavar="RECORD", help="[PROJECT/]NAME[@k], or a folder `replay`")
+    parser.add_argument(
+        "--path", type=Path, default=Path(".art"), help="the folder of a server (%(default)s)"
+    )
+    flags = parser.parse_args(arguments)
+    try:
+        return 0 if replay_step(flags.record, flags.path) else 1
+    except ServerError as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 2
+
+
+def replay_step(text: str, path: Path) -> bool:
+    """Makes the step again, prints the outcome, and returns whether adapter and optimizer state are bit-equal.
 
     Raises:
-        SystemExit: adapter or optimizer state are not bit-equal, status 1.
         NotFound: there is no such record.
         InvalidInput: the record cannot be read, or its base model is not here.
         Unavailable: the trainer failed.
     """
-    folder = find_record(flags.record, flags.path)
+    folder = find_record(text, path)
     try:
         record = StepRecord.model_validate_json((folder / RECORD_FILE).read_bytes())
     except (OSError, ValidationError) as error:
@@ -56,7 +79,7 @@ def replay_step(flags: argparse.Namespace) -> None:
     if changed := changed_inputs(folder, record, base):
         print(f"{what} cannot be made again: these inputs differ from the record")
         print("\n".join(f"  {each}" for each in changed))
-        raise SystemExit(1)
+        return False
     with tempfile.TemporaryDirectory() as temporary:
         done = asyncio.run(train(folder, record, base, Path(temporary)))
         made = content_digests(Path(temporary) / "step")
@@ -65,7 +88,7 @@ def replay_step(flags: argparse.Namespace) -> None:
     ]
     if not different:
         print(f"{what}: bit-equal ({' and '.join(COMPARED.values())})")
-        return
+        return True
     print(f"{what}: {' and '.join(different)} not equal")
     for name, recorded in record.environment.items():
         if done.environment.get(name) != recorded:
@@ -74,7 +97,7 @@ def replay_step(flags: argparse.Namespace) -> None:
         print(
             "  no recorded input differs: the step depends on something else, such as a GPU's order of sums"
         )
-    raise SystemExit(1)
+    return False
 
 
 def find_record(text: str, path: Path) -> Path:
@@ -172,3 +195,7 @@ async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -
             raise Unavailable(f"the trainer failed: {error.message}", code=error.code) from error
         finally:
             await trainer.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
