@@ -4,13 +4,11 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import socket
-import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from art_server import __version__
 from art_server.checkpoints import commands as checkpoints
@@ -18,12 +16,9 @@ from art_server.children import collect_seldom, take_turns_often, wake_in_batche
 from art_server.errors import NotFound, ServerError, Unavailable, UsageError
 from art_server.flags import parse
 from art_server.installation import check_builds, check_system, installed_builds
-from art_server.settings import ApiKey, ServerConfig
+from art_server.settings import ServerConfig
 from art_server.store import files
 from art_server.terminal import commands as terminal
-
-if TYPE_CHECKING:
-    from art_server.api.keys import Keys
 
 logger = logging.getLogger("art_server")
 
@@ -35,11 +30,11 @@ IDLE_CONNECTION_SECONDS = 600
 UVICORN: Mapping[str, Any] = {
     "log_level": "warning",
     "access_log": False,
-    "proxy_headers": False,
+    "proxy_headers": True,
     "timeout_graceful_shutdown": GRACE_SECONDS,
     "timeout_keep_alive": IDLE_CONNECTION_SECONDS,
 }
-"""Any: uvicorn's settings have several types."""
+"""Any: uvicorn's settings have several types. A proxy on this machine says in its headers that a request came by HTTPS."""
 NOTHING_TO_COPY = 3
 """Exit code of `art copy` if its source is an address without a checkpoint, which programs tell from a failure."""
 
@@ -48,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the server until a signal stops it. Exits with status 2 and one sentence if the server cannot start."""
     try:
         check_system()
-        run(parse(arguments), lambda: parse(arguments).api_keys)
+        run(parse(arguments))
     except (UsageError, ServerError) as error:
         print(f"art-server: {error}", file=sys.stderr)
         sys.exit(2)
@@ -154,46 +149,8 @@ def open_ports(config: ServerConfig) -> tuple[socket.socket, socket.socket | Non
         return control, None
 
 
-def check_tls(config: ServerConfig) -> None:
-    """Checks the certificate and its key, if they are configured.
-
-    Raises:
-        UsageError: they cannot be read, or do not belong together.
-    """
-    if config.tls_cert is None or config.tls_key is None:
-        return
-    for flag, file in (("--tls-cert", config.tls_cert), ("--tls-key", config.tls_key)):
-        try:
-            file.read_bytes()
-        except OSError as error:
-            raise UsageError(f"{flag} {file} cannot be read: {error.strerror}") from error
-    try:
-        # The empty password keeps OpenSSL from prompting on the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            config.tls_cert, config.tls_key, password=""
-        )
-    except ssl.SSLError as error:
-        raise UsageError(
-            f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} are not a PEM certificate and its key "
-            f"without a password: {error.reason or error}"
-        ) from error
-
-
-def replace_keys(keys: "Keys", reread: Callable[[], Sequence[ApiKey]]) -> None:
-    """Accepts the keys that are configured now. If they cannot be read, the earlier keys stay."""
-    try:
-        found = reread()
-        if not found:
-            raise UsageError("no key is left; to run without keys, restart the server")
-    except UsageError as error:
-        logger.error("SIGHUP: the API keys stay as they are: %s", error)
-        return
-    keys.replace(found)
-    logger.info("SIGHUP: %d API keys are accepted", len(found))
-
-
-def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> None:
-    """Serves until a signal stops it. At SIGHUP it accepts the keys that `reread_keys` returns."""
+def run(config: ServerConfig) -> None:
+    """Serves until a signal stops it."""
     try:
         import uvicorn
         import uvloop
@@ -203,7 +160,6 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
     except ModuleNotFoundError as error:  # FastAPI and uvicorn come with the extra `server`
         raise missing_extra(error) from error
     check_builds(installed_builds())
-    check_tls(config)
     make_private(config)
     set_up_logs()
     logger.info("art-server %s: %s", __version__, config)
@@ -217,12 +173,7 @@ def run(config: ServerConfig, reread_keys: Callable[[], Sequence[ApiKey]]) -> No
         parts = build(config)
         port = inference.getsockname()[1] if inference is not None else None
         app = make_app(parts, port)
-        tls: Mapping[str, Any] = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
-        server = uvicorn.Server(uvicorn.Config(app, **UVICORN, **tls))
-        if config.api_key_file is not None:
-            asyncio.get_running_loop().add_signal_handler(
-                signal.SIGHUP, replace_keys, app.state.keys, reread_keys
-            )
+        server = uvicorn.Server(uvicorn.Config(app, **UVICORN))
         parent = parent_pid()
         files.write_json(config.server_dir / "address.json", own_address(url, inference_url))
         logger.info("listening on %s (inference also on %s/v1)", url, inference_url)
@@ -285,9 +236,8 @@ def set_up_logs() -> None:
 
 
 def address(config: ServerConfig, opened: socket.socket) -> str:
-    scheme = "https" if config.tls_cert is not None else "http"
     shown = f"[{config.host}]" if ":" in config.host else config.host
-    return f"{scheme}://{shown}:{opened.getsockname()[1]}"
+    return f"http://{shown}:{opened.getsockname()[1]}"
 
 
 if __name__ == "__main__":

@@ -50,13 +50,9 @@ class TooLarge(ServerError):
 
 
 class TooMany(ServerError):
-    """More requests or jobs than the server accepts at a time."""
+    """More jobs than the server accepts."""
 
     retryable = True
-
-    def __init__(self, message: str, *, code: str, retry_after_seconds: int | None = None):
-        super().__init__(message, code=code)
-        self.retry_after_seconds = retry_after_seconds
 
 
 class Unavailable(ServerError):

@@ -16,7 +16,7 @@ from art_server import __version__
 from art_server.errors import UsageError
 from art_server.settings import ENGINE_ARGS, KEY_LINE, KEY_VARIABLE, ApiKey, Flag, ServerConfig
 
-KEY_OPTIONS = {"name", "expires", "requests_per_minute", "concurrent"}
+KEY_OPTIONS = {"name", "expires"}
 
 
 def flag_of(field: str) -> Flag:

@@ -42,9 +42,7 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The maximum ranks that vLLM can be started with."""
 
 KEY_VARIABLE = "ART_API_KEY"
-KEY_LINE = (
-    "KEY [SCOPES [PROJECTS]] [name=NAME] [expires=TIME] [requests_per_minute=N] [concurrent=N]"
-)
+KEY_LINE = "KEY [SCOPES [PROJECTS]] [name=NAME] [expires=TIME]"
 
 
 def _in_utc(time: datetime) -> datetime:
@@ -52,7 +50,7 @@ def _in_utc(time: datetime) -> datetime:
 
 
 class ApiKey(BaseModel):
-    """One key, what it permits, and its limits."""
+    """One key, and what it permits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,13 +59,9 @@ class ApiKey(BaseModel):
     projects: frozenset[str] | None = None
     """None: every project."""
     name: Name | None = None
-    """The owner of the key. Jobs and limits belong to the name, so that they outlive the key."""
+    """The owner of the key. Keys for single models belong to the name, so that they outlive the key."""
     expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None
     """The first moment at which the key is refused; without a time zone it is UTC."""
-    requests_per_minute: int | None = Field(default=None, ge=1, le=100_000)
-    """In any sixty seconds. At most 100,000, because the start time of each request is stored."""
-    concurrent: int | None = Field(default=None, ge=1)
-    """Requests at a time; a stream counts until it ends."""
 
     @functools.cached_property
     def owner(self) -> str:
@@ -77,10 +71,6 @@ class ApiKey(BaseModel):
     @property
     def is_expired(self) -> bool:
         return self.expires is not None and self.expires <= datetime.now(UTC)
-
-    @property
-    def is_limited(self) -> bool:
-        return self.requests_per_minute is not None or self.concurrent is not None
 
 
 class Flag(NamedTuple):
@@ -136,16 +126,9 @@ class ServerConfig(BaseModel):
         Path | None,
         Flag(
             f"file with one key per line: {KEY_LINE}; scopes are 'infer', 'train' or 'infer,train', times default to "
-            "UTC (SECURITY.md); read again on SIGHUP",
+            "UTC (SECURITY.md)",
             "FILE",
         ),
-    ] = None
-    tls_cert: Annotated[
-        Path | None,
-        Flag("certificate (PEM, with its chain) for HTTPS on both ports; needs --tls-key", "FILE"),
-    ] = None
-    tls_key: Annotated[
-        Path | None, Flag("the certificate's private key (PEM, without a password)", "FILE")
     ] = None
     max_seq_length: Annotated[
         int | None,
@@ -309,12 +292,6 @@ class ServerConfig(BaseModel):
         if file is not None and not file.is_file():
             raise ValueError(f"--chat-template {file} is not a file")
         return file.resolve() if file is not None else None
-
-    @model_validator(mode="after")
-    def _check_tls(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key go together: give both or none")
-        return self
 
     @model_validator(mode="after")
     def _check_devices(self) -> Self:

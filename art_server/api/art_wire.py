@@ -203,8 +203,10 @@ async def prepare(
     model = find_model(body.model, registry, caller)
     log_notes(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
     await engine.wait_ready(config.wait_limit_seconds)
-    state = request.app.state
-    port = request.url.port if state.inference_port is None else state.inference_port
+    state, port = request.app.state, request.url.port
+    # HTTPS is a proxy's, whose port serves /v1 as well.
+    if state.inference_port is not None and request.url.scheme == "http":
+        port = state.inference_port
     key = state.model_keys.make(model.id, caller.owner) if state.keys else NO_KEY
     return [str(request.url.replace(port=port, path="/v1", query="")), key]
 

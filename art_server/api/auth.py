@@ -2,12 +2,12 @@
 
 A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Inference (`/v1`) needs the scope `infer`, any other
 route the scope `train`. `/health` and `/ready` need no key; without a valid one they show only the engine's state. The
-page needs none for its files, and the caller's key for its data. A key's limits are counted here, and a request counts
-until the last byte of its answer. A key that the ART wire issued permits inference on one model. With
-`--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL (`/s/SESSION/v1`), the
-header `x-art-session`, the key (`KEY::SESSION`) or the header `x-session-id` may name a session, which becomes part of
-the `Caller`. Without configured keys the server listens on loopback and trusts the programs of its machine, but not web
-pages in a browser there: requests with a foreign origin or host name are refused.
+page needs none for its files, and the caller's key for its data. A key that the ART wire issued permits inference on one
+model. With `--legacy-without-key`, callers without a key may use the routes of the ART wire only. The URL
+(`/s/SESSION/v1`), the header `x-art-session`, the key (`KEY::SESSION`) or the header `x-session-id` may name a session,
+which becomes part of the `Caller`. Without configured keys the server listens on loopback and trusts the programs of its
+machine, but not web pages in a browser there: requests with a foreign origin or host name are refused. TLS and limits of
+requests are a proxy's (docs/howto/proxy.md).
 """
 
 import contextlib
@@ -55,8 +55,6 @@ class Caller:
     """The session that the request names."""
     model_id: str | None = None
     """The only model ("PROJECT/NAME") that the key may use; None: any."""
-    limits: ApiKey | None = None
-    """The key whose limits apply to the request; None: no limits."""
 
     def check_project(self, project: str) -> None:
         """Checks that the caller may use a project.
@@ -110,16 +108,11 @@ class Authentication:
             return
         try:
             caller = self._admit(scope)
-            counted = self._keys.enter(caller.limits) if caller.limits is not None else None
         except ServerError as error:
             await answer(error)(scope, receive, send)
             return
-        scope.setdefault("state", {}).update(caller=caller, counted=counted)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            if counted is not None:
-                counted.leave()
+        scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Caller:
         session = take_session_path(scope)
@@ -135,7 +128,7 @@ class Authentication:
         presented, _, key_session = (presented_key(headers) or "").partition(SESSION_MARK)
         if is_open(path):
             with contextlib.suppress(ServerError):
-                return replace(self._identify(path, headers, presented), limits=None)
+                return self._identify(path, headers, presented)
             return STRANGER
         caller = self._identify(path, headers, presented)
         if named := session or headers.get(SESSION_HEADER) or key_session:
@@ -160,7 +153,7 @@ class Authentication:
         needed: KeyScope = "infer" if is_inference else "train"
         if needed not in key.scopes and not is_open(path):
             raise Forbidden(f"this key lacks the scope '{needed}'", code="forbidden")
-        return Caller(key.owner, key.projects, limits=key if key.is_limited else None)
+        return Caller(key.owner, key.projects)
 
     def _find_model(self, presented: str) -> Caller | None:
         """The caller that a key for one model was issued to. None for other keys, or if this caller has lost access."""
@@ -172,8 +165,7 @@ class Authentication:
         key = self._keys.find_owner(owner)
         if key is None:
             return None
-        limits = key if key.is_limited else None
-        return Caller(owner, key.projects, model_id=model_id, limits=limits)
+        return Caller(owner, key.projects, model_id=model_id)
 
     def _find(self, presented: str) -> ApiKey:
         if not presented:

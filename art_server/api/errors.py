@@ -26,7 +26,7 @@ STATUS: Mapping[type[errors.ServerError], int] = {
 }
 
 RETRY_AFTER_SECONDS = 5
-"""The `retry-after` of an answer with 429 or 503, unless the error has its own."""
+"""The `retry-after` of an answer with 429 or 503."""
 
 MAX_FIELDS_SHOWN = 3
 RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -59,8 +59,6 @@ def answer(error: errors.ServerError) -> JSONResponse:
     """The HTTP answer to an error."""
     status = status_of(error)
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
-    if isinstance(error, errors.TooMany) and error.retry_after_seconds is not None:
-        headers["retry-after"] = str(error.retry_after_seconds)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = ErrorBody(error=detail_of(error)).model_dump(mode="json")

@@ -49,8 +49,6 @@ def install(app: FastAPI, server: Server) -> None:
         await base.wait_found()  # the limit and the names depend on it
         body = await read_body(request, v1_limit_mb(engine.max_seq_length), SHORTER)
         inference = await beside(functools.partial(make_request, request, arrived_at), body)
-        if (counted := request.state.counted) is not None:
-            counted.grow(num_choices(inference.api, inference.body))
         if tracing is not None:
             inference.traceparent = request.headers.get("traceparent")
         relay.resolve(inference)  # refuses an unknown name now, not after a wait

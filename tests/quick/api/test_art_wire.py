@@ -343,6 +343,12 @@ async def test_the_base_url_is_the_host_that_was_asked(tmp_path: Path) -> None:
         async with client(app, host) as http:
             reply = await http.post("/_prepare_backend_for_training", json=body)
         assert reply.json() == [f"http://{host}:8000/v1", "default"]
+    behind_tls = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="https://localhost:8443"
+    )
+    async with behind_tls as http:
+        reply = await http.post("/_prepare_backend_for_training", json=body)
+    assert reply.json()[0] == "https://localhost:8443/v1", "a proxy's, which has one port"
 
 
 async def test_the_key_that_is_handed_out_opens_its_model_only(tmp_path: Path) -> None:

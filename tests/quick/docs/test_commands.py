@@ -22,7 +22,7 @@ from tests.pages import HOWTO, PAGES, ROOT, blocks, commands
 
 PROGRAMS = {
     *("art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "uv", "vllm"),
-    "scripts/replay.py",
+    *("caddy", "xcaddy", "scripts/replay.py"),
 }
 """All that the pages call. `vllm` is in `tests/engine/integration`; `openssl` and `ssh` are not ours."""
 
@@ -72,10 +72,10 @@ def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "keys.txt").write_text(blocks("share-a-server.md", "text")[0])
     monkeypatch.chdir(tmp_path)
     found = [flags.parse(words) for words in calls("art-server")]
-    assert len(found) == 4
-    (shared,) = (config for config in found if config.api_key_file is not None)
+    assert len(found) == 5
+    shared, _ = (config for config in found if config.api_key_file is not None)
     assert [key.name for key in shared.api_keys] == ["alice", "bob", "agents"]
-    assert shared.api_keys[2].scopes == {"infer"} and shared.api_keys[2].concurrent == 64
+    assert shared.api_keys[2].scopes == {"infer"} and shared.api_keys[2].expires is not None
 
 
 @pytest.mark.parametrize("page", PAGES)

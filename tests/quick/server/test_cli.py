@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from art_server.cli import art, check_tls, main, open_port
+from art_server.cli import art, main, open_port
 from art_server.errors import Conflict, UsageError
 from art_server.flags import make_parser, parse, settings_table
 from art_server.store.files import lock_folder
@@ -51,21 +51,20 @@ def test_a_key_file_gives_scopes_and_projects(tmp_path: Path) -> None:
         parse(["--api-key-file", str(tmp_path / "none")])
 
 
-def test_a_key_file_gives_names_expiry_and_limits(tmp_path: Path) -> None:
+def test_a_key_file_gives_names_and_expiry(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
-        "one name=alice expires=2026-12-31 requests_per_minute=600 concurrent=64\n"
+        "one name=alice expires=2026-12-31\n"
         "two infer p expires=2026-12-31T12:30:00+02:00 name=bob\n"
         "three= train\n"
     )
     one, two, three = parse(["--api-key-file", str(file)]).api_keys
     assert (one.name, one.owner, one.scopes) == ("alice", "alice", {"infer", "train"})
-    assert (one.requests_per_minute, one.concurrent) == (600, 64)
     assert one.expires == datetime(2026, 12, 31, tzinfo=UTC)
     assert two.expires == datetime(2026, 12, 31, 10, 30, tzinfo=UTC)
     assert (two.owner, two.projects, two.scopes) == ("bob", {"p"}, {"infer"})
     assert (three.key, three.scopes) == ("three=", {"train"})
-    assert not three.is_limited and not three.is_expired
+    assert not three.is_expired
 
 
 @pytest.mark.parametrize(
@@ -76,8 +75,7 @@ def test_a_key_file_gives_names_expiry_and_limits(tmp_path: Path) -> None:
         ("SECRET name=a name=b", "too many fields"),
         ("SECRET expires=soon", "expires: Input should be a valid datetime"),
         ("SECRET expires=", "expires: Input should be a valid datetime"),
-        ("SECRET concurrent=0", "concurrent: Input should be greater"),
-        ("SECRET requests_per_minute=many", "requests_per_minute: Input should be a valid integer"),
+        ("SECRET requests_per_minute=600", "an unknown field"),
         ("SECRET name=a/b", "name: String should match"),
         ("infer SECRET=c2VjcmV0", "an unknown field"),
         ("name=alice SECRET", "scopes: Input should be"),
@@ -106,18 +104,6 @@ def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not a text file"):
         parse(["--api-key-file", str(file)])
-
-
-def test_certificate_and_key_go_together_and_are_read_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="go together"):
-        parse(["--tls-cert", "a"])
-    cert, key = tmp_path / "cert", tmp_path / "key"
-    flags = ["--tls-cert", str(cert), "--tls-key", str(key)]
-    for written, reason in ((None, "--tls-cert"), (cert, "--tls-key"), (key, "not a PEM")):
-        if written is not None:
-            written.write_text("nonsense")
-        with pytest.raises(UsageError, match=reason):
-            check_tls(parse(flags))
 
 
 def test_engine_arguments_come_from_a_list() -> None:
