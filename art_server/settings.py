@@ -37,6 +37,8 @@ ENGINE_ARGS = frozenset(
 )
 """The vLLM arguments that `--engine-arg` accepts. Arguments that our own flags set (model, dtype, lengths, LoRA) and
 arguments that open files or sockets are left out on purpose."""
+OWN_ENGINE_ARGS = frozenset({"max_seq_length", "record_distributions"})
+"""What a client may request beside them: settings of ours with their own flags."""
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The maximum ranks that vLLM can be started with."""
@@ -197,6 +199,14 @@ class ServerConfig(BaseModel):
             "MEAN",
         ),
     ] = Field(default=None, ge=0)
+    record_distributions: Annotated[
+        bool,
+        Flag(
+            "on a GPU: record what each token was sampled from under a temperature, top_k, top_p, min_p or a grammar, with "
+            "vLLM's earlier model runner and without FlashInfer's sampler; without this flag such tokens are trained with "
+            "ratio 1, and the report counts them; a CPU always records, and so does --exact"
+        ),
+    ] = False
     kv_cache_gb: Annotated[int, Flag("engine's KV cache on a CPU, in GiB (%(default)s)")] = Field(
         default=1, ge=1
     )
@@ -322,14 +332,25 @@ class ServerConfig(BaseModel):
             engine = "bfloat16"
         return engine, usual if self.trainer_dtype == "auto" else self.trainer_dtype
 
+    def records_distributions(self, device: Device) -> bool:
+        """Whether the engine records what each token was sampled from (`in_vllm/kept_sets.py`)."""
+        return device == "cpu" or self.record_distributions or self.exact
+
     def with_requested(self, requested: Mapping[str, str], max_positions: int) -> "ServerConfig":
-        """These settings, with a client's `max_seq_length` and engine arguments where the command line sets none."""
+        """These settings, with what a client requested (`OWN_ENGINE_ARGS`, `ENGINE_ARGS`) where the command line sets none."""
         engine_args = {**requested, **self.engine_args}
         asked = engine_args.pop("max_seq_length", None)
+        records = engine_args.pop("record_distributions", None) == "true"
         length = self.max_seq_length
         if length is None and asked is not None:
             length = min(int(asked), max_positions)
-        return self.model_copy(update={"max_seq_length": length, "engine_args": engine_args})
+        return self.model_copy(
+            update={
+                "max_seq_length": length,
+                "record_distributions": self.record_distributions or records,
+                "engine_args": engine_args,
+            }
+        )
 
     @property
     def server_dir(self) -> Path:

@@ -5,12 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from art_server.errors import InvalidInput
-from art_server.settings import ENGINE_ARGS, Device
+from art_server.settings import ENGINE_ARGS, OWN_ENGINE_ARGS, Device
 
 MAX_NOTES = 50
 VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 """A value must not begin with a dash, because it becomes an argument of vLLM's command line."""
-VALUES = {"max_seq_length": re.compile(r"[1-9][0-9]{2,7}")}
+VALUES = {
+    "max_seq_length": re.compile(r"[1-9][0-9]{2,7}"),
+    "record_distributions": re.compile("true|false"),
+}
 
 
 def read_engine_args(given: Mapping[str, Any], device: Device) -> tuple[dict[str, str], list[str]]:
@@ -23,7 +26,7 @@ def read_engine_args(given: Mapping[str, Any], device: Device) -> tuple[dict[str
     unknown: list[str] = []
     for key, value in given.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        is_known = key in ENGINE_ARGS or key == "max_seq_length"
+        is_known = key in ENGINE_ARGS or key in OWN_ENGINE_ARGS
         if not is_known or (device == "cpu" and key == "gpu_memory_utilization"):
             unknown.append(f"engine_args.{key}")
         elif value is not None and not VALUES.get(key, VALUE).fullmatch(text):

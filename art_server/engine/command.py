@@ -11,7 +11,13 @@ from art_server.base_models import BaseModel, has_other_format, weight_bytes
 from art_server.device.plan import Plan
 from art_server.errors import InvalidInput
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
-from art_server.shared.switches import EXPERTS_SWITCH, ONE_THREAD_SWITCH, RAW_SWITCH, SWITCH
+from art_server.shared.switches import (
+    DISTRIBUTIONS_SWITCH,
+    EXPERTS_SWITCH,
+    ONE_THREAD_SWITCH,
+    RAW_SWITCH,
+    SWITCH,
+)
 
 SOCKET_NAME = "engine.sock"
 """Name of vLLM's HTTP socket in the engine's private folder."""
@@ -145,6 +151,8 @@ def engine_environment(
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE="60",
     )
     environment[SWITCH] = device
+    if config.records_distributions(device):
+        environment[DISTRIBUTIONS_SWITCH] = "1"
     if config.raw_special_tokens:
         environment[RAW_SWITCH] = "1"
     if device == "cpu":
@@ -165,8 +173,8 @@ def engine_environment(
         bound = environment.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
         if bound.isdecimal() or (bound == "auto" and len(cores) <= 2):
             environment[ONE_THREAD_SWITCH] = "1"
-    else:
+    elif config.records_distributions(device):
         # `kept_sets.py` works with this model runner and this sampler only.
-        environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return environment

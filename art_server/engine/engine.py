@@ -254,7 +254,11 @@ class Engine:
     def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
         """One sentence for each requested engine argument that is not in effect."""
         running = ENGINE_DEFAULTS | dict(self._config.engine_args)
-        running["max_seq_length"] = str(self.max_seq_length)
+        records = self._config.records_distributions(self._device)
+        running |= {
+            "max_seq_length": str(self.max_seq_length),
+            "record_distributions": str(records).lower(),
+        }
         return [
             f"{name}={value} is not applied: the engine was started with {running.get(name, 'its default')}. Such "
             "settings apply from the command line (art-server --help) or from the registration that starts the engine"
@@ -365,6 +369,11 @@ class Engine:
         command = engine_command(self._config, base, self._device, run_dir, self._plan)
         environment = engine_environment(self._config, base, self._device, os.environ)
         environment |= {FILE_VARIABLE: str(self._work_file), **self._kept_to}
+        if not self._config.records_distributions(self._device):
+            logger.info(
+                "tokens sampled at another temperature than 1, from a part of the vocabulary or under a grammar will be "
+                "trained with ratio 1: start with --record-distributions for exact ratios"
+            )
         return await start_child(command, self._log, environment)
 
     @property

@@ -6,8 +6,8 @@ request has a top_k, and without probabilities. `install` fills the same fields 
 grammar's mask applied after the raw log-probabilities are computed, so that these are the model's own.
 
 This works with `GPUModelRunner` of `vllm/v1/worker/gpu_model_runner.py`, which vLLM uses on CPUs and, if
-VLLM_USE_V2_MODEL_RUNNER is 0, on CUDA. By default vLLM 0.32.0 uses the runner of `vllm/v1/worker/gpu` on CUDA; with
-that runner, and with speculative decoding, nothing is reported.
+VLLM_USE_V2_MODEL_RUNNER is 0, on CUDA. By default vLLM 0.32.0 uses the faster runner of `vllm/v1/worker/gpu` on CUDA, so there
+this module is installed on request only (`--record-distributions`). With speculative decoding nothing is reported.
 """
 
 import contextlib
@@ -202,17 +202,12 @@ def install() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     seam(Scheduler, "update_from_output", uses="return_sampling_mask")
-    make_scheduler = seam(Scheduler, "__init__", uses="use_v2_model_runner")
+    make_scheduler = seam(Scheduler, "__init__")
     make_worker = seam(WorkerBase, "__init__")
 
     def make_scheduler_with_masks(self: Any, *args: Any, **kwargs: Any) -> None:
         make_scheduler(self, *args, **kwargs)
         self.return_sampling_mask = True
-        if self.use_v2_model_runner:
-            logger.warning(
-                "vLLM uses its V2 model runner: only tokens sampled at temperature 1 from the whole vocabulary have "
-                "sampled log-probabilities; set VLLM_USE_V2_MODEL_RUNNER=0 for all"
-            )
 
     def make_worker_with_figures(self: Any, *args: Any, **kwargs: Any) -> None:
         install_in_runner()  # late, so that the API's and the scheduler's process do not import the runner

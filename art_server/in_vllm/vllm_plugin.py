@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from art_server.shared.switches import EXPERTS_SWITCH, SWITCH
+from art_server.shared.switches import DISTRIBUTIONS_SWITCH, EXPERTS_SWITCH, SWITCH
 
 SPIN_SECONDS = 0.0005
 """Busy-wait this long before sleeping, for answers that come at once."""
@@ -41,7 +41,7 @@ class Pause:
 
 
 def install() -> None:
-    """Installs reports of what each token was sampled from and of work done, and limits of grammars. On a CPU also:
+    """Installs reports of work done and, where they are wanted, of what each token was sampled from; limits grammars. On a CPU also:
     forked processes, faster LoRA, right rotary embeddings, seeded requests, mixtures of experts, and waits that leave the cores to processes
     with work."""
     device = os.environ.get(SWITCH)
@@ -52,7 +52,8 @@ def install() -> None:
 
     from art_server.in_vllm import counting, grammars, kept_sets
 
-    kept_sets.install()
+    if DISTRIBUTIONS_SWITCH in os.environ:
+        kept_sets.install()
     grammars.install()
     counting.install(device)
     if device != "cpu":

@@ -190,7 +190,8 @@ class Report:
             ]
         return [
             f"{what}. Their log-probabilities under these settings are unknown, so they are trained with ratio 1, as "
-            "if the trainer had sampled them. For exact ratios, sample at a temperature above 0 and without penalties"
+            "if the trainer had sampled them. For exact ratios, sample at a temperature above 0 and without penalties, on "
+            "a GPU with art-server --record-distributions"
         ]
 
     def drop(self, reason: str, where: str) -> None:

@@ -2,6 +2,8 @@
 
 SWITCH = "ART_ENGINE_DEVICE"
 """The device. Set only for our engines, so that other vLLM processes of the same installation remain unchanged."""
+DISTRIBUTIONS_SWITCH = "ART_ENGINE_DISTRIBUTIONS"
+"""Set where the distribution that each token was sampled from is recorded."""
 EXPERTS_SWITCH = "ART_ENGINE_EXPERTS"
 """Set for a base model that is a mixture of experts."""
 RAW_SWITCH = "ART_ENGINE_RAW_SPECIAL_TOKENS"

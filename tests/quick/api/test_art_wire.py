@@ -253,6 +253,7 @@ async def test_our_own_registration_takes_engine_arguments_too(tmp_path: Path) -
         "max_seq_length": 512,
         "headless": True,
         "max_logprobs": None,
+        "record_distributions": True,  # a CPU does
     }
     async with client(app) as http:
         assert "notes" not in (await http.post("/api/models", json=body)).json()

@@ -383,11 +383,38 @@ def test_the_scheduler_hands_entries_on(vllm: Any) -> None:
 TINY = BaseModel("art/tiny", TINY_DIR)
 
 
-def test_on_cuda_vllm_takes_the_runner_that_we_know() -> None:
-    config = ServerConfig(path=Path("x"))
-    made = engine_environment(config, TINY, "cuda", {})
-    assert made["VLLM_USE_V2_MODEL_RUNNER"] == made["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+def test_what_was_not_recorded_is_unknown() -> None:
+    """An engine that records nothing sends no entries: the raw log-probabilities do not stand in for them."""
+    for source in ("whole", "cut"):
+        assert entries.read_choice(source, [-1.0, -2.0], [(), ()]) == (None, [], [])
+        assert entries.read_choice(source, [-1.0, -2.0], []) == (None, [], [])
+    assert entries.read_choice("raw", [-1.0, -2.0], []) == ([-1.0, -2.0], [], [])
+
+
+RUNNER, SAMPLER = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER"
+
+
+@pytest.mark.parametrize("settings", [{"record_distributions": True}, {"exact": True}])
+def test_on_cuda_distributions_are_recorded_on_request(settings: dict[str, Any]) -> None:
+    """They need the earlier runner and sampler, whatever the environment says."""
+    config = ServerConfig(path=Path("x"), **settings)
+    made = engine_environment(config, TINY, "cuda", {RUNNER: "1"})
+    assert made[RUNNER] == made[SAMPLER] == "0" and made[switches.DISTRIBUTIONS_SWITCH]
+
+
+def test_by_default_cuda_has_vllm_s_own_runner_and_sampler() -> None:
+    made = engine_environment(ServerConfig(path=Path("x")), TINY, "cuda", {})
     assert made[switches.SWITCH] == "cuda"
-    own = engine_environment(config, TINY, "cuda", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
-    assert own["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(config, TINY, "cpu", {})
+    assert not {RUNNER, SAMPLER, switches.DISTRIBUTIONS_SWITCH} & made.keys()
+
+
+def test_a_cpu_records_always() -> None:
+    made = engine_environment(ServerConfig(path=Path("x")), TINY, "cpu", {})
+    assert made[switches.DISTRIBUTIONS_SWITCH] and RUNNER not in made
+
+
+def test_a_model_requests_them_at_its_registration() -> None:
+    config = ServerConfig(path=Path("x")).with_requested({"record_distributions": "true"}, 100)
+    assert config.records_distributions("cuda") and not config.engine_args
+    config = ServerConfig(path=Path("x")).with_requested({"record_distributions": "false"}, 100)
+    assert not config.records_distributions("cuda")
