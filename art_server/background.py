@@ -4,12 +4,8 @@ works."""
 import asyncio
 import contextlib
 import logging
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -19,11 +15,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 30.0
 BEAT_SECONDS = 0.1
 """Interval of the checks of the event loop."""
 STALL_SECONDS = 0.25
-"""If the event loop is later than this, a warning is logged with the code that blocks it."""
-
-
-SCHEDSTAT = Path("/proc/thread-self/schedstat")
-"""Linux: the thread's nanoseconds on a core and waiting for one, and its number of turns."""
+"""If the event loop is later than this, a warning is logged."""
 
 
 class Background:
@@ -88,55 +80,17 @@ class Background:
 
 
 class LoopWatch:
-    """Measures how late the event loop is, and logs the code that blocks it.
-
-    The loop updates a time stamp, and a thread checks it. If it gets too old, the thread logs the loop's stack.
-    """
+    """Measures how late the event loop is."""
 
     def __init__(self) -> None:
         self.longest_stall_seconds = 0.0
-        self._thread_id = threading.get_ident()
-        self._beat, self._without_core = time.monotonic(), 0.0
-        self._is_over = threading.Event()
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
-        self._thread_id, self._beat = threading.get_ident(), time.monotonic()
-        self._without_core = seconds_without_core()
-        self._is_over.clear()
-        watcher = threading.Thread(target=self._look, name="loop watch", daemon=True)
-        watcher.start()
-        try:
-            while True:
-                await asyncio.sleep(BEAT_SECONDS)
-                now, without_core = time.monotonic(), seconds_without_core()
-                late = now - self._beat - BEAT_SECONDS
-                self.longest_stall_seconds = max(self.longest_stall_seconds, late)
-                if late > STALL_SECONDS:
-                    logger.warning(
-                        "the event loop was blocked for %.2f s, of which %.2f s it waited for a core",
-                        late,
-                        without_core - self._without_core,
-                    )
-                self._beat, self._without_core = now, without_core
-        finally:
-            self._is_over.set()
-
-    def _look(self) -> None:
-        reported = 0.0
-        while not self._is_over.wait(BEAT_SECONDS):
-            beat = self._beat
-            late = time.monotonic() - beat - BEAT_SECONDS
-            if late > STALL_SECONDS and beat != reported:
-                reported = beat
-                frame = sys._current_frames().get(self._thread_id)
-                where = "".join(traceback.format_stack(frame, limit=6)) if frame else "?"
-                logger.warning("the event loop is blocked for over %.2f s by\n%s", late, where)
-
-
-def seconds_without_core() -> float:
-    """For how long this thread could run but had no core, since its start. 0 where the kernel does not count it."""
-    try:
-        return int(SCHEDSTAT.read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(BEAT_SECONDS)
+            late = time.monotonic() - began - BEAT_SECONDS
+            self.longest_stall_seconds = max(self.longest_stall_seconds, late)
+            if late > STALL_SECONDS:
+                logger.warning("the event loop was blocked for %.2f s", late)
