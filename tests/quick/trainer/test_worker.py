@@ -461,10 +461,12 @@ async def test_worker_killed_under_a_task_is_reported_and_replaced(
     first = trainer.pid
     assert first is not None
 
+    async def kill(_: Progress) -> None:
+        os.kill(first, signal.SIGKILL)
+
     with pytest.raises(TrainerDied, match="-9") as died:
         await trainer.run(
-            train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20)),
-            lambda _: os.kill(first, signal.SIGKILL),
+            train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20)), kill
         )
     assert died.value.retryable
     assert not (tmp_path / "1").exists()
