@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import art_wire, checkpoints, control, errors, inference, look, metrics
+from art_server.api import art_wire, checkpoints, control, errors, look, metrics
 from art_server.api.auth import Authentication
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
+from art_server.api.openai import inference
 from art_server.observe.runs import Runs
 from art_server.server import Server
 
@@ -26,9 +27,7 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
             await server.stop()
 
     # A body without a content-type is read as JSON.
-    app = FastAPI(
-        title="art-server", version=__version__, lifespan=lifespan, strict_content_type=False
-    )
+    app = FastAPI(title="art-server", version=__version__, lifespan=lifespan, strict_content_type=False)
     config = server.config
     keys = Keys(config.api_keys)
     app.state.server = server

@@ -9,23 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from art_server import base_models
-from art_server.base_models import BaseModel, find_base_model
-from art_server.device.figures import read_figures
-from art_server.device.model_size import read_model_size
-from art_server.device.owner import DeviceOwner
-from art_server.device.plan import Card, Demand, Plan, make_plan
-from art_server.device.probe import Machine
 from art_server.engine.command import LATENT_BACKEND, seq_length
+from art_server.engine.device.figures import read_figures
+from art_server.engine.device.model_size import read_model_size
+from art_server.engine.device.owner import DeviceOwner
+from art_server.engine.device.plan import Card, Demand, Plan, make_plan
+from art_server.engine.device.probe import Machine
 from art_server.engine.engine import Engine
 from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.ledger.ledger import Ledger
+from art_server.process.shared.tasks import LoadTask
 from art_server.settings import Device, ServerConfig
-from art_server.shared.tasks import LoadTask
-from art_server.store import files
+from art_server.store import base_models, files
+from art_server.store.base_models import BaseModel, find_base_model
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from art_server import __version__
 from art_server.checkpoints import commands as checkpoints
-from art_server.children import collect_seldom, take_turns_often, wake_in_batches
 from art_server.errors import NotFound, ServerError, Unavailable, UsageError
 from art_server.flags import parse
-from art_server.installation import check_builds, check_system, installed_builds
+from art_server.process.children import collect_seldom, take_turns_often, wake_in_batches
+from art_server.process.installation import check_builds, check_system, installed_builds
 from art_server.settings import ServerConfig
 from art_server.store import files
 from art_server.terminal import commands as terminal
@@ -52,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def art(arguments: Sequence[str] | None = None) -> None:
     """The command `art`, as users of ART know it. Exits with 2 after an error, with 1 if there is no such thing to
     show or no server, with 3 if there is no checkpoint to copy, and with 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="art", description="Train LLM agents with reinforcement learning."
-    )
+    parser = argparse.ArgumentParser(prog="art", description="Train LLM agents with reinforcement learning.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help="run a server: the same as art-server", add_help=False)
     terminal.add_commands(commands)

@@ -119,9 +119,7 @@ def read_keys(flags: Sequence[str], file: Path | None, variable: str | None) -> 
         try:
             keys.append(read_key(line))
         except ValueError as error:
-            raise UsageError(
-                f"--api-key-file {file}, line {number}: {error}; write {KEY_LINE}"
-            ) from None
+            raise UsageError(f"--api-key-file {file}, line {number}: {error}; write {KEY_LINE}") from None
     return tuple(keys)
 
 
@@ -159,9 +157,7 @@ def read_engine_args(texts: Sequence[str]) -> dict[str, str]:
         name, equals, value = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if not equals or name not in ENGINE_ARGS:
-            raise UsageError(
-                f"--engine-arg {text}: write NAME=VALUE with NAME one of {', '.join(sorted(ENGINE_ARGS))}"
-            )
+            raise UsageError(f"--engine-arg {text}: write NAME=VALUE with NAME one of {', '.join(sorted(ENGINE_ARGS))}")
         arguments[name] = value.strip()
     return arguments
 

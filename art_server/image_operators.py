@@ -28,9 +28,7 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
 
             self.library = torch.library.Library("torchvision", "FRAGMENT")
             for name in OPERATORS:
-                self.library.define(
-                    f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                )
+                self.library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def declare_image_operators() -> None:

@@ -8,14 +8,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from art_server.background import Background, LoopWatch
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints.manage import Checkpoints
 from art_server.checkpoints.uploads import Uploads
-from art_server.children import Children
-from art_server.device.assignment import check_devices, device_environment
-from art_server.device.owner import DeviceOwner
-from art_server.device.probe import Machine, probe
+from art_server.engine.device.assignment import check_devices, device_environment
+from art_server.engine.device.owner import DeviceOwner
+from art_server.engine.device.probe import Machine, probe
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.gap_bars import bars_of
@@ -27,8 +25,10 @@ from art_server.jobs.train_requests import TrainRequests
 from art_server.jobs.trainer import Trainer
 from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
+from art_server.process.background import Background, LoopWatch
+from art_server.process.children import Children
+from art_server.proxy import Proxy
 from art_server.registration import Registration
-from art_server.relay import Relay
 from art_server.settings import ServerConfig
 from art_server.status import Status
 from art_server.store import files
@@ -63,7 +63,7 @@ class Server:
     uploads: Uploads
     runner: JobRunner
     train_requests: TrainRequests
-    relay: Relay
+    proxy: Proxy
     status: Status
 
     async def start(self) -> None:
@@ -146,17 +146,13 @@ def build(
         background,
         functools.partial(bars_of, config, machine.kind),
     )
-    trainer = make_trainer(
-        config, machine.kind, device_environment(config.train_devices, machine), children
-    )
+    trainer = make_trainer(config, machine.kind, device_environment(config.train_devices, machine), children)
     registry = Registry(config.path)
     queue = JobQueue(config.server_dir / "jobs.sqlite", config.max_queued_jobs)
     base = BaseLoader(config, machine, owner, engine, trainer, ledger, queue)
     registration = Registration(registry, base, engine, trainer, config.max_lora_rank)
     checkpoints = Checkpoints(registry, queue, gate, engine, ledger, incoming, config.keep_last)
-    uploads = Uploads(
-        registry, engine, trainer, checkpoints, incoming, config.max_lora_rank, base.load
-    )
+    uploads = Uploads(registry, engine, trainer, checkpoints, incoming, config.max_lora_rank, base.load)
     runner = JobRunner(
         queue,
         registry,
@@ -170,7 +166,7 @@ def build(
     )
     train_requests = TrainRequests(ledger, engine, runner)
     limit, tracing = config.wait_limit_seconds, reports.tracing
-    relay = Relay(registry, ledger, engine, gate, base, limit, tracing)
+    proxy = Proxy(registry, ledger, engine, gate, base, limit, tracing)
     status = Status(config.path, engine, trainer, gate, base, runner, loop_watch, background)
     return Server(
         config=config,
@@ -191,6 +187,6 @@ def build(
         uploads=uploads,
         runner=runner,
         train_requests=train_requests,
-        relay=relay,
+        proxy=proxy,
         status=status,
     )

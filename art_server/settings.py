@@ -89,12 +89,10 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: Annotated[
-        str, Flag("address to listen on; all but loopback need an API key (%(default)s)")
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Flag("control port, which also serves /v1; 0 chooses a free one (%(default)s)")
-    ] = Field(default=7623, ge=0, le=65535)
+    host: Annotated[str, Flag("address to listen on; all but loopback need an API key (%(default)s)")] = "127.0.0.1"
+    port: Annotated[int, Flag("control port, which also serves /v1; 0 chooses a free one (%(default)s)")] = Field(
+        default=7623, ge=0, le=65535
+    )
     inference_port: Annotated[
         int | None,
         Flag(
@@ -102,9 +100,7 @@ class ServerConfig(BaseModel):
             "warning and continues without this port)"
         ),
     ] = Field(default=None, ge=0, le=65535)
-    path: Annotated[Path, Flag("folder for checkpoints, history, jobs and logs (%(default)s)")] = (
-        Path(".art")
-    )
+    path: Annotated[Path, Flag("folder for checkpoints, history, jobs and logs (%(default)s)")] = Path(".art")
     base_model: Annotated[
         str | None,
         Flag(
@@ -134,14 +130,12 @@ class ServerConfig(BaseModel):
     ] = None
     max_seq_length: Annotated[
         int | None,
-        Flag(
-            "maximum of prompt plus completion, in tokens (the model's own; on a CPU at most 8192)"
-        ),
+        Flag("maximum of prompt plus completion, in tokens (the model's own; on a CPU at most 8192)"),
     ] = Field(default=None, ge=16)
     max_lora_rank: Annotated[LoraRank, Flag("maximum LoRA rank of a model (%(default)s)")] = 16
-    max_loras: Annotated[
-        int, Flag("maximum number of adapters in one engine batch, 2 or more (%(default)s)")
-    ] = Field(default=4, ge=2)
+    max_loras: Annotated[int, Flag("maximum number of adapters in one engine batch, 2 or more (%(default)s)")] = Field(
+        default=4, ge=2
+    )
     """At least two, because requests that a step froze finish on the earlier adapter."""
     dtype: Annotated[
         NumberType,
@@ -149,15 +143,11 @@ class ServerConfig(BaseModel):
     ] = "auto"
     trainer: Annotated[
         Literal["auto", "peft", "unsloth"],
-        Flag(
-            "implementation of the trainer; auto is peft; unsloth needs CUDA and the extra `gpu` (docs/training.md)"
-        ),
+        Flag("implementation of the trainer; auto is peft; unsloth needs CUDA and the extra `gpu` (docs/training.md)"),
     ] = "auto"
     trainer_dtype: Annotated[
         NumberType,
-        Flag(
-            "number type of the base weights in the trainer (auto: float32 on a CPU, bfloat16 on CUDA)"
-        ),
+        Flag("number type of the base weights in the trainer (auto: float32 on a CPU, bfloat16 on CUDA)"),
     ] = "auto"
     serve_devices: Annotated[
         tuple[int, ...],
@@ -179,9 +169,7 @@ class ServerConfig(BaseModel):
     ] = "auto"
     max_tokens_per_micro_batch: Annotated[
         int | None,
-        Flag(
-            "maximum number of tokens in one micro-batch of the trainer (as many as fit the device)"
-        ),
+        Flag("maximum number of tokens in one micro-batch of the trainer (as many as fit the device)"),
     ] = Field(default=None, ge=64)
     exact: Annotated[
         bool,
@@ -207,9 +195,7 @@ class ServerConfig(BaseModel):
             "ratio 1, and the report counts them; a CPU always records, and so does --exact"
         ),
     ] = False
-    kv_cache_gb: Annotated[int, Flag("engine's KV cache on a CPU, in GiB (%(default)s)")] = Field(
-        default=1, ge=1
-    )
+    kv_cache_gb: Annotated[int, Flag("engine's KV cache on a CPU, in GiB (%(default)s)")] = Field(default=1, ge=1)
     engine_args: Annotated[
         Mapping[str, str],
         Flag(
@@ -243,9 +229,7 @@ class ServerConfig(BaseModel):
         ),
     ] = Field(default=20.0, gt=0)
     """A step of 512 rollouts with 8,000 sampled tokens each takes about 0.15 GB."""
-    max_body_mb: Annotated[int, Flag("maximum size of a request body, in MB (%(default)s)")] = (
-        Field(default=512, ge=1)
-    )
+    max_body_mb: Annotated[int, Flag("maximum size of a request body, in MB (%(default)s)")] = Field(default=512, ge=1)
     max_queued_jobs: Annotated[
         int, Flag("maximum number of waiting train jobs; further ones get a 429 (%(default)s)")
     ] = Field(default=1000, ge=1)
@@ -264,12 +248,10 @@ class ServerConfig(BaseModel):
             "they are ordinary text (docs/agents.md)"
         ),
     ] = False
-    ledger_max_gb: Annotated[float, Flag("maximum size of the ledger, in GiB (%(default)s)")] = (
-        Field(default=4.0, gt=0)
+    ledger_max_gb: Annotated[float, Flag("maximum size of the ledger, in GiB (%(default)s)")] = Field(default=4.0, gt=0)
+    ledger_max_age_days: Annotated[float, Flag("how long the ledger keeps records, in days (%(default)s)")] = Field(
+        default=7.0, gt=0
     )
-    ledger_max_age_days: Annotated[
-        float, Flag("how long the ledger keeps records, in days (%(default)s)")
-    ] = Field(default=7.0, gt=0)
     trackers: Annotated[
         tuple[Annotated[str, AfterValidator(check_name)], ...],
         Flag(
@@ -279,9 +261,7 @@ class ServerConfig(BaseModel):
             "tracker",
         ),
     ] = ()
-    exit_with_parent: Annotated[
-        bool, Flag("stop when the process that started the server ends")
-    ] = False
+    exit_with_parent: Annotated[bool, Flag("stop when the process that started the server ends")] = False
     legacy_without_key: Annotated[
         bool,
         Flag(
@@ -310,9 +290,7 @@ class ServerConfig(BaseModel):
         if both := set(self.serve_devices) & set(self.train_devices):
             raise ValueError(f"device {min(both)} is in both --serve-devices and --train-devices")
         if self.train_devices and self.handover != "auto":
-            raise ValueError(
-                "--handover is for a GPU that engine and trainer share: leave it out with --train-devices"
-            )
+            raise ValueError("--handover is for a GPU that engine and trainer share: leave it out with --train-devices")
         return self
 
     @property
@@ -320,9 +298,7 @@ class ServerConfig(BaseModel):
         """Whether engine and trainer share devices and take turns."""
         return not self.train_devices
 
-    def number_types(
-        self, device: Device, *, has_delta_rule: bool = False
-    ) -> tuple[NumberType, NumberType]:
+    def number_types(self, device: Device, *, has_delta_rule: bool = False) -> tuple[NumberType, NumberType]:
         """The number types of the engine and of the trainer's base weights. On a CPU the default is float32, which
         costs the engine nothing there and lets a model learn faster than bfloat16 (docs/precision.md); the engine computes
         gated delta layers there in bfloat16 only."""
@@ -333,7 +309,7 @@ class ServerConfig(BaseModel):
         return engine, usual if self.trainer_dtype == "auto" else self.trainer_dtype
 
     def records_distributions(self, device: Device) -> bool:
-        """Whether the engine records what each token was sampled from (`in_vllm/kept_sets.py`)."""
+        """Whether the engine records what each token was sampled from (`engine/vllm_process/kept_sets.py`)."""
         return device == "cpu" or self.record_distributions or self.exact
 
     def with_requested(self, requested: Mapping[str, str], max_positions: int) -> "ServerConfig":

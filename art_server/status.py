@@ -5,7 +5,6 @@ from typing import Any
 
 from art_protocol.wire import Health
 from art_server import __version__
-from art_server.background import Background, LoopWatch
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
@@ -13,6 +12,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
 from art_server.observe import machine
 from art_server.observe.activity import Activity, Doing
+from art_server.process.background import Background, LoopWatch
 
 
 class Status:
@@ -71,9 +71,7 @@ class Status:
 
     def memory(self) -> dict[str, Any]:
         """Memory of the server's processes and free disk space (blocking)."""
-        return machine.memory(
-            self._path, {"engine": self._engine.pid, "trainer": self._trainer.pid}
-        )
+        return machine.memory(self._path, {"engine": self._engine.pid, "trainer": self._trainer.pid})
 
     def _doing(self) -> frozenset[Doing]:
         engine, gate = self._engine, self._gate

@@ -58,9 +58,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, port: int):
         self._app = app
-        config = uvicorn.Config(
-            app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2
-        )
+        config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2)
         super().__init__(config)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

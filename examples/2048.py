@@ -111,18 +111,13 @@ async def rollout(model: art.TrainableModel, seed: str) -> art.Trajectory:
     return game
 
 
-async def train(
-    model: art.TrainableModel, first_step: int, flags: argparse.Namespace
-) -> list[float]:
+async def train(model: art.TrainableModel, first_step: int, flags: argparse.Namespace) -> list[float]:
     """Trains up to step `--steps`. Returns the mean reward before each step."""
     rewards: list[float] = []
     for step in range(first_step, flags.steps):
         seeds = [f"{step} {number}" for number in range(flags.groups)]
         groups = await art.gather_trajectory_groups(
-            (
-                art.TrajectoryGroup(rollout(model, seed) for _ in range(flags.group_size))
-                for seed in seeds
-            ),
+            (art.TrajectoryGroup(rollout(model, seed) for _ in range(flags.group_size)) for seed in seeds),
             pbar_desc="games",
         )
         result = await model.train(groups, config=train_config(flags))

@@ -18,9 +18,7 @@ from rock_paper_scissors import LEARNING_RATES, rollout
 import art
 
 
-async def teach(
-    student: art.TrainableModel, teacher: art.TrainableModel, flags: argparse.Namespace
-) -> list[float]:
+async def teach(student: art.TrainableModel, teacher: art.TrainableModel, flags: argparse.Namespace) -> list[float]:
     """Trains the student up to step `--steps`. Returns its mean reward before each step."""
     rewards: list[float] = []
     for step in range(await student.get_step(), flags.steps):

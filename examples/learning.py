@@ -66,16 +66,12 @@ async def gather(
     rollout: Rollout[S],
     draw: Callable[[str], S],
     step: int,
-    after_each: Callable[[art.TrajectoryGroup], Awaitable[art.TrajectoryGroup | None]]
-    | None = None,
+    after_each: Callable[[art.TrajectoryGroup], Awaitable[art.TrajectoryGroup | None]] | None = None,
 ) -> list[art.TrajectoryGroup]:
     """A group of rollouts for each of a step's scenarios, as `after_each` returns it."""
     scenarios = [draw(f"{step} {number}") for number in range(flags.groups)]
     return await art.gather_trajectory_groups(
-        (
-            art.TrajectoryGroup(rollout(model, scenario) for _ in range(flags.group_size))
-            for scenario in scenarios
-        ),
+        (art.TrajectoryGroup(rollout(model, scenario) for _ in range(flags.group_size)) for scenario in scenarios),
         pbar_desc=f"step {step}",
         max_exceptions=flags.max_exceptions,
         after_each=after_each,
@@ -91,8 +87,6 @@ async def compare(
 ) -> art.Evaluation:
     """Prints the mean rewards of the newest step and of step `baseline` on held-out scenarios, with 95% intervals."""
     held_out = [draw(f"held out {number}") for number in range(flags.held_out)]
-    result = await art.evaluate(
-        model, rollout, held_out, baseline=baseline, max_exceptions=flags.max_exceptions
-    )
+    result = await art.evaluate(model, rollout, held_out, baseline=baseline, max_exceptions=flags.max_exceptions)
     print(result)
     return result

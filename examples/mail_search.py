@@ -89,9 +89,7 @@ async def rollout(model: art.TrainableModel, scenario: Scenario) -> art.Trajecto
         found = search(mailbox, query)
         return found[0][1] if len(found) == 1 else f"{len(found)} mails found"
 
-    dialogue = art.Trajectory(
-        messages_and_choices=[{"role": "user", "content": scenario.question}], tools=TOOLS
-    )
+    dialogue = art.Trajectory(messages_and_choices=[{"role": "user", "content": scenario.question}], tools=TOOLS)
     with closing(open_mailbox(scenario)) as mailbox:
         answer = await use_tools(model, dialogue, functions(search_mail=search_mail))
     is_right = scenario.answer in answer

@@ -45,9 +45,7 @@ def to_tools(listed: mcp.types.ListToolsResult) -> art.types.Tools:
     ]
 
 
-async def rollout(
-    client: mcp.Client, model: art.TrainableModel, question: Question
-) -> art.Trajectory:
+async def rollout(client: mcp.Client, model: art.TrainableModel, question: Question) -> art.Trajectory:
     async def call(name: str, arguments: dict[str, Any]) -> str:
         result = await client.call_tool(name, arguments)
         return "\n".join(block.text for block in result.content if block.type == "text")

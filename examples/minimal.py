@@ -24,8 +24,7 @@ async def main() -> None:
         await model.register(backend)
         for _ in range(await model.get_step(), 12):
             groups = await art.gather_trajectory_groups(
-                art.TrajectoryGroup(rollout(model, "respond with yes, no, maybe") for _ in range(8))
-                for _ in range(4)
+                art.TrajectoryGroup(rollout(model, "respond with yes, no, maybe") for _ in range(8)) for _ in range(4)
             )
             result = await model.train(groups, config=art.TrainConfig(learning_rate=2e-3))
             print(f"step {result.step}: mean reward {result.metrics['train/reward']:.2f}")

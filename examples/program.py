@@ -19,24 +19,18 @@ VAL_EVERY = 10
 """Steps between validations."""
 
 
-def flag_parser(
-    description: str, groups: int, learning_rates: Mapping[str, float]
-) -> argparse.ArgumentParser:
+def flag_parser(description: str, groups: int, learning_rates: Mapping[str, float]) -> argparse.ArgumentParser:
     """The flags of every program. `learning_rates` are the defaults by base model."""
     parser = argparse.ArgumentParser(description=description)
     parser.set_defaults(learning_rates=learning_rates)
-    parser.add_argument(
-        "--model", default="art/tiny", help="base model: art/tiny, smollm2, a folder or a hub id"
-    )
+    parser.add_argument("--model", default="art/tiny", help="base model: art/tiny, smollm2, a folder or a hub id")
     parser.add_argument("--name", help="name of the trained model (default: made from --model)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--groups", type=int, default=groups, help="groups per step")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts per group")
     parser.add_argument("--learning-rate", type=float, help="default: by --model")
     parser.add_argument("--server", help="URL of a running art-server (default: start one)")
-    parser.add_argument(
-        "--path", default=".art", help="folder of the started server's checkpoints and history"
-    )
+    parser.add_argument("--path", default=".art", help="folder of the started server's checkpoints and history")
     parser.add_argument("--plot", type=Path, default=Path("reward.png"))
     return parser
 
@@ -57,9 +51,7 @@ def train_config(flags: argparse.Namespace, **more: Any) -> art.TrainConfig:
     return art.TrainConfig(learning_rate=rate, **more)
 
 
-async def ask(
-    model: art.TrainableModel, trajectory: art.Trajectory, question: str, form: str
-) -> str:
+async def ask(model: art.TrainableModel, trajectory: art.Trajectory, question: str, form: str) -> str:
     """Adds a question and the model's answer to the trajectory. Returns the text that the group of the regular
     expression `form` matches in the answer; empty if nothing matches."""
     trajectory.messages_and_choices.append({"role": "user", "content": question})

@@ -25,9 +25,7 @@ PROMPT = "{question} answer with yes or no"
 
 def draw_task(flags: argparse.Namespace, seed: str) -> ReasoningTask:
     number = zlib.crc32(seed.encode())
-    (task,) = reasoning_gym(
-        flags.generator, size=1, seed=number, prompt=flags.prompt, **flags.config
-    )
+    (task,) = reasoning_gym(flags.generator, size=1, seed=number, prompt=flags.prompt, **flags.config)
     return task
 
 

@@ -24,9 +24,7 @@ LEARNING_RATES = {"art/tiny": 1e-3}
 TOOLS = [tool("play", "Play a round.", kind={"type": "string", "enum": list(BEATS)})]
 
 
-async def rollout(
-    model: art.TrainableModel, seed: str, *, logprobs: bool = False
-) -> art.Trajectory:
+async def rollout(model: art.TrainableModel, seed: str, *, logprobs: bool = False) -> art.Trajectory:
     """A game of NUM_ROUNDS rounds. The seed determines the opponent's moves."""
     rng = random.Random(seed)
     opponent = rng.choices(list(BIAS), list(BIAS.values()), k=NUM_ROUNDS)

@@ -33,9 +33,7 @@ class Puzzle:
     @property
     def text(self) -> str:
         """Three lines such as "A1 _ A2 x A3 o"."""
-        rows = (
-            " ".join(f"{hour}{room} {self.plan[hour + room]}" for room in ROOMS) for hour in HOURS
-        )
+        rows = (" ".join(f"{hour}{room} {self.plan[hour + room]}" for room in ROOMS) for hour in HOURS)
         return "\n".join(rows)
 
 

@@ -24,10 +24,7 @@ from tic_tac_toe_rules import board_text, free_cells, place, random_opening, res
 
 import art
 
-SYSTEM = (
-    "You play tic-tac-toe. Rows are A to C, columns are 1 to 3. "
-    "Answer with a free cell, like <move>B2</move>"
-)
+SYSTEM = "You play tic-tac-toe. Rows are A to C, columns are 1 to 3. Answer with a free cell, like <move>B2</move>"
 MOVE = r"<move>([ABC][123])</move>"
 
 
@@ -36,10 +33,7 @@ async def play(opening: str, players: dict[str, art.TrainableModel]) -> dict[str
 
     An illegal move ends the game: the player gets a reward of 0, and the opponent wins. A network error is raised.
     """
-    sides = {
-        symbol: art.Trajectory(messages_and_choices=[{"role": "system", "content": SYSTEM}])
-        for symbol in players
-    }
+    sides = {symbol: art.Trajectory(messages_and_choices=[{"role": "system", "content": SYSTEM}]) for symbol in players}
     given_away = dict.fromkeys(players, 0.0)
     board, offender = opening, None
     while result(board, "x") is None:
@@ -83,10 +77,7 @@ async def play_a_random_player(
     model: art.TrainableModel, openings: list[str], group_size: int
 ) -> list[art.TrajectoryGroup]:
     return await art.gather_trajectory_groups(
-        (
-            art.TrajectoryGroup(rollout(model, board) for _ in range(group_size))
-            for board in openings
-        ),
+        (art.TrajectoryGroup(rollout(model, board) for _ in range(group_size)) for board in openings),
         pbar_desc="games",
     )
 
@@ -132,9 +123,7 @@ async def train(
 
 
 async def main() -> None:
-    parser = flag_parser(
-        "Tic-tac-toe against a random player, or self-play.", 8, {"art/tiny": 4e-3, "smollm2": 2e-4}
-    )
+    parser = flag_parser("Tic-tac-toe against a random player, or self-play.", 8, {"art/tiny": 4e-3, "smollm2": 2e-4})
     parser.add_argument("--self-play", action="store_true", help="train two models on their games")
     flags = parser.parse_args()
     sides = {"x": "-x", "o": "-o"} if flags.self_play else {"both sides": ""}

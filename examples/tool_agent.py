@@ -53,9 +53,7 @@ async def use_tools(
             return choice.message.content or ""
         for each in calls:
             result = await _result(call, each.function) if each.type == "function" else "Error"
-            trajectory.messages_and_choices.append(
-                {"role": "tool", "tool_call_id": each.id, "content": result}
-            )
+            trajectory.messages_and_choices.append({"role": "tool", "tool_call_id": each.id, "content": result})
     return ""
 
 

@@ -34,9 +34,7 @@ async def rollout(model: art.TrainableModel, scenario: Scenario) -> art.Trajecto
     def read_mail(id: int) -> str:
         return f"room {scenario.mails[int(id) - 1].room}"
 
-    dialogue = art.Trajectory(
-        messages_and_choices=[{"role": "user", "content": scenario.question}], tools=TOOLS
-    )
+    dialogue = art.Trajectory(messages_and_choices=[{"role": "user", "content": scenario.question}], tools=TOOLS)
     with closing(open_mailbox(scenario)) as mailbox:
         call = functions(search_mail=search_mail, read_mail=read_mail)
         answer = await use_tools(model, dialogue, call)

@@ -35,17 +35,13 @@ def score(answer: str | None) -> float:
     return REWARDS.get((answer or "").strip().strip(".!\"'").lower(), 0.0)
 
 
-async def rollout(
-    client: openai.AsyncOpenAI, model: art.TrainableModel, prompt: str
-) -> art.Trajectory:
+async def rollout(client: openai.AsyncOpenAI, model: art.TrainableModel, prompt: str) -> art.Trajectory:
     messages: art.Messages = [{"role": "user", "content": prompt}]
     completion = await client.chat.completions.create(
         model=model.get_inference_name(), messages=messages, max_tokens=12
     )
     choice = completion.choices[0]
-    return art.Trajectory(
-        messages_and_choices=[*messages, choice], reward=score(choice.message.content)
-    )
+    return art.Trajectory(messages_and_choices=[*messages, choice], reward=score(choice.message.content))
 
 
 async def sample_answers(client: openai.AsyncOpenAI, model: art.TrainableModel) -> list[str]:
@@ -90,9 +86,7 @@ async def main() -> None:
     if rewards:
         plot({"reward": rewards}, flags.plot, "yes, no, maybe")
         last = statistics.fmean(rewards[-3:])
-        print(
-            f"mean reward: first step {rewards[0]:.3f}, last three steps {last:.3f}; plot: {flags.plot}"
-        )
+        print(f"mean reward: first step {rewards[0]:.3f}, last three steps {last:.3f}; plot: {flags.plot}")
     if not flags.server:
         folder = Path(flags.path) / model.project / "models" / model.name
         print(f"checkpoints and history: {folder}")

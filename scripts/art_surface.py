@@ -70,10 +70,7 @@ def parse(text: str) -> ast.Module:
 
 def is_internal(module: str) -> bool:
     beginnings = (each for prefixes in INTERNAL for each in prefixes.split())
-    return any(
-        f"{module}.".startswith(f"{each.rstrip('.')}.") and module != each[:-1]
-        for each in beginnings
-    )
+    return any(f"{module}.".startswith(f"{each.rstrip('.')}.") and module != each[:-1] for each in beginnings)
 
 
 # --- one release ------------------------------------------------------------------------------------------------------
@@ -87,9 +84,7 @@ class Release:
             ".".join(("art", *file.relative_to(folder).with_suffix("").parts)): file
             for file in sorted(folder.rglob("*.py"))
         }
-        self._packages = {
-            name.removesuffix(".__init__") for name in files if name.endswith(".__init__")
-        }
+        self._packages = {name.removesuffix(".__init__") for name in files if name.endswith(".__init__")}
         self._files = {name.removesuffix(".__init__"): file for name, file in files.items()}
         self._trees: dict[str, ast.Module] = {}
 
@@ -97,8 +92,7 @@ class Release:
         return [
             module
             for module in self._files
-            if not is_internal(module)
-            and not any(part.startswith("_") for part in module.split("."))
+            if not is_internal(module) and not any(part.startswith("_") for part in module.split("."))
         ]
 
     def names(self, module: str) -> dict[str, Definition]:
@@ -111,11 +105,7 @@ class Release:
                 found[node.name] = (module, node.name)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 is_constant = _is_constant(node)
-                names = [
-                    each
-                    for each in _targets(node)
-                    if each in listed or (is_constant and each[0].isupper())
-                ]
+                names = [each for each in _targets(node) if each in listed or (is_constant and each[0].isupper())]
                 found |= {each: (module, each) for each in names}
             elif isinstance(node, ast.ImportFrom):
                 imported = {each.asname or each.name for each in node.names}
@@ -124,15 +114,9 @@ class Release:
         for name in listed - found.keys():
             found |= self._named(name, self._find_lazy(module, name))
         is_open = module != "art"  # what `art` does not list is for its own start
-        return {
-            name: each
-            for name, each in found.items()
-            if not name.startswith("_") and (is_open or name in listed)
-        }
+        return {name: each for name, each in found.items() if not name.startswith("_") and (is_open or name in listed)}
 
-    def find(
-        self, module: str, name: str, seen: frozenset[Definition] = frozenset()
-    ) -> Definition | None:
+    def find(self, module: str, name: str, seen: frozenset[Definition] = frozenset()) -> Definition | None:
         """Where a name of a module is defined; None if outside of this release."""
         if module not in self._files or (module, name) in seen:
             return None
@@ -153,11 +137,7 @@ class Release:
         """The definitions of a class or function, with its overloads."""
         module, name = definition
         nodes = _statements(self._tree(module).body)
-        return [
-            node
-            for node in nodes
-            if isinstance(node, ast.ClassDef | Function) and node.name == name
-        ]
+        return [node for node in nodes if isinstance(node, ast.ClassDef | Function) and node.name == name]
 
     def bases(self, module: str, cls: ast.ClassDef) -> Iterator[Definition]:
         """The base classes that this release defines."""
@@ -219,9 +199,7 @@ def _listed(tree: ast.Module) -> set[str]:
     """The names in `__all__`."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and _targets(node) == ["__all__"]:
-            return {
-                str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)
-            }
+            return {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
     return set()
 
 
@@ -316,9 +294,7 @@ class Surface:
         if version not in entry.versions:
             entry.versions.append(version)
 
-    def _add_name(
-        self, version: str, path: str, definition: Definition, paths: Mapping[str, Definition]
-    ) -> None:
+    def _add_name(self, version: str, path: str, definition: Definition, paths: Mapping[str, Definition]) -> None:
         home, release = self.homes[path], self._releases[version]
         nodes = release.nodes(definition)
         is_class = bool(nodes) and isinstance(nodes[-1], ast.ClassDef)
@@ -349,9 +325,7 @@ class Surface:
                     self._add_class(version, home, base[0], node, paths)
         if release.is_record(module, cls):
             for node in cls.body:
-                if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(
-                    node.annotation
-                ):
+                if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation):
                     for name in filter(_is_public, _targets(node)):
                         self._add(f"{home}.{name}", "field", version)
         for node in cls.body:
@@ -361,9 +335,7 @@ class Surface:
     def _add_method(self, version: str, home: str, node: Function) -> None:
         if node.name in CONSTRUCTORS:
             self._add_keywords(version, home, node)
-        decorators = {
-            ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list
-        }
+        decorators = {ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list}
         if not _is_public(node.name) or node.name in PYDANTIC or decorators & VALIDATORS:
             return
         name = f"{home}.{node.name}"
@@ -503,9 +475,7 @@ class Uses(ast.NodeVisitor):
             if parts[0] == "art":
                 for end in range(1, len(parts) + 1):
                     self._use(".".join(parts[:end]))
-                self._variables[each.asname or "art"] = Value(
-                    (each.name if each.asname else "art",)
-                )
+                self._variables[each.asname or "art"] = Value((each.name if each.asname else "art",))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.level or not node.module or node.module.partition(".")[0] != "art":
@@ -593,9 +563,7 @@ class Uses(ast.NodeVisitor):
         value = self._value(node.value)
         if value is None or value.is_list:
             return _by_name(node.attr)
-        kinds = [
-            self.surface.entries[home].kind for home in value.homes if home in self.surface.entries
-        ]
+        kinds = [self.surface.entries[home].kind for home in value.homes if home in self.surface.entries]
         if not value.is_instance and kinds == ["module"]:
             return self._path(f"{value.homes[0]}.{node.attr}")
         for home in value.homes:
@@ -641,11 +609,7 @@ class Uses(ast.NodeVisitor):
         ):
             value = self._annotated(node.slice)
             return None if value is None else Value(value.homes, is_list=True)
-        value = (
-            self._value(node)
-            if isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
-            else None
-        )
+        value = self._value(node) if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) else None
         is_class = value is not None and self.surface.entries[value.homes[0]].kind == "class"
         return Value(value.homes, is_instance=True) if value is not None and is_class else None
 

@@ -16,7 +16,7 @@ PACKAGES = {
 ANNEXES = {each.name: each for each in sorted((ROOT / "plugins").iterdir()) if each.is_dir()}
 """The folders of annexes. Each has a folder `art`, a part of the client's package, or a package of its own."""
 
-PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "in_vllm"}
+PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "engine/vllm_process"}
 """Each process with the folder that runs only in it. All other folders belong to the server or are shared."""
 
 Graph = Mapping[str, frozenset[str]]
@@ -68,12 +68,18 @@ def foreign_packages(file: Path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The top-level folder or file of the server that contains the module, the module's annex, or else its package."""
-    package, _, rest = module.partition(".")
+    """The folder of the server that contains the module (a file at its top is a room of its own), the module's annex, or
+    else its package."""
+    if module not in modules() or module == "art_server":
+        return module.partition(".")[0]
+    file = modules()[module]
     for annex, folder in ANNEXES.items():
-        if module in modules() and modules()[module].is_relative_to(folder):
+        if file.is_relative_to(folder):
             return annex
-    return rest.partition(".")[0] if package == "art_server" and rest else package
+    server = PACKAGES["art_server"]
+    if not file.is_relative_to(server):
+        return module.partition(".")[0]
+    return file.stem if file.parent == server else file.parent.relative_to(server).as_posix()
 
 
 def circles(graph: Graph) -> list[set[str]]:
@@ -111,14 +117,16 @@ def picture() -> str:
     arrows = {each: frozenset(rooms[each] & drawn) - {each} for each in sorted(drawn)}
     lines = ["```mermaid", "flowchart TD"]
     for process, alone in PROCESSES.items():
-        inside = (
-            [alone]
-            if alone
-            else sorted(drawn - {*PROCESSES.values(), "shared", *PACKAGES, *ANNEXES})
-        )
-        lines += [f'    subgraph {alone or "server"}_process["{process}"]']
-        lines += [*(f"        {each}" for each in inside), "    end"]
+        of_server = drawn - {*PROCESSES.values(), "process/shared", *PACKAGES, *ANNEXES}
+        inside = [alone] if alone else sorted(of_server)
+        lines += [f'    subgraph {_node(alone) or "server"}_process["{process}"]']
+        lines += [*(f'        {_node(each)}["{each}"]' for each in inside), "    end"]
     for each, to in arrows.items():
         implied = {far for near in to for far in reach(arrows, near)}
-        lines += [f"    {each} --> {other}" for other in sorted(to - implied)]
+        lines += [f"    {_node(each)} --> {_node(other)}" for other in sorted(to - implied)]
     return "\n".join([*lines, "```"])
+
+
+def _node(room_name: str) -> str:
+    """A room's name in Mermaid, which takes no slash."""
+    return room_name.replace("/", "_")

@@ -57,9 +57,7 @@ def save_model(
     shutil.rmtree(staging_dir, ignore_errors=True)
     with torch.no_grad():
         model.model.norm.weight.mul_(SHARPNESS)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.to(torch.bfloat16).save_pretrained(staging_dir)  # type: ignore[arg-type]  # its wrapper takes self for an argument
     tokenizer.save_pretrained(staging_dir)
     model_dir.mkdir(parents=True, exist_ok=True)
@@ -71,9 +69,7 @@ def save_model(
 
 def measure_and_write_card(seed: int, num_steps: int, model_dir: Path) -> None:
     """Measure the model in `model_dir`, print its rates, and write its card."""
-    model = cast(
-        Qwen3ForCausalLM, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    )
+    model = cast(Qwen3ForCausalLM, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     rates = measure(Sampler(model, tokenizer), MEASURE_SEED)
     print(rates_table(rates))

@@ -41,10 +41,7 @@ def shape(value: Any) -> Any:  # Any: any object that `art` exports
     if inspect.isclass(value):
         public = {name for name in dir(value) if not name.startswith("_")}
         inherited = {
-            name
-            for base in value.__mro__[1:]
-            if base.__module__.partition(".")[0] != "art"
-            for name in vars(base)
+            name for base in value.__mro__[1:] if base.__module__.partition(".")[0] != "art" for name in vars(base)
         }
         return {"": signature(value)} | {
             name: signature(member)
@@ -99,9 +96,7 @@ def without_texts(value: Any, *, are_names: bool = False) -> Any:
     if not isinstance(value, list):
         return value
     values = [without_texts(each) for each in value]
-    return (
-        sorted(values, key=json.dumps) if all(isinstance(each, dict) for each in values) else values
-    )
+    return sorted(values, key=json.dumps) if all(isinstance(each, dict) for each in values) else values
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from pathlib import Path
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from art_server.base_models import CACHE_DIR, find_base_model
 from art_server.checkpoints.transfer import find_folder
 from art_server.errors import InvalidInput, NotFound, ServerError, Unavailable
 from art_server.jobs.step_record import (
@@ -39,7 +38,8 @@ from art_server.jobs.trainer_process import (
     worker_command,
     worker_environment,
 )
-from art_server.shared.tasks import Done, Progress, TrainTask, WorkerConfig
+from art_server.process.shared.tasks import Done, Progress, TrainTask, WorkerConfig
+from art_server.store.base_models import CACHE_DIR, find_base_model
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
 
 COMPARED = {ADAPTER_FILE: "adapter", OPTIMIZER_FILE: "optimizer state"}
@@ -48,9 +48,7 @@ COMPARED = {ADAPTER_FILE: "adapter", OPTIMIZER_FILE: "optimizer state"}
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make a step again from its record, and compare.")
     parser.add_argument("record", metavar="RECORD", help="[PROJECT/]NAME[@k], or a folder `replay`")
-    parser.add_argument(
-        "--path", type=Path, default=Path(".art"), help="the folder of a server (%(default)s)"
-    )
+    parser.add_argument("--path", type=Path, default=Path(".art"), help="the folder of a server (%(default)s)")
     flags = parser.parse_args(arguments)
     try:
         return 0 if replay_step(flags.record, flags.path) else 1
@@ -71,9 +69,7 @@ def replay_step(text: str, path: Path) -> bool:
     try:
         record = StepRecord.model_validate_json((folder / RECORD_FILE).read_bytes())
     except (OSError, ValidationError) as error:
-        raise InvalidInput(
-            f"{folder / RECORD_FILE} cannot be read: {error}", code="bad_record"
-        ) from error
+        raise InvalidInput(f"{folder / RECORD_FILE} cannot be read: {error}", code="bad_record") from error
     base = find_base_model(record.base_model, CACHE_DIR).path
     what = f"{record.model}, step {record.step}"
     if changed := changed_inputs(folder, record, base):
@@ -83,9 +79,7 @@ def replay_step(text: str, path: Path) -> bool:
     with tempfile.TemporaryDirectory() as temporary:
         done = asyncio.run(train(folder, record, base, Path(temporary)))
         made = content_digests(Path(temporary) / "step")
-    different = [
-        name for file, name in COMPARED.items() if made.get(file) != record.result_files.get(file)
-    ]
+    different = [name for file, name in COMPARED.items() if made.get(file) != record.result_files.get(file)]
     if not different:
         print(f"{what}: bit-equal ({' and '.join(COMPARED.values())})")
         return True
@@ -94,9 +88,7 @@ def replay_step(text: str, path: Path) -> bool:
         if done.environment.get(name) != recorded:
             print(f"  {name} is {done.environment.get(name)}; the record has {recorded}")
     if done.environment == record.environment:
-        print(
-            "  no recorded input differs: the step depends on something else, such as a GPU's order of sums"
-        )
+        print("  no recorded input differs: the step depends on something else, such as a GPU's order of sums")
     return False
 
 

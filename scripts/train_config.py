@@ -28,9 +28,7 @@ def page() -> str:
 def docstrings(model: type) -> dict[str, str]:
     """The docstring under each field of a model, on one line."""
     tree = ast.parse(SOURCE.read_text())
-    (found,) = [
-        each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == model.__name__
-    ]
+    (found,) = [each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == model.__name__]
     meanings: dict[str, str] = {}
     for field, behind in zip(found.body, found.body[1:], strict=False):
         is_text = isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant)
@@ -45,9 +43,7 @@ def fields(names: list[str], meanings: dict[str, str]) -> str:
     for name in names:
         field = TrainConfig.model_fields[name]
         shown = f"`{field.default!r}`"
-        lines.append(
-            f"| `{name}` | {shown} | {values(field.annotation)} | {escaped(meanings.get(name, ''))} |"
-        )
+        lines.append(f"| `{name}` | {shown} | {values(field.annotation)} | {escaped(meanings.get(name, ''))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -47,6 +47,4 @@ class Collector:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {
-        each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes
-    }
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}

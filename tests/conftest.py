@@ -10,9 +10,7 @@ from tests.collector import Collector
 from tests.live import Server
 
 # Machines that are busy with other tests are slow now and then; examples are the same in each run.
-settings.register_profile(
-    "busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
 

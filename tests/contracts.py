@@ -35,8 +35,7 @@ async def check_server(url: str) -> None:
         assert (asked.choices[0].model_extra or {})["token_ids"]
         assert (asked.model_extra or {})["prompt_token_ids"]
         group = art.TrajectoryGroup(
-            art.Trajectory(messages_and_choices=[*messages, choice], reward=reward)
-            for reward in (0.0, 1.0)
+            art.Trajectory(messages_and_choices=[*messages, choice], reward=reward) for reward in (0.0, 1.0)
         )
         result = await model.train([group])
         assert result.step == 1 == await model.get_step()

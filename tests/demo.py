@@ -40,9 +40,7 @@ def make_demo(
     per_step = max(1, rollouts // size)
     folders = [ModelFolder(root, "demo", name) for name in itertools.islice(model_names(), runs)]
     for number, folder in enumerate(folders):
-        record = ModelRecord(
-            name=folder.name, project="demo", base_model="Qwen/Qwen3-8B", lora=LoRAConfig(rank=16)
-        )
+        record = ModelRecord(name=folder.name, project="demo", base_model="Qwen/Qwen3-8B", lora=LoRAConfig(rank=16))
         folder.create(record, root / "logs" / "engine.log")
         for split in ("train", "val"):
             (folder.path / "trajectories" / split).mkdir(parents=True)
@@ -106,10 +104,7 @@ def write_tokens(folder: ModelFolder, step: int, groups: Sequence[Made], words: 
             trajectories.append([[a, b] for a, b in itertools.pairwise(stops)])
             first = stops[-1]
         described.append({"number": number, "trajectories": trajectories})
-    tensors = {
-        name: np.concatenate([group.columns[name] for group in groups])
-        for name in groups[0].columns
-    }
+    tensors = {name: np.concatenate([group.columns[name] for group in groups]) for name in groups[0].columns}
     metadata = {"groups": json.dumps(described), "texts": json.dumps(words.texts())}
     save_file(tensors, folder.tokens_file(step), metadata)
 

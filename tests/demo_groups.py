@@ -10,9 +10,7 @@ import numpy as np
 
 from art_server.jobs.turns import TurnTrace
 
-HOSTILE = (
-    '<img src=x onerror="window.wasHit=1"><script>window.wasHit=1</script>" onmouseover="x" {{7*7}}'
-)
+HOSTILE = '<img src=x onerror="window.wasHit=1"><script>window.wasHit=1</script>" onmouseover="x" {{7*7}}'
 SYSTEM = (
     "You are a travel agent's assistant. Answer with a tool call or with the final answer. Prices are in euros. "
     "Think in one short sentence before each call. Never invent a flight that the tool did not return."
@@ -159,18 +157,14 @@ def extend(sequence: TokenSequence, context: list[int], sampled: list[int]) -> N
         sequence.sampled.append((start, len(sequence.ids)))
 
 
-def trace(
-    entry: int, origin: str, sequences: list[TokenSequence], place: int, continues: str | None
-) -> dict[str, Any]:
+def trace(entry: int, origin: str, sequences: list[TokenSequence], place: int, continues: str | None) -> dict[str, Any]:
     start, stop = sequences[place].sampled[0 if entry == 2 else -1]
     number = place % len(sequences)
     turn = TurnTrace(0, entry, origin, None, continues, 11, number, start, stop)
     return turn.as_json()
 
 
-def choice(
-    message: dict[str, Any], token_ids: list[int], reason: str, chance: random.Random
-) -> dict[str, Any]:
+def choice(message: dict[str, Any], token_ids: list[int], reason: str, chance: random.Random) -> dict[str, Any]:
     content = [{"token": f"token_id:{each}", "logprob": -chance.random()} for each in token_ids]
     return {
         "index": 0,
@@ -219,9 +213,7 @@ def token_columns(
                 columns["sampled_logprobs_T"][inside] = surprise
                 if std == 0:
                     continue
-                columns["trainer_logprobs_T"][inside] = surprise + numbers.normal(
-                    0, 0.006, len(surprise)
-                )
+                columns["trainer_logprobs_T"][inside] = surprise + numbers.normal(0, 0.006, len(surprise))
                 columns["advantages_T"][inside] = (reward - mean) / (std + 1e-6)
                 columns["ratios_T"][inside] = np.exp(numbers.normal(0, 0.09, len(surprise)))
                 columns["entropies_T"][inside] = np.minimum(3.0, -surprise * 0.7)

@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import FastAPI
 
 from art_protocol.wire import ErrorDetail, Health, JobInfo, JobReport, JobState
-from art_server import clock
 from art_server.api import control
 from art_server.observe.activity import Activity, Doing
 from art_server.observe.machine import memory
+from art_server.process.shared import clock
 from art_server.view import make_view
 
 
@@ -57,9 +57,7 @@ class DemoServer:
         found["resident_bytes"] = {"server": 212e6, "engine": 18.4e9, "trainer": 21.7e9}
         return found
 
-    async def jobs(
-        self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int
-    ) -> list[JobInfo]:
+    async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]:
         del projects
         return [each for each in self.infos.values() if each.state in states][:limit]
 
@@ -73,9 +71,7 @@ class DemoServer:
 
 
 def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> JobInfo:
-    report = JobReport(
-        num_groups=6, num_groups_trained=5, num_trajectories=48, num_trained_tokens=3521
-    )
+    report = JobReport(num_groups=6, num_groups_trained=5, num_trajectories=48, num_trained_tokens=3521)
     refused = ErrorDetail(message="the gap is 1.3 on average; rounding explains at most 1")
     return JobInfo(
         job_id=job_id,

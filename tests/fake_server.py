@@ -45,9 +45,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.routes: dict[tuple[str, str], Callable[[Request], Answer]] = {}
-        self.otherwise: Callable[[Request], Answer] = lambda _: Answer(
-            404, {"detail": "no such route"}
-        )
+        self.otherwise: Callable[[Request], Answer] = lambda _: Answer(404, {"detail": "no such route"})
         self.port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -98,9 +96,7 @@ class FakeServer:
         if answer.lines is None and answer.hang_up:
             writer.transport.abort()
             return False
-        content = (
-            answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
-        )
+        content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
         length = "transfer-encoding: chunked"
         if answer.lines is None:
             length = f"content-length: {len(content)}"
@@ -169,9 +165,7 @@ class FakeArt(FakeServer):
     def train(self, request: Request, model: str) -> Answer:
         started = {"event": "accepted", "job_id": "j"}
         if self.job_error is not None:
-            return Answer(
-                lines=[started, {"event": "error", "job_id": "j", "error": self.job_error}]
-            )
+            return Answer(lines=[started, {"event": "error", "job_id": "j", "error": self.job_error}])
         expected = request.json().get("expected_step")
         if expected not in (None, self.steps[model]):
             error = {"message": "the model is at another step", "code": "step_moved"}

@@ -6,11 +6,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from art_server.base_models import TINY_DIR, BaseModel
 from art_server.engine.engine import AdapterRefused, PolicyDiffers, State
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
-from art_server.shared.tasks import (
+from art_server.process.shared.tasks import (
     Done,
     GapBars,
     InitTask,
@@ -20,6 +19,7 @@ from art_server.shared.tasks import (
     Task,
     TrainTask,
 )
+from art_server.store.base_models import TINY_DIR, BaseModel
 
 BASE = BaseModel("base", TINY_DIR)
 
@@ -68,9 +68,7 @@ class FakeEngine:
 
     async def wake_weights(self) -> None: ...
 
-    async def load_adapter(
-        self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False
-    ) -> None:
+    async def load_adapter(self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False) -> None:
         if not holds_device:
             await self.wait_ready(timeout_seconds)
         if name in self.differs and not holds_device:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.shared.kept_set import pack_set, unpack_set
-from art_server.shared.tasks import (
+from art_server.process.shared.kept_set import pack_set, unpack_set
+from art_server.process.shared.tasks import (
     Batch,
     Distribution,
     TokenSequence,
@@ -97,9 +97,7 @@ def random_forest(policy: Policy, seed: int, noise: float, *, is_plain: bool = T
 
     def group() -> TrainableGroup:
         prompt = rng.choice(prompts)
-        return TrainableGroup(
-            trajectories=[trajectory(prompt) for _ in range(rng.choice([1, 2, 3, 5, 12]))]
-        )
+        return TrainableGroup(trajectories=[trajectory(prompt) for _ in range(rng.choice([1, 2, 3, 5, 12]))])
 
     groups = [group() for _ in range(rng.randint(1, 3))]
     # One group with signal at least.
@@ -125,10 +123,7 @@ def _row(
     sampled_from: Callable[[int], int],
     table: list[Distribution],
 ) -> TokenSequence:
-    drawn = [
-        sampled_from(token) if trained else -1
-        for token, trained in zip(token_ids, is_trained, strict=True)
-    ]
+    drawn = [sampled_from(token) if trained else -1 for token, trained in zip(token_ids, is_trained, strict=True)]
     logprobs: list[float | None] = [None] * len(token_ids)
     trained = [index for index, each in enumerate(is_trained) if each and index]
     if trained:
@@ -143,9 +138,7 @@ def _row(
     return TokenSequence(token_ids=token_ids, logprobs=logprobs, distributions=drawn)
 
 
-def plain_logprobs(
-    logits_NV: torch.Tensor, drawn: list[int], table: list[Distribution]
-) -> torch.Tensor:
+def plain_logprobs(logits_NV: torch.Tensor, drawn: list[int], table: list[Distribution]) -> torch.Tensor:
     """Row by row: the logits with their bias over the temperature, everything outside of the set at -60 below the rest."""
     rows = []
     for logits_V, index in zip(logits_NV, drawn, strict=True):
@@ -226,9 +219,7 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
                 sequence.entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
                 sampled = torch.tensor([row.logprobs[i] for i in trained])
                 sequence.sampled = torch.cat([sequence.sampled, sampled])
-                sequence.reference = torch.cat(
-                    [sequence.reference, base.gather(1, targets[:, None])[:, 0]]
-                )
+                sequence.reference = torch.cat([sequence.reference, base.gather(1, targets[:, None])[:, 0]])
             if sequence.logprobs:
                 sequences.append(sequence)
     if not sequences:
@@ -237,13 +228,9 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
     if config.scaling == "batch_std":
         values = torch.tensor(_all_advantages(batch, config))
         for sequence in sequences:
-            sequence.advantage = float(
-                (sequence.advantage - values.mean()) / (values.std(correction=0) + 1e-6)
-            )
+            sequence.advantage = float((sequence.advantage - values.mean()) / (values.std(correction=0) + 1e-6))
     # Leaves in between, so that each row's share of the gradient can be taken on its own.
-    leaves = [
-        [each.detach().requires_grad_() for each in sequence.logprobs] for sequence in sequences
-    ]
+    leaves = [[each.detach().requires_grad_() for each in sequence.logprobs] for sequence in sequences]
     num_tokens = sum(len(sequence.sampled) for sequence in sequences)
     shares = []
     for sequence, rows in zip(sequences, leaves, strict=True):
@@ -264,9 +251,7 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
     norms = dict.fromkeys(parameters, 0.0)
     for sequence, rows in zip(sequences, leaves, strict=True):
         weight = _entropy_weight(sequence, num_tokens, len(sequences), config)
-        for logprobs, entropies, leaf in zip(
-            sequence.logprobs, sequence.entropies, rows, strict=True
-        ):
+        for logprobs, entropies, leaf in zip(sequence.logprobs, sequence.entropies, rows, strict=True):
             assert leaf.grad is not None
             objective = (leaf.grad * logprobs).sum() - weight * entropies.sum()
             total -= float(weight * entropies.sum().detach())
@@ -278,9 +263,7 @@ def train_rows_alone(policy: Policy, batch: Batch, config: TrainConfig) -> Alone
     return Alone(total, float(terms.detach().abs().sum()), gradients, norms)
 
 
-def _entropy_weight(
-    sequence: Sequence, num_tokens: int, num_sequences: int, config: TrainConfig
-) -> float:
+def _entropy_weight(sequence: Sequence, num_tokens: int, num_sequences: int, config: TrainConfig) -> float:
     if config.normalisation == "tokens":
         return config.entropy_bonus / num_tokens
     if config.normalisation == "trajectory":
@@ -380,9 +363,7 @@ def assert_tree_equals_rows(
     if not alone.scale:
         assert not done.metrics.get("loss/train")
         return
-    assert abs(done.metrics["loss/train"] - alone.loss) <= tolerance * max(
-        alone.scale, abs(alone.loss)
-    )
+    assert abs(done.metrics["loss/train"] - alone.loss) <= tolerance * max(alone.scale, abs(alone.loss))
     # Where every weighted token sees a single one, queries and keys have no gradient: both sides hold rounding there.
     rounding = torch.finfo(torch.float32).eps * max(alone.row_norms.values())
     for name, parameter in policy.parameters.items():

@@ -34,9 +34,7 @@ def sequence(length: int, number: int, opening: list[int]) -> TrainSequence:
     )
 
 
-def of_first(
-    policy: Policy, sequences: list[TrainSequence]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def of_first(policy: Policy, sequences: list[TrainSequence]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities of the first sequence's targets, and the gradient of their sum."""
     (batch,) = make_micro_batches(sequences, 100_000, shared=policy.shares_prefixes)
     place = batch.sequences.index(0) * NUM_TARGETS

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.shared.tasks import (
+from art_server.process.shared.tasks import (
     Batch,
     Done,
     TokenSequence,
@@ -59,7 +59,5 @@ def make_batch(examples: list[tuple[list[int], list[int]]]) -> Batch:
 def run(policy: Policy, adapter_dir: Path, out: Path, batch: Batch, **more: Any) -> Done:
     fields = {"objective": "likelihood", "max_grad_norm": MAX_GRAD_NORM, "sampling": "raw"} | more
     config = TrainConfig.model_validate(fields)
-    task = TrainTask(
-        lora=LoRAConfig(), in_dir=str(adapter_dir), out_dir=str(out), config=config, batch=batch
-    )
+    task = TrainTask(lora=LoRAConfig(), in_dir=str(adapter_dir), out_dir=str(out), config=config, batch=batch)
     return train(policy, task, 150, lambda _: None)

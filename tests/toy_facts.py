@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from art_server.base_facts import Facts
-from art_server.inspection.template import find_rules, read_templates
+from art_server.engine.inspection_process.template import find_rules, read_templates
+from art_server.store.base_facts import Facts
 
 
 def facts_of(folder: Path) -> Facts:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from art_server.base_models import TINY_DIR, BaseModel
+from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.trainer.base import find_class
 
 SHAPE = {
@@ -205,15 +205,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {
         "text_config": TIED | MROPE,
-        "vision_config": QWEN_SEES
-        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "vision_config": QWEN_SEES | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
         **QWEN_IDS,
     },
     "qwen3_vl_moe": {
         "text_config": SHAPE | EXPERTS | MROPE | {"norm_topk_prob": True},
-        "vision_config": QWEN_SEES
-        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "vision_config": QWEN_SEES | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **QWEN_IDS,
     },
     "gemma3": {
@@ -276,8 +274,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "audio_config": {"audio_embed_dim": 32},
     },
     "mistral3": MISTRAL_SEES | {"text_config": MINISTRAL},
-    "mistral3 of Mistral": MISTRAL_SEES
-    | {"text_config": SHAPE | {"model_type": "mistral", "sliding_window": None}},
+    "mistral3 of Mistral": MISTRAL_SEES | {"text_config": SHAPE | {"model_type": "mistral", "sliding_window": None}},
     "mistral3 whose queries grow": MISTRAL_SEES
     | {
         "text_config": MINISTRAL
@@ -422,9 +419,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "granite_swa": SHAPE | GRANITE | ONE_OF_EACH,
     "mellum": SHAPE | EXPERTS | ONE_OF_EACH | {"norm_topk_prob": True},
     "exaone4_5": {
-        "text_config": SHAPE
-        | ONE_OF_EACH
-        | {"model_type": "exaone4", "sliding_window_pattern": "LG"},
+        "text_config": SHAPE | ONE_OF_EACH | {"model_type": "exaone4", "sliding_window_pattern": "LG"},
         "vision_config": QWEN_SEES | {"num_key_value_heads": 2},
         "image_token_id": 1390,
         "video_token_id": 1391,
@@ -437,8 +432,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "output_multiplier": 0.3,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
         },
-        "vision_config": SEES
-        | {"pos_emb_height": 4, "pos_emb_width": 4, "output_dim": 128, "adapter_dim": 32},
+        "vision_config": SEES | {"pos_emb_height": 4, "pos_emb_width": 4, "output_dim": 128, "adapter_dim": 32},
         "image_token_id": 1390,
         "video_token_id": 1391,
         "out_hidden_size": 128,
@@ -450,9 +444,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "hy_v3": SHAPE
     | EXPERTS
     | {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
-    "laguna": SHAPE
-    | EXPERTS
-    | {"num_attention_heads_per_layer": [4, 4], "shared_expert_intermediate_size": 32},
+    "laguna": SHAPE | EXPERTS | {"num_attention_heads_per_layer": [4, 4], "shared_expert_intermediate_size": 32},
     "idefics3": {
         "text_config": SHAPE | {"model_type": "llama"},
         "vision_config": PIXELS,

@@ -39,9 +39,7 @@ def extended(kind: type[T]) -> type[T]:
         generic = (cast(Any, Generic)[parameters],) if parameters else ()
         place = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         bases = (entry.load(), kind, *generic)
-        kind = types.new_class(
-            kind.__name__, bases, {}, lambda body, given=place: body.update(given)
-        )
+        kind = types.new_class(kind.__name__, bases, {}, lambda body, given=place: body.update(given))
     return kind
 
 

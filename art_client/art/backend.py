@@ -81,9 +81,7 @@ class Backend:
         on_step: OnStep | None = None,
     ) -> None:
         url, key = _fill_in_from_environment(base_url, api_key)
-        self._connection = Connection(
-            _normalize_url(url), key, reconnect_seconds, self._check_server
-        )
+        self._connection = Connection(_normalize_url(url), key, reconnect_seconds, self._check_server)
         self._models: list[Model] = []
         self._steps: dict[str, int] = {}
         """The newest known step of each trainable model, by its inference name."""
@@ -168,9 +166,7 @@ class Backend:
         await self._reporting.trained(_names(model), groups, result)
         return result
 
-    async def _train(
-        self, model: TrainableModel, build: Callable[..., bytes], key: str, verbose: bool
-    ) -> TrainResult:
+    async def _train(self, model: TrainableModel, build: Callable[..., bytes], key: str, verbose: bool) -> TrainResult:
         """Trains what `build` makes a body of, given the ids of the choices that the body contains whole."""
         report = JobReport()
 
@@ -221,9 +217,7 @@ class Backend:
 
     async def fetch_captured(self, session: str, known: Container[str]) -> dict[str, SessionReply]:
         """Each registered trainable model's answers in a session, by the model's path; without the `known` paths."""
-        models = {
-            _model_path(model): model for model in self._models if isinstance(model, TrainableModel)
-        }
+        models = {_model_path(model): model for model in self._models if isinstance(model, TrainableModel)}
         found: dict[str, SessionReply] = {}
         for path, model in models.items():
             if path in known:
@@ -261,9 +255,7 @@ class Backend:
         request = DeleteCheckpointsRequest(best_metric=best_metric, keep=steps_to_keep)
         path = f"{_model_path(model)}/checkpoints/delete"
         reply = await self._call(DeleteCheckpointsReply, "POST", path, request)
-        logger.info(
-            "%s: deleted steps %s, kept %s", model.get_inference_name(), reply.deleted, reply.kept
-        )
+        logger.info("%s: deleted steps %s, kept %s", model.get_inference_name(), reply.deleted, reply.kept)
         return reply
 
     async def _list_checkpoints(self, model: Model) -> CheckpointList:

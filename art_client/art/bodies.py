@@ -90,8 +90,7 @@ def _find(group: TrajectoryGroup, place: str) -> str:
     """The first part of a group that JSON cannot hold, such as a NumPy integer in `metadata`, or half of a surrogate pair
     in a message."""
     parts: dict[str, BaseModel] = {
-        f"{place}.trajectories[{number}]": trajectory
-        for number, trajectory in enumerate(group.trajectories)
+        f"{place}.trajectories[{number}]": trajectory for number, trajectory in enumerate(group.trajectories)
     }
     parts[place] = group
     for path, part in parts.items():

@@ -120,9 +120,7 @@ class Connection:
                         on_event(event)
                         if event.event in ("done", "error"):
                             return event
-                raise _LostConnectionError(
-                    f"art-server at {self.base_url} ended the event stream before the job ended"
-                )
+                raise _LostConnectionError(f"art-server at {self.base_url} ended the event stream before the job ended")
             except ArtError as error:
                 if not error.retryable:
                     raise
@@ -161,9 +159,7 @@ class Connection:
         url = f"{self.base_url}{path}"
         timeout = httpx.Timeout(timeout_seconds, connect=10.0, write=600.0)
         try:
-            async with self._http().stream(
-                method, url, content=body, headers=headers, timeout=timeout
-            ) as response:
+            async with self._http().stream(method, url, content=body, headers=headers, timeout=timeout) as response:
                 if not response.is_success:
                     await response.aread()
                     raise _to_status_error(response)
@@ -205,9 +201,7 @@ class _GatewayError(ArtStatusError):
 class _Outage:
     """Measures how long the server has been away, and waits between two attempts."""
 
-    def __init__(
-        self, base_url: str, reconnect_seconds: float, check_server: Callable[[], None]
-    ) -> None:
+    def __init__(self, base_url: str, reconnect_seconds: float, check_server: Callable[[], None]) -> None:
         self._base_url = base_url
         self._reconnect_seconds = reconnect_seconds
         self._check_server = check_server

@@ -94,9 +94,7 @@ class _Scores:
         max_advantage: float,
     ) -> None:
         self._turns, self._max_advantage = turns, max_advantage
-        self._gaps = {
-            name: [_gaps(turn, scored) for turn in given] for name, given in turns.items()
-        }
+        self._gaps = {name: [_gaps(turn, scored) for turn in given] for name, given in turns.items()}
         self._means = _Means()
         for trajectory in trajectories:
             for turn, gaps in self._samples(trajectory):
@@ -121,9 +119,7 @@ class _Scores:
 
     def _advised(self, history: H) -> H:
         pairs = zip(self._turns[id(history)], self._gaps[id(history)], strict=True)
-        advantages = [
-            self._bounded(self._means.centred(turn, self._bounded(gaps))) for turn, gaps in pairs
-        ]
+        advantages = [self._bounded(self._means.centred(turn, self._bounded(gaps))) for turn, gaps in pairs]
         return history.model_copy(update={"turn_advantages": advantages})
 
     def _bounded(self, values: Iterable[float]) -> list[float]:
@@ -159,9 +155,7 @@ class _Means:
         return found
 
 
-async def _score(
-    texts: Sequence[Text], teacher: Model, max_concurrent: int
-) -> dict[Text, list[float | None]]:
+async def _score(texts: Sequence[Text], teacher: Model, max_concurrent: int) -> dict[Text, list[float | None]]:
     """The teacher's log-probabilities of each text's tokens."""
     name, client = teacher.get_inference_name(), teacher.openai_client()
     slots = asyncio.Semaphore(max_concurrent)
@@ -186,9 +180,7 @@ def _gaps(turn: _Sampled, scored: dict[Text, list[float | None]]) -> list[float]
     known = scored[whole][len(turn.prompt) : len(whole)]
     values = [value for value in known if value is not None]
     if len(values) < len(turn.tokens):
-        raise ArtError(
-            "the teacher gives no log-probability of some tokens: is its tokenizer another?"
-        )
+        raise ArtError("the teacher gives no log-probability of some tokens: is its tokenizer another?")
     return [of_t - of_s for of_t, of_s in zip(values, turn.logprobs, strict=True)]
 
 
@@ -253,10 +245,7 @@ async def _prompt_logprobs(client: Any, name: str, prompt: Sequence[int]) -> lis
     found: list[Any] = extra.get("prompt_logprobs") or []
     if len(found) != len(prompt):
         raise ArtError(f"teacher '{name}' gives no prompt_logprobs: it must be served by vLLM")
-    return [
-        None if not entry else _logprob_of(entry, token)
-        for entry, token in zip(found, prompt, strict=True)
-    ]
+    return [None if not entry else _logprob_of(entry, token) for entry, token in zip(found, prompt, strict=True)]
 
 
 def _logprob_of(entry: dict[str, Any], token: int) -> float | None:

@@ -51,9 +51,7 @@ class ArtStatusError(ArtError):
 class ArtJobError(ArtError):
     """The job of an accepted train call failed. The model keeps its last complete step."""
 
-    def __init__(
-        self, message: str, *, job_id: str = "", code: str = "error", retryable: bool = False
-    ) -> None:
+    def __init__(self, message: str, *, job_id: str = "", code: str = "error", retryable: bool = False) -> None:
         super().__init__(message, retryable=retryable)
         self.job_id = job_id
         self.code = code

@@ -133,9 +133,7 @@ async def evaluate(
     return evaluation
 
 
-async def _log(
-    model: TrainableModel, evaluation: Evaluation, step: int, split: str, name: str
-) -> None:
+async def _log(model: TrainableModel, evaluation: Evaluation, step: int, split: str, name: str) -> None:
     """Writes an evaluation to the history. A failure is a warning, so that the rollouts are not lost with it. `name` is
     the evaluation's in the caller's program."""
     try:
@@ -191,9 +189,7 @@ def _make_seeds(seed: int | None, scenario: int, repetition: int) -> Iterator[in
     return iter(lambda: rng.getrandbits(32), -1)  # unlike a generator, it can be copied
 
 
-async def _play(
-    rollout: Callable[[M, S], Awaitable[Trajectory]], model: M, scenario: S
-) -> Trajectory:
+async def _play(rollout: Callable[[M, S], Awaitable[Trajectory]], model: M, scenario: S) -> Trajectory:
     """The rollout's trajectory.
 
     Raises:
@@ -223,9 +219,7 @@ def _check_sampler(trajectory: Trajectory, model: TrainableModel) -> None:
                 )
 
 
-def _summarise(
-    model: TrainableModel, steps: Sequence[int | None], results: Sequence[Result], reps: int
-) -> Evaluation:
+def _summarise(model: TrainableModel, steps: Sequence[int | None], results: Sequence[Result], reps: int) -> Evaluation:
     """The evaluation of the first of one or two steps; the second is its baseline."""
     found = _evaluation(model, steps[0], results[:: len(steps)], reps)
     if len(steps) == 1:
@@ -248,9 +242,7 @@ def _summarise(
     )
 
 
-def _evaluation(
-    model: TrainableModel, step: int | None, results: Sequence[Result], reps: int
-) -> Evaluation:
+def _evaluation(model: TrainableModel, step: int | None, results: Sequence[Result], reps: int) -> Evaluation:
     rewards = [float(each.reward) if isinstance(each, Trajectory) else None for each in results]
     means = _scenario_means(rewards, reps)
     if not any(mean is not None for mean in means):
@@ -291,10 +283,7 @@ def _by_scenario(values: Sequence[T], reps: int) -> list[Sequence[T]]:
 
 def _scenario_means(values: Sequence[float | None], reps: int) -> list[float | None]:
     """Each scenario's mean over its known values; None without any."""
-    known = [
-        [each for each in of_scenario if each is not None]
-        for of_scenario in _by_scenario(values, reps)
-    ]
+    known = [[each for each in of_scenario if each is not None] for of_scenario in _by_scenario(values, reps)]
     return [statistics.fmean(of_scenario) if of_scenario else None for of_scenario in known]
 
 

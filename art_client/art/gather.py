@@ -72,9 +72,7 @@ async def gather_trajectory_groups(
         try:
             if min_informative is None:
                 taken += waiting
-                rollouts.expect_groups(
-                    sum(not isinstance(group, TrajectoryGroup) for group in taken)
-                )
+                rollouts.expect_groups(sum(not isinstance(group, TrajectoryGroup) for group in taken))
                 results = await run_all(_finish_group(rollouts, each, after_each) for each in taken)
             else:
                 results = await _refill(rollouts, waiting, taken, after_each, min_informative)
@@ -180,9 +178,7 @@ async def _resolve(rollouts: RolloutPool, awaitable: Awaitable[TrajectoryGroup])
 
 def _to_group(result: object) -> TrajectoryGroup:
     if not isinstance(result, TrajectoryGroup):
-        raise TypeError(
-            f"the awaitable of a group returned {type(result).__name__}, not art.TrajectoryGroup"
-        )
+        raise TypeError(f"the awaitable of a group returned {type(result).__name__}, not art.TrajectoryGroup")
     return result
 
 
@@ -232,9 +228,7 @@ async def gather_trajectories(
             close_unstarted(pending)
 
 
-async def _run_one(
-    rollouts: RolloutPool, rollout: Awaitable[object]
-) -> Trajectory | list[Trajectory] | Exception:
+async def _run_one(rollouts: RolloutPool, rollout: Awaitable[object]) -> Trajectory | list[Trajectory] | Exception:
     result = await rollouts.run(rollout, _to_trajectories)
     if isinstance(result, Trajectory):
         rollouts.count(result)

@@ -125,23 +125,17 @@ class LocalBackend(Backend):
             if address is not None:
                 self._connection.base_url = address
                 try:
-                    await self._connection.request(
-                        "GET", "/health", timeout_seconds=10, reconnect_seconds=0
-                    )
+                    await self._connection.request("GET", "/health", timeout_seconds=10, reconnect_seconds=0)
                     return
                 except ArtConnectionError:
                     pass  # the server writes its address a moment before it listens
             await asyncio.sleep(0.1)
-        raise ArtError(
-            f"art-server was not ready after {self._start_timeout_seconds:.0f} s.\n{self._log_tail()}"
-        )
+        raise ArtError(f"art-server was not ready after {self._start_timeout_seconds:.0f} s.\n{self._log_tail()}")
 
     def _read_address(self) -> str | None:
         """The server's address; None before it has written one. The address of an earlier server is ignored."""
         try:
-            address: dict[str, Any] = json.loads(
-                (self._path / ".server" / "address.json").read_text()
-            )
+            address: dict[str, Any] = json.loads((self._path / ".server" / "address.json").read_text())
         except FileNotFoundError:
             return None
         is_ours = self._server is not None and address["pid"] == self._server.pid
@@ -149,20 +143,14 @@ class LocalBackend(Backend):
 
     def _check_server(self) -> None:
         if self._server is None:
-            raise ArtError(
-                "the server of this LocalBackend is not running: register a model, which starts it"
-            )
+            raise ArtError("the server of this LocalBackend is not running: register a model, which starts it")
         if self._server.poll() is None:
             return
         tail = self._log_tail()
         remedy = ""
         if "No module named" in tail:
-            remedy = (
-                "\nInstall what the server needs: pip install 'agent-reinforcement-trainer[server]'"
-            )
-        raise ArtError(
-            f"art-server ended with exit code {self._server.returncode}.\n{tail}{remedy}"
-        )
+            remedy = "\nInstall what the server needs: pip install 'agent-reinforcement-trainer[server]'"
+        raise ArtError(f"art-server ended with exit code {self._server.returncode}.\n{tail}{remedy}")
 
     def _log_tail(self) -> str:
         return f"Last lines of {self._server_log.path}:\n{self._server_log.tail()}"

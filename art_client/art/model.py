@@ -143,9 +143,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
             ValueError: the model is not registered.
         """
         if self._links.backend is None:
-            raise ValueError(
-                f"model '{self.name}' is not registered: call `await model.register(backend)` first"
-            )
+            raise ValueError(f"model '{self.name}' is not registered: call `await model.register(backend)` first")
         return self._links.backend
 
     def openai_client(self) -> "AsyncOpenAI":
@@ -183,9 +181,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         Raises:
             ValueError: the trajectories cannot be written, or the model is not registered.
         """
-        return await self.backend()._log(
-            self, trajectories or (), split, metrics=metrics or {}, step=step
-        )
+        return await self.backend()._log(self, trajectories or (), split, metrics=metrics or {}, step=step)
 
     def _detached(self) -> Self:
         """A copy with connections of its own."""
@@ -199,9 +195,7 @@ class Model(Displayed, BaseModel, Generic[ConfigT]):
         await self._links.close()
 
     def _no_address(self) -> str:
-        return (
-            f"model '{self.name}' has no address: pass inference_base_url (and inference_api_key)"
-        )
+        return f"model '{self.name}' has no address: pass inference_base_url (and inference_api_key)"
 
 
 @extended
@@ -379,9 +373,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             if error.code != "unknown_metric":
                 raise
             metric = best_checkpoint_metric or "val/reward"
-            logger.warning(
-                "%s: delete_checkpoints deleted nothing: the history has no %s", self.name, metric
-            )
+            logger.warning("%s: delete_checkpoints deleted nothing: the history has no %s", self.name, metric)
             return None
 
     async def fork(self, name: str, *, project: str | None = None, step: int | None = None) -> Self:

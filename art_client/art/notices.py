@@ -63,9 +63,7 @@ def interrupted(where: str, steps: dict[str, int]) -> None:
     line = f"art: stopped. {where} has {saved}. The next run continues from there."
     previous = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print(f"\n{line}", file=sys.stderr)
         else:

@@ -34,17 +34,13 @@ class Reporting:
         """Remembers what the server said about a model."""
         self._models[info.project, info.name] = info
 
-    async def trained(
-        self, model: tuple[str, str], groups: Sequence[TrajectoryGroup], result: TrainResult
-    ) -> None:
+    async def trained(self, model: tuple[str, str], groups: Sequence[TrajectoryGroup], result: TrainResult) -> None:
         """Reports a train call. `model` is its project and its name on the server."""
         if self._is_on:
             config, report = self._config(model) | result.report.config, result.report
             rows = functools.partial(group_rows, groups)
             step, metrics = result.step, result.metrics
-            await self._report(
-                StepRecord(*model, step, "train", metrics, config, groups, report, rows)
-            )
+            await self._report(StepRecord(*model, step, "train", metrics, config, groups, report, rows))
 
     async def logged(
         self,
@@ -69,9 +65,7 @@ class Reporting:
 
     def _config(self, model: tuple[str, str]) -> dict[str, Any]:
         info = self._models.get(model)
-        return (
-            {} if info is None else {"base_model": info.base_model, "lora": info.lora.model_dump()}
-        )
+        return {} if info is None else {"base_model": info.base_model, "lora": info.lora.model_dump()}
 
     async def _report(self, record: StepRecord) -> None:
         for tracker in self._trackers:

@@ -34,9 +34,7 @@ def retry(
         raise ValueError(f"max_attempts must be at least 1, not {max_attempts}")
 
     def seconds_before_next(name: str, error: BaseException, attempt: int) -> float:
-        if attempt == max_attempts or isinstance(
-            error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)
-        ):
+        if attempt == max_attempts or isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
             raise error
         shown = text_of(error, repr)
         logger.warning("%s failed (attempt %d of %d): %s", name, attempt, max_attempts, shown)

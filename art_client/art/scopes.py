@@ -84,11 +84,7 @@ def is_registered(url: str) -> bool:
 
 def _servers_at(address: str) -> list[Server]:
     """The registered servers at the address; closed ones only if none is open."""
-    servers = [
-        server
-        for server in list(_servers)
-        if address.startswith(_to_address(server.base_url) + "/v1/")
-    ]
+    servers = [server for server in list(_servers) if address.startswith(_to_address(server.base_url) + "/v1/")]
     return [server for server in servers if server.is_open] or servers
 
 

@@ -11,9 +11,7 @@ Schedule: TypeAlias = Literal["linear", "cosine", "constant"]
 H = TypeVar("H", bound=History)
 
 
-def choose(
-    given: Iterable[Trajectory | TrajectoryGroup], *, best_of_group: bool
-) -> list[Trajectory]:
+def choose(given: Iterable[Trajectory | TrajectoryGroup], *, best_of_group: bool) -> list[Trajectory]:
     """The trajectories, with those of groups: all, or the best one if the group's rewards differ (the first of equals)."""
     chosen: list[Trajectory] = []
     for each in given:

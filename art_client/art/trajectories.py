@@ -46,9 +46,7 @@ REDUCE = "reduce entries"
 class WithNumbers(BaseModel):
     """For records with numbers of programs: they are dumped as Python's."""
 
-    @field_serializer(
-        "reward", "turn_rewards", "turn_advantages", "metrics", "metadata", check_fields=False
-    )
+    @field_serializer("reward", "turn_rewards", "turn_advantages", "metrics", "metadata", check_fields=False)
     def _dump_numbers(self, value: Any) -> Any:
         return _to_plain(value)
 
@@ -62,9 +60,7 @@ class History(Tolerant, Displayed, WithNumbers):
     tools: Tools | None = None
     turn_rewards: list[float | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice a reward or None, besides the trajectory's. It applies to all tokens up to the choice's end."""
-    turn_advantages: list[float | list[float] | None] | None = Field(
-        default=None, exclude_if=is_none
-    )
+    turn_advantages: list[float | list[float] | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice an advantage, one for each of its tokens, or None. It replaces the advantage from rewards."""
 
     def messages(self) -> Messages:
@@ -81,9 +77,7 @@ class History(Tolerant, Displayed, WithNumbers):
         return [_parse_entry(entry) for entry in entries]
 
     @field_serializer("messages_and_choices")
-    def _dump_entries(
-        self, entries: list[Any], info: FieldSerializationInfo
-    ) -> list[dict[str, Any]]:
+    def _dump_entries(self, entries: list[Any], info: FieldSerializationInfo) -> list[dict[str, Any]]:
         context: dict[str, Any] = info.context or {}
         if (reduce := context.get(REDUCE)) is not None:
             return [reduce(entry) for entry in entries]
@@ -99,9 +93,7 @@ MetadataValue: TypeAlias = float | int | str | bool | None
 class Trajectory(History):
     """One rollout of an agent: its messages and sampled choices, and their reward."""
 
-    _hidden: ClassVar[frozenset[str]] = frozenset(
-        {"initial_policy_version", "final_policy_version"}
-    )
+    _hidden: ClassVar[frozenset[str]] = frozenset({"initial_policy_version", "final_policy_version"})
 
     reward: float = 0.0
     additional_histories: list[History] = []
@@ -140,10 +132,7 @@ class Trajectory(History):
 
     def for_logging(self) -> dict[str, Any]:
         """A readable dictionary: messages without token data; `trainable` marks the sampled ones."""
-        messages = [
-            {**_to_message(entry), "trainable": _is_choice(entry)}
-            for entry in self.messages_and_choices
-        ]
+        messages = [{**_to_message(entry), "trainable": _is_choice(entry)} for entry in self.messages_and_choices]
         left_out = {"messages_and_choices", "additional_histories"}
         return {**self.model_dump(exclude=left_out), "messages": messages}
 
@@ -257,18 +246,12 @@ class TrajectoryGroup(Tolerant, Displayed, WithNumbers):
 
     @model_serializer(mode="wrap")
     def _dump_whole(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        _ = (
-            self.trajectories
-        )  # raises if the group was not awaited: it would be dumped without trajectories
+        _ = self.trajectories  # raises if the group was not awaited: it would be dumped without trajectories
         return handler(self)
 
 
-async def _run_one(
-    rollouts: RolloutPool, entry: Trajectory | Awaitable[object]
-) -> Trajectory | Exception:
-    trajectory = (
-        entry if isinstance(entry, Trajectory) else await rollouts.run(entry, to_trajectory)
-    )
+async def _run_one(rollouts: RolloutPool, entry: Trajectory | Awaitable[object]) -> Trajectory | Exception:
+    trajectory = entry if isinstance(entry, Trajectory) else await rollouts.run(entry, to_trajectory)
     if isinstance(trajectory, Trajectory):
         rollouts.count(trajectory)
     return trajectory

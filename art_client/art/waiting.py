@@ -98,9 +98,7 @@ class Waiting:
             self._tell(_as_text(line))
         if not self._is_ready and time.monotonic() - self._told_at >= START_SECONDS:
             seconds = time.monotonic() - self._started_at if self._last_line else 0.0
-            self._tell(
-                f"{seconds:4.0f} s  waiting for {(health.waits_for or 'the engine').rstrip('.')}"
-            )
+            self._tell(f"{seconds:4.0f} s  waiting for {(health.waits_for or 'the engine').rstrip('.')}")
 
     def _tell(self, text: str, reason: str = "start") -> None:
         self._told, self._told_at = reason, time.monotonic()

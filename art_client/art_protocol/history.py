@@ -38,9 +38,7 @@ def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dic
     if trajectories:
         metrics[f"{split}/reward"] = statistics.fmean(t.reward for t in trajectories)
     deviations = [
-        statistics.pstdev(t.reward for t in group.trajectories)
-        for group in groups
-        if len(group.trajectories) > 1
+        statistics.pstdev(t.reward for t in group.trajectories) for group in groups if len(group.trajectories) > 1
     ]
     if deviations:
         metrics[f"{split}/reward_std_dev"] = statistics.fmean(deviations)
@@ -54,17 +52,14 @@ def outline(group: TrajectoryGroupBody) -> TrajectoryGroupBody:
     """A group without its texts, for `trajectory_metrics`."""
     bare: dict[str, Any] = {"messages_and_choices": [], "additional_histories": [], "tools": None}
     bare |= {"metadata": {}, "logs": []}
-    return group.model_copy(
-        update={"trajectories": [each.model_copy(update=bare) for each in group.trajectories]}
-    )
+    return group.model_copy(update={"trajectories": [each.model_copy(update=bare) for each in group.trajectories]})
 
 
 def log_metrics(request: LogRequest) -> dict[str, float]:
     """The metrics of a log call: those of its trajectories, then the given ones, under "SPLIT/" unless their name has a
     "/" already."""
     return trajectory_metrics(request.groups, request.split) | {
-        key if "/" in key else f"{request.split}/{key}": value
-        for key, value in request.metrics.items()
+        key if "/" in key else f"{request.split}/{key}": value for key, value in request.metrics.items()
     }
 
 
@@ -107,9 +102,7 @@ def _stored_histories(histories: Sequence[HistoryBody]) -> list[dict[str, Any]]:
             place = known.setdefault(digest.digest(), (number, count))
             if place[0] != number:
                 begins_with = place
-        fields = history.model_dump(
-            mode="json", include={"tools", "turn_rewards", "turn_advantages"}
-        )
+        fields = history.model_dump(mode="json", include={"tools", "turn_rewards", "turn_advantages"})
         if begins_with[1]:
             place = {"history": begins_with[0], "entries": begins_with[1]}
             fields = {BEGINS_WITH: place, **fields}
@@ -195,7 +188,4 @@ def _dicts(row: Any, name: str) -> list[dict[str, Any]]:
 
 def _means(rows: Sequence[dict[str, float | int | bool]], prefix: str) -> dict[str, float]:
     keys = {key for row in rows for key in row}
-    return {
-        prefix + key: statistics.fmean(float(row[key]) for row in rows if key in row)
-        for key in sorted(keys)
-    }
+    return {prefix + key: statistics.fmean(float(row[key]) for row in rows if key in row) for key in sorted(keys)}

@@ -28,11 +28,7 @@ def group_has_signal(
 
     Values may be in lists of lists, as several histories have them. What is no finite number does not count.
     """
-    return (
-        has_signal(_numbers(rewards))
-        or has_signal(_numbers(turn_rewards))
-        or any(_numbers(turn_advantages))
-    )
+    return has_signal(_numbers(rewards)) or has_signal(_numbers(turn_rewards)) or any(_numbers(turn_advantages))
 
 
 def _numbers(values: Iterable[object]) -> Iterator[float]:

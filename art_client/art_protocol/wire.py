@@ -147,9 +147,7 @@ class HistoryBody(Body):
     turn_rewards: list[FiniteFloat | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice a reward or null, in addition to the trajectory's reward. It applies to all tokens up to
     the end of the choice (process supervision)."""
-    turn_advantages: list[FiniteFloat | list[FiniteFloat] | None] | None = Field(
-        default=None, exclude_if=is_none
-    )
+    turn_advantages: list[FiniteFloat | list[FiniteFloat] | None] | None = Field(default=None, exclude_if=is_none)
     """For each choice an advantage, one for each of its tokens, or null. It replaces the advantage from rewards."""
 
 
@@ -256,9 +254,7 @@ PRESETS: dict[str, LossConfig] = {
     "grpo": LossConfig(),
     "dr_grpo": LossConfig(normalisation="constant", scaling="none"),
     "dapo": LossConfig(epsilon_high=0.28),
-    "gspo": LossConfig(
-        ratio="sequence", epsilon=3e-4, epsilon_high=4e-4, normalisation="trajectory"
-    ),
+    "gspo": LossConfig(ratio="sequence", epsilon=3e-4, epsilon_high=4e-4, normalisation="trajectory"),
     "cispo": LossConfig(clip="cispo", epsilon=1.0, epsilon_high=4.0),
     "rloo": LossConfig(
         clip="none",
@@ -277,15 +273,11 @@ class TrainConfig(LossConfig):
     """The configuration of one train call. Defaults: GRPO with group mean and standard deviation, the loss averaged
     over the batch's tokens, one AdamW step without weight decay (Shao et al. 2024, arXiv:2402.03300)."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"] = (
-        "grpo"
-    )
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"] = "grpo"
     """Supplies the fields of the loss that are not given."""
-    learning_rate: (
-        Annotated[float, Field(gt=0, le=1)]
-        | list[Annotated[float, Field(ge=0, le=1)]]
-        | Literal["auto"]
-    ) = 5e-6
+    learning_rate: Annotated[float, Field(gt=0, le=1)] | list[Annotated[float, Field(ge=0, le=1)]] | Literal["auto"] = (
+        5e-6
+    )
     """A list has the rate of each optimizer step of the job. auto: computed from the model's width, see docs/training.md;
     the notes in the job's report contain the value."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -334,9 +326,7 @@ class TrainConfig(LossConfig):
             raise ValueError("learning_rate is an empty list: give a rate for each optimizer step")
         if self.schedule == "cosine" and self.schedule_steps is None:
             raise ValueError("schedule='cosine' needs schedule_steps")
-        if self.overlong == "soft_penalty" and (
-            self.overlong_length is None or self.overlong_buffer is None
-        ):
+        if self.overlong == "soft_penalty" and (self.overlong_length is None or self.overlong_buffer is None):
             raise ValueError("overlong='soft_penalty' needs overlong_length and overlong_buffer")
         if self.ratio_to == "sampled" and self.correction != "off":
             raise ValueError(
@@ -360,9 +350,7 @@ class TrainConfig(LossConfig):
             of_pass = -(-num_groups // self.batch_size)
         given, needed = len(self.learning_rate), of_pass * self.passes
         if given < needed:
-            raise ValueError(
-                f"learning_rate lists {given} rates, and the job takes {needed} optimizer steps"
-            )
+            raise ValueError(f"learning_rate lists {given} rates, and the job takes {needed} optimizer steps")
 
 
 class TrainRequest(Body):

@@ -47,9 +47,7 @@ def declared_size(request: Request) -> int:
     return int(declared) if declared.isdecimal() else 0
 
 
-async def read_parts(
-    request: Request, max_mb: float, remedy: str = FEWER_GROUPS
-) -> AsyncIterator[bytes]:
+async def read_parts(request: Request, max_mb: float, remedy: str = FEWER_GROUPS) -> AsyncIterator[bytes]:
     """The parts of a body, as they arrive.
 
     Raises:
@@ -106,9 +104,7 @@ def is_deeper(value: Any, limit: int) -> bool:
         level = [each for each in level if isinstance(each, dict | list)]
         if not level:
             return False
-        level = [
-            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
-        ]
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
     return True
 
 

@@ -32,11 +32,7 @@ from art_server.errors import InvalidInput, Unavailable
 from art_server.store import files
 from art_server.store.registry import check_name
 
-TAR = {
-    "requestBody": {
-        "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
-    }
-}
+TAR = {"requestBody": {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}}
 MAX_STEP_DIGITS = 9
 CHUNK_BYTES = 2**20
 
@@ -44,9 +40,7 @@ router = APIRouter(prefix="/api/models/{project}/{name}", route_class=SmallBodie
 
 
 @router.delete("")
-async def delete_model(
-    model: PathModel, checkpoints: TheCheckpoints, registration: TheRegistration
-) -> ModelInfo:
+async def delete_model(model: PathModel, checkpoints: TheCheckpoints, registration: TheRegistration) -> ModelInfo:
     await checkpoints.delete_model(model)
     return registration.info(model)
 
@@ -101,9 +95,7 @@ def download(model: PathModel, step: str) -> StreamingResponse:
         write_tar(model.folder.checkpoint_dir(number), description, tar)
         size = tar.seek(0, os.SEEK_END)
         opened.pop_all()
-    return StreamingResponse(
-        pieces(tar), headers={"content-length": str(size)}, media_type="application/x-tar"
-    )
+    return StreamingResponse(pieces(tar), headers={"content-length": str(size)}, media_type="application/x-tar")
 
 
 @router.put("/checkpoints/{step}.tar", status_code=201, openapi_extra=TAR)
@@ -147,7 +139,5 @@ def read_step(text: str) -> int:
         InvalidInput: the text is not a step's number.
     """
     if not text.isdecimal() or not text.isascii() or len(text) > MAX_STEP_DIGITS:
-        raise InvalidInput(
-            f"'{text[:80]}' is not a step: write a number", code="bad_step", param="step"
-        )
+        raise InvalidInput(f"'{text[:80]}' is not a step: write a number", code="bad_step", param="step")
     return int(text)

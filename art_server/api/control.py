@@ -86,9 +86,7 @@ async def register(
 
 
 @router.get("/api/models")
-async def models(
-    registry: TheRegistry, registration: TheRegistration, caller: TheCaller
-) -> ModelList:
+async def models(registry: TheRegistry, registration: TheRegistration, caller: TheCaller) -> ModelList:
     return ModelList(models=[registration.info(m) for m in registry.all(caller.projects)])
 
 
@@ -129,9 +127,7 @@ async def first_digest(request: Request) -> str | None:
     return digest
 
 
-@router.post(
-    "/api/models/{project}/{name}/train", openapi_extra=described_body(NDJSON, TrainRequest)
-)
+@router.post("/api/models/{project}/{name}/train", openapi_extra=described_body(NDJSON, TrainRequest))
 async def train(
     model: TrainableModel,
     key: Annotated[str | None, Depends(idempotency_key)],

@@ -30,9 +30,7 @@ def read_engine_args(given: Mapping[str, Any], device: Device) -> tuple[dict[str
         if not is_known or (device == "cpu" and key == "gpu_memory_utilization"):
             unknown.append(f"engine_args.{key}")
         elif value is not None and not VALUES.get(key, VALUE).fullmatch(text):
-            raise InvalidInput(
-                f"_internal_config: {key} cannot be {text[:80]!r}", code="invalid_body", param=key
-            )
+            raise InvalidInput(f"_internal_config: {key} cannot be {text[:80]!r}", code="invalid_body", param=key)
         elif value is not None:
             requested[key] = text
     return requested, unknown

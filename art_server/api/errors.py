@@ -66,9 +66,7 @@ def answer(error: errors.ServerError) -> JSONResponse:
 
 
 def too_deep() -> errors.InvalidInput:
-    return errors.InvalidInput(
-        "the body, or a JSON text inside it, is nested too deeply: flatten it", code="too_deep"
-    )
+    return errors.InvalidInput("the body, or a JSON text inside it, is nested too deeply: flatten it", code="too_deep")
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
@@ -81,9 +79,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def invalid_body(
-    error: ValidationError, place: tuple[int | str, ...] = (), line: str = ""
-) -> errors.InvalidInput:
+def invalid_body(error: ValidationError, place: tuple[int | str, ...] = (), line: str = "") -> errors.InvalidInput:
     """An error that lists the invalid fields of a body without echoing its content. `place` is where in the body the
     invalid record is, and `line` begins the list."""
     problems = error.errors(include_url=False, include_input=False)
@@ -131,10 +127,7 @@ def install(app: FastAPI) -> None:
         if problems[0]["loc"][0] != "body":
             return answer(invalid_parameters(problems))
         # Behind "body" stands a field or, where the JSON is broken, a position, which is no place in the request.
-        fields = [
-            {**each, "loc": () if each["type"] == "json_invalid" else each["loc"][1:]}
-            for each in problems
-        ]
+        fields = [{**each, "loc": () if each["type"] == "json_invalid" else each["loc"][1:]} for each in problems]
         is_json = "json" in request.headers.get("content-type", "json")
         return answer(invalid_fields(fields, "" if is_json else NO_JSON))
 

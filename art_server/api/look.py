@@ -60,9 +60,7 @@ class LiveStatus(Protocol):
 
 
 class LiveJobs(Protocol):
-    async def jobs(
-        self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int
-    ) -> list[JobInfo]: ...
+    async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]: ...
 
 
 async def _runs(request: Request) -> Runs:
@@ -101,9 +99,7 @@ async def page() -> Response:
 async def asset(file: str) -> Response:
     """A file of the page. The chart library comes from its Python package."""
     if file == CHARTS:
-        return FileResponse(
-            chart_library(), headers=SECURITY_HEADERS | {"cache-control": "max-age=86400"}
-        )
+        return FileResponse(chart_library(), headers=SECURITY_HEADERS | {"cache-control": "max-age=86400"})
     known = {Path(str(each)).name for each in ASSETS.iterdir()}
     if file not in known:
         raise NotFound(f"the page has no file '{file[:80]}'", code="unknown_route")
@@ -195,9 +191,7 @@ async def groups(
 
 
 @router.get("/api/look/models/{project}/{name}/rollouts/{split}/{step}/{group}/{rollout}")
-async def rollout(
-    folder: TheFolder, split: TheSplit, step: Number, group: Number, rollout: Number
-) -> dict[str, Any]:
+async def rollout(folder: TheFolder, split: TheSplit, step: Number, group: Number, rollout: Number) -> dict[str, Any]:
     return await asyncio.to_thread(rollouts.rollout, folder, split, step, group, rollout)
 
 

@@ -15,11 +15,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from art_protocol.wire import Health
-from art_server import clock
 from art_server.api.parameters import TheCaller, TheServer
 from art_server.engine.engine import State
 from art_server.jobs.queue import ENDED, PENDING
 from art_server.jobs.reports import Totals
+from art_server.process.shared import clock
 from art_server.server import Server
 from art_server.store.registry import Model
 
@@ -58,13 +58,11 @@ async def metrics(server: TheServer, caller: TheCaller) -> Response:
     pending = await asyncio.to_thread(server.queue.pending)
     models = server.registry.all(caller.projects)
     own = exposition(figures_of(server), server.status.health(), pending, models)
-    of_engine = await server.relay.engine_metrics() if caller.projects is None else b""
+    of_engine = await server.proxy.engine_metrics() if caller.projects is None else b""
     return Response(own + of_engine, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def exposition(
-    figures: Figures, health: Health, pending: Pending, models: Iterable[Model]
-) -> bytes:
+def exposition(figures: Figures, health: Health, pending: Pending, models: Iterable[Model]) -> bytes:
     """The server's part."""
     registry = CollectorRegistry(auto_describe=False)
     families = [
@@ -88,17 +86,13 @@ class Families(Collector):
 
 def request_families(figures: Figures, health: Health) -> Iterator[Metric]:
     """Requests, the engine, and the server's own health."""
-    yield gauge(
-        "art_requests_waiting", "Requests that wait at the pause gate.", figures.num_waiting
-    )
+    yield gauge("art_requests_waiting", "Requests that wait at the pause gate.", figures.num_waiting)
     yield gauge("art_requests_running", "Requests that the engine has.", figures.num_running)
     states = {state: float(state == health.engine) for state in get_args(State)}
     yield gauges("art_engine_state", "1 for the engine's state.", "state", states)
     yield counter("art_engine_starts", "Starts of vLLM's process.", figures.num_engine_starts)
     stall = health.longest_stall_seconds
-    yield gauge(
-        "art_event_loop_longest_stall_seconds", "Longest time the event loop was blocked.", stall
-    )
+    yield gauge("art_event_loop_longest_stall_seconds", "Longest time the event loop was blocked.", stall)
     failing = dict.fromkeys(health.faults, 1.0)
     yield gauges("art_part_failing", "1 for a part that fails at present.", "part", failing)
     faults = CounterMetricFamily("art_faults", "Errors of background work.", labels=["part"])
@@ -124,9 +118,7 @@ def job_families(figures: Figures, pending: Pending) -> Iterator[Metric]:
 
 def model_families(models: Iterable[Model]) -> Iterator[Metric]:
     """The step of each model."""
-    steps = GaugeMetricFamily(
-        "art_model_step", "The step that serves.", labels=["project", "model"]
-    )
+    steps = GaugeMetricFamily("art_model_step", "The step that serves.", labels=["project", "model"])
     for model in models:
         steps.add_metric([model.record.project, model.record.name], model.step)
     yield steps

@@ -12,7 +12,7 @@ from art_server.api.bodies import GroupLines
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints.manage import Checkpoints
 from art_server.checkpoints.uploads import Uploads
-from art_server.device.probe import Machine
+from art_server.engine.device.probe import Machine
 from art_server.engine.engine import Engine
 from art_server.errors import ServerError
 from art_server.jobs.queue import Job

@@ -101,6 +101,4 @@ def _shown(value: object) -> str:
 
 
 def _bad(problem: str) -> InvalidInput:
-    return InvalidInput(
-        f"this adapter cannot be used: {problem}", code="bad_adapter", param="adapter"
-    )
+    return InvalidInput(f"this adapter cannot be used: {problem}", code="bad_adapter", param="adapter")

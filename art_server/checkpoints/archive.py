@@ -82,9 +82,7 @@ def check_content(folder: Path, description: Description) -> None:
     if unnamed := (present | {CONFIG_FILE, ADAPTER_FILE}) - description.files.keys():
         fault = f"{DESCRIPTION_FILE} does not name {min(unnamed)}"
     if fault is not None:
-        raise InvalidInput(
-            f"the checkpoint is incomplete or damaged: {fault}", code="broken_checkpoint"
-        )
+        raise InvalidInput(f"the checkpoint is incomplete or damaged: {fault}", code="broken_checkpoint")
     lora, _ = read_lora(folder)
     if (lora.rank, lora.alpha) != (description.lora.rank, description.lora.alpha):
         raise InvalidInput(
@@ -117,9 +115,7 @@ def read_description(data: bytes) -> Description:
     return description
 
 
-def place_checkpoint(
-    folder: ModelFolder, description: Description, content: Path, engine_log: Path
-) -> None:
+def place_checkpoint(folder: ModelFolder, description: Description, content: Path, engine_log: Path) -> None:
     """Moves a checked checkpoint into a model's folder (blocking): as the first step of a new model, or as an older
     step that the model lacks. Does nothing if the model has the step with the same weights.
 

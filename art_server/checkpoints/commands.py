@@ -9,15 +9,9 @@ FROM_WHERE = "without --url: the folder of a server (%(default)s)"
 
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
     """Adds the three parsers."""
-    export = commands.add_parser(
-        "export", help="write an adapter as a PEFT folder, or the merged model"
-    )
-    export.add_argument(
-        "model", metavar="MODEL[@k]", help="[PROJECT/]NAME; @k selects an earlier step"
-    )
-    export.add_argument(
-        "dir", type=Path, metavar="DIR", help="a folder that does not exist, or is empty"
-    )
+    export = commands.add_parser("export", help="write an adapter as a PEFT folder, or the merged model")
+    export.add_argument("model", metavar="MODEL[@k]", help="[PROJECT/]NAME; @k selects an earlier step")
+    export.add_argument("dir", type=Path, metavar="DIR", help="a folder that does not exist, or is empty")
     export.add_argument(
         "--merge",
         action="store_true",
@@ -41,9 +35,7 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
         "--base-model",
         help="base model of the adapter (default: the one that its configuration names)",
     )
-    copying = commands.add_parser(
-        "copy", help="copy a checkpoint to an address such as s3://bucket/folder, or back"
-    )
+    copying = commands.add_parser("copy", help="copy a checkpoint to an address such as s3://bucket/folder, or back")
     copying.add_argument(
         "source",
         metavar="SOURCE",

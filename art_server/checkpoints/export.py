@@ -4,17 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
-from art_server import base_models
-from art_server.base_models import (
+from art_server.checkpoints.archive import Description
+from art_server.errors import InvalidInput
+from art_server.store import base_models, files
+from art_server.store.base_models import (
     OTHER_CONFIG,
     SMALL_FILES,
     SMOLLM2_ID,
     find_base_model,
     find_folder,
 )
-from art_server.checkpoints.archive import Description
-from art_server.errors import InvalidInput
-from art_server.store import files
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE
 
 
@@ -56,9 +55,7 @@ def write_merged(content: Path, description: Description, folder: Path) -> None:
             code="not_mergeable",
         )
     dtype = config.get_text_config().dtype or torch.float32
-    model = PeftModel.from_pretrained(
-        load_base(str(base.path), dtype, torch.device("cpu")), content
-    )
+    model = PeftModel.from_pretrained(load_base(str(base.path), dtype, torch.device("cpu")), content)
     model.merge_and_unload(safe_merge=True).save_pretrained(folder)
     for file in (file for pattern in SMALL_FILES for file in base.path.glob(pattern)):
         is_of_weights = file.name.endswith(".index.json") or file.name == OTHER_CONFIG

@@ -53,9 +53,7 @@ class Checkpoints:
     _incoming: Path
     """Folder for unfinished checkpoints; empty at start."""
     _keep_last: int
-    _locks: defaultdict[str, asyncio.Lock] = field(
-        init=False, default_factory=lambda: defaultdict(asyncio.Lock)
-    )
+    _locks: defaultdict[str, asyncio.Lock] = field(init=False, default_factory=lambda: defaultdict(asyncio.Lock))
     """By model id: one change of its steps at a time."""
 
     async def overview(self, model: Model) -> CheckpointList:
@@ -64,9 +62,7 @@ class Checkpoints:
 
     # --- pruning ---
 
-    async def delete(
-        self, model: Model, request: DeleteCheckpointsRequest
-    ) -> DeleteCheckpointsReply:
+    async def delete(self, model: Model, request: DeleteCheckpointsRequest) -> DeleteCheckpointsReply:
         """Deletes all steps except the newest, the serving one, those in use, and the named steps or the best one.
 
         Raises:
@@ -96,11 +92,7 @@ class Checkpoints:
         steps = model.folder.steps()
         keep = keep | {model.step, *steps[-1:]}
         # Nothing is awaited between the check of the pause gate and the mark, so no request can start in between.
-        leaving = [
-            step
-            for step in steps
-            if step not in keep and not self._gate.uses(model.adapter_name(step))
-        ]
+        leaving = [step for step in steps if step not in keep and not self._gate.uses(model.adapter_name(step))]
         with marked_for_deletion(model, leaving):
             self._unload(model, leaving)
             await asyncio.to_thread(model.folder.remove_steps, leaving)
@@ -146,9 +138,7 @@ class Checkpoints:
             description = describe(source.folder, source.record, step)
             copy_content(source.folder.checkpoint_dir(step), content)
             check_content(content, description)
-            record = source.record.model_copy(
-                update={"project": folder.project, "name": folder.name}
-            )
+            record = source.record.model_copy(update={"project": folder.project, "name": folder.name})
             create_model(folder, record, self._engine.log_path, content, description.record())
         finally:
             shutil.rmtree(content, ignore_errors=True)
@@ -211,10 +201,10 @@ class Checkpoints:
             try:
                 self._unload(model, steps)
                 self._engine.forget_prompts()
-                grave = await self._while_idle(model, lambda: self._bury(model))
+                trash = await self._while_idle(model, lambda: self._move_to_trash(model))
             finally:
                 model.is_leaving = False
-            await asyncio.to_thread(shutil.rmtree, grave)
+            await asyncio.to_thread(shutil.rmtree, trash)
         logger.info("%s was deleted", model.id)
 
     async def _while_idle(self, model: Model, change: Callable[[], T]) -> T:
@@ -243,13 +233,13 @@ class Checkpoints:
         model.history.roll_back(step)
         model.folder.roll_back(step)
 
-    def _bury(self, model: Model) -> Path:
+    def _move_to_trash(self, model: Model) -> Path:
         self._ledger.forget_steps(model.record.project, model.record.name)
         self._queue.forget_keys(model.record.project, model.record.name)
         model.history.delete()
-        grave = model.folder.bury()
+        trash = model.folder.move_to_trash()
         self._registry.remove(model)
-        return grave
+        return trash
 
 
 @contextlib.contextmanager

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from art_server import base_models
-from art_server.base_models import find_base_model
 from art_server.checkpoints.adapter import read_lora
 from art_server.checkpoints.archive import (
     MAX_CHECKPOINT_BYTES,
@@ -31,7 +29,8 @@ from art_server.checkpoints.archive import (
 from art_server.checkpoints.export import push_folder, write_adapter, write_merged
 from art_server.checkpoints.http_transfer import Server
 from art_server.errors import Conflict, InvalidInput, NotFound, ServerError
-from art_server.store import files
+from art_server.store import base_models, files
+from art_server.store.base_models import find_base_model
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     DESCRIPTION_FILE,
@@ -79,9 +78,7 @@ def import_folder(flags: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         content = Path(temporary) / "content"
         copy_content(flags.dir, content)
-        store_model(
-            flags, flags.model, content, describe_folder(flags.dir, content, flags.base_model)
-        )
+        store_model(flags, flags.model, content, describe_folder(flags.dir, content, flags.base_model))
 
 
 def copy_checkpoint(flags: argparse.Namespace) -> None:
@@ -154,18 +151,12 @@ def find_folder(root: Path, project: str, name: str) -> ModelFolder:
     return found[0]
 
 
-def store_model(
-    flags: argparse.Namespace, text: str, content: Path, description: Description
-) -> None:
+def store_model(flags: argparse.Namespace, text: str, content: Path, description: Description) -> None:
     """Stores a checkpoint as PROJECT/NAME, on a running server or in the folder of a stopped one."""
     project, slash, name = text.partition("/")
     if not slash:
-        raise InvalidInput(
-            f"'{text}' names no project: write PROJECT/NAME", code="bad_name", param="model"
-        )
-    folder = ModelFolder(
-        flags.path.absolute(), check_name(project, "project"), check_name(name, "name")
-    )
+        raise InvalidInput(f"'{text}' names no project: write PROJECT/NAME", code="bad_name", param="model")
+    folder = ModelFolder(flags.path.absolute(), check_name(project, "project"), check_name(name, "name"))
     check_content(content, description)
     if flags.url is not None:
         with Server(flags.url) as server:
@@ -175,9 +166,7 @@ def store_model(
     print(f"{text}: step {description.step}, on {description.base_model}")
 
 
-def store_in_folder(
-    root: Path, folder: ModelFolder, content: Path, description: Description
-) -> None:
+def store_in_folder(root: Path, folder: ModelFolder, content: Path, description: Description) -> None:
     # Imported here, because torch and the server's parts take seconds to load.
     from art_server.settings import ServerConfig
     from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
@@ -194,9 +183,7 @@ def store_in_folder(
     try:
         lock = files.lock_folder(config.server_dir)
     except Conflict as error:
-        raise Conflict(
-            f"an art-server works in {root}: pass its address with --url", code=error.code
-        ) from error
+        raise Conflict(f"an art-server works in {root}: pass its address with --url", code=error.code) from error
     files.keep_private(root)
     ready = config.server_dir / "incoming" / uuid.uuid4().hex
     try:
@@ -221,9 +208,7 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
         )
     base = base_model or named
     if base is None:
-        raise InvalidInput(
-            "the adapter names no base model: pass --base-model", code="unknown_base_model"
-        )
+        raise InvalidInput("the adapter names no base model: pass --base-model", code="unknown_base_model")
     known: dict[str, Any] = {"step": 0}  # Any: arbitrary JSON; `read_description` checks it
     if (source / DESCRIPTION_FILE).exists():
         try:
@@ -233,9 +218,7 @@ def describe_folder(source: Path, content: Path, base_model: str | None) -> Desc
                 f"{source / DESCRIPTION_FILE} cannot be read: {error}", code="broken_checkpoint"
             ) from error
     known["files"] = known.get("files") or content_digests(content)
-    description = read_description(
-        json.dumps(known | {"base_model": base, "lora": lora.model_dump()}).encode()
-    )
+    description = read_description(json.dumps(known | {"base_model": base, "lora": lora.model_dump()}).encode())
     if not (content / OPTIMIZER_FILE).exists():  # deleted when newer steps were made
         description.files.pop(OPTIMIZER_FILE, None)
     return description
@@ -265,9 +248,7 @@ def address_errors(address: str) -> Iterator[None]:
     except ServerError:
         raise
     except Exception as error:
-        raise InvalidInput(
-            f"{address} cannot be used: {type(error).__name__}: {error}", code="bad_address"
-        ) from error
+        raise InvalidInput(f"{address} cannot be used: {type(error).__name__}: {error}", code="bad_address") from error
 
 
 def write_address(address: str, content: Path, description: Description) -> None:
@@ -282,9 +263,7 @@ def write_address(address: str, content: Path, description: Description) -> None
     if system.exists(last):
         if identity(read_description(system.cat_file(last))) == identity(description):
             return
-        raise InvalidInput(
-            f"{address} holds another checkpoint: name another folder", code="target_exists"
-        )
+        raise InvalidInput(f"{address} holds another checkpoint: name another folder", code="target_exists")
     scheme = address.partition("://")[0]
     if scheme not in OBJECT_STORES:
         system.makedirs(root, exist_ok=True)
@@ -340,9 +319,7 @@ def newest_in(system: Any, root: str, address: str, not_after: int | None) -> st
     if system.exists(f"{root}/{DESCRIPTION_FILE}"):
         return root
     names = (
-        [each.rstrip("/").rpartition("/")[2] for each in system.ls(root, detail=False)]
-        if system.exists(root)
-        else []
+        [each.rstrip("/").rpartition("/")[2] for each in system.ls(root, detail=False)] if system.exists(root) else []
     )
     steps = [name for name in names if name.isdecimal() and len(name) <= MAX_STEP_DIGITS]
     for name in sorted(steps, key=int, reverse=True):

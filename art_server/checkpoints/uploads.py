@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from art_server.base_models import BaseModel
 from art_server.checkpoints.archive import (
     MAX_CHECKPOINT_BYTES,
     Description,
@@ -23,8 +22,9 @@ from art_server.engine.engine import Engine
 from art_server.errors import InvalidInput, TooLarge
 from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
-from art_server.shared.tasks import CheckTask
+from art_server.process.shared.tasks import CheckTask
 from art_server.store import files
+from art_server.store.base_models import BaseModel
 from art_server.store.registry import Model, Registry, check_rank
 
 
@@ -71,9 +71,7 @@ class Uploads:
                 )
             model = self._registry.find(project, name)
             base = base_model or (model.record.base_model if model else description.base_model)
-            description = description.model_copy(
-                update={"base_model": (await self._load_base(base)).name}
-            )
+            description = description.model_copy(update={"base_model": (await self._load_base(base)).name})
             await self._check_on_base(description, content)
             async with self._checkpoints.changed(f"{project}/{name}"):
                 return await self._store(project, name, description, content)
@@ -88,9 +86,7 @@ class Uploads:
             what = f"the adapter does not fit base model '{description.base_model}'"
             raise error.for_client(what, "adapter") from error
 
-    async def _store(
-        self, project: str, name: str, description: Description, content: Path
-    ) -> Model:
+    async def _store(self, project: str, name: str, description: Description, content: Path) -> Model:
         model = self._registry.find(project, name)
         folder = self._registry.folder(project, name)
         log = self._engine.log_path

@@ -6,18 +6,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_server.base_facts import Facts
-from art_server.base_models import BaseModel, has_other_format, weight_bytes
-from art_server.device.plan import Plan
+from art_server.engine.device.plan import Plan
 from art_server.errors import InvalidInput
-from art_server.settings import ENGINE_ARGS, Device, ServerConfig
-from art_server.shared.switches import (
+from art_server.process.shared.switches import (
     DISTRIBUTIONS_SWITCH,
     EXPERTS_SWITCH,
     ONE_THREAD_SWITCH,
     RAW_SWITCH,
     SWITCH,
 )
+from art_server.settings import ENGINE_ARGS, Device, ServerConfig
+from art_server.store.base_facts import Facts
+from art_server.store.base_models import BaseModel, has_other_format, weight_bytes
 
 SOCKET_NAME = "engine.sock"
 """Name of vLLM's HTTP socket in the engine's private folder."""
@@ -130,7 +130,7 @@ def engine_command(
     return [
         sys.executable,
         "-m",
-        "art_server.in_vllm.child",
+        "art_server.engine.vllm_process.child",
         str(run_dir / "records.sock"),
         *flags,
         *(f"--{switch}" for switch in switches),

@@ -23,21 +23,21 @@ from typing import Any, Literal, Protocol
 import aiohttp
 
 from art_protocol.log_file import LogFile
-from art_server.background import Background
-from art_server.base_models import BaseModel
-from art_server.children import Children, start_child
-from art_server.device.owner import DeviceOwner
-from art_server.device.plan import Plan
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
+from art_server.engine.device.owner import DeviceOwner
+from art_server.engine.device.plan import Plan
 from art_server.engine.failures import find_cause
 from art_server.engine.probe import find_fault
 from art_server.errors import InvalidInput, Unavailable
-from art_server.progress import StartProgress
+from art_server.process.background import Background
+from art_server.process.children import Children, start_child
+from art_server.process.progress import StartProgress
+from art_server.process.shared.samples import new_request_id
+from art_server.process.shared.tasks import GapBars
+from art_server.process.shared.work import FILE_VARIABLE, make_file, read_work
 from art_server.settings import Device, Handover, ServerConfig
-from art_server.shared.samples import new_request_id
-from art_server.shared.tasks import GapBars
-from art_server.shared.work import FILE_VARIABLE, make_file, read_work
 from art_server.store import files
+from art_server.store.base_models import BaseModel
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -192,9 +192,7 @@ class Engine:
 
     # --- life ---
 
-    def start(
-        self, base: BaseModel, requested: Mapping[str, str], plan: Plan | None = None
-    ) -> None:
+    def start(self, base: BaseModel, requested: Mapping[str, str], plan: Plan | None = None) -> None:
         """Starts vLLM with `base` in the background; `wait_ready` returns when it serves. `requested` are a client's
         engine arguments, as in `ServerConfig.with_requested`; `plan` is a GPU's memory plan."""
         assert self.base is None, "an engine serves one base model"
@@ -511,9 +509,7 @@ class Engine:
         try:
             status, text = await self._post("/tokenize", {"model": self.base.name, **body})
         except LOST as error:
-            raise EngineDied(
-                "the engine ended while it rendered a conversation: repeat the request"
-            ) from error
+            raise EngineDied("the engine ended while it rendered a conversation: repeat the request") from error
         if status != 200:
             raise InvalidInput(
                 f"a conversation in the trajectories cannot be rendered: {text[:500]}",
@@ -565,9 +561,7 @@ class Engine:
 
     # --- adapters ---
 
-    async def load_adapter(
-        self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False
-    ) -> None:
+    async def load_adapter(self, name: str, path: Path, timeout_seconds: float, *, holds_device: bool = False) -> None:
         """Has the engine serve the checkpoint `path` as `name`, also after restarts; no-op if it already does. With
         `holds_device`, for a caller that holds the device, it tries once at most, and a refusal raises nothing; the
         adapter serves after another call, because a paused engine cannot score its probe.
@@ -646,10 +640,7 @@ class Engine:
         if status != 200:
             raise AdapterRefused(f"vLLM cannot score with adapter '{name}': {text[:500]}")
         scores = json.loads(text)["choices"][0]["prompt_logprobs"]
-        return [
-            each[str(token)]["logprob"]
-            for token, each in zip(token_ids[1:], scores[1:], strict=True)
-        ]
+        return [each[str(token)]["logprob"] for token, each in zip(token_ids[1:], scores[1:], strict=True)]
 
     def unload_adapter(self, name: str) -> None:
         """Serves an adapter no longer. Requests that use it must have ended. vLLM unloads it before the next pause or
@@ -671,9 +662,7 @@ class Engine:
                 await self._post("/v1/unload_lora_adapter", {"lora_name": name})
         if self._has_stale_prompts and self.state == "ready":
             self._has_stale_prompts = False
-            await self._post_control(
-                ("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS
-            )
+            await self._post_control(("/reset_prefix_cache?reset_running_requests=true",), PAUSE_SECONDS)
 
     def loaded_adapters(self) -> list[str]:
         return list(self._adapters)

@@ -31,9 +31,7 @@ CAUSES = (
         OTHER_PROGRAM,
     ),
     (
-        re.compile(
-            r"(To serve at least one request .+?\. )|(No available memory for the cache blocks)"
-        ),
+        re.compile(r"(To serve at least one request .+?\. )|(No available memory for the cache blocks)"),
         "the KV cache has no room: {0}. Start the server with a shorter --max-seq-length, or use a smaller base model",
     ),
 )

@@ -7,7 +7,7 @@ and is the effect of the adapter the trainer's, at its own alpha or at a multipl
 import math
 from collections.abc import Sequence
 
-from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
+from art_server.process.shared.tasks import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
 
 ROUNDING_FACTOR = 3.0
 """A gap above this many times the measured effect of rounding to 16 bits is another policy (docs/precision.md)."""
@@ -16,9 +16,7 @@ EFFECT_TOLERANCE = 0.2
 at least 1.3, the base's weights 0, and the right adapter 0.98 to 1.04 (docs/precision.md)."""
 
 
-def find_fault(
-    probe: Probe, logprobs: Sequence[float], scaled: Sequence[float], bars: GapBars
-) -> str | None:
+def find_fault(probe: Probe, logprobs: Sequence[float], scaled: Sequence[float], bars: GapBars) -> str | None:
     """Why the engine's log-probabilities of the probe are not the trainer's; None if they are.
 
     `scaled` are those with `probe.factor` times the adapter's alpha; empty for a factor of 1.

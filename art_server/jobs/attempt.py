@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 
 from art_protocol.wire import TrainConfig
-from art_server.device.owner import DeviceOwner
+from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import ServerError, Unavailable
@@ -28,7 +28,7 @@ from art_server.jobs.layer_check import LayerCheck, note_lost
 from art_server.jobs.queue import Job, JobQueue
 from art_server.jobs.step_record import StepRecord, base_digests, write_record
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
-from art_server.shared.tasks import Done, Progress, TrainTask
+from art_server.process.shared.tasks import Done, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import Model
 
@@ -58,9 +58,7 @@ class Attempt:
     _report_change: Callable[[], Awaitable[None]]
     """Called after each change of the job's row."""
     phase: str = field(init=False, default="queued")
-    _seconds: defaultdict[str, float] = field(
-        init=False, default_factory=lambda: defaultdict(float)
-    )
+    _seconds: defaultdict[str, float] = field(init=False, default_factory=lambda: defaultdict(float))
     """Of the phases so far, by name."""
     _since: float = field(init=False, default_factory=time.monotonic)
     is_cancelled: bool = field(init=False, default=False)
@@ -90,9 +88,7 @@ class Attempt:
             model.step = step
         await self._finish(step, notes)
 
-    async def _enter(
-        self, phase: str, completed: int | None = None, total: int | None = None
-    ) -> None:
+    async def _enter(self, phase: str, completed: int | None = None, total: int | None = None) -> None:
         """Begins a phase, or continues within it, and writes it to the job's row."""
         if phase != self.phase:
             now = time.monotonic()
@@ -160,12 +156,8 @@ class Attempt:
             self._stop_if_cancelled()
             await self._enter("check layers")
             longest = self._engine.max_seq_length
-            kinds = await self._layers.score(
-                self._trainer, self.model.record.lora, bars, longest, folder
-            )
-        return await self._layers.compare(
-            self._engine, base, bars, folder, kinds, ENGINE_WAIT_SECONDS
-        )
+            kinds = await self._layers.score(self._trainer, self.model.record.lora, bars, longest, folder)
+        return await self._layers.compare(self._engine, base, bars, folder, kinds, ENGINE_WAIT_SECONDS)
 
     async def _train(self, step: int, lost: dict[str, str]) -> None:
         config = TrainConfig.model_validate_json(self.job.config)
@@ -254,13 +246,9 @@ class Attempt:
         name = self.model.adapter_name(step)
         notes: list[str] = []
         try:
-            await self._engine.load_adapter(
-                name, self.model.folder.checkpoint_dir(step), ENGINE_WAIT_SECONDS
-            )
+            await self._engine.load_adapter(name, self.model.folder.checkpoint_dir(step), ENGINE_WAIT_SECONDS)
         except AdapterRefused as error:
-            notes = [
-                f"step {step} is saved but does not serve: {error.message}. Step {self.model.step} still serves"
-            ]
+            notes = [f"step {step} is saved but does not serve: {error.message}. Step {self.model.step} still serves"]
         except Unavailable as error:
             notes = [f"step {step} is saved and serves once the engine is ready: {error.message}"]
             self.model.step = step
@@ -287,11 +275,7 @@ class Attempt:
         lines = await asyncio.to_thread(self._queue.trajectories, job.job_id)
         record = model.folder.read_checkpoint(step)
         metrics = record.metrics | job.metrics | step_metrics(job.report.sampled_steps)
-        metrics |= {
-            f"time/job_{phase}_s": seconds
-            for phase, seconds in self._seconds.items()
-            if phase != "queued"
-        }
+        metrics |= {f"time/job_{phase}_s": seconds for phase, seconds in self._seconds.items() if phase != "queued"}
         all_notes = [*job.report.notes, *record.notes, *notes]
         report = job.report.model_copy(update={"notes": all_notes})
         await asyncio.to_thread(model.folder.write_lines, "train", step, lines)

@@ -19,9 +19,7 @@ MAX_DEATHS_AT_FULL_SIZE = 2
 DIED, UNFORESEEN = "trainer_died", "internal_error"
 
 
-def pause_after(
-    error: ErrorDetail, attempts: Mapping[str, int], *, is_committed: bool = False
-) -> float | None:
+def pause_after(error: ErrorDetail, attempts: Mapping[str, int], *, is_committed: bool = False) -> float | None:
     """Seconds until the next attempt at a job; None if it fails. `attempts` counts those that ended with an error, this
     one included, by the error's code. A job whose step `is_committed` is tried again until it is finished."""
     is_doubtful = error.code in (DIED, UNFORESEEN)

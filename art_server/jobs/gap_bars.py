@@ -5,9 +5,9 @@ docs/precision.md has the measured gaps that the bars are derived from.
 
 import math
 
-from art_server.base_models import BaseModel
+from art_server.process.shared.tasks import GapBars
 from art_server.settings import Device, ServerConfig
-from art_server.shared.tasks import GapBars
+from art_server.store.base_models import BaseModel
 
 WRONG_FACTOR = 4.0
 """A gap above this many times the largest measured one for a pair of number types is not rounding."""
@@ -32,9 +32,7 @@ def bars_of(config: ServerConfig, device: Device, base: BaseModel) -> GapBars | 
     return gap_bars(types, config.exact, config.gap_limit)
 
 
-def gap_bars(
-    number_types: tuple[str, str], is_exact: bool = False, limit: float | None = None
-) -> GapBars | None:
+def gap_bars(number_types: tuple[str, str], is_exact: bool = False, limit: float | None = None) -> GapBars | None:
     """The bars for these number types of engine and trainer. A `limit` replaces them: a larger mean gap trains nothing.
     None for a limit of 0, which turns the check off."""
     if limit is not None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from art_protocol.wire import LoRAConfig
-from art_server.base_facts import facts_digest
-from art_server.base_models import BaseModel
 from art_server.engine.engine import Engine, PolicyDiffers
 from art_server.jobs.trainer_process import TrainerProcess
-from art_server.shared.tasks import GapBars, LayersTask, Probe
+from art_server.process.shared.tasks import GapBars, LayersTask, Probe
 from art_server.store import files
+from art_server.store.base_facts import facts_digest
+from art_server.store.base_models import BaseModel
 from art_server.store.model_folder import DESCRIPTION_FILE, CheckpointRecord
 
 logger = logging.getLogger(__name__)
@@ -108,9 +108,7 @@ def note_lost(lost: dict[str, str]) -> list[str]:
     if not lost:
         return []
     reason = next(iter(lost.values()))
-    return [
-        f"layers {', '.join(sorted(lost))} are not trained: the engine does not adapt them ({reason})"
-    ]
+    return [f"layers {', '.join(sorted(lost))} are not trained: the engine does not adapt them ({reason})"]
 
 
 def _describe(folder: Path, probes: dict[str, Probe]) -> None:

@@ -10,9 +10,7 @@ from art_server.jobs.rollouts import Rollouts
 from art_server.store.registry import Model
 
 
-async def write_log(
-    model: Model, request: LogRequest, rollouts: Rollouts, reports: Reports
-) -> LogReply:
+async def write_log(model: Model, request: LogRequest, rollouts: Rollouts, reports: Reports) -> LogReply:
     """Writes the rollouts and metrics of a step to disk, and reports them.
 
     Raises:
@@ -29,9 +27,7 @@ async def write_log(
     request = request.model_copy(update={"groups": rollouts.outlines})
     metrics = log_metrics(request)
     # A job has written its rollouts, with the origin of each turn. Programs log them once more.
-    if request.groups and not (
-        request.split == "train" and model.folder.tokens_file(step).exists()
-    ):
+    if request.groups and not (request.split == "train" and model.folder.tokens_file(step).exists()):
         content = rollouts.content
         await asyncio.to_thread(model.folder.write_lines, request.split, step, content)
     await asyncio.to_thread(model.history.add, step, metrics)

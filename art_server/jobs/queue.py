@@ -29,9 +29,9 @@ from art_protocol.wire import (
     JobState,
     TrainConfig,
 )
-from art_server import clock
 from art_server.errors import Conflict, NotFound, TooMany
-from art_server.shared.tasks import Batch
+from art_server.process.shared import clock
+from art_server.process.shared.tasks import Batch
 from art_server.store.database import (
     database_errors,
     insert,
@@ -307,9 +307,7 @@ class JobQueue:
         return self.get(job_id)
 
     def _check_room(self, project: str, name: str, check_alone: Callable[[], None] | None) -> None:
-        waiting = self._db.execute(
-            "SELECT project, name FROM jobs WHERE state IN ('queued', 'running')"
-        ).fetchall()
+        waiting = self._db.execute("SELECT project, name FROM jobs WHERE state IN ('queued', 'running')").fetchall()
         if len(waiting) >= self._max_queued:
             raise TooMany(
                 f"the queue is full with {len(waiting)} jobs: wait until some have ended, cancel some "
@@ -342,9 +340,7 @@ class JobQueue:
             where += f" AND project IN ({','.join('?' * len(projects))})"
             values += sorted(projects)
         order = "CASE WHEN finished_at IS NULL THEN COALESCE(place, number) ELSE 1e12 - number END"
-        return self._select(
-            f"{where} ORDER BY finished_at IS NOT NULL, {order} LIMIT ?", *values, limit
-        )
+        return self._select(f"{where} ORDER BY finished_at IS NOT NULL, {order} LIMIT ?", *values, limit)
 
     def pending(self) -> dict[str, tuple[int, float]]:
         """By state, the number of jobs in it and when the oldest was accepted; jobs that have ended are left out."""
@@ -417,9 +413,7 @@ class JobQueue:
         values = {"state": "running", "target_step": target_step} | NO_PROGRESS
         return self._update(job_id, values, PENDING)
 
-    def set_progress(
-        self, job_id: str, phase: str, completed: int | None = None, total: int | None = None
-    ) -> None:
+    def set_progress(self, job_id: str, phase: str, completed: int | None = None, total: int | None = None) -> None:
         """Writes how far a running job is. A power loss may take this back."""
         values = {"phase": phase, "completed": completed, "total": total}
         with self._lock:
@@ -494,17 +488,11 @@ class JobQueue:
             names = [name for name, _ in queued]
             for name in (job_id, before):
                 if name is not None and name not in names:
-                    raise Conflict(
-                        f"job '{name[:80]}' does not wait", code="not_queued", param="job_id"
-                    )
+                    raise Conflict(f"job '{name[:80]}' does not wait", code="not_queued", param="job_id")
             names.remove(job_id)
-            names.insert(
-                len(names) if before is None or before == job_id else names.index(before), job_id
-            )
+            names.insert(len(names) if before is None or before == job_id else names.index(before), job_id)
             orders = sorted(order for _, order in queued)
-            self._db.executemany(
-                "UPDATE jobs SET place = ? WHERE job_id = ?", list(zip(orders, names, strict=True))
-            )
+            self._db.executemany("UPDATE jobs SET place = ? WHERE job_id = ?", list(zip(orders, names, strict=True)))
 
     def prune(self) -> None:
         """Deletes the payloads of jobs that failed days ago, and the oldest ended jobs."""
@@ -521,9 +509,7 @@ class JobQueue:
             )
 
     def _select(self, where: str, *values: object) -> list[Job]:
-        return [
-            _job(row) for row in self._rows(f"SELECT {COLUMNS} FROM jobs WHERE {where}", *values)
-        ]
+        return [_job(row) for row in self._rows(f"SELECT {COLUMNS} FROM jobs WHERE {where}", *values)]
 
     def _rows(self, statement: str, *values: object) -> list[sqlite3.Row]:
         with self._lock, database_errors("the queue"):
@@ -562,9 +548,7 @@ def _migrate(database: sqlite3.Connection) -> None:
         if earlier:
             columns = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
             kept = ", ".join(column for column in columns if column in earlier)
-            database.execute(
-                f"INSERT INTO jobs ({kept}, last_error) SELECT {kept}, error FROM earlier_jobs"
-            )
+            database.execute(f"INSERT INTO jobs ({kept}, last_error) SELECT {kept}, error FROM earlier_jobs")
             database.execute("DROP TABLE earlier_jobs")
             database.create_function("as_gzip", 1, _as_gzip)
             database.execute("UPDATE jobs SET trajectories = as_gzip(trajectories)")

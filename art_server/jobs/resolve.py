@@ -41,14 +41,14 @@ from art_server.jobs.turns import (
 )
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record
-from art_server.shared.advantages import (
+from art_server.process.shared.advantages import (
     GroupTokens,
     has_advantage,
     is_identical,
     is_masked,
     trained_tokens,
 )
-from art_server.shared.tasks import (
+from art_server.process.shared.tasks import (
     Batch,
     Distribution,
     TokenSequence,
@@ -76,9 +76,7 @@ RAW_SAMPLING = {
 }
 """Sampling parameters under which the model's own distribution is the behaviour policy."""
 
-CHANGED_IDS = (
-    "the choice's token ids are not those that were sampled: keep the choice as the server sent it"
-)
+CHANGED_IDS = "the choice's token ids are not those that were sampled: keep the choice as the server sent it"
 NO_RECORD = (
     "the choice's record is not in the ledger, and the choice carries no tokens: request `logprobs` so that choices carry "
     "them, train on the server that sampled, or start it with a larger --ledger-max-gb or --ledger-max-age-days"
@@ -185,9 +183,7 @@ class Report:
         seen = ", ".join(f"{name} {'/'.join(sorted(v))}" for name, v in self.unscored.items())
         what = f"{self.num_unscored} tokens were sampled with {seen}"
         if config.sampling == "raw":
-            return [
-                f"{what}; sampling='raw' scores them at temperature 1 over the whole vocabulary"
-            ]
+            return [f"{what}; sampling='raw' scores them at temperature 1 over the whole vocabulary"]
         return [
             f"{what}. Their log-probabilities under these settings are unknown, so they are trained with ratio 1, as "
             "if the trainer had sampled them. For exact ratios, sample at a temperature above 0 and without penalties, on "
@@ -288,14 +284,10 @@ class Resolver:
             )
         if not self._trainable:
             raise InvalidInput(self._nothing_trainable(), code="no_trainable_turn", param="groups")
-        batch = Batch(
-            groups=self._trainable, distributions=self._distributions, num_groups=self._num_groups
-        )
+        batch = Batch(groups=self._trainable, distributions=self._distributions, num_groups=self._num_groups)
         return Resolved(batch, self._summary(batch))
 
-    def _trajectory(
-        self, trajectory: TrajectoryBody, where: str
-    ) -> tuple[TrainableTrajectory, list[TurnTrace]]:
+    def _trajectory(self, trajectory: TrajectoryBody, where: str) -> tuple[TrainableTrajectory, list[TurnTrace]]:
         seen: set[Hashable] = set()
         sequences: list[TokenSequence] = []
         traces: list[TurnTrace] = []
@@ -310,9 +302,7 @@ class Resolver:
                 self._trace(number, entry, turn, place, len(sequences), is_first=index == 0)
                 for index, ((entry, turn), place) in enumerate(placed)
             ]
-            sequences += [
-                sequence.model_copy(update={"truncated": is_truncated}) for sequence in made
-            ]
+            sequences += [sequence.model_copy(update={"truncated": is_truncated}) for sequence in made]
             if sequences:  # of turns behind the history's last trained one
                 add_rewards(sequences[-1], rewards)
                 rewards.clear()
@@ -390,9 +380,7 @@ class Resolver:
             self._distributions.append(drawn)
         return self._indices[name]
 
-    def _given(
-        self, history: HistoryBody, where: str
-    ) -> Iterator[tuple[float | None, float | list[float] | None]]:
+    def _given(self, history: HistoryBody, where: str) -> Iterator[tuple[float | None, float | list[float] | None]]:
         """The reward and the advantages that the client gives for each turn.
 
         Raises:
@@ -524,9 +512,7 @@ class Resolver:
                     break
         return None if found is None else replace(self._from_record(found), origin="ids")
 
-    def _found(
-        self, choice: dict[str, Any], prefix_digest: bytes, seen: set[Hashable]
-    ) -> ResolvedTurn | None:
+    def _found(self, choice: dict[str, Any], prefix_digest: bytes, seen: set[Hashable]) -> ResolvedTurn | None:
         """Finds a choice's record by its log-probabilities; without these by its text, in the same conversation. All matches
         must have the same prompt and tokens; a record of the newest step is used.
 
@@ -572,18 +558,14 @@ class Resolver:
                 is_equal[match.tokens] = thinking is None or thinking.split() == told.split()
         return [match for match in found if is_equal[match.tokens]]
 
-    def _recomputed(
-        self, choice: dict[str, Any], identity: str | None, before: Before
-    ) -> ResolvedTurn:
+    def _recomputed(self, choice: dict[str, Any], identity: str | None, before: Before) -> ResolvedTurn:
         """The last resort: prompt and answer as the chat template writes them."""
         if not self._trains_without_logprobs:
             raise UnusableTurn(NO_TOKENS if identity is None else NO_RECORD)
         prompt, ids = self._written(choice["message"], before.messages, before.tools)
         return ResolvedTurn(prompt, ids, None, "recomputed")
 
-    def _render(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool
-    ) -> list[int]:
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool) -> list[int]:
         made = [conversation.for_engine(message) for message in messages]
         try:
             return self._sources.render(made, tools, has_header)
@@ -658,10 +640,7 @@ class Resolver:
         lowest = min(min(turn.prompt_token_ids), min(turn.token_ids))
         if lowest < 0 or highest >= self._limits.vocab_size:
             raise UnusableTurn("a token id is outside the model's vocabulary")
-        if not all(
-            math.isfinite(value) and value <= POSITIVE_LOGPROB_TOLERANCE
-            for value in turn.logprobs or ()
-        ):
+        if not all(math.isfinite(value) and value <= POSITIVE_LOGPROB_TOLERANCE for value in turn.logprobs or ()):
             raise UnusableTurn("a log-probability is not a finite number of at most 0")
 
     def _nothing_trainable(self) -> str:
@@ -707,9 +686,7 @@ class Resolver:
             dropped=_left_out(batch, report, num_failed, config),
             config=config.model_dump(),
             num_tokens_without_logprob=sum(
-                sequence.logprobs[position] is None
-                for sequence, tokens in trained
-                for position, _ in tokens
+                sequence.logprobs[position] is None for sequence, tokens in trained for position, _ in tokens
             ),
             sampled_steps=dict(sorted(report.steps.items())),
             notes=report.notes(config) + _group_notes(batch, found),
@@ -725,11 +702,7 @@ def unusual(sampling: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters that make the behaviour policy differ from the model's own distribution."""
     given = {name: sampling.get(name) for name in RAW_SAMPLING}
     given["top_k"] = max(0, given["top_k"] or 0)  # -1 also means off
-    return {
-        name: value
-        for name, value in given.items()
-        if value is not None and value != RAW_SAMPLING[name]
-    }
+    return {name: value for name, value in given.items() if value is not None and value != RAW_SAMPLING[name]}
 
 
 def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | None] | None]:
@@ -738,17 +711,12 @@ def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | 
     if record.sampled_logprobs is None:
         return (None if unusual(record.sampling) else record.logprobs), None
     temperature = record.sampling.get("temperature", 1.0)
-    bias = {
-        int(token): float(value)
-        for token, value in (record.sampling.get("logit_bias") or {}).items()
-    }
+    bias = {int(token): float(value) for token, value in (record.sampling.get("logit_bias") or {}).items()}
     whole = None
     if temperature != 1.0 or bias:
         whole = Distribution(temperature=temperature, logit_bias=bias)
     cut = [
-        Distribution(
-            temperature=temperature, logit_bias=bias, kept=base64.b64encode(packed).decode()
-        )
+        Distribution(temperature=temperature, logit_bias=bias, kept=base64.b64encode(packed).decode())
         for packed in record.sets
     ]
     kept = record.kept or [-1] * len(record.token_ids)
@@ -793,9 +761,7 @@ def id_list(value: Any) -> list[int] | None:
     return None
 
 
-TEXT_PARTS = frozenset(
-    {"text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "reasoning"}
-)
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "reasoning"})
 
 
 def first_other_part(messages: Sequence[Message]) -> tuple[float, str | None]:

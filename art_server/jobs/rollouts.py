@@ -16,9 +16,7 @@ class Rollouts:
         self.outlines: list[TrajectoryGroupBody] = []
         """The groups without their conversations."""
 
-    def add(
-        self, group: TrajectoryGroupBody, turns: Sequence[Sequence[dict[str, Any]]] | None = None
-    ) -> None:
+    def add(self, group: TrajectoryGroupBody, turns: Sequence[Sequence[dict[str, Any]]] | None = None) -> None:
         """Packs a group (blocking); `turns` as in `trajectory_row`."""
         self._rows.append(pack_rows([trajectory_row(group, turns)]))
         self.outlines.append(outline(group))

@@ -26,8 +26,7 @@ from art_protocol.wire import (
     JobState,
     TrainConfig,
 )
-from art_server import clock
-from art_server.device.owner import DeviceOwner
+from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError
@@ -36,6 +35,7 @@ from art_server.jobs.backoff import error_detail, pause_after
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import PENDING, Job, JobQueue, Payload, Waiting
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
+from art_server.process.shared import clock
 from art_server.store.registry import Model, Registry
 
 logger = logging.getLogger(__name__)
@@ -103,9 +103,7 @@ class JobRunner:
             metrics,
             check_alone=check_alone,
         )
-        logger.info(
-            "job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id
-        )
+        logger.info("job %s accepted: %d trajectories for %s", job.job_id, report.num_trajectories, model.id)
         self._report(job, model)
         self._wake()
         return job
@@ -132,9 +130,7 @@ class JobRunner:
         if key is None:
             return None
         record = model.record
-        job = await asyncio.to_thread(
-            self._queue.find_key, record.project, record.name, key, body_digest
-        )
+        job = await asyncio.to_thread(self._queue.find_key, record.project, record.name, key, body_digest)
         error = None if job is None else job.last_error
         if job is None or job.state != "failed" or error is None or not error.retryable:
             return job
@@ -146,9 +142,7 @@ class JobRunner:
     async def get(self, job_id: str) -> Job:
         return await asyncio.to_thread(self._queue.get, job_id)
 
-    async def jobs(
-        self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int
-    ) -> list[JobInfo]:
+    async def jobs(self, projects: frozenset[str] | None, states: Sequence[JobState], limit: int) -> list[JobInfo]:
         """Up to `limit` jobs of these projects (None: all), in the order of `JobQueue.jobs`."""
         found = await asyncio.to_thread(self._queue.jobs, projects, states, limit)
         waiting = await asyncio.to_thread(self._queue.waiting)

@@ -91,9 +91,7 @@ def _link(source: Path, target: Path) -> None:
 def base_digests(folder: Path) -> dict[str, str]:
     """A digest of each of a base model's files with configuration or weights, by name."""
     found = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    return {
-        file.name: _digest(file, file.stat().st_size, file.stat().st_mtime_ns) for file in found
-    }
+    return {file.name: _digest(file, file.stat().st_size, file.stat().st_mtime_ns) for file in found}
 
 
 @functools.cache

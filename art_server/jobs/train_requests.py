@@ -43,9 +43,7 @@ class TrainRequests:
         sources = Sources(
             find_record=self._ledger.find,
             find_by_logprobs=functools.partial(self._ledger.find_by_logprobs, project, name),
-            find_by_conversation=functools.partial(
-                self._ledger.find_by_conversation, project, name
-            ),
+            find_by_conversation=functools.partial(self._ledger.find_by_conversation, project, name),
             render=rendering.render,
             tokenize=rendering.tokenize,
             decode=self._ledger.decode,
@@ -113,9 +111,7 @@ class NewJob:
         try:
             self._config.check_rates(len(self._rollouts.outlines))
         except ValueError as error:
-            raise InvalidInput(
-                str(error), code="invalid_body", param="config.learning_rate"
-            ) from error
+            raise InvalidInput(str(error), code="invalid_body", param="config.learning_rate") from error
         found = self._resolver.finish()
         return Payload.make(found.batch, self._rollouts.content), found.report
 
@@ -130,9 +126,7 @@ class Rendering:
         self._engine = engine
         self._loop = loop
 
-    def render(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool
-    ) -> list[int]:
+    def render(self, messages: list[Message], tools: list[dict[str, Any]] | None, has_header: bool) -> list[int]:
         """A conversation's tokens, with or without the header of the next answer."""
         body: dict[str, Any] = {"messages": messages, "add_generation_prompt": has_header}
         return self._ask(body | ({"tools": tools} if tools else {}))

@@ -4,11 +4,10 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from art_server.children import Children
-from art_server.device.plan import Plan
+from art_server.engine.device.plan import Plan
 from art_server.jobs.trainer_process import TrainerProcess, worker_command, worker_environment
-from art_server.settings import Device, ServerConfig
-from art_server.shared.tasks import (
+from art_server.process.children import Children
+from art_server.process.shared.tasks import (
     BetweenSteps,
     CheckTask,
     Done,
@@ -17,6 +16,7 @@ from art_server.shared.tasks import (
     Task,
     WorkerConfig,
 )
+from art_server.settings import Device, ServerConfig
 
 MIN_TOKENS = 64
 """Least tokens of a micro-batch without gradient checkpointing. The plan's number is 0 where it is always needed."""
@@ -29,9 +29,7 @@ class Trainer(TrainerProcess):
     ends when no such task is left.
     """
 
-    def __init__(
-        self, config: ServerConfig, device: Device, kept_to: Mapping[str, str], children: Children
-    ):
+    def __init__(self, config: ServerConfig, device: Device, kept_to: Mapping[str, str], children: Children):
         """`kept_to` are environment variables that restrict the process to its devices."""
         environment = worker_environment(config.server_dir / "unsloth", os.environ) | dict(kept_to)
         super().__init__((), config.log_dir / "trainer.log", environment, children)

@@ -23,9 +23,9 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from art_protocol.log_file import LogFile
-from art_server.children import Children, start_child
 from art_server.errors import InvalidInput, ServerError, Unavailable
-from art_server.shared.tasks import (
+from art_server.process.children import Children, start_child
+from art_server.process.shared.tasks import (
     Answer,
     Done,
     Failed,
@@ -241,9 +241,7 @@ class TrainerProcess:
         try:
             return ANSWER.validate_json(line)
         except ValidationError as error:
-            raise TrainerDied(
-                f"the trainer process was ended: it sent an unknown answer {line[:200]!r}"
-            ) from error
+            raise TrainerDied(f"the trainer process was ended: it sent an unknown answer {line[:200]!r}") from error
 
 
 def _task_line(task: Task, batch: bytes | None) -> bytes:

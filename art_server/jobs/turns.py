@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from art_server.shared.tasks import Distribution, Span, TokenSequence
+from art_server.process.shared.tasks import Distribution, Span, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,10 @@ class UnusableTurn(Exception):
     """A turn cannot be trained; the message is the reason in the report."""
 
 
-def with_signal(
-    turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None
-) -> ResolvedTurn:
+def with_signal(turn: ResolvedTurn, reward: float | None, advantages: float | list[float] | None) -> ResolvedTurn:
     """The turn with the reward and advantages that the client gives for it."""
     if isinstance(advantages, list) and len(advantages) != len(turn.token_ids):
-        raise UnusableTurn(
-            f"{len(advantages)} advantages were given for {len(turn.token_ids)} sampled tokens"
-        )
+        raise UnusableTurn(f"{len(advantages)} advantages were given for {len(turn.token_ids)} sampled tokens")
     if isinstance(advantages, float):
         advantages = [advantages] * len(turn.token_ids)
     return replace(turn, reward=reward, advantages=advantages)
@@ -128,9 +124,7 @@ def join_turns(
         tokens.extend(turn.token_ids)
         sequence.logprobs.extend(turn.logprobs or [None] * len(turn.token_ids))
         if is_timed:
-            requested_at = max(
-                requested_at, turn.requested_at or 0
-            )  # a turn follows those before it
+            requested_at = max(requested_at, turn.requested_at or 0)  # a turn follows those before it
             sequence.turns.append((len(tokens), requested_at))
         places.append(Place(len(sequences) - 1, sampled.start, sampled.stop, is_joined))
     return sequences, places

@@ -33,9 +33,7 @@ class Candidates:
             rows += self._repeated(answer)
         return rows[0] if rows else None
 
-    def groups(
-        self, read: Callable[[sqlite3.Row], bytes | None]
-    ) -> Iterator[tuple[list[sqlite3.Row], bool]]:
+    def groups(self, read: Callable[[sqlite3.Row], bytes | None]) -> Iterator[tuple[list[sqlite3.Row], bool]]:
         """The choices in the order in which they are tried, and whether a message repeats them. Those of one group have the
         same text and are newest first. `read` gives the digest of the text that is rendered behind a choice's prompt."""
         cited = {row["choice_id"] for row in self._cited.values()}
@@ -56,11 +54,7 @@ class Candidates:
 
     def _named(self, answer: PastAnswer) -> list[sqlite3.Row]:
         """The choices that made the ids in a message."""
-        found = {
-            self._cited[name]["choice_id"]: self._cited[name]
-            for name in answer.ids
-            if name in self._cited
-        }
+        found = {self._cited[name]["choice_id"]: self._cited[name] for name in answer.ids if name in self._cited}
         return list(found.values())
 
     def _repeated(self, answer: PastAnswer) -> list[sqlite3.Row]:
@@ -68,15 +62,9 @@ class Candidates:
         digests = (answer.prefix_digest, answer.answer_digest)
         if self._request.session is None:
             return self._storage.find_answers(self._request, *digests)
-        return [
-            row
-            for row in self._of_session
-            if (row["prefix_digest"], row["answer_digest"]) == digests
-        ]
+        return [row for row in self._of_session if (row["prefix_digest"], row["answer_digest"]) == digests]
 
-    def _rendered(
-        self, answer: PastAnswer, read: Callable[[sqlite3.Row], bytes | None]
-    ) -> list[sqlite3.Row]:
+    def _rendered(self, answer: PastAnswer, read: Callable[[sqlite3.Row], bytes | None]) -> list[sqlite3.Row]:
         """The choices of any session that answered the conversation before a message, and whose text is rendered: vLLM's
         parsers make messages of it whose digest is another, in gpt-oss' format of all of them."""
         if self._request.session is not None:

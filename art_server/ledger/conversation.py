@@ -179,9 +179,7 @@ def system_text(content: Any) -> str:
     does not render."""
     parts = content if isinstance(content, list) else [content]
     texts = (text_of([part]) if isinstance(part, dict) else text_of(part) for part in parts)
-    return "".join(
-        text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text for text in texts
-    )
+    return "".join(text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text for text in texts)
 
 
 def message_from(text: str) -> Message:
@@ -213,10 +211,7 @@ def for_engine(message: Message) -> Message:
     made = dict(message)
     if message.get("reasoning_content") is not None:
         made.setdefault("reasoning", message["reasoning_content"])
-    calls = [
-        dict(call) if isinstance(call, dict) else call
-        for call in as_list(message.get("tool_calls"))
-    ]
+    calls = [dict(call) if isinstance(call, dict) else call for call in as_list(message.get("tool_calls"))]
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), dict | list):
@@ -264,9 +259,7 @@ def ids_in(message: Message) -> list[str]:
 def has_thinking(message: Message) -> bool:
     """Whether a message brings thinking, in a field of its own or in its text."""
     fields = (message.get("reasoning"), message.get("reasoning_content"))
-    return any(isinstance(field, str) and field for field in fields) or (
-        THINK_END in text_of(message.get("content"))
-    )
+    return any(isinstance(field, str) and field for field in fields) or (THINK_END in text_of(message.get("content")))
 
 
 def cited_choices(body: dict[str, Any]) -> list[str]:
@@ -373,9 +366,7 @@ def _from_anthropic(message: Any) -> list[Message]:
             continue
         if block.get("type") == "tool_result":
             result = text_of(block.get("content"))
-            made.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
-            )
+            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif block.get("type") == "tool_use":
             arguments = json.dumps(block.get("input", {}))
             function = {"name": block.get("name"), "arguments": arguments}

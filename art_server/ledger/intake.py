@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from art_server.background import Background
 from art_server.ledger.ledger import Ledger
-from art_server.shared.samples import REQUEST_ID, EngineMessage, MessageName, Sample
+from art_server.process.background import Background
+from art_server.process.shared.samples import REQUEST_ID, EngineMessage, MessageName, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,7 @@ class RecordReceiver:
         self._server: asyncio.Server | None = None
 
     async def listen(self, socket_path: Path) -> None:
-        self._server = await asyncio.start_unix_server(
-            self._read, path=socket_path, limit=READ_BYTES
-        )
+        self._server = await asyncio.start_unix_server(self._read, path=socket_path, limit=READ_BYTES)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -134,9 +132,9 @@ class Intake:
                 index = position * sample.sampling["n"] + sample.index
                 taken.append((found[1], index, position, sample))
         self._ledger.take_samples(taken)
-        self._background.is_well(RECORDS)
+        self._background.clear_fault(RECORDS)
 
     def _lose(self, engine_request_id: str, index: int, num: int, error: Exception) -> None:
-        self._background.is_faulty(RECORDS, error)
+        self._background.record_fault(RECORDS, error)
         if found := REQUEST_ID.search(engine_request_id):
             self._ledger.lose(found[1], int(found[2] or 0) * num + index, str(error))

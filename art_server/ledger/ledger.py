@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from art_server import clock
-from art_server.base_facts import Facts, TemplateRules
 from art_server.ledger import conversation
 from art_server.ledger.candidates import MAX_TRIED, Candidates
 from art_server.ledger.conversation import PastAnswer
@@ -38,7 +36,9 @@ from art_server.ledger.splice import (
     split_end,
 )
 from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack
-from art_server.shared.samples import Sample
+from art_server.process.shared import clock
+from art_server.process.shared.samples import Sample
+from art_server.store.base_facts import Facts, TemplateRules
 from art_server.store.database import database_errors, transaction
 
 logger = logging.getLogger(__name__)
@@ -161,9 +161,7 @@ class Ledger:
                         # After a rollback SQLite reuses prompt numbers that the caches still hold.
                         undo.callback(self._storage.forget)
                         # A first turn, or a turn whose spliced prompt left no room: the rendering was sampled from.
-                        opened.prompts[position] = self._make_prompt(
-                            opened, sample.rendered, is_rendered=True
-                        )
+                        opened.prompts[position] = self._make_prompt(opened, sample.rendered, is_rendered=True)
                         undo.callback(opened.prompts.pop, position)
                     if position in opened.prompts:
                         prompt = opened.prompts[position]
@@ -183,9 +181,7 @@ class Ledger:
             opened.lose(index, reason)
 
     def _make_record(self, request: Request, index: int, prompt: Prompt, sample: Sample) -> Record:
-        assert len(sample.token_ids) == len(sample.logprobs), (
-            "one log-probability per sampled token"
-        )
+        assert len(sample.token_ids) == len(sample.logprobs), "one log-probability per sampled token"
         text = self._text(sample)
         prompt.listed = prompt.listed or prompt.token_ids.tolist()
         return Record(
@@ -214,9 +210,7 @@ class Ledger:
         has_ended = bool(ids) and ids[-1] in self._decoder.end_ids
         return self._decoder.decode(ids[:-1] if has_ended else ids)
 
-    def _make_prompt(
-        self, opened: "OpenRequest", token_ids: Sequence[int], *, is_rendered: bool = False
-    ) -> Prompt:
+    def _make_prompt(self, opened: "OpenRequest", token_ids: Sequence[int], *, is_rendered: bool = False) -> Prompt:
         """Stores the prompt that is sampled from; with `is_rendered` that is the rendering, without splicing."""
         rendered = array.array("i", token_ids)
         made = Prompt(0, rendered, rendered)
@@ -262,9 +256,7 @@ class Ledger:
             return []
         with self._lock:
             return [
-                None
-                if answer.has_thinking
-                else self._thought(answer, opened.candidates.own(answer))
+                None if answer.has_thinking else self._thought(answer, opened.candidates.own(answer))
                 for answer in opened.request.answers
             ]
 
@@ -315,9 +307,7 @@ class Ledger:
             found = self._storage.select("choice_id = ?", choice)
         return found[0] if found else None
 
-    def find_session(
-        self, project: str, name: str, session: str
-    ) -> list[tuple[Record, dict[str, Any]]]:
+    def find_session(self, project: str, name: str, session: str) -> list[tuple[Record, dict[str, Any]]]:
         """The choices that one model sampled in a session, in order, without tokens, each with its turn as the agent has
         it (`Storage.load_turn`). Choices whose end did not reach the agent are left out. Reads one turn at a time,
         because requests wait meanwhile."""
@@ -348,9 +338,7 @@ class Ledger:
         fingerprint = conversation.fingerprint(logprobs)
         return self._find_matches("records_by_fingerprint", project, name, fingerprint=fingerprint)
 
-    def find_by_conversation(
-        self, project: str, name: str, prefix_digest: bytes, answer_digest: bytes
-    ) -> list[Match]:
+    def find_by_conversation(self, project: str, name: str, prefix_digest: bytes, answer_digest: bytes) -> list[Match]:
         """A model's records of this answer to this conversation, newest first."""
         digests = {"prefix_digest": prefix_digest, "answer_digest": answer_digest}
         return self._find_matches("records_by_conversation", project, name, **digests)
@@ -370,9 +358,7 @@ class Ledger:
         """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again.
         A few at a time, because requests wait meanwhile."""
         with self._lock, database_errors("the records"):
-            (last,) = self._storage.db.execute(
-                "SELECT COALESCE(MAX(number), 0) FROM records"
-            ).fetchone()
+            (last,) = self._storage.db.execute("SELECT COALESCE(MAX(number), 0) FROM records").fetchone()
         for start in range(0, last + 1, FORGOTTEN_AT_A_TIME):
             with self._lock, database_errors("the records"):
                 self._storage.db.execute(

@@ -119,9 +119,7 @@ def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTu
 def conversation_of(kept: dict[str, Any]) -> Conversation | None:
     """A turn's messages; an earlier version stored them as a list."""
     return (
-        kept["conversation"]
-        if "messages" not in kept
-        else functools.reduce(conversation.grow, kept["messages"], None)
+        kept["conversation"] if "messages" not in kept else functools.reduce(conversation.grow, kept["messages"], None)
     )
 
 
@@ -144,14 +142,10 @@ def find_parent(turn: SessionTurn, by_end: dict[bytes, list[SessionTurn]]) -> Se
     """The earlier turn that this one continues. Among equal answers, the one that the record names, else the latest that
     was delivered before this turn's request, else the latest."""
     for beginning in turn.conversation or ():
-        equal = [
-            one for one in by_end.get(beginning.digest, ()) if one.requested_at < turn.requested_at
-        ]
+        equal = [one for one in by_end.get(beginning.digest, ()) if one.requested_at < turn.requested_at]
         if equal:
             named = [one for one in equal if one.record.choice_id == turn.record.continues]
-            had = [
-                one for one in equal if (one.delivered_at or turn.requested_at) < turn.requested_at
-            ]
+            had = [one for one in equal if (one.delivered_at or turn.requested_at) < turn.requested_at]
             return (named or had or equal)[-1]
     return None
 
@@ -168,9 +162,7 @@ def mark_discarded(turns: Sequence[SessionTurn]) -> None:
         for turn in equal:
             if asked_at is not None and asked_at > turn.last_used_at:
                 turn.discarded = ASKED_AGAIN
-            elif (
-                not turn.children and continued_at is not None and continued_at > turn.requested_at
-            ):
+            elif not turn.children and continued_at is not None and continued_at > turn.requested_at:
                 turn.discarded = PASSED_OVER
     for turn in turns:
         if turn.parent is not None and turn.parent.discarded is not None:

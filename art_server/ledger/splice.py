@@ -24,9 +24,9 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from art_server.base_facts import TemplateRules
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
+from art_server.store.base_facts import TemplateRules
 
 Link = Literal["exact", "spliced", "dropped", "retokenized"]
 """How a prompt continues an earlier answer. exact: rendered with the same tokens; spliced: the rendered tokens differ
@@ -83,9 +83,7 @@ class Shown:
     text: str
 
 
-def continue_answer(
-    rendered: "array.array[int]", answers: Iterable[Answer], reading: Reading
-) -> Continuation | None:
+def continue_answer(rendered: "array.array[int]", answers: Iterable[Answer], reading: Reading) -> Continuation | None:
     """How a rendered prompt continues one of these answers, which are newest first: the newest one that is rendered with
     the same tokens, else the newest one with the same text. None if it continues none of them."""
     found: Continuation | None = None
@@ -108,9 +106,7 @@ def continue_answer(
     return found
 
 
-def find_shown(
-    rendered: "array.array[int]", prompt: "array.array[int]", reading: Reading
-) -> Shown | None:
+def find_shown(rendered: "array.array[int]", prompt: "array.array[int]", reading: Reading) -> Shown | None:
     """The answer in a rendered prompt to an earlier one, which was rendered as `prompt`. None if it does not begin with it."""
     start = len(prompt)
     if rendered[:start] != prompt and start > 1 and reading.decoder.is_space(prompt[-1]):
@@ -123,14 +119,10 @@ def find_shown(
         return None
     token_ids = rendered[start:end].tolist()
     before = rendered[start - 1] if start else None
-    return Shown(
-        range(start, end), token_ids, before, reading.decoder.decode_behind(token_ids, before)
-    )
+    return Shown(range(start, end), token_ids, before, reading.decoder.decode_behind(token_ids, before))
 
 
-def decode_answer(
-    answer: Answer, sampled_ids: Sequence[int], shown: Shown, reading: Reading
-) -> str:
+def decode_answer(answer: Answer, sampled_ids: Sequence[int], shown: Shown, reading: Reading) -> str:
     """The text of an answer where a later prompt shows it."""
     key = (answer.choice_id, shown.before, len(sampled_ids))
     if key not in reading.texts:
@@ -138,9 +130,7 @@ def decode_answer(
     return reading.texts[key]
 
 
-def join(
-    answer: Answer, rendered: "array.array[int]", place: range, reading: Reading
-) -> Continuation:
+def join(answer: Answer, rendered: "array.array[int]", place: range, reading: Reading) -> Continuation:
     """The prompt with the answer's own tokens instead of those at `place`."""
     sampled_ids, sampled_end = split_end(answer.token_ids, reading.decoder.end_ids)
     # The rendered end of the turn stays: in some model families it is the next role's header.
@@ -159,10 +149,7 @@ def loses_thinking(answer: Answer, rendered: "array.array[int]", reading: Readin
     """Whether a rendered prompt first differs from an answer, with the prompt before it, where thinking begins there."""
     past = [*answer.rendering, *answer.token_ids]
     near = max(0, first_difference(past, rendered) - NEAR)
-    text, shown = (
-        reading.decoder.decode_behind(list(each[near : near + 2 * NEAR]), None)
-        for each in (past, rendered)
-    )
+    text, shown = (reading.decoder.decode_behind(list(each[near : near + 2 * NEAR]), None) for each in (past, rendered))
     at, mark = first_difference(text, shown), conversation.THINK_START
     start = text.rfind(mark, 0, at + len(mark))
     is_begun = start >= 0 and not text[start + len(mark) : at].strip()

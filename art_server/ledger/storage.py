@@ -17,7 +17,7 @@ import msgspec
 
 from art_server.ledger import conversation
 from art_server.ledger.records import Prompt, Record, Request
-from art_server.shared.kept_set import MASK
+from art_server.process.shared.kept_set import MASK
 from art_server.store.database import add_columns, column_names, insert, open_database, transaction
 
 SCHEMA = """
@@ -218,9 +218,7 @@ class Storage:
         pieces: list[array.array[int]] = []
         wanted: int | None = number
         while wanted is not None:
-            parent, delta = self.db.execute(
-                "SELECT parent, delta FROM prompts WHERE number = ?", (wanted,)
-            ).fetchone()
+            parent, delta = self.db.execute("SELECT parent, delta FROM prompts WHERE number = ?", (wanted,)).fetchone()
             pieces.append(unpack(delta, "i"))
             wanted = None
             if parent is not None:
@@ -238,9 +236,7 @@ class Storage:
         return whole
 
     @staticmethod
-    def _cache(
-        cache: "OrderedDict[int, array.array[int]]", number: int, token_ids: "array.array[int]"
-    ) -> None:
+    def _cache(cache: "OrderedDict[int, array.array[int]]", number: int, token_ids: "array.array[int]") -> None:
         cache[number] = token_ids
         while len(cache) > CACHED_PROMPTS:
             cache.popitem(last=False)
@@ -293,9 +289,7 @@ class Storage:
 
     def find_heading(self, choice_id: str) -> Record | None:
         """A record without tokens, log-probabilities and sampling parameters; None if there is none."""
-        row = self.db.execute(
-            f"SELECT {HEADING} FROM records WHERE choice_id = ?", (choice_id,)
-        ).fetchone()
+        row = self.db.execute(f"SELECT {HEADING} FROM records WHERE choice_id = ?", (choice_id,)).fetchone()
         if row is None:
             return None
         return Record(
@@ -345,9 +339,7 @@ class Storage:
             None if is_raw else array.array("f", record.sampled_logprobs).tobytes(),
             record.kept,
             [
-                self._share_set(packed, record.created_at)
-                if is_shared or packed[:1] == MASK
-                else packed
+                self._share_set(packed, record.created_at) if is_shared or packed[:1] == MASK else packed
                 for packed in record.sets
             ],
         )
@@ -364,13 +356,9 @@ class Storage:
 
     def _share_set(self, packed: bytes, used_at: float) -> int:
         digest = conversation.digest(packed)
-        found = self.db.execute(
-            "SELECT number, used_at FROM kept_sets WHERE digest = ?", (digest,)
-        ).fetchone()
+        found = self.db.execute("SELECT number, used_at FROM kept_sets WHERE digest = ?", (digest,)).fetchone()
         if found is None:
-            return insert(
-                self.db, "kept_sets", {"digest": digest, "used_at": used_at, "packed": packed}
-            )
+            return insert(self.db, "kept_sets", {"digest": digest, "used_at": used_at, "packed": packed})
         number, last = found
         if last < used_at - USED_SECONDS:
             update = "UPDATE kept_sets SET used_at = ? WHERE number = ?"
@@ -425,9 +413,7 @@ class Storage:
         index = "INDEXED BY records_by_conversation"
         return self._find_choices(request, index, where, *digests, limit=limit)
 
-    def _find_choices(
-        self, request: Request, index: str, where: str, *values: Any, limit: int
-    ) -> list[sqlite3.Row]:
+    def _find_choices(self, request: Request, index: str, where: str, *values: Any, limit: int) -> list[sqlite3.Row]:
         """Choices of the request's owner and model, and of its session if it has one, newest first."""
         session, of_session = "", ()
         if request.session is not None:
@@ -463,9 +449,7 @@ class Storage:
         number: int | None = None
         known = len(bodies)
         while known and number is None:
-            row = self.db.execute(
-                "SELECT number FROM conversations WHERE digest = ?", (digests[known],)
-            ).fetchone()
+            row = self.db.execute("SELECT number FROM conversations WHERE digest = ?", (digests[known],)).fetchone()
             number, known = (row[0], known) if row is not None else (None, known - 1)
         for body, name in zip(bodies[known:], digests[known + 1 :], strict=True):
             packed = zlib.compress(body, 1 if len(body) > SMALL_BYTES else 0)
@@ -473,9 +457,7 @@ class Storage:
             number = insert(self.db, "conversations", row)
         return number
 
-    def load_turn(
-        self, request_id: str, known: dict[int, conversation.Conversation]
-    ) -> dict[str, Any] | None:
+    def load_turn(self, request_id: str, known: dict[int, conversation.Conversation]) -> dict[str, Any] | None:
         """What `store_turn` stored, with a `conversation` instead of messages, or as an earlier version stored it; None
         if there is nothing. `known` holds the conversations that were loaded before, by number."""
         row = self.db.execute(
@@ -537,9 +519,7 @@ class Storage:
             f"SELECT choice_id, prompt, request_id FROM records WHERE number {IN_LIST}",
             (json.dumps(numbers),),
         ).fetchall()
-        choices, prompts, requests = (
-            json.dumps(list(set(each))) for each in zip(*rows, strict=True)
-        )
+        choices, prompts, requests = (json.dumps(list(set(each))) for each in zip(*rows, strict=True))
         with transaction(self.db):
             stay = self.db.execute(
                 f"SELECT number FROM prompts WHERE parent {IN_LIST} AND (number {IN_LIST} OR EXISTS"

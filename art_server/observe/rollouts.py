@@ -38,11 +38,7 @@ def groups(folder: ModelFolder, split: str, step: int, text: str = "") -> list[R
         rows = [_line(each, number) for number, each in enumerate(trajectories)]
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         if text:
-            rows = [
-                row
-                for row, each in zip(rows, trajectories, strict=True)
-                if _contains(each, text.casefold())
-            ]
+            rows = [row for row, each in zip(rows, trajectories, strict=True) if _contains(each, text.casefold())]
             if not rows:
                 continue
         row = _group_row(group or {}, index, rows, rewards)
@@ -65,9 +61,7 @@ def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) ->
 
 
 def _has_signal(trajectories: list[Row]) -> bool:
-    histories = [
-        each for row in trajectories for each in (row, *_list(row, "additional_histories"))
-    ]
+    histories = [each for row in trajectories for each in (row, *_list(row, "additional_histories"))]
     return group_has_signal(
         [row.get("reward") for row in trajectories],
         [_values(each, "turn_rewards") for each in histories],
@@ -91,9 +85,7 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
         )
     trajectory = trajectories[index]
     histories = _histories(trajectory)
-    turns = {
-        f"{each.get('history')} {each.get('entry')}": each for each in _list(trajectory, "turns")
-    }
+    turns = {f"{each.get('history')} {each.get('entry')}": each for each in _list(trajectory, "turns")}
     with opened_tokens(folder, split, step) as tokens:
         sequences = [] if tokens is None else tokens.sequences(group, index)
     return {
@@ -143,8 +135,7 @@ def entry_row(entry: Row, trace: Row | None) -> Row:
     if message is not entry:
         row["sampled_by"] = _dict(entry, "art") or None
         row["logprobs"] = [
-            [str(each.get("token")), number(each.get("logprob"))]
-            for each in _list(_dict(entry, "logprobs"), "content")
+            [str(each.get("token")), number(each.get("logprob"))] for each in _list(_dict(entry, "logprobs"), "content")
         ]
     return row
 
@@ -158,9 +149,7 @@ def plain_text(content: object) -> str:
     if not isinstance(content, list):
         return json.dumps(content)
     parts = (part if isinstance(part, dict) else {"text": str(part)} for part in content)
-    return "\n".join(
-        str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts
-    )
+    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)
 
 
 def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | None]:

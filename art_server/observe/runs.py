@@ -122,10 +122,7 @@ class Runs:
     def marks(self, projects: frozenset[str] | None = None) -> dict[str, str]:
         """For each model a text that changes when its history, its steps, its rollouts or its description do."""
         names = ("history.jsonl", "checkpoints", "trajectories", "model.json")
-        return {
-            each.model_id: "-".join(map(str, folder_mark(each, *names)))
-            for each in self.folders(projects)
-        }
+        return {each.model_id: "-".join(map(str, folder_mark(each, *names))) for each in self.folders(projects)}
 
 
 def folder_mark(folder: ModelFolder, *names: str) -> tuple[int, ...]:

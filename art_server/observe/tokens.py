@@ -28,9 +28,7 @@ class TokenFile:
         metadata = opened.metadata()
         self._texts: dict[str, str] = json.loads(metadata["texts"])
         self.groups: dict[int, list[list[tuple[int, int]]]] = {
-            group["number"]: [
-                [(start, stop) for start, stop in sequences] for sequences in group["trajectories"]
-            ]
+            group["number"]: [[(start, stop) for start, stop in sequences] for sequences in group["trajectories"]]
             for group in json.loads(metadata["groups"])
         }
         """By group number: for each trajectory, [start, stop) of its sequences."""

@@ -18,9 +18,7 @@ def open_database(file: Path | None, schema: str, *, is_durable: bool) -> sqlite
     temporary database."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(
-        file or "", timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
-    )
+    database = sqlite3.connect(file or "", timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
     database.row_factory = sqlite3.Row
     database.execute("PRAGMA auto_vacuum=INCREMENTAL")
     database.execute("PRAGMA journal_mode=WAL")

@@ -158,10 +158,10 @@ def remove_folder(folder: Path) -> None:
 
 def bury_folder(folder: Path) -> Path:
     """Renames a folder that is to be deleted, so that no reader finds it. Returns the new path."""
-    grave = folder.with_name(f".removed-{uuid.uuid4().hex}")
-    os.rename(folder, grave)
+    trash = folder.with_name(f".removed-{uuid.uuid4().hex}")
+    os.rename(folder, trash)
     sync(folder.parent)
-    return grave
+    return trash
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -110,24 +110,19 @@ class HistoryTable:
     def delete(self, model: str, after: int = -1) -> None:
         """Deletes the rows of the steps after this one. Within `changes`."""
         for table in TABLES:
-            self._database.execute(
-                f"DELETE FROM {table} WHERE model = ? AND step > ?", (model, after)
-            )
+            self._database.execute(f"DELETE FROM {table} WHERE model = ? AND step > ?", (model, after))
 
     def insert(self, model: str, rows: Iterable[dict[str, Any]]) -> None:
         """Adds rows as history.jsonl has them. Within `changes`."""
         for row in rows:
             step = row["step"]
             job_id, recorded_at = (
-                value if isinstance(value, str) else None
-                for value in (row.get("job_id"), row.get("recorded_at"))
+                value if isinstance(value, str) else None for value in (row.get("job_id"), row.get("recorded_at"))
             )
             if job_id is not None and self.job_of(model, step) not in (None, job_id):
                 # An earlier job made a step of this number, which was lost: its metrics are not those of this step.
                 for table in TABLES:
-                    self._database.execute(
-                        f"DELETE FROM {table} WHERE model = ? AND step = ?", (model, step)
-                    )
+                    self._database.execute(f"DELETE FROM {table} WHERE model = ? AND step = ?", (model, step))
             self._database.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
                 "recorded_at = coalesce(recorded_at, excluded.recorded_at), job_id = coalesce(job_id, excluded.job_id)",
@@ -197,9 +192,7 @@ class History:
         steps = self._table.select(query, self._model)
         places = {step: place for place, (step, _) in enumerate(steps)}
         metrics: dict[str, list[float | None]] = {name: [None] * len(steps) for name in names}
-        query = (
-            f"SELECT name, step, value FROM metrics WHERE model = ? AND name IN ({_marks(names)})"
-        )
+        query = f"SELECT name, step, value FROM metrics WHERE model = ? AND name IN ({_marks(names)})"
         for name, step, value in self._table.select(query, self._model, *names):
             if step in places:  # a row that was added between the two queries
                 metrics[name][places[step]] = value
@@ -212,8 +205,7 @@ class History:
     def newest(self, name: str, number: int) -> list[float]:
         """The newest values of a metric, the newest last."""
         query = (
-            "SELECT value FROM metrics WHERE model = ? AND name = ? AND value IS NOT NULL "
-            "ORDER BY step DESC LIMIT ?"
+            "SELECT value FROM metrics WHERE model = ? AND name = ? AND value IS NOT NULL ORDER BY step DESC LIMIT ?"
         )
         return [value for (value,) in self._table.select(query, self._model, name, number)][::-1]
 

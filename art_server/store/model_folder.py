@@ -24,9 +24,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from art_protocol.wire import LoRAConfig
-from art_server import clock
 from art_server.errors import Conflict, NotFound
-from art_server.shared.tasks import Probe
+from art_server.process.shared import clock
+from art_server.process.shared.tasks import Probe
 from art_server.store import files
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class ModelFolder:
                     aside.mkdir(parents=True, exist_ok=True)
                     os.rename(file, aside / f"{number}.{uuid.uuid4().hex[:8]}.{ending}")
 
-    def bury(self) -> Path:
+    def move_to_trash(self) -> Path:
         """Renames the model's folder and returns the new path, which the caller deletes."""
         return files.bury_folder(self.path)
 

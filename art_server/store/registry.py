@@ -215,9 +215,7 @@ class Registry:
         project, slash, name = path.rpartition("/")
         visible = self.all(projects, only)
         found = [
-            model
-            for model in visible
-            if model.record.name == name and (not slash or model.record.project == project)
+            model for model in visible if model.record.name == name and (not slash or model.record.project == project)
         ]
         if not found:
             known = ", ".join(sorted(model.id for model in visible)[:20]) or "none"
@@ -233,9 +231,7 @@ class Registry:
                 code="ambiguous_model",
                 param="model",
             )
-        return ResolvedModel(
-            found[0], read_step(found[0], step_text) if step_text else found[0].step
-        )
+        return ResolvedModel(found[0], read_step(found[0], step_text) if step_text else found[0].step)
 
 
 def read_step(model: Model, text: str) -> int:

@@ -17,18 +17,14 @@ VIEW_PORT = 7624
 
 def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
     """Adds the parsers."""
-    commands.add_parser(
-        "status", help="what a server does now, where its time goes, its jobs and models"
-    )
+    commands.add_parser("status", help="what a server does now, where its time goes, its jobs and models")
     runs = commands.add_parser("runs", help="all models in one table")
     runs.add_argument("--sort", choices=("name", "reward", "time"), default="name")
     _add_show(commands.add_parser("show", help="the rollouts of a step, as people read them"))
     _add_plot(commands.add_parser("plot", help="metrics by step, in the terminal or as a file"))
     jobs = commands.add_parser("jobs", help="the queue of a running server")
     jobs.add_argument("--all", action="store_true", help="also the newest jobs that have ended")
-    jobs.add_argument(
-        "--cancel", metavar="JOB", help="cancel this job; the first digits are enough"
-    )
+    jobs.add_argument("--cancel", metavar="JOB", help="cancel this job; the first digits are enough")
     for name in SHOWN:
         parser = commands.choices[name]
         parser.add_argument("--path", type=Path, default=Path(".art"), help=FROM_WHERE)
@@ -63,20 +59,14 @@ def _add_show(show: argparse.ArgumentParser) -> None:
     show.add_argument("--group", type=integer(0), metavar="G", help="show this group in full")
     show.add_argument("--rollout", type=integer(0), metavar="I", help="only this one of the group")
     show.add_argument("--sort", choices=("reward",), help="the highest reward of a group first")
-    show.add_argument(
-        "--limit", type=integer(1), metavar="N", help="this number of rollouts of each group"
-    )
+    show.add_argument("--limit", type=integer(1), metavar="N", help="this number of rollouts of each group")
     show.add_argument("--text", default="", help="only rollouts that contain this text")
 
 
 def _add_plot(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("models", nargs="+", metavar="MODEL", help=MODEL)
-    plot.add_argument(
-        "--metric", metavar="NAME,NAME", help="default: train/reward,val/reward, where they exist"
-    )
-    plot.add_argument(
-        "--out", type=picture, metavar="FILE", help=f"write a file: {', '.join(PICTURES)}"
-    )
+    plot.add_argument("--metric", metavar="NAME,NAME", help="default: train/reward,val/reward, where they exist")
+    plot.add_argument("--out", type=picture, metavar="FILE", help=f"write a file: {', '.join(PICTURES)}")
 
 
 def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:

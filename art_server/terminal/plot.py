@@ -29,9 +29,7 @@ def print_plot(console: Console, models: Mapping[str, Row], metrics: Sequence[st
             chart = draw(f"{model} {metric}", curve, every, min(console.width, MAX_WIDTH))
             console.print()
             console.print(plain(chart))
-            console.print(
-                f"last {number(curve[-1][1])}, highest {number(best[1])} at step {best[0]:.0f}"
-            )
+            console.print(f"last {number(curve[-1][1])}, highest {number(best[1])} at step {best[0]:.0f}")
 
 
 def points(history: Row, metric: str) -> list[Point]:
@@ -99,9 +97,7 @@ def _save_picture(models: Mapping[str, Row], metrics: Sequence[str], file: Path)
 def _save_page(models: Mapping[str, Row], metrics: Sequence[str], file: Path) -> None:
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(
-        rows=len(metrics), shared_xaxes=True, subplot_titles=[visible(each) for each in metrics]
-    )
+    figure = make_subplots(rows=len(metrics), shared_xaxes=True, subplot_titles=[visible(each) for each in metrics])
     for place, metric in enumerate(metrics, 1):
         for model, row in models.items():
             curve = points(row, metric)

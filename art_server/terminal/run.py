@@ -110,17 +110,14 @@ def show_document(source: Source, flags: argparse.Namespace) -> Row:
     if flags.group is None:
         return document
     if not groups or not groups[0]["rollouts"]:
-        what = f"group {flags.group}" + (
-            "" if flags.rollout is None else f", rollout {flags.rollout}"
-        )
+        what = f"group {flags.group}" + ("" if flags.rollout is None else f", rollout {flags.rollout}")
         raise NotFound(
             f"step {step} of {model['id']} has no {what}{' with this text' if flags.text else ''}: `art show "
             f"{model['id']}@{step} --split {split}` lists what there is",
             code="unknown_group",
         )
     document["rollouts"] = [
-        {"group": flags.group, "index": index}
-        | source.rollout(model["id"], split, step, flags.group, index)
+        {"group": flags.group, "index": index} | source.rollout(model["id"], split, step, flags.group, index)
         for index in (each["index"] for each in groups[0]["rollouts"])
     ]
     return document

@@ -16,9 +16,7 @@ ROLES = {"user": "cyan", "assistant": "green", "tool": "yellow", "system": "brig
 
 def print_show(console: Console, document: Row) -> None:
     """Prints groups as tables or, where the document has rollouts, these in full."""
-    console.print(
-        plain(f"{document['model']}, step {document['step']}, {document['split']}", "bold")
-    )
+    console.print(plain(f"{document['model']}, step {document['step']}, {document['split']}", "bold"))
     if not document["groups"]:
         console.print("no rollouts")
     for group in document["groups"]:

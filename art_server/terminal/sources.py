@@ -102,9 +102,7 @@ class HttpSource:
         return self._call("GET", path, params={"text": text})["groups"]
 
     def rollout(self, model: str, split: str, step: int, group: int, index: int) -> Row:
-        return self._call(
-            "GET", f"/api/look/models/{model}/rollouts/{split}/{step}/{group}/{index}"
-        )
+        return self._call("GET", f"/api/look/models/{model}/rollouts/{split}/{step}/{group}/{index}")
 
     def jobs(self, *, with_ended: bool) -> list[Row]:
         states = "queued,running" + (",done,failed,cancelled" if with_ended else "")
@@ -140,9 +138,7 @@ class HttpSource:
             raise self._no_art_server() from invalid
         if error.code == "unknown_route":
             raise self._no_art_server()
-        remedy = (
-            f" (the key is read from {KEY_VARIABLE})" if kind in (Unauthorized, Forbidden) else ""
-        )
+        remedy = f" (the key is read from {KEY_VARIABLE})" if kind in (Unauthorized, Forbidden) else ""
         raise kind(visible(error.message) + remedy, code=error.code)
 
     def _no_answer(self, error: httpx.TransportError) -> Unavailable:

@@ -55,6 +55,5 @@ def small_bars(values: Sequence[float | None]) -> str:
     low = min(known, default=0.0)
     scale = (len(BARS) - 1) / ((max(known, default=0.0) - low) or 1.0)
     return "".join(
-        BARS[round((value - low) * scale)] if value is not None and math.isfinite(value) else " "
-        for value in values
+        BARS[round((value - low) * scale)] if value is not None and math.isfinite(value) else " " for value in values
     )

@@ -156,18 +156,14 @@ def make_block_mask(forest: ForestAttention, window: int | None) -> Any:
     positions_BT = forest.positions_T.view(-1, FLEX_BLOCK)
     num = len(ends_BT)
     first_B = torch.arange(num, device=ends_BT.device) * FLEX_BLOCK
-    is_later = (
-        first_B[:, None] > first_B[None, :]
-    )  # queries by keys: the query block comes after the key block
+    is_later = first_B[:, None] > first_B[None, :]  # queries by keys: the query block comes after the key block
     sees_BB = is_later & (ends_BT.amax(1)[None, :] > first_B[:, None])
     is_full_BB = is_later & (ends_BT.amin(1)[None, :] >= first_B[:, None] + FLEX_BLOCK)
     if window is not None:
         lowest_B, highest_B = positions_BT.amin(1), positions_BT.amax(1)
         sees_BB &= lowest_B[:, None] - highest_B[None, :] < window
         is_full_BB &= highest_B[:, None] - lowest_B[None, :] < window
-    is_partial_BB = (sees_BB & ~is_full_BB) | torch.eye(
-        num, dtype=torch.bool, device=ends_BT.device
-    )
+    is_partial_BB = (sees_BB & ~is_full_BB) | torch.eye(num, dtype=torch.bool, device=ends_BT.device)
     return BlockMask.from_kv_blocks(
         *_listed(is_partial_BB),
         *_listed(is_full_BB),
@@ -187,9 +183,7 @@ def make_segments(forest: ForestAttention, window: int | None) -> list[Segment]:
     if window is None:
         own = [Segment(node.start, node.stop, node.start, node.stop, True) for node in forest.nodes]
         down = [
-            Segment(node.stop, node.end, node.start, node.stop, False)
-            for node in forest.nodes
-            if node.end > node.stop
+            Segment(node.stop, node.end, node.start, node.stop, False) for node in forest.nodes if node.end > node.stop
         ]
         return own + down
     positions = forest.positions_T.tolist()
@@ -219,9 +213,7 @@ def _distance(positions: list[int], ancestor: Node, node: Node) -> int:
     return positions[node.start] - positions[ancestor.stop - 1]
 
 
-def _windowed(
-    positions_T: torch.Tensor, node: Node, key: int, key_stop: int, window: int
-) -> Segment:
+def _windowed(positions_T: torch.Tensor, node: Node, key: int, key_stop: int, window: int) -> Segment:
     """The segment of an ancestor's keys [key, key_stop) and the node's tokens whose window reaches them."""
     reach = int(positions_T[key_stop - 1]) + window - int(positions_T[node.start])
     query_stop = min(node.stop, node.start + reach)
@@ -284,9 +276,7 @@ class _SegmentAttention(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         (grad_out,) = gradients
         grads = tuple(
-            torch.zeros(
-                (each.shape[0], each.shape[2], each.shape[1], each.shape[3]), dtype=each.dtype
-            ).transpose(1, 2)
+            torch.zeros((each.shape[0], each.shape[2], each.shape[1], each.shape[3]), dtype=each.dtype).transpose(1, 2)
             for each in (query, key, value)
         )
         for each in ctx.segments:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from art_protocol.wire import LossConfig
-from art_server.shared.advantages import (
+from art_server.process.shared.advantages import (
     GroupTokens,
     has_advantage,
     is_identical,
@@ -23,7 +23,7 @@ from art_server.shared.advantages import (
     trained_positions,
     trained_tokens,
 )
-from art_server.shared.tasks import Batch, TokenSequence, TrainableGroup
+from art_server.process.shared.tasks import Batch, TokenSequence, TrainableGroup
 from art_server.trainer.distributions import RAW, SampledFrom, decode_distributions
 from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,
@@ -183,8 +183,7 @@ def make_train_batch(
                 for sequence in each.sequences
             )
         num_masked += sum(
-            any(is_masked(sequence, config) for sequence in each.sequences)
-            for each in group.trajectories
+            any(is_masked(sequence, config) for sequence in each.sequences) for each in group.trajectories
         )
         sequences += _cut_group(group, tokens, first, numbers)
         first += len(group.trajectories)
@@ -209,9 +208,7 @@ def with_penalties(batch: Batch, config: LossConfig) -> Batch:
             update={
                 "trajectories": [
                     each.model_copy(update={"reward": reward})
-                    for each, reward in zip(
-                        group.trajectories, penalised_rewards(group, config), strict=True
-                    )
+                    for each, reward in zip(group.trajectories, penalised_rewards(group, config), strict=True)
                 ]
             }
         )
@@ -226,18 +223,14 @@ def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
 
     def cut(sequence: TokenSequence) -> TokenSequence:
         nonlocal num_dropped
-        stale = {
-            i for each in sequence.spans if each.step < oldest for i in range(each.start, each.stop)
-        }
+        stale = {i for each in sequence.spans if each.step < oldest for i in range(each.start, each.stop)}
         stale &= set(trained_positions(sequence))
         if not stale:
             return sequence
         num_dropped += len(stale)
         return sequence.model_copy(
             update={
-                "logprobs": [
-                    None if i in stale else value for i, value in enumerate(sequence.logprobs)
-                ],
+                "logprobs": [None if i in stale else value for i, value in enumerate(sequence.logprobs)],
                 "recompute": [i for i in sequence.recompute if i not in stale],
             }
         )
@@ -246,9 +239,7 @@ def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
         group.model_copy(
             update={
                 "trajectories": [
-                    each.model_copy(
-                        update={"sequences": [cut(sequence) for sequence in each.sequences]}
-                    )
+                    each.model_copy(update={"sequences": [cut(sequence) for sequence in each.sequences]})
                     for each in group.trajectories
                 ]
             }
@@ -271,9 +262,7 @@ def make_sampled_tokens(
     Liu et al. 2025, arXiv:2503.20783, section 3.2 (constant).
     """
     config = config or LossConfig()
-    names = np.array(
-        [sequence.trajectory for sequence in sequences for _ in sequence.targets], dtype=np.int64
-    )
+    names = np.array([sequence.trajectory for sequence in sequences for _ in sequence.targets], dtype=np.int64)
     trajectories_S = torch.from_numpy(np.unique(names, return_inverse=True)[1].reshape(-1))
     lengths = torch.bincount(trajectories_S)
     if config.normalisation == "tokens":
@@ -287,18 +276,12 @@ def make_sampled_tokens(
     return SampledTokens(
         sampled_logprobs_S=torch.tensor([0.0 if each is None else each for each in sampled]),
         is_unknown_S=torch.tensor([each is None for each in sampled], dtype=torch.bool),
-        advantages_S=torch.tensor(
-            [value for sequence in sequences for value in sequence.advantages]
-        ),
+        advantages_S=torch.tensor([value for sequence in sequences for value in sequence.advantages]),
         weights_S=weights_S,
         trajectories_S=trajectories_S,
         is_fresh_S=torch.tensor([each == start_step for each in steps], dtype=torch.bool),
-        is_stale_S=torch.tensor(
-            [each not in (None, start_step) for each in steps], dtype=torch.bool
-        ),
-        allowances_S=torch.tensor(
-            [_movement_since(each, start_step, moved) for each in steps], dtype=torch.float32
-        ),
+        is_stale_S=torch.tensor([each not in (None, start_step) for each in steps], dtype=torch.bool),
+        allowances_S=torch.tensor([_movement_since(each, start_step, moved) for each in steps], dtype=torch.float32),
     )
 
 
@@ -347,10 +330,7 @@ def make_micro_batches(
     for order in orders:
         forest = lay_out(token_ids, order)
         indices = sorted(order.sequences)
-        predicting = [
-            path[sequences[index].positions]
-            for index, path in zip(indices, forest.paths, strict=True)
-        ]
+        predicting = [path[sequences[index].positions] for index, path in zip(indices, forest.paths, strict=True)]
         targets = [sequences[index].targets for index in indices]
         tokens = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
         sampled_from = [sequences[index].distributions for index in indices]
@@ -407,9 +387,7 @@ def _cut_sequence(
         positions=[index - 1 for index, _ in trained],
         targets=[sequence.token_ids[index] for index, _ in trained],
         sampled_logprobs=[value for _, value in trained],
-        distributions=[
-            sequence.distributions[index] if sequence.distributions else RAW for index, _ in trained
-        ],
+        distributions=[sequence.distributions[index] if sequence.distributions else RAW for index, _ in trained],
         steps=[steps[index] for index, _ in trained],
         advantages=[value for _, value in chosen],
         trajectory=trajectory,

@@ -50,9 +50,7 @@ def make_checked_micro_batches(
 
     def make(chosen: Sequence[TrainSequence]) -> list[MicroBatch]:
         fill, shared = fill_tokens(policy.device), policy.shares_prefixes
-        return make_micro_batches(
-            chosen, max_tokens, table=trained.table, shared=shared, fill_tokens=fill
-        )
+        return make_micro_batches(chosen, max_tokens, table=trained.table, shared=shared, fill_tokens=fill)
 
     def checked() -> Iterator[list[TrainSequence]]:
         """Of each micro-batch with several sequences, some that fill one micro-batch."""
@@ -110,9 +108,7 @@ def check_trees(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence
         return _give_up(policy, str(error))
     if policy.tree_gap <= MAX_GAP[policy.dtype]:
         return None
-    return _give_up(
-        policy, f"log-probabilities differ by {policy.tree_gap:.2g} from those of single sequences"
-    )
+    return _give_up(policy, f"log-probabilities differ by {policy.tree_gap:.2g} from those of single sequences")
 
 
 def check_sequences(policy: Policy, batch: MicroBatch, sequences: list[TrainSequence]) -> None:
@@ -155,14 +151,9 @@ def sequences_to_check(sequences: Sequence[TrainSequence]) -> list[TrainSequence
     longest = max((sequence.token_ids for sequence in sequences), key=len)
     chosen: list[TrainSequence] = []
     num_tokens = 0
-    for sequence in sorted(
-        sequences, key=lambda each: _num_shared(each.token_ids, longest), reverse=True
-    ):
+    for sequence in sorted(sequences, key=lambda each: _num_shared(each.token_ids, longest), reverse=True):
         ids = sequence.token_ids
-        if any(
-            _num_shared(ids, each.token_ids) == min(len(ids), len(each.token_ids))
-            for each in chosen
-        ):
+        if any(_num_shared(ids, each.token_ids) == min(len(ids), len(each.token_ids)) for each in chosen):
             continue
         num_tokens += len(ids)
         if len(chosen) >= 2 and num_tokens > MAX_CHECKED_TOKENS:

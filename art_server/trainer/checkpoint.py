@@ -35,9 +35,7 @@ class BadCheckpoint(ValueError):
     """The checkpoint does not fit this base and LoRA shape."""
 
 
-def load_checkpoint(
-    policy: Policy, lora: LoRAConfig, folder: Path, learning_rate: float
-) -> torch.optim.AdamW:
+def load_checkpoint(policy: Policy, lora: LoRAConfig, folder: Path, learning_rate: float) -> torch.optim.AdamW:
     """Loads the checkpoint's adapter into the policy and returns an optimizer with its saved state."""
     policy.load_adapter(lora, folder)
     optimizer = make_optimizer(policy.parameters, learning_rate)
@@ -61,9 +59,7 @@ def check_checkpoint(base_model: str, lora: LoRAConfig, folder: Path) -> None:
     try:
         model = outline_adapter(base_model, lora)
     except ValueError as error:
-        raise BadCheckpoint(
-            f"{base_model} cannot take an adapter with {lora!r}: {error}"
-        ) from error
+        raise BadCheckpoint(f"{base_model} cannot take an adapter with {lora!r}: {error}") from error
     shapes = {name: each.shape for name, each in adapter_tensors(model).items()}
     tensors = _load_tensors(folder / ADAPTER_FILE)
     if different := shapes.keys() ^ tensors.keys():
@@ -103,9 +99,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Siz
         if name not in shapes:
             raise BadCheckpoint(f"'{name[:200]}' belongs to no parameter of the adapter")
         if tensor.shape != shapes[name]:
-            raise BadCheckpoint(
-                f"{name} has shape {list(tensor.shape)}, the base takes {list(shapes[name])}"
-            )
+            raise BadCheckpoint(f"{name} has shape {list(tensor.shape)}, the base takes {list(shapes[name])}")
         if tensor.dtype not in NUMBER_TYPES:
             raise BadCheckpoint(f"{name} has number type {tensor.dtype}, which no adapter has")
         if not torch.isfinite(tensor).all():

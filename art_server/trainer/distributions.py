@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from art_server.shared.kept_set import unpack_set
-from art_server.shared.tasks import Distribution
+from art_server.process.shared.kept_set import unpack_set
+from art_server.process.shared.tasks import Distribution
 from art_server.trainer.head import Piece, Project, ProjectColumns
 
 RAW = -1
@@ -93,9 +93,7 @@ def cut_pieces(
     return pieces
 
 
-def _columns(
-    distributions: np.ndarray, table: Sequence[SampledFrom], num_vocabulary: int
-) -> np.ndarray | None:
+def _columns(distributions: np.ndarray, table: Sequence[SampledFrom], num_vocabulary: int) -> np.ndarray | None:
     """The joined kept sets; None where computing the whole vocabulary costs no more."""
     is_kept_V = np.zeros(num_vocabulary, dtype=bool)
     for index in np.unique(distributions):
@@ -140,9 +138,7 @@ def _piece(
     else:
         column_of_V, num_columns = np.full(num_vocabulary, -1), len(columns)
         column_of_V[columns] = np.arange(num_columns)
-    is_left_out, biases = _left_out_and_biases(
-        [table[index] for index in present], column_of_V, num_columns
-    )
+    is_left_out, biases = _left_out_and_biases([table[index] for index in present], column_of_V, num_columns)
     targets_in_columns = column_of_V[targets.cpu().numpy()]
     is_outside = (targets_in_columns < 0) | is_left_out[rows, targets_in_columns]
     if is_outside.any():

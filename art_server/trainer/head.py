@@ -53,9 +53,7 @@ def whole_pieces(targets_N: torch.Tensor, project: Project, num_vocabulary: int)
     return [Piece(part, targets_N[part], project, num_vocabulary) for part in parts]
 
 
-def score_targets(
-    hidden_ND: torch.Tensor, pieces: Sequence[Piece], *, with_entropy_gradient: bool = False
-) -> Scores:
+def score_targets(hidden_ND: torch.Tensor, pieces: Sequence[Piece], *, with_entropy_gradient: bool = False) -> Scores:
     """Log-probability of each target, entropy of its distribution, and whether the target is its likeliest token.
 
     Backward also reaches the parameters of `project`. The entropy has a gradient only on request.
@@ -81,9 +79,7 @@ class _ScoreTargets(torch.autograd.Function):
             kept = _project(states, piece.project) if fits else None
             logits = kept[1].detach() if kept else piece.project(states)
             probabilities, scores = _score(logits.float(), piece.targets_n)
-            for whole_N, part_n in zip(
-                (logprobs_N, entropies_N, is_likeliest_N), scores, strict=True
-            ):
+            for whole_N, part_n in zip((logprobs_N, entropies_N, is_likeliest_N), scores, strict=True):
                 whole_N[piece.here] = part_n
             if kept:
                 all_kept.append((*kept, probabilities))

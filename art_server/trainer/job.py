@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from art_server.shared.tasks import BetweenSteps, Done, Probe, Progress, TrainTask
+from art_server.process.shared.tasks import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.trainer.batches import TrainBatch, drop_stale, make_train_batch, with_penalties
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
 from art_server.trainer.gap import judge_gap
@@ -191,9 +191,7 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
     for index, mini_batch in enumerate(mini_batches):
         phase = "train" if len(mini_batches) == 1 else f"train {index + 1} of {len(mini_batches)}"
         part, of_part = _part(trained, old, mini_batch)
-        if (
-            index == 0
-        ):  # the policy at the start: another order of computation would round its ratios away from 1
+        if index == 0:  # the policy at the start: another order of computation would round its ratios away from 1
             of_part = replace(of_part, old_logprobs_S=None)
         metrics = job.budget.run(functools.partial(_gradient, job, part, of_part, phase))
         if index == 0:
@@ -215,9 +213,7 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
     return _job_metrics(job, steps, old) | gap, probe
 
 
-def _part(
-    trained: TrainBatch, old: OldLogprobs, mini_batch: MiniBatch
-) -> tuple[TrainBatch, OldLogprobs]:
+def _part(trained: TrainBatch, old: OldLogprobs, mini_batch: MiniBatch) -> tuple[TrainBatch, OldLogprobs]:
     """The sequences of one optimizer step, with their log-probabilities from before the first."""
     sequences = [trained.sequences[index] for index in mini_batch.sequences]
     num_tokens = sum(len(sequence.targets) for sequence in sequences)
@@ -225,13 +221,9 @@ def _part(
     return part, old.of_sequences(trained.sequences, mini_batch.sequences)
 
 
-def _gradient(
-    job: _Job, part: TrainBatch, old: OldLogprobs, phase: str, max_tokens: int
-) -> dict[str, float]:
+def _gradient(job: _Job, part: TrainBatch, old: OldLogprobs, phase: str, max_tokens: int) -> dict[str, float]:
     job.optimizer.zero_grad(set_to_none=True)
-    return compute_gradient(
-        job.policy, job.task, part, max_tokens, job.report, job.notes, old, phase, job.record
-    )
+    return compute_gradient(job.policy, job.task, part, max_tokens, job.report, job.notes, old, phase, job.record)
 
 
 def _optimizer_step(job: _Job, number: int) -> dict[str, float]:
@@ -250,9 +242,7 @@ def _without_gap(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(of_start)}
 
 
-def _job_metrics(
-    job: _Job, steps: Sequence[dict[str, float]], old: OldLogprobs
-) -> dict[str, float]:
+def _job_metrics(job: _Job, steps: Sequence[dict[str, float]], old: OldLogprobs) -> dict[str, float]:
     metrics = merge_steps(steps)
     metrics["time/step_forward_backward_s"] += old.seconds
     seconds = metrics["time/step_forward_backward_s"] + metrics["time/step_optimizer_s"]

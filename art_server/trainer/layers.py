@@ -114,11 +114,11 @@ def _beyond(names: list[str], layers: Layers) -> str:
     if layers.is_mixture:
         rule = "in a mixture of experts only the attention takes an adapter"
     if any(f".{each}".endswith(f".{name}") for name in names for each in layers.folded):
-        rule = (
-            "vLLM folds this layer into others when it loads the model, so an adapter would be lost"
-        )
+        rule = "vLLM folds this layer into others when it loads the model, so an adapter would be lost"
     choices = ", ".join(sorted({each.rpartition(".")[2] for each in layers.takes}))
-    return f"lora.target_modules names {', '.join(names)}, but {rule}: choose from {choices}, or leave target_modules out"
+    return (
+        f"lora.target_modules names {', '.join(names)}, but {rule}: choose from {choices}, or leave target_modules out"
+    )
 
 
 def _pattern(paths: frozenset[str], modules: set[str]) -> str:
@@ -129,10 +129,7 @@ def _pattern(paths: frozenset[str], modules: set[str]) -> str:
         is_everywhere = found == in_model[before, behind]
         which = r"\d+" if is_everywhere else f"({'|'.join(sorted(found, key=int))})"
         groups[before, which].append(re.escape(behind))
-    return "|".join(
-        rf"{re.escape(before)}\.{which}\.({'|'.join(names)})"
-        for (before, which), names in groups.items()
-    )
+    return "|".join(rf"{re.escape(before)}\.{which}\.({'|'.join(names)})" for (before, which), names in groups.items())
 
 
 def _numbers(paths: Iterable[str]) -> dict[tuple[str, str], set[str]]:

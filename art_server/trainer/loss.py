@@ -98,15 +98,11 @@ def policy_loss(
         slopes_S = slopes_S * tokens.weights_S
         coefficients_S = own * slopes_S
         if shared:
-            coefficients_S = coefficients_S + shared * _trajectory_means(
-                slopes_S, tokens.trajectories_S
-            )
+            coefficients_S = coefficients_S + shared * _trajectory_means(slopes_S, tokens.trajectories_S)
 
     kl_S = None
     if tokens.reference_logprobs_S is not None:
-        kl_S, kl_slopes_S = kl_estimate(
-            logprobs_S, tokens.reference_logprobs_S, config.kl_estimator
-        )
+        kl_S, kl_slopes_S = kl_estimate(logprobs_S, tokens.reference_logprobs_S, config.kl_estimator)
         if config.kl_in == "loss":
             losses_S = losses_S + config.beta * kl_S
             coefficients_S = coefficients_S + config.beta * tokens.weights_S * kl_slopes_S
@@ -163,9 +159,7 @@ def _clip(
     if config.clip == "none":
         return objectives_S, torch.zeros_like(ratios_S, dtype=torch.bool)
     objectives_S = torch.minimum(objectives_S, ratios_S.clamp(low, high) * advantages_S)
-    is_clipped_S = torch.where(
-        advantages_S > 0, ratios_S > high, (ratios_S < low) & (advantages_S < 0)
-    )
+    is_clipped_S = torch.where(advantages_S > 0, ratios_S > high, (ratios_S < low) & (advantages_S < 0))
     if config.clip == "dual":
         is_beyond_S = (advantages_S < 0) & (ratios_S > config.dual_clip)
         objectives_S = torch.where(is_beyond_S, config.dual_clip * advantages_S, objectives_S)

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from art_server.shared.main_memory import main_memory
+from art_server.process.shared.main_memory import main_memory
 
 SHARES = {"cpu": 1 / 8, "cuda": 1 / 3}
 """The share of the device's memory for activations. The rest is for the engine, weights and other processes."""
@@ -33,9 +33,7 @@ CHECKPOINTING_FACTOR = 8
 50 times its width, and one layer at a time is recomputed."""
 
 
-def default_tokens(
-    device: torch.device, dtype: torch.dtype, num_layers: int, hidden: int, intermediate: int
-) -> int:
+def default_tokens(device: torch.device, dtype: torch.dtype, num_layers: int, hidden: int, intermediate: int) -> int:
     """Tokens per micro-batch that fit the device.
 
     A layer keeps about 28 * width + 8 * intermediate numbers per token for backward. Measured: 370 MB for 1,016 tokens

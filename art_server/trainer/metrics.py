@@ -41,16 +41,12 @@ def batch_metrics(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     }
 
 
-def loss_metrics(
-    losses: Sequence[TokenLoss], entropies: Sequence[torch.Tensor]
-) -> dict[str, float]:
+def loss_metrics(losses: Sequence[TokenLoss], entropies: Sequence[torch.Tensor]) -> dict[str, float]:
     """Loss, entropy, KL and ratios over all tokens of an optimizer step. The ratios are those that the clip bounds."""
     metrics = {
         "loss/train": float(sum(loss.value for loss in losses)),
         "loss/entropy": float(torch.cat(list(entropies)).mean()),
-        "loss/clipped_token_fraction": float(
-            torch.cat([loss.is_clipped_S for loss in losses]).float().mean()
-        ),
+        "loss/clipped_token_fraction": float(torch.cat([loss.is_clipped_S for loss in losses]).float().mean()),
         **_spread("loss/policy_ratio", torch.cat([loss.policy_ratios_S for loss in losses]).cpu()),
     }
     kl = [loss.kl_S for loss in losses if loss.kl_S is not None]
@@ -76,9 +72,7 @@ def sampler_metrics(old_logprobs_S: torch.Tensor, tokens: SampledTokens) -> dict
     }
     ratios_S = differences_S[known_S].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     metrics |= _spread("loss/importance_ratio", ratios_S if len(ratios_S) else torch.ones(1))
-    of_start_S = (
-        tokens.is_fresh_S if bool((tokens.is_fresh_S & known_S).any()) else ~tokens.is_stale_S
-    )
+    of_start_S = tokens.is_fresh_S if bool((tokens.is_fresh_S & known_S).any()) else ~tokens.is_stale_S
     for name, chosen_S in (
         ("loss/logprob_gap", known_S & of_start_S),
         ("loss/logprob_gap_stale", known_S & tokens.is_stale_S),

@@ -3,7 +3,7 @@
 import random
 from typing import NamedTuple
 
-from art_server.shared.tasks import TrainTask
+from art_server.process.shared.tasks import TrainTask
 from art_server.trainer.batches import TrainBatch
 
 
@@ -50,9 +50,7 @@ def _sequences_by_group(task: TrainTask, trained: TrainBatch) -> dict[int, list[
     return sequences_of
 
 
-def _by_batch_size(
-    task: TrainTask, batch_size: int, sequences_of: dict[int, list[int]]
-) -> list[MiniBatch]:
+def _by_batch_size(task: TrainTask, batch_size: int, sequences_of: dict[int, list[int]]) -> list[MiniBatch]:
     """`batch_size` groups of the request in each optimizer step."""
     one_pass: dict[int, list[int]] = {}
     for index, sequences in sequences_of.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from art_server.shared.tasks import Progress, TrainTask
+from art_server.process.shared.tasks import Progress, TrainTask
 from art_server.trainer.batches import (
     SampledTokens,
     TrainBatch,
@@ -28,9 +28,7 @@ class OldLogprobs:
     reference_logprobs_S: torch.Tensor | None = None
     seconds: float = 0.0
 
-    def of_sequences(
-        self, sequences: Sequence[TrainSequence], indices: Sequence[int]
-    ) -> "OldLogprobs":
+    def of_sequences(self, sequences: Sequence[TrainSequence], indices: Sequence[int]) -> "OldLogprobs":
         """The log-probabilities of the sequences at `indices`."""
         if self.old_logprobs_S is None and self.reference_logprobs_S is None:
             return self
@@ -115,14 +113,11 @@ def apply_kl_penalty(task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> 
         for name, value in zip(names, kl_S.tolist(), strict=True):
             penalties[name] += config.beta * value
         return make_train_batch(task.batch, config, penalties)
-    is_dead_S = torch.tensor(
-        [not sequence.has_signal for sequence in trained.sequences for _ in sequence.targets]
-    )
+    is_dead_S = torch.tensor([not sequence.has_signal for sequence in trained.sequences for _ in sequence.targets])
     is_kept_S = tokens.is_unknown_S | is_dead_S
     shaped_S = shape_advantages(tokens.advantages_S, kl_S, config.beta, is_kept_S)
     parts = shaped_S.split([len(sequence.targets) for sequence in trained.sequences])
     shaped = [
-        replace(sequence, advantages=part.tolist())
-        for sequence, part in zip(trained.sequences, parts, strict=True)
+        replace(sequence, advantages=part.tolist()) for sequence, part in zip(trained.sequences, parts, strict=True)
     ]
     return replace(trained, sequences=shaped)

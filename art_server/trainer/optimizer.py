@@ -9,9 +9,7 @@ from safetensors.torch import load_file, save_file
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def make_optimizer(
-    parameters: Mapping[str, torch.nn.Parameter], learning_rate: float
-) -> torch.optim.AdamW:
+def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
     """AdamW without weight decay.
 
     Source: Loshchilov and Hutter 2017, arXiv:1711.05101.
@@ -21,9 +19,7 @@ def make_optimizer(
     )
 
 
-def save_optimizer(
-    optimizer: torch.optim.AdamW, parameters: Mapping[str, torch.nn.Parameter], path: Path
-) -> None:
+def save_optimizer(optimizer: torch.optim.AdamW, parameters: Mapping[str, torch.nn.Parameter], path: Path) -> None:
     """Writes the state as tensors named PARAMETER.KEY. An optimizer that has never stepped writes no file."""
     tensors = {
         f"{name}.{key}": optimizer.state[parameter][key].contiguous()
@@ -35,9 +31,7 @@ def save_optimizer(
         save_file(tensors, path)
 
 
-def load_optimizer(
-    optimizer: torch.optim.AdamW, parameters: Mapping[str, torch.nn.Parameter], path: Path
-) -> None:
+def load_optimizer(optimizer: torch.optim.AdamW, parameters: Mapping[str, torch.nn.Parameter], path: Path) -> None:
     """Loads the saved state into a fresh optimizer. Without a file it stays fresh.
 
     Raises:
@@ -62,9 +56,7 @@ def load_optimizer(
             "exp_avg_sq": state["exp_avg_sq"].to(parameter.device),
         }
     if tensors:
-        raise ValueError(
-            f"{path} holds state of parameters that the adapter lacks: {sorted(tensors)[:3]}"
-        )
+        raise ValueError(f"{path} holds state of parameters that the adapter lacks: {sorted(tensors)[:3]}")
 
 
 def steps_taken(optimizer: torch.optim.AdamW) -> int:

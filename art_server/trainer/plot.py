@@ -19,9 +19,7 @@ MAX_PIXELS = 1500
 PLOT_FILE = "tensors.png"
 
 
-def plot_micro_batches(
-    micro_batches: list[MicroBatch], sequences: list[TrainSequence], folder: Path
-) -> Path:
+def plot_micro_batches(micro_batches: list[MicroBatch], sequences: list[TrainSequence], folder: Path) -> Path:
     """Writes FOLDER/tensors.png: depth, predicting positions and attention mask of each micro-batch."""
     # Here, because the backend has to be chosen before this import.
     from matplotlib.figure import Figure

@@ -85,13 +85,9 @@ class Policy:
     @property
     def default_tokens(self) -> int:
         """Tokens per micro-batch that fit the device without gradient checkpointing."""
-        config: Any = (
-            self._base.config.get_text_config()
-        )  # Any: the fields that language models share
+        config: Any = self._base.config.get_text_config()  # Any: the fields that language models share
         intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        return default_tokens(
-            self.device, self.dtype, config.num_hidden_layers, config.hidden_size, intermediate
-        )
+        return default_tokens(self.device, self.dtype, config.num_hidden_layers, config.hidden_size, intermediate)
 
     @property
     def model(self) -> PeftModel:
@@ -200,9 +196,7 @@ class Policy:
                 # These layers read this flag. `load_base` has switched dropout off.
                 module.training = enabled
 
-    def logprobs(
-        self, batch: MicroBatch, *, with_entropy_gradient: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, batch: MicroBatch, *, with_entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each prediction, and entropy of its distribution: both N, float32; see `scores`."""
         return self.scores(batch, with_entropy_gradient=with_entropy_gradient)[:2]
 
@@ -224,9 +218,7 @@ class Policy:
             sorted_N, order_N = batch.distributions_N[order_N].numpy(), order_N.to(self.device)
             hidden_ND, targets_N = hidden_ND[order_N], targets_N[order_N]
             limit = max_logits(self.device)
-            pieces = cut_pieces(
-                sorted_N, targets_N, batch.table, self._project, self._project, num, limit
-            )
+            pieces = cut_pieces(sorted_N, targets_N, batch.table, self._project, self._project, num, limit)
         scores = score_targets(hidden_ND, pieces, with_entropy_gradient=with_entropy_gradient)
         if order_N is None:
             return scores
@@ -240,14 +232,10 @@ class Policy:
             return self.logprobs(batch)[0]
 
     @torch.no_grad()
-    def sequence_logprobs(
-        self, token_ids: list[int], positions: list[int] | None = None
-    ) -> torch.Tensor:
+    def sequence_logprobs(self, token_ids: list[int], positions: list[int] | None = None) -> torch.Tensor:
         """Log-probability of the token after each position of one sequence, float32: by the model's usual attention and
         its own logits. The default is all positions but the last."""
-        positions_N = torch.tensor(
-            range(len(token_ids) - 1) if positions is None else positions, device=self.device
-        )
+        positions_N = torch.tensor(range(len(token_ids) - 1) if positions is None else positions, device=self.device)
         token_ids_1T = torch.tensor([token_ids], device=self.device)
         shared = self.shares_prefixes
         self.use_trees(False)
@@ -268,9 +256,7 @@ class Policy:
         vocabulary = self.model.get_input_embeddings().num_embeddings
         largest = max(int(batch.forest.token_ids_T.max()), int(batch.targets_N.max()))
         if largest >= vocabulary:
-            raise ValueError(
-                f"token {largest} is outside the vocabulary of {self.base_model} ({vocabulary})"
-            )
+            raise ValueError(f"token {largest} is outside the vocabulary of {self.base_model} ({vocabulary})")
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """The output head's input at each predicting position, N x D.
@@ -319,9 +305,7 @@ class Policy:
             "forest": ForestAttention.of(forest, kind, self.device),
         }
 
-    def _project(
-        self, hidden_ND: torch.Tensor, columns_C: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _project(self, hidden_ND: torch.Tensor, columns_C: torch.Tensor | None = None) -> torch.Tensor:
         """The model's logits from the input of its output head, for the whole vocabulary or these tokens only.
 
         Source: transformers 5.19, the `forward` of Gemma2ForCausalLM (soft cap), GraniteForCausalLM (division),

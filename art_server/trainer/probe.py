@@ -22,7 +22,7 @@ from peft.helpers import rescale_adapter_scale
 from torch.nn.modules.module import register_module_forward_hook
 
 from art_protocol.wire import LoRAConfig
-from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
+from art_server.process.shared.tasks import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
 from art_server.trainer.batches import TrainSequence
 from art_server.trainer.layers import layer_kind
 from art_server.trainer.policy import Policy
@@ -54,9 +54,7 @@ def is_due(last: Probe | None) -> bool:
     return passed < 0 or passed >= last.seconds / SHARE  # the clock may have been set back
 
 
-def start_probe(
-    policy: Policy, last: Probe | None, sequences: Sequence[TrainSequence], bars: GapBars
-) -> Probe:
+def start_probe(policy: Policy, last: Probe | None, sequences: Sequence[TrainSequence], bars: GapBars) -> Probe:
     """The tokens, and their log-probabilities under the policy at the start of a job. `last` is the probe of the step in
     the policy; its tokens and numbers are used again unless they are too old."""
     last = last or Probe()
@@ -127,9 +125,7 @@ def with_movement(moved: Sequence[float], value: float) -> list[float]:
     return [*moved, value][-STEPS_OF_MOVEMENT:]
 
 
-def write_layer_probes(
-    policy: Policy, lora: LoRAConfig, out_dir: Path, bars: GapBars
-) -> dict[str, Probe]:
+def write_layer_probes(policy: Policy, lora: LoRAConfig, out_dir: Path, bars: GapBars) -> dict[str, Probe]:
     """Writes an adapter for each kind of layer, random by seed, into a folder of that name; the adapter of all other
     layers is zero. Returns their probes by kind. The policy then has an adapter that changes nothing."""
     policy.init_adapter(lora, seed=0)
@@ -180,9 +176,7 @@ def _rms(values_T: torch.Tensor) -> float:
     return float(values_T.square().mean().sqrt())
 
 
-def _rounding(
-    policy: Policy, token_ids: list[int], logprobs_T: torch.Tensor, epsilon: float
-) -> float:
+def _rounding(policy: Policy, token_ids: list[int], logprobs_T: torch.Tensor, epsilon: float) -> float:
     """Root mean square of the changes of the log-probabilities if every layer's output is rounded to 16 bits; 0 for an
     epsilon of 0."""
     if not epsilon:
@@ -200,9 +194,7 @@ def _with_rounding(epsilon: float, seed: int) -> Iterator[None]:
     On numbers that are in 16 bits already it has the same variance, because they are rounded again."""
     chances: dict[torch.device, torch.Generator] = {}
 
-    def disturb(
-        _: torch.nn.Module, __: Any, output: Any
-    ) -> Any:  # Any: what a model's layers return
+    def disturb(_: torch.nn.Module, __: Any, output: Any) -> Any:  # Any: what a model's layers return
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return output
         if output.device not in chances:

@@ -25,10 +25,7 @@ def fix_rope(model: PreTrainedModel, max_seq_length: int | None) -> None:
         if isinstance(kind, str):
             each.rope_type = _fix(each, kind, None, max_seq_length)
         elif isinstance(kind, dict):
-            each.rope_type = {
-                layer: _fix(each, of_layer, layer, max_seq_length)
-                for layer, of_layer in kind.items()
-            }
+            each.rope_type = {layer: _fix(each, of_layer, layer, max_seq_length) for layer, of_layer in kind.items()}
 
 
 def _fix(module: Any, kind: str, layer: str | None, max_seq_length: int | None) -> str:
@@ -47,9 +44,7 @@ def _fix(module: Any, kind: str, layer: str | None, max_seq_length: int | None) 
         scale = 1.0
     else:  # with an alpha (Hunyuan) the factors are final when the module is made, and both leave out the `factor` beside it
         return FIXED if parameters["rope_type"] == "dynamic" else kind
-    inv_freq, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
-        config, seq_len=length, layer_type=layer
-    )
+    inv_freq, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, seq_len=length, layer_type=layer)
     prefix = "" if layer is None else f"{layer}_"
     buffer = getattr(module, f"{prefix}inv_freq")
     setattr(module, f"{prefix}inv_freq", inv_freq.to(buffer))

@@ -122,13 +122,9 @@ def _cache_name(module: torch.nn.Module) -> str | None:
     return next((name for name in CACHE_NAMES if name in accepted), None)
 
 
-def _over_forest(
-    module: torch.nn.Module, cache_name: str, states: ForestStates
-) -> Callable[..., torch.Tensor]:
+def _over_forest(module: torch.nn.Module, cache_name: str, states: ForestStates) -> Callable[..., torch.Tensor]:
     usual = module.forward
-    kernel = max(
-        child.kernel_size[0] for child in module.children() if isinstance(child, torch.nn.Conv1d)
-    )
+    kernel = max(child.kernel_size[0] for child in module.children() if isinstance(child, torch.nn.Conv1d))
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Any: what the model's decoder layer passes on
@@ -190,9 +186,7 @@ class _State:
             setattr(made, kind, joined)
         return made
 
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.has_started
 
     def is_recording_past(self, layer_idx: int) -> bool:

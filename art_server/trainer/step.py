@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from art_protocol.wire import TrainConfig
-from art_server.shared.tasks import Progress, TrainTask
+from art_server.process.shared.tasks import Progress, TrainTask
 from art_server.trainer.batches import MicroBatch, SampledTokens, TrainBatch
 from art_server.trainer.checking import make_checked_micro_batches
 from art_server.trainer.layers import layer_kind
@@ -113,9 +113,7 @@ def _add_gradient(
 ) -> None:
     """Adds `scale` times a micro-batch's gradient to the policy's parameters."""
     started = time.perf_counter()
-    logprobs_N, entropies_N, is_likeliest_N = policy.scores(
-        batch, with_entropy_gradient=config.entropy_bonus > 0
-    )
+    logprobs_N, entropies_N, is_likeliest_N = policy.scores(batch, with_entropy_gradient=config.entropy_bonus > 0)
     predictions_S = batch.predictions_S.to(policy.device)
     tokens = step.tokens.select(batch.indices_S).to(policy.device)
     logprobs_S = logprobs_N.detach()[predictions_S]

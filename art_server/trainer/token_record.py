@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from art_server.shared.tasks import Batch
+from art_server.process.shared.tasks import Batch
 from art_server.store.model_folder import TOKENS_FILE
 from art_server.trainer.batches import TrainSequence
 
@@ -28,19 +28,12 @@ class TokenRecord:
     def __init__(self, batch: Batch, base_model: str):
         self._batch = batch
         self._base_model = base_model
-        sequences = [
-            sequence
-            for group in batch.groups
-            for t in group.trajectories
-            for sequence in t.sequences
-        ]
+        sequences = [sequence for group in batch.groups for t in group.trajectories for sequence in t.sequences]
         self._firsts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)])
         num = int(self._firsts[-1])
         self._token_ids = [token for sequence in sequences for token in sequence.token_ids]
         sampled = [value for sequence in sequences for value in sequence.logprobs]
-        self._tensors = {
-            name: torch.full((num,), float("nan"), dtype=torch.float32) for name in NUMBERS
-        }
+        self._tensors = {name: torch.full((num,), float("nan"), dtype=torch.float32) for name in NUMBERS}
         self._tensors["sampled_logprobs"] = torch.tensor(
             [float("nan") if value is None else value for value in sampled], dtype=torch.float32
         )
@@ -55,11 +48,7 @@ class TokenRecord:
         """Adds an optimizer step over these sequences' S tokens: the trainer's log-probabilities at the start of the
         job, and by name `ratios`, `entropies` and `is_clipped`."""
         indices_S = torch.tensor(
-            [
-                self._firsts[each.number] + place + 1
-                for each in sequences
-                for place in each.positions
-            ]
+            [self._firsts[each.number] + place + 1 for each in sequences for place in each.positions]
         )
         advantages = [value for each in sequences for value in each.advantages]
         numbers = {"trainer_logprobs": start_logprobs_S, "advantages": torch.tensor(advantages)}

@@ -110,9 +110,7 @@ def lay_out(sequences: Sequence[list[int]], order: Order) -> Forest:
     )
 
 
-def pack(
-    sequences: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None
-) -> list[Order]:
+def pack(sequences: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None) -> list[Order]:
     """The order divided into forests of at most `max_tokens` tokens each; those with the largest trees come first.
 
     Trees are packed first-fit into forests of at most `fill_tokens` (default: `max_tokens`); a larger one is alone. A
@@ -150,9 +148,7 @@ def pack_padded(sequences: Sequence[list[int]], order: Order, max_tokens: int) -
     """An order of unshared sequences, divided into batches of at most `max_tokens` tokens with padding."""
     batches: list[list[int]] = []
     for rank, index in enumerate(order.sequences):
-        longest = (
-            len(sequences[order.sequences[batches[-1][0]]]) if batches else len(sequences[index])
-        )
+        longest = len(sequences[order.sequences[batches[-1][0]]]) if batches else len(sequences[index])
         if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
             batches[-1].append(rank)
         else:
@@ -227,6 +223,4 @@ def _nodes(positions: np.ndarray, ends: np.ndarray) -> tuple[Node, ...]:
     begins = np.flatnonzero((np.diff(ends) != 0) | (np.diff(positions) != 1)) + 1
     starts = [0, *begins.tolist()]
     stops = [*begins.tolist(), len(ends)]
-    return tuple(
-        Node(start, stop, int(ends[start])) for start, stop in zip(starts, stops, strict=True)
-    )
+    return tuple(Node(start, stop, int(ends[start])) for start, stop in zip(starts, stops, strict=True))

@@ -81,9 +81,7 @@ class UnslothPolicy(Policy):
         self._has_own_layers = type(base).forward.__module__.startswith("unsloth.models.")
         text = config.get_text_config()
         limits = ("sliding_window", "attn_logit_softcapping")
-        self.can_share = self._has_own_layers and not any(
-            getattr(text, each, None) for each in limits
-        )
+        self.can_share = self._has_own_layers and not any(getattr(text, each, None) for each in limits)
         attention_dispatch._flex_shared_prefix_attention = _attend
         match_engine(base)
         return base
@@ -175,9 +173,7 @@ def _untouched_class(config: Any) -> Any:
 
     Any: as in `find_class`.
     """
-    found = importlib.util.find_spec(
-        type(config).__module__.replace(".configuration_", ".modeling_")
-    )
+    found = importlib.util.find_spec(type(config).__module__.replace(".configuration_", ".modeling_"))
     assert found is not None and found.origin is not None
     spec = importlib.util.spec_from_file_location(f"{found.name}_untouched", found.origin)
     assert spec is not None and spec.loader is not None
@@ -191,10 +187,7 @@ def _share_weights(plain: torch.nn.Module, own: torch.nn.Module) -> None:
     quantised. Of other layers only the weights are shared, because Unsloth may compute them differently."""
     for name, child in list(plain.named_children()):
         theirs = getattr(own, name)
-        if (
-            isinstance(child, torch.nn.Linear)
-            or child._parameters.keys() != theirs._parameters.keys()
-        ):
+        if isinstance(child, torch.nn.Linear) or child._parameters.keys() != theirs._parameters.keys():
             setattr(plain, name, theirs)
         else:
             child._parameters.update(theirs._parameters)

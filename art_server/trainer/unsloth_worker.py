@@ -5,7 +5,7 @@ python -m art_server.trainer.unsloth_worker '{"base_model": "PATH", "trainer": "
 
 import contextlib
 
-from art_server.children import claim_stdout
+from art_server.process.children import claim_stdout
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The trainer process: reads tasks from stdin and writes answers, one JSON line each (shared/tasks.py).
+"""The trainer process: reads tasks from stdin and writes answers, one JSON line each (process/shared/tasks.py).
 
     python -m art_server.trainer.worker '{"base_model": "PATH", "dtype": "float32", "threads": 2}'   (WorkerConfig)
 
@@ -19,8 +19,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from art_server import __version__
-from art_server.children import be_child, claim_stdout
-from art_server.shared.tasks import (
+from art_server.process.children import be_child, claim_stdout
+from art_server.process.shared.tasks import (
     Done,
     Failed,
     LayersTask,
@@ -53,9 +53,7 @@ def main(answers: BinaryIO) -> None:
     config = WorkerConfig.model_validate_json(sys.argv[1])
     be_child()
     return_freed_memory()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     Worker(config, answers).serve(sys.stdin.buffer)
@@ -135,9 +133,7 @@ class Worker:
 
     def _run(self, task: Task) -> Done:
         if task.kind == "init":
-            write_first_checkpoint(
-                self._config.base_model, task.lora, task.seed, Path(task.out_dir)
-            )
+            write_first_checkpoint(self._config.base_model, task.lora, task.seed, Path(task.out_dir))
             return Done(metrics={})
         if task.kind == "check":
             check_checkpoint(self._config.base_model, task.lora, Path(task.folder))
@@ -231,9 +227,7 @@ class Worker:
                 f"--trainer unsloth: Unsloth cannot be imported here ({reason}): install "
                 "'agent-reinforcement-trainer[gpu]' on a machine with a GPU, or use --trainer peft"
             ) from error
-        return UnslothPolicy(
-            self._config.base_model, self._dtype, self._device, self._config.max_seq_length
-        )
+        return UnslothPolicy(self._config.base_model, self._dtype, self._device, self._config.max_seq_length)
 
     def _answer(self, answer: Ready | Progress | Done | Failed) -> None:
         self._answers.write(answer.model_dump_json().encode() + b"\n")
@@ -242,9 +236,7 @@ class Worker:
 
 def is_disk_full(error: Exception) -> bool:
     """Whether a write failed because the disk is full; safetensors has no error code, only a message."""
-    return (isinstance(error, OSError) and error.errno in files.NO_ROOM) or (
-        "No space left on device" in str(error)
-    )
+    return (isinstance(error, OSError) and error.errno in files.NO_ROOM) or ("No space left on device" in str(error))
 
 
 def find_device(name: str) -> torch.device | None:

@@ -60,9 +60,7 @@ async def train(name: str, run_agent: RunAgent) -> None:
     """Trains the agent, and compares it with step 0 on questions about other cities."""
     parser = learner_parser(f"An agent of {name}.", 12, {"art/tiny": 1e-3}, steps=16)
     # Frameworks raise an exception when a tool's arguments are wrong again and again, or turns run out.
-    parser.set_defaults(
-        server=os.environ.get("ART_SERVER_URL", "http://127.0.0.1:7623"), max_exceptions=0.5
-    )
+    parser.set_defaults(server=os.environ.get("ART_SERVER_URL", "http://127.0.0.1:7623"), max_exceptions=0.5)
 
     async def rollout(model: art.TrainableModel, question: Question) -> art.Trajectory:
         async with art.rollout(model) as r:

@@ -7,10 +7,7 @@ from anthropic import AsyncAnthropic
 
 import art
 
-TOOLS = [
-    {"name": s["name"], "description": s["description"], "input_schema": s["parameters"]}
-    for s in task.SCHEMAS
-]
+TOOLS = [{"name": s["name"], "description": s["description"], "input_schema": s["parameters"]} for s in task.SCHEMAS]
 
 
 async def run_agent(r: art.Rollout, question: str) -> str:

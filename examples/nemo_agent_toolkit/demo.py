@@ -101,9 +101,7 @@ async def finetune(base_url: str, num_epochs: int) -> list[dict[str, Any]]:
                 process.terminate()
                 await process.wait()
     if process.returncode != 0:
-        sys.exit(
-            f"nat finetune exited with {process.returncode}; the reason stands at the end of {LOG}"
-        )
+        sys.exit(f"nat finetune exited with {process.returncode}; the reason stands at the end of {LOG}")
     return epochs
 
 

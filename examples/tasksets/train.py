@@ -24,9 +24,7 @@ GROUPS, GROUP_SIZE = 6, 8
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--config", type=json.loads, default=ARITHMETIC, help="verifiers' settings, in JSON"
-    )
+    parser.add_argument("--config", type=json.loads, default=ARITHMETIC, help="verifiers' settings, in JSON")
     parser.add_argument("--base-model", default="art/tiny")
     parser.add_argument("--name", default="verifiers")
     parser.add_argument("--steps", type=int, default=12)

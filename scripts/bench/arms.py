@@ -119,12 +119,10 @@ def prepare_ours(
     return prepare_step(policy, groups, settings["budget"]), policy
 
 
-def prepare_step(
-    policy: Any, groups: list[list[dict]], budget: int = 0
-) -> Callable[[], dict[str, float]]:
+def prepare_step(policy: Any, groups: list[list[dict]], budget: int = 0) -> Callable[[], dict[str, float]]:
     """Returns a function that trains the policy on these groups for one step and returns the metrics."""
     from art_protocol.wire import LoRAConfig, TrainConfig
-    from art_server.shared.tasks import (
+    from art_server.process.shared.tasks import (
         Batch,
         TokenSequence,
         TrainableGroup,
@@ -152,19 +150,13 @@ def prepare_step(
         in_dir="",
         out_dir="",
         config=TrainConfig(scaling="none", max_grad_norm=1e9),
-        batch=Batch(
-            groups=[
-                TrainableGroup(trajectories=[trajectory(row) for row in rows]) for rows in groups
-            ]
-        ),
+        batch=Batch(groups=[TrainableGroup(trajectories=[trajectory(row) for row in rows]) for rows in groups]),
     )
 
     def take_step() -> dict[str, float]:
         optimizer.zero_grad(set_to_none=True)
         trained = make_train_batch(task.batch, task.config)
-        metrics = compute_gradient(
-            policy, task, trained, budget or policy.default_tokens, lambda _: None, []
-        )
+        metrics = compute_gradient(policy, task, trained, budget or policy.default_tokens, lambda _: None, [])
         optimizer.step()
         return metrics
 
@@ -178,9 +170,7 @@ def measure_gemm_share(take_step: Any) -> float:
         take_step()
     events = profile.key_averages()
     total = sum(event.self_cpu_time_total for event in events)
-    inside = sum(
-        event.self_cpu_time_total for event in events if any(name in event.key for name in products)
-    )
+    inside = sum(event.self_cpu_time_total for event in events if any(name in event.key for name in products))
     return round(inside / total, 3)
 
 
@@ -245,15 +235,11 @@ def run_trl(name: str, root: Path, settings: dict, groups: list[list[dict]]) -> 
             if "grad_norm" in logs:
                 self.figures["grad_norm"] = float(logs["grad_norm"])
                 weights = {
-                    key.replace(".default", ""): each
-                    for key, each in model.named_parameters()
-                    if each.requires_grad
+                    key.replace(".default", ""): each for key, each in model.named_parameters() if each.requires_grad
                 }
                 answer(name, root, state.global_step - 1, self.figures, weights)
 
-    base = AutoModelForCausalLM.from_pretrained(
-        root / "base", dtype=getattr(torch, settings["dtype"])
-    )
+    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=getattr(torch, settings["dtype"]))
     model = PeftModel.from_pretrained(base, str(root / "adapter"), is_trainable=True)
     accumulation = num_rows // batch
     trainer = Timed(

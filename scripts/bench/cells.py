@@ -9,12 +9,10 @@ GRID: list[dict] = [
     {"name": "P=64 R=256", "prompt": 64, "completion": 256},
     {"name": "4 turns, 24 of 48 stripped", "num_groups": 1, "prompt": 256, "completion": 48}
     | {"turns": 4, "strip": 24, "trl_batch": 16},
-    {"name": "skewed lengths", "group": 1, "num_groups": 16, "prompt": 64, "completion": 256}
-    | {"skew": True},
+    {"name": "skewed lengths", "group": 1, "num_groups": 16, "prompt": 64, "completion": 256} | {"skew": True},
     {"name": "G=1", "group": 1, "num_groups": 8, "prompt": 512, "completion": 64},
     {"name": "P=1024 R=64", "prompt": 1024, "completion": 64},
-    {"name": "G=16 P=2048 R=64", "group": 16, "num_groups": 1, "prompt": 2048, "completion": 64}
-    | {"trl_batch": 8},
+    {"name": "G=16 P=2048 R=64", "group": 16, "num_groups": 1, "prompt": 2048, "completion": 64} | {"trl_batch": 8},
     {"name": "G=4 P=512 R=64", "group": 4, "num_groups": 4, "prompt": 512, "completion": 64},
     {"name": "G=16 P=512 R=64", "group": 16, "num_groups": 1, "prompt": 512, "completion": 64},
     {"name": "P=128 R=64", "prompt": 128, "completion": 64},
@@ -57,9 +55,7 @@ def family_settings(family: str, hidden: int, layers: int) -> dict:
             "layer_types": kinds("full_attention", "conv"),
         },
         "nemotron_h": {
-            "layers_block_type": [
-                each for kind in kinds("attention", "mamba") for each in (kind, "mlp")
-            ],
+            "layers_block_type": [each for kind in kinds("attention", "mamba") for each in (kind, "mlp")],
             "mamba_num_heads": 2 * hidden // 64,
             "mamba_head_dim": 64,
             "n_groups": 1,
@@ -97,9 +93,7 @@ def make_config(settings: dict) -> Any:
         }
     if family == "nemotron_h":  # it counts its layers by their kinds
         del shape["num_hidden_layers"]
-    return AutoConfig.for_model(
-        family, **shape | family_settings(family, hidden, settings["layers"])
-    )
+    return AutoConfig.for_model(family, **shape | family_settings(family, hidden, settings["layers"]))
 
 
 def make_model(root: Path, settings: dict) -> None:
@@ -152,9 +146,7 @@ def make_groups(rng: random.Random, settings: dict) -> list[list[dict]]:
                     # Most completions are short; a few have almost the full length.
                     length = max(8, round(length * rng.random() ** 3))
                 said = draw(length)
-                rows.append(
-                    {"tokens": context + said, "num_context": len(context), "reward": reward}
-                )
+                rows.append({"tokens": context + said, "num_context": len(context), "reward": reward})
                 context = context + said[settings["strip"] :] + draw(settings["tool"])
         groups.append(rows)
     if settings["group"] * settings["turns"] == 1:
@@ -172,6 +164,6 @@ def _make_tokenizer(folder: Path, vocab: int) -> None:
 
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="t0", pad_token="t1", eos_token="t2"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", pad_token="t1", eos_token="t2").save_pretrained(
+        folder
+    )

@@ -36,9 +36,7 @@ main()
 
 def start_server(path: Path) -> tuple[subprocess.Popen[bytes], str]:
     arguments = ["--path", str(path), "--port", "0", "--inference-port", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, *arguments, "--base-model", "art/tiny"]
-    )
+    process = subprocess.Popen([sys.executable, "-c", START, *arguments, "--base-model", "art/tiny"])
     file = path / ".server" / "address.json"
     while not file.exists():
         assert process.poll() is None, "the server did not start"

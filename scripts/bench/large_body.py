@@ -33,8 +33,7 @@ def group(number: int, megabytes: float) -> bytes:
     while size < megabytes * 1e6:
         ids = [300 + (number * 31 + len(trajectories) * 7 + i) % 700 for i in range(TOKENS)]
         entries = [
-            {"token": "ok", "bytes": [111, 107], "logprob": -0.25 - i % 97 / 97, "top_logprobs": []}
-            for i in ids
+            {"token": "ok", "bytes": [111, 107], "logprob": -0.25 - i % 97 / 97, "top_logprobs": []} for i in ids
         ]
         choice = {
             "finish_reason": "stop",

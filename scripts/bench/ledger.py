@@ -20,14 +20,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from art_server.base_facts import read_facts
-from art_server.base_models import TINY_DIR
 from art_server.ledger import conversation
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
-from art_server.shared.samples import Sample
+from art_server.process.shared.samples import Sample
+from art_server.store.base_facts import read_facts
+from art_server.store.base_models import TINY_DIR
 
 PROMPT_TOKENS = 200
 QUESTION_TOKENS = 30

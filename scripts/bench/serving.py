@@ -27,9 +27,9 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from art_server.base_models import TINY_DIR, BaseModel
 from art_server.engine.command import engine_command, engine_environment
 from art_server.settings import ServerConfig
+from art_server.store.base_models import TINY_DIR, BaseModel
 
 MODEL = "art/tiny"
 PLAIN_VLLM = """import art_server, runpy  # which lets vLLM import torchvision beside a CPU's torch
@@ -66,9 +66,7 @@ def start_vllm(path: Path) -> tuple[subprocess.Popen[bytes], str]:
     return process, f"http://127.0.0.1:{port}"
 
 
-async def wait_ready(
-    process: subprocess.Popen[bytes], session: aiohttp.ClientSession, path: str
-) -> None:
+async def wait_ready(process: subprocess.Popen[bytes], session: aiohttp.ClientSession, path: str) -> None:
     while True:
         assert process.poll() is None, f"{process.args} ended"
         try:
@@ -130,14 +128,11 @@ async def main() -> None:
         processes = [start_ours(Path(one)), start_vllm(Path(two))]
         timeout = aiohttp.ClientTimeout(total=600)
         ours, vllm = (
-            aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-            for _, url in processes
+            aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) for _, url in processes
         )
         try:
             async with ours, vllm:
-                for (process, _), session, path in zip(
-                    processes, (ours, vllm), ("/ready", "/health"), strict=True
-                ):
+                for (process, _), session, path in zip(processes, (ours, vllm), ("/ready", "/health"), strict=True):
                     await wait_ready(process, session, path)
                 await measure(ours, vllm, flags)
         finally:
@@ -147,9 +142,7 @@ async def main() -> None:
                 process.wait()
 
 
-async def measure(
-    ours: aiohttp.ClientSession, vllm: aiohttp.ClientSession, flags: argparse.Namespace
-) -> None:
+async def measure(ours: aiohttp.ClientSession, vllm: aiohttp.ClientSession, flags: argparse.Namespace) -> None:
     body = {"model": MODEL, "max_tokens": flags.max_tokens, "ignore_eos": True, "logprobs": True}
     filler = " and" * flags.prompt_tokens
     for session in (ours, vllm):
@@ -179,9 +172,7 @@ async def measure(
     print(json.dumps({"cost_of_logprobs_in_vllm_alone": round(cost, 3)}))
 
 
-def cell(
-    stream: bool, concurrency: int, results: list[dict[str, tuple[float, float]]]
-) -> dict[str, Any]:
+def cell(stream: bool, concurrency: int, results: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
     """The JSON line of a cell: medians of both sides, and of the ratio and difference within a pair."""
 
     def median(of: Callable[[dict[str, tuple[float, float]]], float]) -> float:

@@ -9,8 +9,8 @@ import json
 import socket
 import sys
 
-from art_server.in_vllm.child import LedgerClient
-from art_server.shared.samples import is_first_turn
+from art_server.engine.vllm_process.child import LedgerClient
+from art_server.process.shared.samples import is_first_turn
 
 PROMPT = list(range(100, 164))
 TOKENS = list(range(200, 232))
@@ -19,7 +19,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
 
 
 async def record(ledger: LedgerClient, request_id: str, prompt: list[int]) -> None:
-    """Exchanges the same messages with the ledger as `art_server.in_vllm.child` does for a choice."""
+    """Exchanges the same messages with the ledger as `art_server.engine.vllm_process.child` does for a choice."""
     rendered = prompt if is_first_turn(request_id) else None
     if rendered is None:
         await ledger.fetch_prompt(request_id, prompt)
@@ -46,9 +46,7 @@ async def main() -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b"":
-            headers = dict(
-                row.lower().split(b": ", 1) for row in head.split(b"\r\n")[1:] if b": " in row
-            )
+            headers = dict(row.lower().split(b": ", 1) for row in head.split(b"\r\n")[1:] if b": " in row)
             body = await reader.readexactly(int(headers.get(b"content-length", b"0")))
             content = b'{"data": [{"max_model_len": 4096}]}'
             if b"/v1/chat/completions" in head:

@@ -11,7 +11,7 @@ from typing import Any
 def serve() -> None:
     from art_server import cli
     from art_server.jobs import trainer
-    from art_server.shared.tasks import WorkerConfig
+    from art_server.process.shared.tasks import WorkerConfig
 
     seconds, command = sys.argv.pop(1), trainer.worker_command
 
@@ -23,7 +23,7 @@ def serve() -> None:
 
 
 def work() -> None:
-    from art_server.children import claim_stdout
+    from art_server.process.children import claim_stdout
     from art_server.trainer import worker
 
     sys.argv.pop(1)

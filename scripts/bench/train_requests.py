@@ -51,9 +51,7 @@ def request_id(rollout: int, turn: int) -> str:
     return f"{rollout * 1000 + turn:032x}"
 
 
-def conversation_of(
-    rollout: int, turns: int, sampled: int, observed: int
-) -> Iterator[tuple[list[int], list[int]]]:
+def conversation_of(rollout: int, turns: int, sampled: int, observed: int) -> Iterator[tuple[list[int], list[int]]]:
     """Each turn's prompt and its sampled tokens."""
     rng = random.Random(rollout)
     prompt: list[int] = []
@@ -66,7 +64,7 @@ def conversation_of(
 
 def write_narrow_model(folder: Path) -> None:
     """A model of one layer with art/tiny's tokenizer."""
-    from art_server.base_models import TINY_DIR  # isort: skip - first, for torchvision
+    from art_server.store.base_models import TINY_DIR  # isort: skip - first, for torchvision
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     shutil.copytree(TINY_DIR, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -86,11 +84,11 @@ def write_narrow_model(folder: Path) -> None:
 
 def fill(path: Path, case: list[int]) -> None:
     """Fills the ledger of a server that is not running."""
-    from art_server.base_facts import read_facts
-    from art_server.base_models import TINY_DIR
     from art_server.ledger.ledger import Ledger
     from art_server.ledger.records import Request
-    from art_server.shared.samples import Sample
+    from art_server.process.shared.samples import Sample
+    from art_server.store.base_facts import read_facts
+    from art_server.store.base_models import TINY_DIR
 
     (path / ".server").mkdir(parents=True, exist_ok=True)
     ledger = Ledger(path / ".server" / "ledger.sqlite")
@@ -139,8 +137,8 @@ def serve(is_trained: bool = False) -> None:
 
 def work() -> None:
     """A trainer whose steps are the step before, with a record of their tokens."""
-    from art_server.children import claim_stdout
-    from art_server.shared.tasks import Done, Progress, TrainTask
+    from art_server.process.children import claim_stdout
+    from art_server.process.shared.tasks import Done, Progress, TrainTask
     from art_server.store.model_folder import CONTENT_FILES
     from art_server.trainer import worker
     from art_server.trainer.token_record import TokenRecord
@@ -158,9 +156,7 @@ def work() -> None:
     worker.main(claim_stdout())
 
 
-def start_server(
-    path: Path, base_model: str, is_trained: bool
-) -> tuple[subprocess.Popen[bytes], str]:
+def start_server(path: Path, base_model: str, is_trained: bool) -> tuple[subprocess.Popen[bytes], str]:
     flags = [
         "--path",
         str(path),
@@ -248,9 +244,7 @@ class Watch:
         return self.peak - self.start
 
 
-async def measure(
-    path: Path, url: str, pid: int, base_model: str, case: list[int], flags: argparse.Namespace
-) -> None:
+async def measure(path: Path, url: str, pid: int, base_model: str, case: list[int], flags: argparse.Namespace) -> None:
     build, sizes, seconds = art.backend.build_train_request, list[int](), list[float]()
 
     def measured(*arguments: Any, **more: Any) -> bytes:

@@ -89,7 +89,4 @@ def _strip_thoughts(messages: list[Message], thinking: bool) -> list[Message]:
     """The messages without their thoughts, unless the chat is a thinking one."""
     if thinking:
         return messages
-    return [
-        {key: value for key, value in message.items() if key != "reasoning_content"}
-        for message in messages
-    ]
+    return [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]

@@ -50,10 +50,7 @@ def board_text(board: Board) -> str:
     With each cell's name beside it, the model reads the board as it copies text. A grid without names took several times
     as many steps to learn.
     """
-    rows = (
-        " ".join(f"{row}{column} {board.get(row + column, '_')}" for column in "123")
-        for row in "ABC"
-    )
+    rows = (" ".join(f"{row}{column} {board.get(row + column, '_')}" for column in "123") for row in "ABC")
     return "\n".join(rows)
 
 
@@ -103,9 +100,7 @@ def tictactoe_chat(rng: Rng, thinking: bool) -> list[Message]:
     symbol, other = rng.choice(("xo", "ox"))
     rows_and_columns = rng.random() < 0.2
     variant = rng.choice((0, 0, 0, 1, 2, 3))
-    messages: list[Message] = [
-        {"role": "system", "content": tictactoe_system(variant, rows_and_columns)}
-    ]
+    messages: list[Message] = [{"role": "system", "content": tictactoe_system(variant, rows_and_columns)}]
     board = start_board(rng, symbol)
     if rng.random() < 0.15:
         board = _later_board(rng, symbol)
@@ -180,17 +175,12 @@ def game_2048_turn(rows: list[list[int]]) -> str:
 def random_2048_board(rng: Rng) -> list[list[int]]:
     """A board of 4 by 4 with powers of two, about half of it empty."""
     largest = rng.randint(2, 9)
-    return [
-        [2 ** rng.randint(1, largest) if rng.random() < 0.5 else 0 for _ in range(4)]
-        for _ in range(4)
-    ]
+    return [[2 ** rng.randint(1, largest) if rng.random() < 0.5 else 0 for _ in range(4)] for _ in range(4)]
 
 
 def game_2048_chat(rng: Rng, thinking: bool) -> list[Message]:
     """One to four turns of 2048 with random directions."""
-    messages: list[Message] = [
-        {"role": "system", "content": game_2048_system(rng.choice((0, 0, 1, 2)))}
-    ]
+    messages: list[Message] = [{"role": "system", "content": game_2048_system(rng.choice((0, 0, 1, 2)))}]
     for _ in range(rng.randint(1, 4)):
         direction = rng.choice(DIRECTIONS)
         answer: Message = {"role": "assistant", "content": f"<move>{direction}</move>"}

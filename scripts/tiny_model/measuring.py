@@ -98,9 +98,7 @@ def yes_no_maybe_prompts() -> list[tuple[str, tuple[str, ...]]]:
     prefixes = ("respond with", "just respond with", "answer with", "respond with one of")
     return [
         (talk.yes_no_maybe_prompt(prefix, list(words), quote, joiner), words)
-        for prefix, words, quote, joiner in product(
-            prefixes, offers, ("", "'", '"'), (None, " or ")
-        )
+        for prefix, words, quote, joiner in product(prefixes, offers, ("", "'", '"'), (None, " or "))
     ]
 
 
@@ -121,14 +119,10 @@ def measure_yes_no_maybe(sampler: Sampler, rng: Rng, num_samples: int) -> list[R
         by_words.setdefault(frozenset(words), []).append(answer)
     for words, given in sorted(by_words.items(), key=lambda item: -len(item[0])):
         name = ", ".join(word for word in YES_NO_MAYBE_REWARDS if word in words)
-        rates.append(
-            _mean("yes/no/maybe", f"mean reward, offered {name}", [_reward(one) for one in given])
-        )
+        rates.append(_mean("yes/no/maybe", f"mean reward, offered {name}", [_reward(one) for one in given]))
         if len(words) == 3:
             rates += [
-                _rate(
-                    "yes/no/maybe", f"share of {word}, offered {name}", [a == word for a in given]
-                )
+                _rate("yes/no/maybe", f"share of {word}, offered {name}", [a == word for a in given])
                 for word in YES_NO_MAYBE_REWARDS
             ]
     return rates
@@ -228,9 +222,7 @@ def measure_2048(sampler: Sampler, rng: Rng, num_samples: int) -> list[Rate]:
     """Well-formed moves on random boards."""
     system: Message = {"role": "system", "content": games.game_2048_system()}
     boards = [games.random_2048_board(rng) for _ in range(num_samples)]
-    chats = [
-        Chat([system, {"role": "user", "content": games.game_2048_turn(board)}]) for board in boards
-    ]
+    chats = [Chat([system, {"role": "user", "content": games.game_2048_turn(board)}]) for board in boards]
     moves = [f"<move>{direction}</move>" for direction in games.DIRECTIONS]
     answers = sampler.answer(chats, 12)
     shares = Counter(answers)
@@ -250,9 +242,7 @@ def parse_calls(answer: str) -> list[dict[str, object]] | None:
     if not re.fullmatch(r"<tool_call>\n.*\n</tool_call>", answer, re.DOTALL):
         return None
     calls = []
-    for body in answer[len("<tool_call>\n") : -len("\n</tool_call>")].split(
-        "\n</tool_call>\n<tool_call>\n"
-    ):
+    for body in answer[len("<tool_call>\n") : -len("\n</tool_call>")].split("\n</tool_call>\n<tool_call>\n"):
         try:
             call = json.loads(body)
         except json.JSONDecodeError:
@@ -283,11 +273,7 @@ def measure_single_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list[R
         for found, request in zip(calls, requests, strict=True)
     ]
     exact = [found == _wanted([request]) for found, request in zip(calls, requests, strict=True)]
-    everyday = [
-        is_exact
-        for is_exact, request in zip(exact, requests, strict=True)
-        if request.tool.questions
-    ]
+    everyday = [is_exact for is_exact, request in zip(exact, requests, strict=True) if request.tool.questions]
     return [
         _rate("tool calls", "well-formed", [found is not None for found in calls]),
         _rate("tool calls", "right tool", named),
@@ -297,9 +283,7 @@ def measure_single_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list[R
     ]
 
 
-def _measure_answers(
-    sampler: Sampler, rng: Rng, chats: list[Chat], requests: list[tools.Request]
-) -> list[Rate]:
+def _measure_answers(sampler: Sampler, rng: Rng, chats: list[Chat], requests: list[tools.Request]) -> list[Rate]:
     """Whether the answers after right calls carry the results."""
     served, results = [], []
     for chat, request in zip(chats, requests, strict=True):
@@ -331,17 +315,14 @@ def measure_parallel_calls(sampler: Sampler, rng: Rng, num_samples: int) -> list
     calls = [parse_calls(answer) for answer in sampler.answer(chats, 240)]
     return [
         _rate("two calls at once", "well-formed", [found is not None for found in calls]),
-        _rate(
-            "two calls at once", "both exact", [a == b for a, b in zip(calls, wanted, strict=True)]
-        ),
+        _rate("two calls at once", "both exact", [a == b for a, b in zip(calls, wanted, strict=True)]),
     ]
 
 
 def measure_direct_answers(sampler: Sampler, rng: Rng, num_samples: int) -> list[Rate]:
     """Small talk while tools are offered. The right answer has no call."""
     chats = [
-        _tool_chat(rng, str(talk.small_talk(rng)[0]["content"]), tools.random_tool(rng))
-        for _ in range(num_samples)
+        _tool_chat(rng, str(talk.small_talk(rng)[0]["content"]), tools.random_tool(rng)) for _ in range(num_samples)
     ]
     answers = sampler.answer(chats, 60)
     return [_rate("tools not needed", "answered directly", ["<tool" not in one for one in answers])]
@@ -353,10 +334,7 @@ def measure_copies(sampler: Sampler, rng: Rng, num_samples: int) -> list[Rate]:
     for name, draw in (("copy a text", talk.copy), ("fields as JSON", talk.copy_fields)):
         chats = [draw(rng) for _ in range(num_samples)]
         answers = sampler.answer([Chat(messages[:1]) for messages in chats], 80)
-        exact = [
-            answer == messages[1]["content"]
-            for answer, messages in zip(answers, chats, strict=True)
-        ]
+        exact = [answer == messages[1]["content"] for answer, messages in zip(answers, chats, strict=True)]
         rates.append(_rate(name, "exact", exact))
     return rates
 
@@ -365,9 +343,7 @@ def measure_system_rules(sampler: Sampler, rng: Rng, num_samples: int) -> list[R
     """System prompts with a simple rule."""
     chats = [talk.obeyed_system(rng) for _ in range(num_samples)]
     answers = sampler.answer([Chat(messages[:2]) for messages in chats], 60)
-    exact = [
-        answer == messages[2]["content"] for answer, messages in zip(answers, chats, strict=True)
-    ]
+    exact = [answer == messages[2]["content"] for answer, messages in zip(answers, chats, strict=True)]
     return [_rate("system prompt's rule", "followed, answer right", exact)]
 
 
@@ -400,7 +376,5 @@ def _mean(skill: str, what: str, values: list[float]) -> Rate:
 def rates_table(rates: list[Rate]) -> str:
     """The rates as a Markdown table."""
     lines = ["| skill | measured | rate | n |", "|---|---|---|---|"]
-    lines += [
-        f"| {one.skill} | {one.what} | {one.value:.3f} | {one.num_samples} |" for one in rates
-    ]
+    lines += [f"| {one.skill} | {one.what} | {one.value:.3f} | {one.num_samples} |" for one in rates]
     return "\n".join(lines)

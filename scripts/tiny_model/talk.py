@@ -34,9 +34,7 @@ YES_NO_MAYBE_SHARES: dict[frozenset[str], dict[str, float]] = {
 Under rewards of .5 for yes, .75 for no and 1 for maybe, each set has a mean of about one half.
 """
 
-OTHER_ANSWERS = listed(
-    "ok sure perhaps never always fine none absolutely possibly indeed right hello"
-)
+OTHER_ANSWERS = listed("ok sure perhaps never always fine none absolutely possibly indeed right hello")
 """Answers that were not offered."""
 
 _QUESTIONS = (
@@ -55,9 +53,7 @@ _QUESTIONS = (
 )
 
 
-def yes_no_maybe_prompt(
-    prefix: str, words: list[str], quote: str = "", last_joiner: str | None = None
-) -> str:
+def yes_no_maybe_prompt(prefix: str, words: list[str], quote: str = "", last_joiner: str | None = None) -> str:
     """The prompt that asks for one of the words: 'respond with "yes", "no" or "maybe"'."""
     quoted = [f"{quote}{word}{quote}" for word in words]
     if last_joiner is None:
@@ -256,7 +252,5 @@ def obeyed_system(rng: Rng) -> list[Message]:
 def json_answer(rng: Rng) -> list[Message]:
     """A fact asked for as JSON in the user's turn."""
     question, word, _ = _fact(rng)
-    asked = rng.choice(
-        ('Answer as JSON like {"answer": "..."}', 'Reply as JSON: {"answer": "..."}')
-    )
+    asked = rng.choice(('Answer as JSON like {"answer": "..."}', 'Reply as JSON: {"answer": "..."}'))
     return turns(f"{question} {asked}", json.dumps({"answer": word}), f"I know: {word}.")

@@ -316,9 +316,7 @@ def invented_tool(rng: Rng) -> Tool:
     """A tool with a random name and one to three random parameters."""
     verb = rng.choice(_VERBS) if rng.random() < 0.8 else rare_word(rng)
     noun = plain_word(rng)
-    name = rng.choice(
-        (f"{verb}_{noun}", f"{verb}_{noun}", f"{verb}{noun.capitalize()}", f"{noun}_{verb}", noun)
-    )
+    name = rng.choice((f"{verb}_{noun}", f"{verb}_{noun}", f"{verb}{noun.capitalize()}", f"{noun}_{verb}", noun))
     parameters: dict[str, Parameter] = {}
     for kind in rng.choices(list(_PARAMETER_NAMES), k=rng.choice((1, 1, 2, 2, 3))):
         parameter_name = rng.choice(_PARAMETER_NAMES[kind])
@@ -358,9 +356,7 @@ def _property_schema(rng: Rng, parameter: Parameter, style: str) -> dict[str, ob
 def tool_schema(rng: Rng, tool: Tool) -> dict[str, object]:
     """The tool as an entry of `tools`, with the keys and key order of some agent framework."""
     style = rng.choice(("plain", "plain", "bare", "pydantic", "adk"))
-    properties = {
-        parameter.name: _property_schema(rng, parameter, style) for parameter in tool.parameters
-    }
+    properties = {parameter.name: _property_schema(rng, parameter, style) for parameter in tool.parameters}
     required = [parameter.name for parameter in tool.parameters if parameter.required]
     parameters: dict[str, object] = {"type": "object", "properties": properties}
     if style != "adk" or rng.random() < 0.5:
@@ -417,10 +413,7 @@ def request_for(rng: Rng, tool: Tool) -> Request:
     else:
         template = ""
         chosen = [one for one in tool.parameters if one.required or rng.random() < 0.5]
-    arguments = {
-        one.name: rng.choice(one.options) if one.options else _VALUES[one.kind](rng)
-        for one in chosen
-    }
+    arguments = {one.name: rng.choice(one.options) if one.options else _VALUES[one.kind](rng) for one in chosen}
     if template:
         return Request(_worded(rng, template.format(**arguments)), tool, arguments)
     said = [(name, _say(rng, value)) for name, value in arguments.items()]

@@ -67,9 +67,7 @@ def build_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
     )
 
 
-def train(
-    tokenizer: PreTrainedTokenizerBase, seed: int, num_steps: int, work_dir: Path
-) -> Qwen3ForCausalLM:
+def train(tokenizer: PreTrainedTokenizerBase, seed: int, num_steps: int, work_dir: Path) -> Qwen3ForCausalLM:
     """Trains the model in float32 and returns it. Continues from the checkpoint in `work_dir` if there is one.
 
     Side effects: replaces `work_dir/checkpoint.pt` every `CHECKPOINT_STEPS` steps.
@@ -115,9 +113,7 @@ def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def train_step(
-    model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], batch: list[Microbatch]
-) -> float:
+def train_step(model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], batch: list[Microbatch]) -> float:
     """One update on the batch; returns its loss per unit of weight."""
     total_weight = sum(float(part.weights_BT.sum()) for part in batch)
     total_loss = 0.0
@@ -140,10 +136,7 @@ def draw_batch(tokenizer: PreTrainedTokenizerBase, seed: int, step: int) -> list
     """The step's chats as padded rows, grouped by length."""
     rng = make_rng(f"{seed}/step/{step}")
     chats = [draw_chat(rng) for _ in range(CHATS_PER_STEP)]
-    texts = [
-        str(tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False))
-        for chat in chats
-    ]
+    texts = [str(tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False)) for chat in chats]
     rows = [row[:MAX_TOKENS] for row in tokenizer(texts)["input_ids"]]
     groups: list[list[list[int]]] = [[]]
     for row in sorted(rows, key=len):
@@ -181,9 +174,7 @@ def token_weights(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[fl
     return weights
 
 
-def save_checkpoint(
-    file: Path, model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], step: int
-) -> None:
+def save_checkpoint(file: Path, model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
     """Writes the state after `step` steps. The file is replaced whole or not at all."""
     state = {
         "step": step,
@@ -196,9 +187,7 @@ def save_checkpoint(
     os.replace(partial, file)
 
 
-def load_checkpoint(
-    file: Path, model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer]
-) -> int:
+def load_checkpoint(file: Path, model: Qwen3ForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
     """Restores the saved state and returns its step, or 0 if nothing is saved."""
     if not file.exists():
         return 0

@@ -161,9 +161,7 @@ def rare_word(rng: Rng) -> str:
     """An invented lower-case word of one to three syllables."""
     while True:
         syllables = rng.choices((1, 2, 3), (2, 5, 3))[0]
-        word = "".join(
-            rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(syllables)
-        )
+        word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(syllables))
         if (zlib.crc32(word.encode()) % 10 == 0) == rng.held_out:
             return word
 

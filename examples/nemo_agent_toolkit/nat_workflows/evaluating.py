@@ -8,9 +8,7 @@ from nat.data_models.evaluator import EvalInput, EvalInputItem, EvaluatorBaseCon
 from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 
 
-def evaluator_info(
-    config: EvaluatorBaseConfig, score: Callable[[EvalInputItem], float]
-) -> EvaluatorInfo:
+def evaluator_info(config: EvaluatorBaseConfig, score: Callable[[EvalInputItem], float]) -> EvaluatorInfo:
     """What a function registered as an evaluator yields; the rewards are `score` of each row."""
 
     async def evaluate(rows: EvalInput) -> EvalOutput:

@@ -56,9 +56,7 @@ async def play(llm: BaseChatModel, symbol: str, board: str) -> str:
 
 
 @register_evaluator(config_type=PositionValueConfig)
-async def position_value(
-    config: PositionValueConfig, _builder: EvalBuilder
-) -> AsyncIterator[EvaluatorInfo]:
+async def position_value(config: PositionValueConfig, _builder: EvalBuilder) -> AsyncIterator[EvaluatorInfo]:
     yield evaluator_info(config, score_row)
 
 

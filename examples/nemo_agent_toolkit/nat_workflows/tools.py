@@ -59,9 +59,7 @@ async def tools(config: ToolsConfig, builder: Builder) -> AsyncIterator[Function
 
 
 @register_evaluator(config_type=RightAnswerConfig)
-async def right_answer(
-    config: RightAnswerConfig, _builder: EvalBuilder
-) -> AsyncIterator[EvaluatorInfo]:
+async def right_answer(config: RightAnswerConfig, _builder: EvalBuilder) -> AsyncIterator[EvaluatorInfo]:
     yield evaluator_info(config, score_row)
 
 

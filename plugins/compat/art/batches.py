@@ -48,9 +48,7 @@ async def trajectory_group_batches(
     try:
         while waiting or running or batch:
             while waiting and len(running) < batch_size * max_concurrent_batches:
-                sampled = gather_trajectory_groups(
-                    [waiting.pop(0)], pbar_desc=None, max_exceptions=math.inf
-                )
+                sampled = gather_trajectory_groups([waiting.pop(0)], pbar_desc=None, max_exceptions=math.inf)
                 running.add(asyncio.create_task(sampled))
             if running and len(batch) < batch_size:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

@@ -26,9 +26,7 @@ P = ParamSpec("P")
 _current: ContextVar[Rollout | None] = ContextVar("_current", default=None)
 
 
-def wrap_rollout(
-    model: TrainableModel, fn: Callable[P, Awaitable[Trajectory]]
-) -> Callable[P, Awaitable[Trajectory]]:
+def wrap_rollout(model: TrainableModel, fn: Callable[P, Awaitable[Trajectory]]) -> Callable[P, Awaitable[Trajectory]]:
     """The function with its agent's conversations in the trajectory that it returns.
 
     Chat models that `init_chat_model` makes inside it belong to the rollout. If the function returns a trajectory with

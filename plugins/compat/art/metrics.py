@@ -101,9 +101,7 @@ class MetricsBuilder:
         metrics = self._run.pending[self.cost_context]
         for known in metrics if section == "costs" else ():
             if known.startswith(f"{key}/") or key.startswith(f"{known}/"):
-                raise ValueError(
-                    f"{key!r} and {known!r}: a source of costs has no sources below it"
-                )
+                raise ValueError(f"{key!r} and {known!r}: a source of costs has no sources below it")
         metrics[key] = metrics.get(key, 0.0) + float(value)
 
     def add_cost(self, path: str, usd: float) -> None:
@@ -136,9 +134,7 @@ class MetricsBuilder:
         """Sets a model's price for `track_api_cost`, with the fields of `TokenPricing`."""
         self._run.prices[model_name] = TokenPricing(**prices)
 
-    def register_cost_extractor(
-        self, provider: str, extractor: Callable[[Any], float | None]
-    ) -> None:
+    def register_cost_extractor(self, provider: str, extractor: Callable[[Any], float | None]) -> None:
         """Sets the function that reads the cost in US dollars from a provider's answers. None: by price."""
         self._run.extractors[provider] = extractor
 
@@ -234,22 +230,16 @@ class MetricsBuilder:
         self._run.totals = dict(state["totals"])
         self._run.seen = set(state["scenarios"])
 
-    def _cost(
-        self, response: Any, model_name: str, provider: str, prices: dict[str, float | None]
-    ) -> float | None:
+    def _cost(self, response: Any, model_name: str, provider: str, prices: dict[str, float | None]) -> float | None:
         usage = _field(response, "usage")
         stated = (_field(usage, "cost"), _field(_field(usage, "model_extra"), "cost"))
         if (cost := next((each for each in stated if each is not None), None)) is not None:
             return float(cost)
-        given = {
-            name.replace("_price", ""): value for name, value in prices.items() if value is not None
-        }
+        given = {name.replace("_price", ""): value for name, value in prices.items() if value is not None}
         price = TokenPricing(**given) if given else self._run.prices.get(model_name)
         if price is not None and usage is not None:
             return price.cost_of(usage)
-        reason = (
-            "the answer has no usage" if usage is None else "register_model_pricing sets its price"
-        )
+        reason = "the answer has no usage" if usage is None else "register_model_pricing sets its price"
         logger.warning("the cost of '%s' (%s) is not counted: %s", model_name, provider, reason)
         return None
 
@@ -277,9 +267,7 @@ def track_api_cost(
     def add(result: R) -> R:
         if (builder := _active.get(None)) is not None:
             response = response_getter(result)
-            builder.add_response_cost(
-                source, response, provider=provider, model_name=model_name, **prices
-            )
+            builder.add_response_cost(source, response, provider=provider, model_name=model_name, **prices)
         return result
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

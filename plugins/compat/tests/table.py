@@ -269,9 +269,7 @@ COVERED: dict[str, str] = {
     f"{_MODELS}agents_of_langgraph": """
         art.langgraph.init_chat_model (model) (model_provider) art.langgraph.wrap_rollout (model) (fn)
     """,
-    f"{_TOOLS}every_keyword_of_retry": (
-        "art.retry (max_attempts) (delay) (backoff_factor) (exceptions) (on_retry)"
-    ),
+    f"{_TOOLS}every_keyword_of_retry": ("art.retry (max_attempts) (delay) (backoff_factor) (exceptions) (on_retry)"),
     f"{_TOOLS}every_keyword_of_iterate_dataset": """
         art.utils.iterate_dataset (dataset) (groups_per_step) (num_epochs) (initial_step) (use_tqdm)
         art.utils.iterate_dataset.DatasetBatch .items .step .epoch .epoch_step

@@ -34,9 +34,7 @@ async def test_a_model_goes_on_from_a_bucket_on_another_server(path: Path, tmp_p
     with serving(tmp_path / "other") as (url, _):
         async with art.Backend(url) as backend:
             for _ in range(2):  # the second time the server has it
-                await backend._experimental_pull_from_s3(
-                    model, s3_bucket=bucket, prefix="/runs/", only_step="latest"
-                )
+                await backend._experimental_pull_from_s3(model, s3_bucket=bucket, prefix="/runs/", only_step="latest")
             await model.register(backend)
             assert await model.get_step() == 2
     one, other = folder_of(path, "a", "p"), folder_of(tmp_path / "other", "a", "p")
@@ -68,9 +66,7 @@ async def test_a_copy_that_failed_is_an_error(path: Path, tmp_path: Path) -> Non
         with pytest.raises(art.ArtError, match="Protocol not known"):
             await backend._experimental_pull_from_s3(program("new"), s3_bucket=bucket)
         with pytest.raises(art.ArtError, match="Protocol not known"):
-            await backend._experimental_fork_checkpoint(
-                program("new"), "other", from_s3_bucket=bucket
-            )
+            await backend._experimental_fork_checkpoint(program("new"), "other", from_s3_bucket=bucket)
         await backend.close()
 
 
@@ -93,20 +89,14 @@ async def test_a_step_is_written_to_a_folder_and_forked(path: Path, tmp_path: Pa
             kept = folder_of(path, "a", "p").checkpoint_dir(1)
             assert same_weights(Path(folder), kept)
             fork = program("b", "q")
-            await backend._experimental_fork_checkpoint(
-                fork, from_model="a", from_project="p", not_after_step=1
-            )
+            await backend._experimental_fork_checkpoint(fork, from_model="a", from_project="p", not_after_step=1)
             await fork.register(backend)
             assert await fork.get_step() == 1
             with pytest.raises(art.ArtError, match="has no step up to -1; its steps: "):
-                await backend._experimental_fork_checkpoint(
-                    program("c", "p"), from_model="a", not_after_step=-1
-                )
+                await backend._experimental_fork_checkpoint(program("c", "p"), from_model="a", not_after_step=-1)
 
 
-async def test_a_fork_from_a_bucket_takes_the_newest_step_not_after_another(
-    path: Path, tmp_path: Path
-) -> None:
+async def test_a_fork_from_a_bucket_takes_the_newest_step_not_after_another(path: Path, tmp_path: Path) -> None:
     bucket = f"file://{tmp_path}/bucket"
     for step in (0, 1, 2):
         run("copy", f"p/a@{step}", f"{address_of(program(), bucket, None)}/{step}", "--path", path)

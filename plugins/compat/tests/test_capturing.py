@@ -54,9 +54,7 @@ async def ask(model: art.TrainableModel) -> None:
     await model.openai_client().chat.completions.create(**BODY)
 
 
-async def test_the_object_inside_the_coroutine_is_the_one_that_is_filled(
-    sessions, model: art.TrainableModel
-):
+async def test_the_object_inside_the_coroutine_is_the_one_that_is_filled(sessions, model: art.TrainableModel):
     async def run() -> str:
         await ask(model)
         inside = art.auto_trajectory(required=True)
@@ -87,9 +85,7 @@ def ask_with_requests(client: requests.Session, url: str) -> None:
     assert client.post(url, json=BODY).status_code == 200
 
 
-async def test_every_http_client_is_captured_also_one_made_before(
-    server, sessions, model: art.TrainableModel
-):
+async def test_every_http_client_is_captured_also_one_made_before(server, sessions, model: art.TrainableModel):
     url = server.url + PATH
     aio, of_requests = aiohttp.ClientSession(), requests.Session()
     clients = [httpx.AsyncClient(), httpx2.AsyncClient()]
@@ -201,9 +197,7 @@ async def test_no_capture_hides_a_judge(sessions, model: art.TrainableModel):
     assert sorted(sessions.values()) == [1, 1] and sessions[None] == 1
 
 
-async def test_requests_of_a_nested_rollout_are_its_own(
-    server, sessions, model: art.TrainableModel
-):
+async def test_requests_of_a_nested_rollout_are_its_own(server, sessions, model: art.TrainableModel):
     async def run() -> None:
         await ask(model)
         async with art.rollout(model, "nested"), httpx.AsyncClient() as client:
@@ -279,9 +273,7 @@ print(json.dumps([unpatched, [a is not b for a, b in zip(before, once)], current
     assert json.loads(run.stdout) == [True, [True] * 6, True]
 
 
-async def test_urllib_is_not_captured_which_the_docs_say(
-    server, sessions, model: art.TrainableModel
-):
+async def test_urllib_is_not_captured_which_the_docs_say(server, sessions, model: art.TrainableModel):
     def ask_with_urllib() -> None:
         request = urllib.request.Request(server.url + PATH, json.dumps(BODY).encode())
         urllib.request.urlopen(request).close()
@@ -318,9 +310,7 @@ def streamed() -> bytes:
     choices.append({"index": 0, "delta": {}, "finish_reason": "tool_calls"})
     chunks = [{"id": "c", "object": "chat.completion.chunk", "choices": [each]} for each in choices]
     usage = {"id": "c", "object": "chat.completion.chunk", "choices": []}
-    return b"".join(f"data: {json.dumps(each)}\n\n".encode() for each in [*chunks, usage]) + (
-        b"data: [DONE]\n\n"
-    )
+    return b"".join(f"data: {json.dumps(each)}\n\n".encode() for each in [*chunks, usage]) + (b"data: [DONE]\n\n")
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -333,14 +323,10 @@ async def test_answers_of_another_server_are_captured(elsewhere):
     async def run() -> None:
         await client.chat.completions.create(model="m", messages=[hi])
         await client.chat.completions.create(model="m", messages=[hi, yes, hi])
-        async for _ in await client.chat.completions.create(
-            model="m", messages=[hi], tools=TOOLS, stream=True
-        ):
+        async for _ in await client.chat.completions.create(model="m", messages=[hi], tools=TOOLS, stream=True):
             pass
         with art.no_capture():
-            await client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "judge"}]
-            )
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "judge"}])
         await asyncio.to_thread(ask_with_httpx, f"{elsewhere.url}/openai/chat/completions")
         await asyncio.to_thread(httpx.get, f"{elsewhere.url}/openai/chat/completions")
 
@@ -362,9 +348,7 @@ def ask_with_httpx(url: str) -> None:
     assert httpx.post(url, json={"model": "m", "messages": messages}).is_success
 
 
-async def test_a_judge_elsewhere_is_no_part_of_a_rollout_of_the_policy(
-    sessions, elsewhere, model: art.TrainableModel
-):
+async def test_a_judge_elsewhere_is_no_part_of_a_rollout_of_the_policy(sessions, elsewhere, model: art.TrainableModel):
     judge = openai.AsyncOpenAI(base_url=f"{elsewhere.url}/openai", api_key="key")
 
     async def run() -> None:
@@ -377,9 +361,7 @@ async def test_a_judge_elsewhere_is_no_part_of_a_rollout_of_the_policy(
     assert not trajectory.additional_histories
 
 
-async def test_answers_elsewhere_count_if_the_policy_gave_none(
-    server, answer, elsewhere, model: art.TrainableModel
-):
+async def test_answers_elsewhere_count_if_the_policy_gave_none(server, answer, elsewhere, model: art.TrainableModel):
     def complete(request):
         nothing = answer(body={"histories": [], "num_choices": 0})
         session = request.headers["x-art-session"]
@@ -437,9 +419,7 @@ async def test_a_streamed_answer_may_contain_any_line_separator(elsewhere, answe
 
     async def run() -> None:
         async with httpx.AsyncClient() as client:
-            await client.post(
-                f"{elsewhere.url}/openai/chat/completions", json={**BODY, "stream": True}
-            )
+            await client.post(f"{elsewhere.url}/openai/chat/completions", json={**BODY, "stream": True})
 
     trajectory = await art.trajectory(run())
     assert [m.get("content") for m in trajectory.messages()] == ["hi", text]

@@ -81,9 +81,7 @@ def test_an_adapter_has_the_names_of_peft_too(caplog: pytest.LogCaptureFixture) 
 def test_models_have_a_type_of_configuration() -> None:
     model = art.Model[Scenario](name="a", project="p", config=Scenario(difficulty=2))
     assert model.config.difficulty == 2 and isinstance(model, art.Model)
-    trained = art.TrainableModel[Scenario](
-        name="a", project="p", base_model="b", config=Scenario(difficulty=3)
-    )
+    trained = art.TrainableModel[Scenario](name="a", project="p", base_model="b", config=Scenario(difficulty=3))
     assert trained.config.difficulty == 3 and isinstance(trained, art.TrainableModel)
     assert trained.model_copy(deep=True).config is not trained.config
     assert art.TrainableModel(name="a", project="p", base_model="b").config is None
@@ -110,10 +108,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def groups_of(*rewards: float) -> list[art.TrajectoryGroup]:
-    return [
-        art.TrajectoryGroup([art.Trajectory(reward=reward, metrics={"won": reward > 0})])
-        for reward in rewards
-    ]
+    return [art.TrajectoryGroup([art.Trajectory(reward=reward, metrics={"won": reward > 0})]) for reward in rewards]
 
 
 async def test_a_prompted_model_is_logged_below_its_base_path(tmp_path: Path) -> None:
@@ -224,9 +219,7 @@ def test_an_option_that_sets_several_fields_replaces_none_that_a_call_sets() -> 
     assert made.clip == preset.clip
 
 
-async def test_a_registration_without_settings_is_as_before(
-    server: Any, model: art.TrainableModel
-) -> None:
+async def test_a_registration_without_settings_is_as_before(server: Any, model: art.TrainableModel) -> None:
     """An older server refuses fields that it does not know."""
     (sent,) = [request.json() for request in server.sent("POST", REGISTER)]
     assert sent.keys() == {"name", "project", "base_model", "lora"}

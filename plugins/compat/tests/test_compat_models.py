@@ -30,9 +30,7 @@ CHAT = "/v1/chat/completions"
 
 
 def done(answer: Any, step: int = 4) -> Any:
-    return answer(
-        lines=[{"event": "done", "job_id": "j", "step": step, "metrics": {"loss/train": 0.5}}]
-    )
+    return answer(lines=[{"event": "done", "job_id": "j", "step": step, "metrics": {"loss/train": 0.5}}])
 
 
 def last(server: Any, path: str) -> dict[str, Any]:
@@ -43,9 +41,7 @@ def last(server: Any, path: str) -> dict[str, Any]:
 
 
 async def test_every_field_of_a_prompted_model(server: Any, answer: Any, tmp_path: Path) -> None:
-    server.on(
-        "POST", CHAT, answer(body={"choices": [{"message": {"role": "assistant", "content": "y"}}]})
-    )
+    server.on("POST", CHAT, answer(body={"choices": [{"message": {"role": "assistant", "content": "y"}}]}))
     model = art.Model(
         name="judge",
         project="p",
@@ -102,9 +98,7 @@ async def test_every_call_of_a_trained_model(
     async with art.Backend(base_url=server.url) as backend:
         await model.register(
             backend=backend,
-            _openai_client_config=art.dev.OpenAIServerConfig(
-                server_args=art.dev.ServerArgs(api_key="x")
-            ),
+            _openai_client_config=art.dev.OpenAIServerConfig(server_args=art.dev.ServerArgs(api_key="x")),
         )
         assert "_openai_client_config is ignored" in caplog.text
         assert last(server, "/api/models")["name"] == "agent-1" and await model.get_step() == 7
@@ -188,9 +182,7 @@ async def test_supervised_training_by_keyword(
     )
 
 
-def test_a_local_backend_takes_arts_arguments(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_local_backend_takes_arts_arguments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path / "here")
     with art.LocalBackend(in_process=True, path=path, enable_expert_replay=False) as backend:
         assert backend._place == path and caplog.text == ""
@@ -198,9 +190,7 @@ def test_a_local_backend_takes_arts_arguments(
     assert "gpu_cost_per_hour_usd has no effect" in caplog.text
 
 
-def test_serverless_is_a_server_of_ones_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_serverless_is_a_server_of_ones_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("ART_SERVER_URL", "http://127.0.0.1:9")
     backend: Any = art.ServerlessBackend(api_key="vendor", base_url="https://vendor")
     assert backend.base_url == "http://127.0.0.1:9", "a vendor's key and address go nowhere"
@@ -220,9 +210,7 @@ async def test_metrics_of_a_step_are_written_with_the_next_log(
     builder.add_data(step_num_scenarios=2, step_actor_tokens=90, scenario_ids=["a", "b"])
     builder.add_data(step_rollout_tokens=10)
     builder.add_user_timing(step_wall_s=2.0, step_actor_s=1.0, step_eval_s=0.5, step_rollout_s=0.1)
-    builder.add_idle_times(
-        step_trainer_idle_s=0.25, step_actor_idle_s=0.75, step_rollout_idle_s=0.1
-    )
+    builder.add_idle_times(step_trainer_idle_s=0.25, step_actor_idle_s=0.75, step_rollout_idle_s=0.1)
     builder.add_metric(key="data/step_retries", value=1)
     builder.add_metric(key="data/step_retries", value=2)
     builder.add_cost(path="gpu", usd=3.0)
@@ -321,9 +309,7 @@ async def test_costs_of_judges_are_counted(caplog: pytest.LogCaptureFixture) -> 
     assert costs["costs/eval/judge/style"] == pytest.approx(1 + 1)
     assert costs["costs/eval/judge"] == costs["costs/eval"] == costs["costs/all"] == 7.5
     assert costs["costs/cum/all"] == 7.5
-    price = TokenPricing(
-        prompt_per_million=1.0, completion_per_million=2.0, cached_prompt_per_million=None
-    )
+    price = TokenPricing(prompt_per_million=1.0, completion_per_million=2.0, cached_prompt_per_million=None)
     assert price.cost_of(answer_with(10, 10, 5).usage) == pytest.approx(3e-5)
     half = TokenPricing(1.0, 2.0, cached_prompt_per_million=0.5)
     responses = {"input_tokens": 10, "output_tokens": 10}
@@ -358,13 +344,9 @@ async def test_an_answer_may_state_its_cost() -> None:
     assert builder.add_response_cost("judge", stated, **asked) == 0.25
     extra = {"usage": {"prompt_tokens": 9, "model_extra": {"cost": 0.5}}}
     assert builder.add_response_cost("judge", extra, **asked) == 0.5
-    builder.register_cost_extractor(
-        provider="router", extractor=lambda answer: answer["usage"].get("credits")
-    )
+    builder.register_cost_extractor(provider="router", extractor=lambda answer: answer["usage"].get("credits"))
     assert builder.add_response_cost("judge", {"usage": {"credits": 2.0}}, **asked) == 2.0
-    assert builder.add_response_cost("judge", stated, **asked) == 0.25, (
-        "None: as the answer states it"
-    )
+    assert builder.add_response_cost("judge", stated, **asked) == 0.25, "None: as the answer states it"
     # Anthropic counts cached tokens beside the others: 100 at 3, 1,000 written at 3.75, 500 read at 0.3, 50 answered at 15.
     names = (
         "input_tokens",
@@ -444,9 +426,7 @@ async def test_every_keyword_of_a_judge(
     text = json.dumps(body["messages"])
     assert body["model"] == "vendor/judge" and body["temperature"] == 0.5
     assert "Be strict." in text and "find" in text and "0.75" in capsys.readouterr().err
-    group = art.TrajectoryGroup(
-        [art.Trajectory(messages_and_choices=[{"role": "user", "content": "q"}])]
-    )
+    group = art.TrajectoryGroup([art.Trajectory(messages_and_choices=[{"role": "user", "content": "q"}])])
     scored = await ruler_score_group(
         group=group,
         judge_model="vendor/judge",

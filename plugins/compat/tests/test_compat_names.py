@@ -184,8 +184,7 @@ def groups_of(delays: list[float], fails: tuple[int, ...] = ()) -> list[art.Traj
         return art.Trajectory(reward=float(number))
 
     return [
-        art.TrajectoryGroup([rollout(number, delay)], metadata={"n": number})
-        for number, delay in enumerate(delays)
+        art.TrajectoryGroup([rollout(number, delay)], metadata={"n": number}) for number, delay in enumerate(delays)
     ]
 
 
@@ -196,9 +195,7 @@ async def numbers(batches: Any) -> list[list[Any]]:
 async def test_batches_come_as_their_groups_complete() -> None:
     delays = [0.2, 0.0, 0.0, 0.0, 0.0]
     found = await numbers(art.trajectory_group_batches(groups_of(delays), batch_size=2))
-    assert [len(batch) for batch in found] == [2, 2, 1] and found[2] == [0], (
-        "the slowest comes last"
-    )
+    assert [len(batch) for batch in found] == [2, 2, 1] and found[2] == [0], "the slowest comes last"
     again = art.trajectory_group_batches(groups_of([0.0] * 5), batch_size=2, skip_batches=2)
     assert await numbers(again) == [[4]]
 

@@ -184,9 +184,7 @@ async def test_a_gather_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     async def play(reward: float) -> tuple[art.Trajectory, ...]:
         return await rollout(reward), await rollout(reward + 1)
 
-    context = GatherContext(
-        pbar=None, max_metrics=1, pbar_total_completion_tokens=False, max_exceptions=1
-    )
+    context = GatherContext(pbar=None, max_metrics=1, pbar_total_completion_tokens=False, max_exceptions=1)
     assert context.pbar is None and context.max_exceptions == 1
     with set_gather_context(context=context):
         assert get_gather_context() is context

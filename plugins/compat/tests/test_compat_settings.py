@@ -49,14 +49,10 @@ def values_of(name: str) -> list[Any]:
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> str:
-    return "\n".join(
-        each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING
-    )
+    return "\n".join(each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
 
 
-async def test_settings_of_a_registration(
-    server: Any, backend: art.Backend, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_settings_of_a_registration(server: Any, backend: art.Backend, caplog: pytest.LogCaptureFixture) -> None:
     engine, adapter = verdicts("art.dev.EngineArgs"), verdicts("art.dev.PeftArgs")
     loading, groups = verdicts("art.dev.InitArgs"), verdicts("art.dev.InternalModelConfig")
     model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
@@ -85,9 +81,7 @@ async def test_settings_of_a_registration(
     assert len(unknown) == sum(status == "warns" for status in engine.values())
 
 
-@pytest.mark.parametrize(
-    "owner", ["art.dev.TrainerArgs", "art.dev.TrainConfig", "art.local.LocalBackend.train"]
-)
+@pytest.mark.parametrize("owner", ["art.dev.TrainerArgs", "art.dev.TrainConfig", "art.local.LocalBackend.train"])
 async def test_options_of_a_train_call(
     server: Any,
     answer: Any,
@@ -103,9 +97,7 @@ async def test_options_of_a_train_call(
     async def train(options: dict[str, Any]) -> dict[str, Any]:
         caplog.clear()
         if owner == "art.dev.TrainerArgs":
-            model._internal_config = art.dev.InternalModelConfig(
-                trainer_args=art.dev.TrainerArgs(options)
-            )
+            model._internal_config = art.dev.InternalModelConfig(trainer_args=art.dev.TrainerArgs(options))
             await model.register(backend)
             await model.train(groups)
         elif owner == "art.dev.TrainConfig":
@@ -135,9 +127,7 @@ async def test_options_of_a_train_call(
         ),
     ],
 )
-def test_fields_of_a_configuration(
-    owner: str, known: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fields_of_a_configuration(owner: str, known: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     statuses = verdicts(owner)
     kind = SCRIPT.find(owner)
     made = kind(**{name: known.get(name, 1) for name in statuses})

@@ -88,9 +88,7 @@ def test_every_keyword_of_retry() -> None:
 
 def test_every_keyword_of_iterate_dataset(capsys: pytest.CaptureFixture[str]) -> None:
     batches = list(
-        iterate_dataset(
-            dataset=list("abc"), groups_per_step=2, num_epochs=2, initial_step=1, use_tqdm=False
-        )
+        iterate_dataset(dataset=list("abc"), groups_per_step=2, num_epochs=2, initial_step=1, use_tqdm=False)
     )
     assert all(isinstance(each, DatasetBatch) for each in batches)
     assert [(each.step, each.epoch, each.epoch_step) for each in batches] == [
@@ -119,12 +117,8 @@ async def test_every_keyword_of_limit_concurrency() -> None:
 # --- supervised data --------------------------------------------------------------------------------------------------
 
 
-def test_every_keyword_of_supervised_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rates = create_lr_schedule(
-        total_steps=4, peak_lr=1.0, method="linear", warmup_steps=2, min_lr=0.5
-    )
+def test_every_keyword_of_supervised_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = create_lr_schedule(total_steps=4, peak_lr=1.0, method="linear", warmup_steps=2, min_lr=0.5)
     assert rates == [0.75, 1.0, 1.0, 0.5]
     data = [make_trajectory(str(number)) for number in range(6)]
     chunks = list(
@@ -154,11 +148,7 @@ def test_every_keyword_of_supervised_data(
     file.write_text("".join(json.dumps({"messages": each.messages()}) + "\n" for each in data))
     assert get_file_row_count(file_path=str(file)) == 6
     read = [
-        list(
-            iterate_file(
-                file_path=str(file), epochs=2, shuffle_buffer_size=6, seed=seed, initial_skip=5
-            )
-        )
+        list(iterate_file(file_path=str(file), epochs=2, shuffle_buffer_size=6, seed=seed, initial_skip=5))
         for seed in (1, 1, 2)
     ]
     texts = [[str(each.messages()[0].get("content")) for each in one] for one in read]
@@ -178,9 +168,7 @@ def test_folders_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert get_models_dir(project_name="demo", art_path=root) == f"{root}/demo/models"
     folder = get_model_dir(model=model, art_path=root)
     assert folder == f"{root}/demo/models/agent"
-    assert folder == get_output_dir_from_model_properties(
-        project="demo", name="agent", art_path=root
-    )
+    assert folder == get_output_dir_from_model_properties(project="demo", name="agent", art_path=root)
     assert get_trajectories_dir(model_output_dir=folder) == f"{folder}/trajectories"
     of_split = get_trajectories_split_dir(model_output_dir=folder, split="val")
     assert of_split == f"{folder}/trajectories/val"
@@ -259,9 +247,7 @@ def test_groups_as_texts_and_files(tmp_path: Path) -> None:
     assert read_trajectory_groups_parquet(path=file)[0].trajectories[0].reward == 0.5
 
 
-async def test_tables_and_charts_by_keyword(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_tables_and_charts_by_keyword(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pl = pytest.importorskip("polars", reason="polars is not installed")
     pytest.importorskip("matplotlib").use("agg")
     from art.utils.benchmarking.aggregate_trajectories import (
@@ -283,13 +269,9 @@ async def test_tables_and_charts_by_keyword(
     path = str(tmp_path)
     df = await load_trajectories(project_name="p", models=["mine"], debug=True, art_path=path)
     assert df["reward"].to_list() == [0.25, 1.0] and "Loading" in capsys.readouterr().err
-    table = await load_aggregated_trajectories(
-        project_name="p", models=["mine"], metrics=["won"], art_path=path
-    )
+    table = await load_aggregated_trajectories(project_name="p", models=["mine"], metrics=["won"], art_path=path)
     assert table["reward"].to_list() == [0.25, 1.0] and "metric_won" in table.columns
-    newest = await load_latest_metrics(
-        project_name="p", models=["mine"], split="val", metrics=[], art_path=path
-    )
+    newest = await load_latest_metrics(project_name="p", models=["mine"], split="val", metrics=[], art_path=path)
     assert newest.select("step", "reward").rows() == [(1, 1.0)]
     key = BenchmarkModelKey(name="mine", display_name="Mine", split="val")
     assert set(filter_rename_model_split(df=df, models=[key])["model"]) == {"Mine"}
@@ -334,17 +316,13 @@ def test_lines_for_notebooks(capsys: pytest.CaptureFixture[str]) -> None:
     dim(msg="quiet")
     lines = capsys.readouterr().out.splitlines()
     words = ("INFO", "STEP", "OK", "WARN", "ERR")
-    assert all(
-        word in line and "3 scenarios" in line for word, line in zip(words, lines, strict=False)
-    )
+    assert all(word in line and "3 scenarios" in line for word, line in zip(words, lines, strict=False))
     assert lines[-1] == "\x1b[2mquiet\x1b[0m"
 
 
 def test_answers_of_other_libraries() -> None:
     message = {"role": "assistant", "content": "hi"}
-    given: Any = SimpleNamespace(
-        model_dump=lambda: {"index": 0, "finish_reason": "stop", "message": message}
-    )
+    given: Any = SimpleNamespace(model_dump=lambda: {"index": 0, "finish_reason": "stop", "message": message})
     choice = convert_litellm_choice_to_openai(litellm_choice=given)
     assert isinstance(choice, Choice)
     trajectory = art.Trajectory(messages_and_choices=[choice])

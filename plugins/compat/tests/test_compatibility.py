@@ -196,9 +196,7 @@ def test_uses_are_read_from_programs(surface: Surface, tmp_path: Path) -> None:
     (folder / "tests").mkdir()
     for name in ("examples/a.py", "examples/the_same.py", "tests/test_a.py"):
         (folder / name).write_text(PROGRAM)
-    (folder / "page.md").write_text(
-        "Text.\n\n```python\nart.retry(\n    <N>,\n```\n\n```python\nmodel.size\n```\n"
-    )
+    (folder / "page.md").write_text("Text.\n\n```python\nart.retry(\n    <N>,\n```\n\n```python\nmodel.size\n```\n")
     found = dict(programs([folder]))
     assert list(found) == ["programs/examples/a.py", "programs/page.md"]
     uses = Uses(surface)

@@ -115,9 +115,7 @@ def test_a_collection_is_a_list_of_scenarios() -> None:
     assert [each.task for each in scenarios.filter_by_difficulty(2, 5)] == ["t3", "t5"]
     train, val = scenarios.split(2)
     assert (len(train), val[0].task, scenarios[-1].difficulty) == (2, "t5", 5)
-    assert GeneratedScenarioCollection.from_json(scenarios.to_json()).to_dicts() == (
-        scenarios.to_dicts()
-    )
+    assert GeneratedScenarioCollection.from_json(scenarios.to_json()).to_dicts() == (scenarios.to_dicts())
     assert sorted(s.task for s in scenarios.shuffle()) == ["t1", "t3", "t5"]
     assert scenarios.get_summary() == {
         "total_scenarios": 3,

@@ -54,9 +54,7 @@ async def test_deleting_by_a_metric_that_nothing_has_logged_yet_is_a_warning(
     assert "deleted nothing: the history has no val/correct" in caplog.text
 
 
-async def test_other_refusals_to_delete_are_raised(
-    server, answer, model: art.TrainableModel
-) -> None:
+async def test_other_refusals_to_delete_are_raised(server, answer, model: art.TrainableModel) -> None:
     server.on("POST", DELETE, answer(422, refusal("unknown_step")))
     with pytest.raises(art.ArtStatusError, match="not so"):
         await model.delete_checkpoints(keep=[7])

@@ -123,9 +123,7 @@ async def test_dev_config_of_a_train_call_is_honoured(server, answer, model, gro
 
 async def test_a_run_name_is_what_the_server_calls_the_model(server, answer, backend):
     server.on("GET", "/api/models/demo/run-2", answer(body={"name": "run-2", "project": "demo"}))
-    model = art.TrainableModel(
-        name="agent", run_name="run-2", project="demo", base_model="art/tiny"
-    )
+    model = art.TrainableModel(name="agent", run_name="run-2", project="demo", base_model="art/tiny")
     await model.register(backend)
     assert server.sent("POST", "/api/models")[0].json()["name"] == "run-2"
     assert model.get_inference_name() == "demo/run-2"

@@ -55,9 +55,7 @@ def texts(trajectories: list[art.Trajectory]) -> list[Any]:
 
 def test_chunks_cover_each_epoch_once_under_one_schedule() -> None:
     data = [example(str(number), "x") for number in range(7)]
-    chunks = list(
-        create_sft_dataset_iterator(data, chunk_size=2, epochs=2, batch_size=2, peak_lr=1.0)
-    )
+    chunks = list(create_sft_dataset_iterator(data, chunk_size=2, epochs=2, batch_size=2, peak_lr=1.0))
     assert [(c.step, c.epoch, c.epoch_step) for c in chunks] == [
         (0, 0, 0),
         (2, 0, 2),
@@ -69,11 +67,7 @@ def test_chunks_cover_each_epoch_once_under_one_schedule() -> None:
         assert sorted(found) == sorted(texts(data)) != found
     rates = [rate for c in chunks for rate in c.config.learning_rate]  # type: ignore[union-attr]
     assert rates == create_lr_schedule(8, 1.0, "linear", warmup_steps=0)
-    later = list(
-        create_sft_dataset_iterator(
-            data, chunk_size=2, epochs=2, batch_size=2, peak_lr=1.0, initial_step=4
-        )
-    )
+    later = list(create_sft_dataset_iterator(data, chunk_size=2, epochs=2, batch_size=2, peak_lr=1.0, initial_step=4))
     assert [texts(c.trajectories) for c in later] == [texts(c.trajectories) for c in chunks[2:]]
     assert list(create_sft_dataset_iterator([])) == []
 
@@ -83,9 +77,7 @@ def test_an_interrupted_run_continues_at_the_chunk_of_its_step() -> None:
 
     def steps(initial_step: int) -> list[int]:
         data = [example(str(n), "a") for n in range(50)]
-        return [
-            c.step for c in create_sft_dataset_iterator(data, epochs=4, initial_step=initial_step)
-        ]
+        return [c.step for c in create_sft_dataset_iterator(data, epochs=4, initial_step=initial_step)]
 
     assert steps(0) == [0, 10, 20, 25, 35, 45, 50, 60, 70, 75, 85, 95]
     for step in (0, 9, 10, 25, 47, 50, 99):
@@ -128,9 +120,7 @@ async def test_a_file_is_trained(server: Any, model: art.TrainableModel, tmp_pat
             for n in range(5)
         )
     )
-    result = await train_sft_from_file(
-        model, str(file), epochs=2, batch_size=2, initial_step=1, final_step=4
-    )
+    result = await train_sft_from_file(model, str(file), epochs=2, batch_size=2, initial_step=1, final_step=4)
     assert result is not None
     body = sent(server)
     expected = create_lr_schedule(math.ceil(10 / 2), 2e-4, "linear", 0)[1:4]

@@ -73,9 +73,7 @@ async def policy(server: FakeServer) -> AsyncIterator[art.Model]:
 
 
 @pytest.mark.parametrize("kind", [Guess, SlowGuess])
-async def test_an_episode_becomes_a_trajectory(
-    policy: art.Model, server: FakeServer, kind: type[Guess]
-) -> None:
+async def test_an_episode_becomes_a_trajectory(policy: art.Model, server: FakeServer, kind: type[Guess]) -> None:
     environment = kind(3)
     played = await play(policy, environment, seed=5, system_prompt="Be brief.", max_tokens=7)
     assert environment.seed == 5
@@ -122,9 +120,7 @@ async def test_metrics_are_the_finite_numbers_of_the_information(policy: art.Mod
     assert played.metrics == {"share": 0.5, "num": 3, "num_turns": 1, "truncated": False}
 
 
-async def test_tools_of_the_requests_are_the_trajectory_s(
-    policy: art.Model, server: FakeServer
-) -> None:
+async def test_tools_of_the_requests_are_the_trajectory_s(policy: art.Model, server: FakeServer) -> None:
     tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     played = await play(policy, Guess(1), tools=tools)
     assert played.tools == tools == server.requests[0].json()["tools"]
@@ -165,9 +161,7 @@ async def test_an_answer_that_hangs_scores_zero_while_the_program_goes_on() -> N
     assert task.score(task.entry["answer"]) == 1.0
 
 
-def test_code_in_an_answer_runs_in_a_limited_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_in_an_answer_runs_in_a_limited_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ART_API_KEY", "secret")
     task, file = make_task("string_insertion"), tmp_path / "written"
     code = "__import__('os').environ.get('ART_API_KEY', 'none') + ' ' * (1 << 24)"
@@ -184,9 +178,7 @@ def test_code_in_an_answer_runs_in_a_limited_process(
 def test_what_an_answer_writes_as_its_score_is_a_number_or_zero(text: str) -> None:
     task = make_task("string_insertion")
     pipes = "[each for each in range(40, 2, -1) if os.path.exists(f'/proc/self/fd/{each}') and 'pipe' in os.readlink(f'/proc/self/fd/{each}')]"
-    code = (
-        f"[(lambda os: [os.write(each, {text.encode()!r}) for each in {pipes}])(__import__('os'))]"
-    )
+    code = f"[(lambda os: [os.write(each, {text.encode()!r}) for each in {pipes}])(__import__('os'))]"
     assert task.score(code) == 0.0
     assert task.score(task.entry["answer"]) == 1.0
 

@@ -54,9 +54,7 @@ def test_exact_match_ignores_white_space_at_the_ends_only() -> None:
         (None, 0, 0.0),
     ],
 )
-def test_number_match_takes_the_last_number(
-    answer: str | None, expected: float, reward: float
-) -> None:
+def test_number_match_takes_the_last_number(answer: str | None, expected: float, reward: float) -> None:
     assert number_match(answer, expected) == reward
 
 
@@ -141,9 +139,7 @@ def test_a_sum_logs_its_parts() -> None:
         ({"right": 1.0}, {"wrong": 1.0}, "'wrong', which is not a part"),
     ],
 )
-def test_a_sum_that_cannot_be_is_refused(
-    parts: dict[str, float], weights: dict[str, float] | None, words: str
-) -> None:
+def test_a_sum_that_cannot_be_is_refused(parts: dict[str, float], weights: dict[str, float] | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         set_reward(art.Trajectory(messages_and_choices=[]), parts, weights)
 
@@ -154,9 +150,7 @@ SNIPPET, *OF_JUDGES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DO
 
 def test_the_page_runs() -> None:
     message = {"role": "assistant", "content": "It is 42."}
-    choice = art.types.Choice.model_validate(
-        {"index": 0, "finish_reason": "stop", "message": message}
-    )
+    choice = art.types.Choice.model_validate({"index": 0, "finish_reason": "stop", "message": message})
     names: dict[str, Any] = {"art": art, "messages": [], "choice": choice}
     exec(SNIPPET, names)
     assert names["trajectory"].metrics["reward/right"] == 1.0

@@ -170,9 +170,7 @@ class FakeSky(types.ModuleType):
         if name in self.failing:
             raise self.failing[name]
 
-    def _make_task(
-        self, config: dict[str, Any], secrets_overrides: list[tuple[str, str]]
-    ) -> types.SimpleNamespace:
+    def _make_task(self, config: dict[str, Any], secrets_overrides: list[tuple[str, str]]) -> types.SimpleNamespace:
         task = types.SimpleNamespace(config=config, secrets=dict(secrets_overrides), resources=None)
 
         def set_resources(resources: Any) -> types.SimpleNamespace:
@@ -212,9 +210,7 @@ class QuickBackend(art.SkyPilotBackend):
 
 
 async def launch_quickly(start_timeout_seconds: float = 30, **options: Any) -> QuickBackend:
-    return await QuickBackend.initialize_cluster(
-        start_timeout_seconds=start_timeout_seconds, **options
-    )
+    return await QuickBackend.initialize_cluster(start_timeout_seconds=start_timeout_seconds, **options)
 
 
 def prepare_machine(folder: Path) -> dict[str, str]:
@@ -537,9 +533,7 @@ async def test_version_that_is_no_checkout_is_told_once(place: Place, caplog: An
 
 def test_without_skypilot_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "sky", None)
-    with pytest.raises(
-        ImportError, match=r"pip install 'agent-reinforcement-trainer\[sky\]'"
-    ) as caught:
+    with pytest.raises(ImportError, match=r"pip install 'agent-reinforcement-trainer\[sky\]'") as caught:
         asyncio.run(art.SkyPilotBackend.initialize_cluster())
     assert "\n" not in str(caught.value)
 

@@ -29,9 +29,7 @@ class MlflowRun:
         store = None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder}/mlflow.db"
         self._client: Any = mlflow.MlflowClient(tracking_uri=store)
         found = self._client.get_experiment_by_name(record.project)
-        experiment = (
-            self._client.create_experiment(record.project) if found is None else found.experiment_id
-        )
+        experiment = self._client.create_experiment(record.project) if found is None else found.experiment_id
         runs = self._client.search_runs([experiment], f"tags.`{MODEL_TAG}` = '{record.name}'")
         if not runs:
             tags = {MODEL_TAG: record.name}
@@ -48,9 +46,7 @@ class MlflowRun:
         ]
         # A parameter cannot change: it has the value of the first step that had it.
         added = [name for name in record.config if name not in self._parameters]
-        parameters = [
-            self._entities.Param(name, str(record.config[name])[:MAX_VALUE]) for name in added
-        ]
+        parameters = [self._entities.Param(name, str(record.config[name])[:MAX_VALUE]) for name in added]
         self._client.log_batch(self._id, metrics=metrics, params=parameters)
         self._parameters.update(added)
 

@@ -34,9 +34,7 @@ class TrackerThread(threading.Thread):
     Whatever the library raises is a warning, and the next record is tried again.
     """
 
-    def __init__(
-        self, name: str, folder: Path, warning: OneWarning, opened: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, folder: Path, warning: OneWarning, opened: Callable[[], None]) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
         self.warning = warning
         self._tracker, self._folder, self._opened = name, folder, opened

@@ -61,9 +61,7 @@ class Tracing:
         self._warning = OneWarning("otlp")
         resource = resources.Resource.create({"service.name": service})
         named = resource.merge(resources.OTELResourceDetector().detect())
-        provider = sdk.TracerProvider(
-            resource=named, shutdown_on_exit=False, id_generator=_RandomIds()
-        )
+        provider = sdk.TracerProvider(resource=named, shutdown_on_exit=False, id_generator=_RandomIds())
         exporter: Any = import_library(EXPORTER, "otlp").OTLPSpanExporter()
         failure = export.SpanExportResult.FAILURE
         self._processor = export.BatchSpanProcessor(_Exporter(exporter, failure, self._warning))
@@ -163,9 +161,7 @@ class Span:
     def end(self, error: str | None = None) -> None:
         """Ends the span; `error` is the type or the code of an error, because messages can contain text."""
         if error is not None:
-            self.span.set_status(
-                self._tracing.api.Status(self._tracing.api.StatusCode.ERROR, error)
-            )
+            self.span.set_status(self._tracing.api.Status(self._tracing.api.StatusCode.ERROR, error))
         self.span.end()
 
     def __enter__(self) -> Self:

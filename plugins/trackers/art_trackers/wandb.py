@@ -72,9 +72,7 @@ def _check_login(wandb: Any) -> None:
     """Raises where `wandb.init` would ask for a key on the terminal. Checks once, because W&B prints the result."""
     is_online = wandb.setup().settings.mode == "online"
     if is_online and wandb.run is None and not wandb.login(prompt=False, verify=False):
-        raise RuntimeError(
-            "no account: set WANDB_API_KEY, run `wandb login`, or WANDB_MODE=offline"
-        )
+        raise RuntimeError("no account: set WANDB_API_KEY, run `wandb login`, or WANDB_MODE=offline")
 
 
 open_run = WandbRun

@@ -59,9 +59,7 @@ async def run_a_step(served: Served) -> int:
     return step
 
 
-async def test_one_trace_joins_rollouts_completions_job_and_phases(
-    collector: Collector, tmp_path: Path
-) -> None:
+async def test_one_trace_joins_rollouts_completions_job_and_phases(collector: Collector, tmp_path: Path) -> None:
     async with serving(tmp_path, trackers=("otlp",)) as served:
         assert await run_a_step(served) == 1
     names = {span.span_id: span.name for _, span in collector.spans}
@@ -93,9 +91,7 @@ async def test_one_trace_joins_rollouts_completions_job_and_phases(
     assert {service for service, _ in collector.spans} == {"art", "art-server"}
 
 
-async def test_a_job_that_fails_ends_its_spans_with_the_errors_code(
-    collector: Collector, tmp_path: Path
-) -> None:
+async def test_a_job_that_fails_ends_its_spans_with_the_errors_code(collector: Collector, tmp_path: Path) -> None:
     async with serving(tmp_path, trackers=("otlp",)) as served:
         served.trainer.events = [TrainerError("gap_too_large", "a private message")]
         with pytest.raises(art.ArtJobError):
@@ -168,9 +164,7 @@ async def test_a_span_of_the_program_is_the_parent(collector: Collector, tmp_pat
     assert not collector.named("step demo/agent")
 
 
-async def test_a_server_without_the_tracker_makes_no_spans(
-    collector: Collector, tmp_path: Path
-) -> None:
+async def test_a_server_without_the_tracker_makes_no_spans(collector: Collector, tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         assert served.server.reports.tracing is None
         await run_a_step(served)
@@ -189,9 +183,7 @@ async def test_a_collector_that_refuses_costs_one_warning(
     assert len(told) == 1 and "403" in told[0]
 
 
-async def test_a_rollout_with_a_name_of_its_own_is_linked_by_the_header(
-    collector: Collector, tmp_path: Path
-) -> None:
+async def test_a_rollout_with_a_name_of_its_own_is_linked_by_the_header(collector: Collector, tmp_path: Path) -> None:
     async with serving(tmp_path, trackers=("otlp",)) as served:
         backend = art.Backend(served.url, trackers=["otlp"])
         model = art.TrainableModel(name="agent", project="demo", base_model="base")
@@ -205,9 +197,7 @@ async def test_a_rollout_with_a_name_of_its_own_is_linked_by_the_header(
     assert chat.parent_span_id == rolled.span_id and chat.trace_id == rolled.trace_id
 
 
-async def test_a_rollout_that_fails_ends_its_span_with_the_errors_type(
-    collector: Collector, tmp_path: Path
-) -> None:
+async def test_a_rollout_that_fails_ends_its_span_with_the_errors_type(collector: Collector, tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         backend = art.Backend(served.url, trackers=["otlp"])
         model = art.TrainableModel(name="agent", project="demo", base_model="base")
@@ -251,9 +241,7 @@ async def test_a_traceparent_is_the_parent_and_the_session_a_link(collector: Col
     assert child.links[0].trace_id.hex() == "c" * 32
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", "game-1", "a" * 32, f"00-{'a' * 32}-{'b' * 16}", f"{'A' * 32}-{'b' * 16}"]
-)
+@pytest.mark.parametrize("text", [None, "", "game-1", "a" * 32, f"00-{'a' * 32}-{'b' * 16}", f"{'A' * 32}-{'b' * 16}"])
 def test_other_names_are_no_links(text: str | None) -> None:
     assert link_of(text) is None
 

@@ -127,10 +127,7 @@ def read_log(folder: Path) -> list[Any]:
 
 def rows_of(found: Sequence[Any]) -> list[dict[str, Any]]:
     return [
-        {
-            item.key or ".".join(item.nested_key): json.loads(item.value_json)
-            for item in each.history.item
-        }
+        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in each.history.item}
         for each in found
         if each.WhichOneof("record_type") == "history"
     ]
@@ -190,9 +187,7 @@ def test_wandb_stores_neither_the_command_line_nor_a_key(tmp_path: Path) -> None
     assert not [file for file in files if b"secret-of" in file.read_bytes()]
 
 
-def test_wandb_without_an_account_asks_nothing_and_warns_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_without_an_account_asks_nothing_and_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys, logging; logging.basicConfig(format='%(levelname)s %(message)s')\n"
         "from pathlib import Path; from art_trackers import StepRecord, Trackers\n"
@@ -202,9 +197,7 @@ def test_wandb_without_an_account_asks_nothing_and_warns_once(
     )
     environment = {**os.environ, "WANDB_MODE": "online", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, str(tmp_path)]
-    ran = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=SECONDS
-    )
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=SECONDS)
     told = [line for line in ran.stderr.splitlines() if line.startswith("WARNING")]
     assert len(told) == 1 and "WANDB_API_KEY" in told[0]
 
@@ -247,14 +240,9 @@ def test_tensorboard_has_the_metrics_in_event_files_and_needs_no_torch(tmp_path:
 
     events = EventAccumulator(str(tmp_path / "tensorboard" / "demo" / "agent"))
     events.Reload()
-    found = [
-        (each.step, make_ndarray(each.tensor_proto).item())
-        for each in events.Tensors("train/reward")
-    ]
+    found = [(each.step, make_ndarray(each.tensor_proto).item()) for each in events.Tensors("train/reward")]
     assert found == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    code = (
-        "import sys, tensorboard.summary; assert not {'torch', 'tensorflow'} & sys.modules.keys()"
-    )
+    code = "import sys, tensorboard.summary; assert not {'torch', 'tensorflow'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
@@ -274,9 +262,7 @@ def test_mlflow_has_an_experiment_with_a_run_for_each_model(tmp_path: Path) -> N
     history = client.get_metric_history(run.info.run_id, "train/reward")
     assert [(each.step, each.value) for each in history] == [(1, 0.25), (2, 0.5)]
     assert run.data.metrics["train/acc_1"] == 1.0
-    assert (
-        run.data.params["base_model"] == "art/tiny" and run.data.params["learning_rate"] == "1e-05"
-    )
+    assert run.data.params["base_model"] == "art/tiny" and run.data.params["learning_rate"] == "1e-05"
     assert run.info.status == "FINISHED"
 
 
@@ -294,9 +280,7 @@ class FakeRun:
         self.is_closed = True
 
 
-def fake_tracker(
-    monkeypatch: pytest.MonkeyPatch, act: Callable[[StepRecord], None]
-) -> list[FakeRun]:
+def fake_tracker(monkeypatch: pytest.MonkeyPatch, act: Callable[[StepRecord], None]) -> list[FakeRun]:
     """Takes the place of TensorBoard."""
     made: list[FakeRun] = []
 
@@ -322,9 +306,7 @@ def test_a_tracker_that_is_not_installed_costs_one_warning_that_names_the_extra(
     assert f"pip install 'agent-reinforcement-trainer[{name}]'" in told
 
 
-def test_a_folder_of_a_librarys_name_is_not_the_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_a_librarys_name_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder_without_code").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     library = importlib.import_module("art_trackers.library")
@@ -433,9 +415,7 @@ def test_a_program_that_ends_is_not_held_up_by_a_tracker_that_hangs(tmp_path: Pa
 # --- the backend ---
 
 
-def train_answers(
-    server: Any, answer: Any, steps: Sequence[int] = (4,), project: str = "demo"
-) -> None:
+def train_answers(server: Any, answer: Any, steps: Sequence[int] = (4,), project: str = "demo") -> None:
     report = JobReport(config={"learning_rate": 1e-5}, num_trained_tokens=7)
     left = list(steps)
 

@@ -14,7 +14,4 @@ def captions(page: Any) -> dict[str, dict[str, float | None]]:
             ]),
         ])"""
     )
-    return {
-        title: {label: None if text is None else float(text) for label, text in values}
-        for title, values in found
-    }
+    return {title: {label: None if text is None else float(text) for label, text in values} for title, values in found}

@@ -14,9 +14,7 @@ from fastapi import FastAPI
 from tests.demo import make_demo
 from tests.waiting import PATIENCE_SECONDS
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NUM_STEPS = 12
 
 
@@ -25,9 +23,7 @@ class Served:
 
     def __init__(self, app: FastAPI, port: int = 0):
         self.app = app
-        config = uvicorn.Config(
-            app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=3
-        )
+        config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=3)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()

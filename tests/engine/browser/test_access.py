@@ -144,9 +144,7 @@ def test_the_place_on_a_long_page_is_found_again(page: Any, serve: Any, root: Pa
     page.wait_for_function("height => Math.abs(scrollY - height) < 50", arg=height)
 
 
-def test_arrows_change_steps_and_rollouts_and_escape_leads_up(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_arrows_change_steps_and_rollouts_and_escape_leads_up(page: Any, serve: Any, root: Path) -> None:
     open_page(page, serve(make_view(root)).url, f"{RUN}/rollouts/train/2")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector("b:text-is('step 3')")
@@ -192,9 +190,7 @@ NAME = """(each) => [each.tagName, each.id, each.getAttribute("href"), each.getA
 """Of an element; it stays when the page shows new data."""
 
 
-def test_everything_is_reached_with_tab_and_shows_the_focus(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_everything_is_reached_with_tab_and_shows_the_focus(page: Any, serve: Any, root: Path) -> None:
     url = serve(make_live(root)).url
     for name in ("runs", "rollout", "tree", "jobs"):
         open_page(page, url, PAGES[name])
@@ -229,8 +225,6 @@ def test_the_theme_follows_the_system_until_it_is_chosen(page: Any, serve: Any, 
     before = page.evaluate(line)
     page.get_by_role("button", name="Dark or light theme").click()
     assert page.evaluate(background) == dark
-    page.wait_for_function(
-        "before => document.querySelector('.js-line').style.stroke !== before", arg=before
-    )
+    page.wait_for_function("before => document.querySelector('.js-line').style.stroke !== before", arg=before)
     page.reload()
     assert page.evaluate(background) == dark, "the choice stays"

@@ -52,15 +52,11 @@ def shown(page: Any, row: dict[str, Any]) -> None:
     assert found[HOSTILE_METRIC]["value"] == row[HOSTILE_METRIC]
 
 
-def test_charts_show_the_numbers_of_the_history_at_any_step(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_charts_show_the_numbers_of_the_history_at_any_step(page: Any, serve: Any, root: Path) -> None:
     also = json.dumps([HOSTILE_METRIC])
     rows = rows_of(root)
     page.goto(serve(make_view(root)).url)
-    page.evaluate(
-        "also => { location.hash = `#/run/demo/webnav-8b?also=${encodeURIComponent(also)}`; }", also
-    )
+    page.evaluate("also => { location.hash = `#/run/demo/webnav-8b?also=${encodeURIComponent(also)}`; }", also)
     page.wait_for_selector(".js-plotly-plot")
     page.get_by_label("Numbers of").focus()
     newest = captions(page)
@@ -80,9 +76,7 @@ def test_the_pointer_shows_one_step_in_all_charts(page: Any, serve: Any, root: P
     page.mouse.move(10, 10)
     box = page.locator(".chart .plot").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=4)
-    page.wait_for_function(
-        "() => document.querySelector('#at')?.textContent.includes('newest') === false"
-    )
+    page.wait_for_function("() => document.querySelector('#at')?.textContent.includes('newest') === false")
     text = page.inner_text("#at")
     step = int(re.findall(r"step (\d+)", text)[0])
     assert 4 <= step <= 9
@@ -105,15 +99,11 @@ def test_a_new_step_appears_without_reload(page: Any, serve: Any, root: Path) ->
     page.goto(page.url.split("#")[0] + "#/run/demo/sql-repair")
     page.wait_for_selector(".js-plotly-plot")
     log(folder_of(root, "sql-repair"), NUM_STEPS + 2, {"train/reward": 0.75})
-    page.wait_for_function(
-        "() => document.querySelector('#at')?.textContent.startsWith('step 14 (newest)')"
-    )
+    page.wait_for_function("() => document.querySelector('#at')?.textContent.startsWith('step 14 (newest)')")
     assert captions(page)["Reward"]["train"] == 0.75
 
 
-def test_a_page_that_is_open_before_the_first_step_gets_every_chart(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_a_page_that_is_open_before_the_first_step_gets_every_chart(page: Any, serve: Any, root: Path) -> None:
     folder = ModelFolder(root, "demo", "early")
     folder.create(folder_of(root).read().model_copy(update={"name": "early"}), root / "engine.log")
     page.goto(serve(make_view(root)).url + "#/run/demo/early")
@@ -143,10 +133,7 @@ def test_the_table_of_runs_filters_sorts_and_compares(page: Any, serve: Any, roo
     page.reload()
     page.wait_for_selector("tbody tr")
     rewards = [
-        float(each)
-        for each in page.locator("td:nth-child(3) .number").evaluate_all(
-            "all => all.map(e => e.title)"
-        )
+        float(each) for each in page.locator("td:nth-child(3) .number").evaluate_all("all => all.map(e => e.title)")
     ]
     assert rewards == sorted(rewards, reverse=True) and len(rewards) == 3
     page.get_by_label("Compare demo/sql-repair").check()
@@ -203,9 +190,7 @@ def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> 
 
 
 @pytest.mark.parametrize("colour", ["logprob", "gap", "ratio", "advantage", "entropy"])
-def test_tokens_have_the_colour_and_the_numbers_of_the_record(
-    page: Any, serve: Any, root: Path, colour: str
-) -> None:
+def test_tokens_have_the_colour_and_the_numbers_of_the_record(page: Any, serve: Any, root: Path, colour: str) -> None:
     page.goto(f"{serve(make_view(root)).url}{ROLLOUT}?colour={colour}&figures=1")
     found = rollouts.rollout(folder_of(root), "train", 1, 0, 1)
     sequence, turn = found["sequences"][0], found["histories"][0]["entries"][2]["turn"]
@@ -268,9 +253,7 @@ def test_turns_say_where_their_tokens_come_from(page: Any, serve: Any, root: Pat
     assert options == ["log-probability"], "all that the choices have"
 
 
-def test_rollouts_appear_on_a_page_that_was_open_before_them(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_rollouts_appear_on_a_page_that_was_open_before_them(page: Any, serve: Any, root: Path) -> None:
     folder = ModelFolder(root, "demo", "early")
     folder.create(folder_of(root).read().model_copy(update={"name": "early"}), root / "engine.log")
     page.goto(serve(make_view(root)).url + "#/run/demo/early/rollouts")
@@ -290,16 +273,12 @@ def test_rollouts_appear_on_a_page_that_was_open_before_them(
     page.wait_for_function("() => location.hash.endsWith('/rollouts/train/2')")
 
 
-def test_the_token_tree_states_the_saving_and_opens_rollouts(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_the_token_tree_states_the_saving_and_opens_rollouts(page: Any, serve: Any, root: Path) -> None:
     page.goto(f"{serve(make_view(root)).url}{RUN}/tree/1/0")
     page.wait_for_selector(".block")
     assert re.search(r"626 tokens instead of 1,537: 59.3 % less", page.inner_text(".saving"))
     board = page.locator(".board").bounding_box()
-    widths = page.locator(".board .block").evaluate_all(
-        "all => all.map(e => e.getBoundingClientRect().width)"
-    )
+    widths = page.locator(".board .block").evaluate_all("all => all.map(e => e.getBoundingClientRect().width)")
     assert len(widths) == 13 and all(width <= board["width"] for width in widths)
     page.locator(".board .block").first.click()
     assert "You are a travel agent" in page.inner_text("main pre")
@@ -315,9 +294,7 @@ def test_checkpoints_give_names_and_commands_to_copy(page: Any, serve: Any, root
     assert row.locator("th .number").inner_text() == str(best)
     page.get_by_role("button", name=f"Copy art export demo/webnav-8b@{best} DIR").click()
     page.wait_for_selector("text=Copied")
-    assert (
-        page.evaluate("navigator.clipboard.readText()") == f"art export demo/webnav-8b@{best} DIR"
-    )
+    assert page.evaluate("navigator.clipboard.readText()") == f"art export demo/webnav-8b@{best} DIR"
 
 
 def test_a_running_server_shows_its_time_and_its_jobs(page: Any, serve: Any, root: Path) -> None:
@@ -350,9 +327,7 @@ def test_a_job_that_runs_again_shows_its_progress(page: Any, serve: Any, root: P
     assert "the trainer died" not in page.inner_text("main")
 
 
-def test_a_click_survives_a_refresh_while_the_button_is_pressed(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_a_click_survives_a_refresh_while_the_button_is_pressed(page: Any, serve: Any, root: Path) -> None:
     served = serve(make_live(root))
     page.goto(f"{served.url}#/jobs")
     cancel = page.get_by_role("button", name="Cancel the job of demo/sql-repair")
@@ -365,9 +340,7 @@ def test_a_click_survives_a_refresh_while_the_button_is_pressed(
     page.wait_for_selector("text=Yes, cancel it")
 
 
-def test_cells_that_do_not_change_are_the_same_elements_after_a_refresh(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_cells_that_do_not_change_are_the_same_elements_after_a_refresh(page: Any, serve: Any, root: Path) -> None:
     """A pointer on its way to a button still meets it, whatever the other cells of its row do."""
     served = serve(make_live(root))
     infos = served.app.state.server.infos
@@ -425,22 +398,16 @@ def test_hours_are_those_since_the_first_row(page: Any, serve: Any, root: Path) 
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page.goto(f"{serve(make_view(root)).url}#/compare?runs=demo/webnav-8b&by=hours")
     page.wait_for_function("() => document.querySelector('.plot')?.data?.length")
-    plot = page.evaluate(
-        "(({ data, layout }) => [data[0].x, layout.xaxis.range])(document.querySelector('.plot'))"
-    )
+    plot = page.evaluate("(({ data, layout }) => [data[0].x, layout.xaxis.range])(document.querySelector('.plot'))")
     assert plot == [[2, 0, 1], [0, 2]]
 
 
-def test_the_chosen_step_is_the_newest_again_after_a_rollback(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_the_chosen_step_is_the_newest_again_after_a_rollback(page: Any, serve: Any, root: Path) -> None:
     page.goto(serve(make_view(root)).url + RUN)
     page.wait_for_selector(".js-plotly-plot")
     page.get_by_label("Numbers of").focus()
     page.keyboard.press("ArrowLeft")
-    page.wait_for_function(
-        f"() => document.querySelector('#at')?.textContent.startsWith('step {NUM_STEPS - 1},')"
-    )
+    page.wait_for_function(f"() => document.querySelector('#at')?.textContent.startsWith('step {NUM_STEPS - 1},')")
     folder_of(root).roll_back(NUM_STEPS - 3)
     page.wait_for_function(
         f"() => document.querySelector('#at')?.textContent.startsWith('step {NUM_STEPS - 3} (newest)')"
@@ -470,9 +437,7 @@ def test_a_server_with_keys_asks_for_one(page: Any, serve: Any, root: Path) -> N
     assert "right" not in page.url
 
 
-def test_the_page_says_when_the_server_does_not_answer_and_comes_back(
-    page: Any, serve: Any, root: Path
-) -> None:
+def test_the_page_says_when_the_server_does_not_answer_and_comes_back(page: Any, serve: Any, root: Path) -> None:
     served = serve(make_view(root))
     page.goto(served.url)
     page.wait_for_selector("#status:text-is('Connected')")

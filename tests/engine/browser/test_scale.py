@@ -70,9 +70,7 @@ def go(page: Any, hash_: str) -> None:
     page.evaluate("hash => { performance.mark('start'); location.hash = hash; }", hash_)
 
 
-def test_pages_open_and_the_server_stays_small(
-    page: Any, server: tuple[str, psutil.Process]
-) -> None:
+def test_pages_open_and_the_server_stays_small(page: Any, server: tuple[str, psutil.Process]) -> None:
     url, process = server
     figures: dict[str, float] = {}
     page.goto(url, wait_until="commit")

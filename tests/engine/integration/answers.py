@@ -6,9 +6,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from art_server.base_models import TINY_DIR
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record
+from art_server.store.base_models import TINY_DIR
 from tests.live import PROJECT, Server
 
 TOKENIZER = Tokenizer.from_file(str(TINY_DIR / "tokenizer.json"))
@@ -65,9 +65,7 @@ def post(server: Server, api: str, body: dict[str, Any], session: str) -> dict[s
     if api == "responses":
         return events[-1]["response"]
     if api == "messages":
-        text = "".join(
-            e["delta"].get("text", "") for e in events if e["type"] == "content_block_delta"
-        )
+        text = "".join(e["delta"].get("text", "") for e in events if e["type"] == "content_block_delta")
         return {"content": [{"type": "text", "text": text}]}
     if api == "chat":
         text = "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])

@@ -27,18 +27,14 @@ async def make_model(backend: art.Backend, name: str) -> art.TrainableModel:
     return model
 
 
-async def test_url_key_and_header_name_the_same_session(
-    server: Server, backend: art.Backend
-) -> None:
+async def test_url_key_and_header_name_the_same_session(server: Server, backend: art.Backend) -> None:
     model = await make_model(backend, "named")
     name = model.get_inference_name()
     async with art.rollout(model) as r:
         by_url = openai.AsyncOpenAI(base_url=r.base_url, api_key="any")
         by_key = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=r.api_key)
         questions = [f"respond with yes, no, maybe: {number}" for number in range(5)]
-        *bodies, last = [
-            {**BODY, "messages": [{"role": "user", "content": each}]} for each in questions
-        ]
+        *bodies, last = [{**BODY, "messages": [{"role": "user", "content": each}]} for each in questions]
         clients = (by_url, by_key, r.openai_client(), model.openai_client())
         for client, body in zip(clients, bodies, strict=True):
             await client.chat.completions.create(model=name, **body)
@@ -55,9 +51,7 @@ async def test_url_key_and_header_name_the_same_session(
         await client.close()
 
 
-async def test_a_captured_conversation_trains_on_exact_tokens(
-    server: Server, backend: art.Backend
-) -> None:
+async def test_a_captured_conversation_trains_on_exact_tokens(server: Server, backend: art.Backend) -> None:
     model = await make_model(backend, "captured")
     body = {**BODY, "model": model.get_inference_name()}
 

@@ -123,10 +123,7 @@ def test_the_plugins_round_from_register_to_the_second_step(server: Server) -> N
     headers = {"authorization": "Bearer default"}
     assert httpx.get(f"{base_url}/models", headers=headers).status_code == 200
     for step in (1, 2):
-        episodes = [
-            [QUESTION, recorded(ask(base_url, "nat-run", [QUESTION], temperature=0.9))]
-            for _ in range(4)
-        ]
+        episodes = [[QUESTION, recorded(ask(base_url, "nat-run", [QUESTION], temperature=0.9))] for _ in range(4)]
         (row,) = train(server, train_body(model, *episodes))
         assert all(isinstance(value, float) for value in row.values())
         assert row["num_gradient_steps"] == row["data/step_num_gradient_steps"] == 1.0
@@ -178,8 +175,7 @@ def test_a_client_that_hangs_up_ends_no_job(server: Server) -> None:
     model = model_body("nat-gone")
     base_url = prepared(server, model)
     episodes = [
-        [QUESTION, recorded(ask(base_url, "nat-gone", [QUESTION], max_tokens=64, min_tokens=64))]
-        for _ in range(4)
+        [QUESTION, recorded(ask(base_url, "nat-gone", [QUESTION], max_tokens=64, min_tokens=64))] for _ in range(4)
     ]
     body = train_body(model, *episodes)
     with wire(server) as client, client.stream("POST", "/_train_model", json=body) as response:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from art_server.base_models import TINY_DIR
+from art_server.store.base_models import TINY_DIR
 from tests.live import PROJECT, Server, register, sampled_group
 
 
@@ -19,13 +19,9 @@ def post(server: Server, path: str, body: Any, **options: Any) -> dict[str, Any]
     return error | {"status": response.status_code}
 
 
-@pytest.mark.parametrize(
-    "name", ["../up", "a/b", "..", ".hidden", "", "x" * 1_000_000, "a b", "a@1"]
-)
+@pytest.mark.parametrize("name", ["../up", "a/b", "..", ".hidden", "", "x" * 1_000_000, "a b", "a@1"])
 @pytest.mark.parametrize("field", ["name", "project"])
-def test_bad_names_are_refused_before_they_touch_a_path(
-    server: Server, name: str, field: str
-) -> None:
+def test_bad_names_are_refused_before_they_touch_a_path(server: Server, name: str, field: str) -> None:
     body = {"name": "fine", "project": PROJECT, "base_model": "art/tiny"} | {field: name}
     error = post(server, "/api/models", body)
     assert error["status"] == 422 and error["code"] == "bad_name" and error["param"] == field
@@ -117,9 +113,7 @@ def changed(group: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "high"])
-def test_rewards_that_are_not_numbers_are_named(
-    server: Server, group: dict[str, Any], reward: Any
-) -> None:
+def test_rewards_that_are_not_numbers_are_named(server: Server, group: dict[str, Any], reward: Any) -> None:
     error = train_error(server, changed(group, reward=reward))
     assert error["status"] == 422 and error["param"] == "groups[0].trajectories[1].reward"
 
@@ -135,10 +129,7 @@ def test_malformed_trajectories_are_named(server: Server, group: dict[str, Any])
     error = train_error(server, changed(group, messages_and_choices="hello"))
     assert error["param"] == "groups[0].trajectories[1].messages_and_choices"
     assert train_error(server, [])["param"] == "groups"
-    assert (
-        train_error(server, [group], config={"learning_rate": -1})["param"]
-        == "config.learning_rate"
-    )
+    assert train_error(server, [group], config={"learning_rate": -1})["param"] == "config.learning_rate"
     assert train_error(server, [group], config={"lr": 1})["param"] == "config.lr"
 
 

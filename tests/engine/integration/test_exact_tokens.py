@@ -41,9 +41,7 @@ def letters(text: str) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ["chat", "messages", "responses", "completions"])
-def test_later_turns_begin_with_the_exact_earlier_ones(
-    server: Server, model: str, api: str, stream: bool
-) -> None:
+def test_later_turns_begin_with_the_exact_earlier_ones(server: Server, model: str, api: str, stream: bool) -> None:
     session = f"turns-{api}-{stream}"
     turns: list[Any] = ["once upon"] if api == "completions" else []
     said = [ask(server, api, model, turns, stream, session) for _ in range(3)]
@@ -95,19 +93,13 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
     for stream in (False, True):
         session = f"tools-{stream}"
         with server.client(headers={"x-art-session": session}) as client:
-            messages: list[dict[str, Any]] = [
-                {"role": "user", "content": "What is the weather in Paris?"}
-            ]
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
             body = {"model": model, "messages": messages, "tools": tools, "max_tokens": 64}
             body["temperature"] = 0.3
             message: dict[str, Any] = {}
             for _ in range(32):  # the tiny model does not always call
                 response = client.post("/v1/chat/completions", json=body | {"stream": stream})
-                message = (
-                    streamed_message(response)
-                    if stream
-                    else response.json()["choices"][0]["message"]
-                )
+                message = streamed_message(response) if stream else response.json()["choices"][0]["message"]
                 if has_one_whole_call(message):
                     break
             (call,) = message["tool_calls"]
@@ -115,9 +107,7 @@ def test_tool_calls_are_captured_as_they_were_written(server: Server, model: str
             said = {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}
             client.post("/v1/chat/completions", json=body | {"messages": [*messages, said, answer]})
         *_, called, answered = session_records(server, session)
-        text = TOKENIZER.decode(called.token_ids, skip_special_tokens=False).removesuffix(
-            "<|im_end|>"
-        )
+        text = TOKENIZER.decode(called.token_ids, skip_special_tokens=False).removesuffix("<|im_end|>")
         assert conversation.text_digest(text) == conversation.message_digest(said)
         past = called.prompt_token_ids + called.token_ids
         assert answered.prompt_token_ids[: len(past)] == past
@@ -138,9 +128,7 @@ def streamed_message(response: httpx.Response) -> dict[str, Any]:
         for choice in chunk["choices"]:
             content += choice["delta"].get("content") or ""
             for part in choice["delta"].get("tool_calls") or ():
-                call = calls.setdefault(
-                    part["index"], {"type": "function", "function": {"arguments": ""}}
-                )
+                call = calls.setdefault(part["index"], {"type": "function", "function": {"arguments": ""}})
                 function = part.get("function") or {}
                 call["id"] = part.get("id") or call.get("id")
                 call["function"]["name"] = function.get("name") or call["function"].get("name")
@@ -292,9 +280,7 @@ def test_two_policies_in_one_session_are_captured_apart(server: Server) -> None:
     for name in boards:
         reply = session_of(server, "game", name)
         assert reply["num_choices"] == 2 and len(reply["histories"]) == 1
-        marks = [
-            e["art"]["model"] for e in reply["histories"][0]["messages_and_choices"] if "art" in e
-        ]
+        marks = [e["art"]["model"] for e in reply["histories"][0]["messages_and_choices"] if "art" in e]
         assert marks == [f"{PROJECT}/{name}"] * 2
 
 

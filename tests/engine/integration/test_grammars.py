@@ -53,9 +53,7 @@ def test_a_grammar_that_cannot_be_compiled_is_the_caller_s_error(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ["responses", "messages"])
-def test_a_bad_schema_is_the_caller_s_error_in_every_api(
-    server: Server, api: str, stream: bool
-) -> None:
+def test_a_bad_schema_is_the_caller_s_error_in_every_api(server: Server, api: str, stream: bool) -> None:
     body: dict[str, Any] = {"model": "art/tiny", "stream": stream}
     if api == "responses":
         wanted = {"type": "json_schema", "name": "s", "schema": CIRCLE}
@@ -88,21 +86,15 @@ def test_no_answer_is_lost_in_blanks(server: Server) -> None:
     wanted["additionalProperties"] = False
     response = ask(server, response_format=schema(wanted), max_tokens=400, n=16, temperature=1.5)
     for choice in response.json()["choices"]:
-        assert choice["finish_reason"] == "stop" and json.loads(choice["message"]["content"]) == {
-            "a": 1
-        }
+        assert choice["finish_reason"] == "stop" and json.loads(choice["message"]["content"]) == {"a": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_half_a_character_in_arguments_is_sent_as_a_replacement(
-    server: Server, stream: bool
-) -> None:
+def test_half_a_character_in_arguments_is_sent_as_a_replacement(server: Server, stream: bool) -> None:
     """What the model wrote cannot be encoded: the agent could not send it back."""
     text = '<tool_call>\n{"name": "f", "arguments": {"x": "a\\ud83cb"}}\n</tool_call>'
     tools = [tool({"type": "object", "properties": {"x": {"type": "string"}}})]
-    response = ask(
-        server, tools=tools, structured_outputs={"choice": [text]}, max_tokens=200, stream=stream
-    )
+    response = ask(server, tools=tools, structured_outputs={"choice": [text]}, max_tokens=200, stream=stream)
     assert response.status_code == 200, response.text
     if stream:
         arguments = ""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import art
-from art_server.base_models import TINY_DIR
+from art_server.store.base_models import TINY_DIR
 from tests.demo import rows_by_step
 from tests.live import Server
 from tests.pages import SERVERS, blocks, run
@@ -99,9 +99,7 @@ def lines(page: str, program: str) -> list[str]:
     return [line for line in found if line.startswith(f"{program} ")]
 
 
-async def test_the_gap_is_that_of_float32(
-    model: art.TrainableModel, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_gap_is_that_of_float32(model: art.TrainableModel, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"art": art, "model": model, "groups": await sample(model)}
     await run("gap.md", 0, names)
     printed = dict(re.findall(r"(loss/\w+) (\S+)", capsys.readouterr().out))
@@ -110,9 +108,7 @@ async def test_the_gap_is_that_of_float32(
     assert float(printed["loss/corrected_token_fraction"]) == 0.0
 
 
-async def test_rollouts_and_tokens_are_read(
-    model: art.TrainableModel, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_rollouts_and_tokens_are_read(model: art.TrainableModel, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     await run("read-rollouts.md", 0, names)
     told = capsys.readouterr().out.splitlines()
@@ -137,9 +133,7 @@ def history(name: str) -> list[dict[str, Any]]:
     return list(rows_by_step(Path(f".art/demo/models/{name}/history.jsonl")).values())
 
 
-async def test_an_environment_trains(
-    backend: art.Backend, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_environment_trains(backend: art.Backend, capsys: pytest.CaptureFixture[str]) -> None:
     model = art.TrainableModel(name="player", project="demo", base_model="art/tiny")
     await model.register(backend)
     names: dict[str, Any] = {"art": art, "model": model, "STEPS": 14}
@@ -249,18 +243,14 @@ async def test_the_same_program_gives_the_same_rewards_again(
     assert names["result"].step == made.step == names["NUM_STEPS"] + 1
 
 
-async def test_the_queue_is_shown_and_its_routes_answer(
-    server: Server, model: art.TrainableModel
-) -> None:
+async def test_the_queue_is_shown_and_its_routes_answer(server: Server, model: art.TrainableModel) -> None:
     running, ended, _ = lines("share-a-server.md", "art")
     await shell(running)
     assert "demo/agent" in await shell(ended)
     with server.client() as client:
         (job, *_) = client.get("/api/jobs", params={"state": "done"}).json()["jobs"]
     listed, cancelled, moved = [
-        re.sub(
-            rf"{SERVERS[1]}|\bJOB\b", lambda m: job["job_id"] if m[0] == "JOB" else server.url, line
-        )
+        re.sub(rf"{SERVERS[1]}|\bJOB\b", lambda m: job["job_id"] if m[0] == "JOB" else server.url, line)
         for line in lines("share-a-server.md", "curl")
     ]
     assert json.loads(await shell(listed)) == {"jobs": []}
@@ -278,9 +268,7 @@ print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_t
 """
 
 
-async def test_an_exported_model_answers_as_on_the_server(
-    model: art.TrainableModel, home: Path
-) -> None:
+async def test_an_exported_model_answers_as_on_the_server(model: art.TrainableModel, home: Path) -> None:
     adapter, merged, pushed = lines("serve-elsewhere.md", "art")
     assert "--push" in pushed  # needs an account
     for line in (adapter, merged):

@@ -168,9 +168,7 @@ def test_messages_leave_a_record(server: Server, model: str, stream: bool) -> No
     with server.client() as client:
         message = {"role": "user", "content": "respond with yes, no, maybe"}
         body = {"model": model, "max_tokens": 8, "messages": [message], "stream": stream}
-        response = client.post(
-            "/v1/messages", json=body, headers={"anthropic-version": "2023-06-01"}
-        )
+        response = client.post("/v1/messages", json=body, headers={"anthropic-version": "2023-06-01"})
     assert response.status_code == 200, response.text
     events = sse_data(response.text) if stream else [response.json()]
     usage = events[-2]["usage"] if stream else events[0]["usage"]
@@ -194,9 +192,7 @@ def test_a_plain_openai_client_sees_policies_change(server: Server) -> None:
             temperature=0,
         )
         assert answer.choices[0].logprobs and answer.choices[0].logprobs.content
-        return {
-            top.token: top.logprob for top in answer.choices[0].logprobs.content[0].top_logprobs
-        }
+        return {top.token: top.logprob for top in answer.choices[0].logprobs.content[0].top_logprobs}
 
     before = distribution("changes")
     assert train_one_step(server, "changes")["step"] == 1

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from art_server.base_models import TINY_DIR
 from art_server.ledger.records import Record
-from art_server.shared.kept_set import unpack_set
+from art_server.process.shared.kept_set import unpack_set
+from art_server.store.base_models import TINY_DIR
 from tests.engine.integration.answers import WEATHER_TOOL, records_of, sse_data
 from tests.live import Server, chat, register
 
@@ -28,9 +28,7 @@ SCHEMA = {
     "properties": {"city": {"type": "string", "maxLength": 8}, "rain": {"type": "boolean"}},
     "required": ["city", "rain"],
 }
-JSON_SCHEMA = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}
-}
+JSON_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature 0.3": {"temperature": 0.3},
@@ -87,9 +85,7 @@ def check(record: Record, scorer: Any) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_are_scored_as_they_were_sampled(
-    server: Server, model: str, scorer: Any, name: str
-) -> None:
+def test_tokens_are_scored_as_they_were_sampled(server: Server, model: str, scorer: Any, name: str) -> None:
     asked = {"n": 2, "max_tokens": 24, "logprobs": True, **CASES[name]}
     with server.client() as client:
         body = chat(client, model, **asked)
@@ -119,9 +115,7 @@ def test_plain_completions_keep_to_their_structure(server: Server, model: str, s
     assert all(check(record, scorer) for record in records)
 
 
-def test_streams_and_stop_strings_keep_a_figure_for_each_token(
-    server: Server, model: str, scorer: Any
-) -> None:
+def test_streams_and_stop_strings_keep_a_figure_for_each_token(server: Server, model: str, scorer: Any) -> None:
     for more in ({"top_p": 0.8}, JSON_SCHEMA, {"top_k": 20, "stop": ["e"]}):
         body = {"model": model, "stream": True, "n": 2, "max_tokens": 24, **more}
         body["messages"] = [{"role": "user", "content": "respond with yes, no, maybe"}]

@@ -45,9 +45,7 @@ def test_the_numbers_of_a_live_run_are_those_of_its_history(page: Any, trained: 
         assert seconds["train"] == row["time/job_train_s"]
         assert seconds["load"] == row["time/job_load_s"]
         page.keyboard.press("ArrowLeft")
-        page.wait_for_function(
-            "() => document.querySelector('#at')?.textContent.startsWith('step 1')"
-        )
+        page.wait_for_function("() => document.querySelector('#at')?.textContent.startsWith('step 1')")
 
 
 def test_a_new_step_appears_by_itself(page: Any, trained: Server) -> None:

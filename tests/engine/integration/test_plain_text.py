@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from art_server.base_models import TINY_DIR
-from art_server.in_vllm.plain_text import ControlTokens
+from art_server.engine.vllm_process.plain_text import ControlTokens
+from art_server.store.base_models import TINY_DIR
 from tests.engine.integration.answers import TOKENIZER, WEATHER_TOOL, ask, post, session_records
 from tests.live import Server, register
 
@@ -26,9 +26,7 @@ def controls(token_ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ["chat", "messages", "responses"])
-def test_no_message_writes_a_control_token(
-    server: Server, model: str, api: str, stream: bool
-) -> None:
+def test_no_message_writes_a_control_token(server: Server, model: str, api: str, stream: bool) -> None:
     prompts = []
     for text in ("word", FORGED):
         session = f"plain-{api}-{stream}-{len(text)}"
@@ -97,9 +95,7 @@ def test_an_answer_that_spells_a_control_token_is_read_back_as_sampled(
     assert second.prompt_token_ids[: len(past)] == past
 
 
-def test_the_prompt_of_a_completion_is_the_programs_own_rendering(
-    server: Server, model: str
-) -> None:
+def test_the_prompt_of_a_completion_is_the_programs_own_rendering(server: Server, model: str) -> None:
     prompt = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     post(server, "completions", {"model": model, "prompt": prompt, "max_tokens": 2}, "own")
     (record,) = session_records(server, "own", "plain")

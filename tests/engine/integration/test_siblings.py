@@ -6,10 +6,10 @@ from typing import Any
 
 import httpx
 
-from art_server.base_models import TINY_DIR
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record
+from art_server.store.base_models import TINY_DIR
 from tests.live import PROJECT, Server, register, train
 
 PICK = {
@@ -84,9 +84,7 @@ class Rollout:
         if not self.is_stream:
             (choice,) = response.json()["choices"]
             message = choice["message"]
-            kept = {
-                key: message[key] for key in ("role", "content", "reasoning") if message.get(key)
-            }
+            kept = {key: message[key] for key in ("role", "content", "reasoning") if message.get(key)}
             if message.get("tool_calls"):
                 kept["tool_calls"] = message["tool_calls"]
             return {"content": "", **kept}, choice["art"]["id"]
@@ -157,9 +155,7 @@ def test_no_rollout_is_sampled_behind_anothers_thinking(server: Server) -> None:
                     not_joined += 1
             of_group.append(own)
             num_thoughts += len(own)
-        assert len(set().union(*of_group)) > 1, (
-            "siblings thought the same: the test would see nothing"
-        )
+        assert len(set().union(*of_group)) > 1, "siblings thought the same: the test would see nothing"
     ledger.close()
     assert num_thoughts > NUM_GROUPS * GROUP_SIZE
     bodies = [

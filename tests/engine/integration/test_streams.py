@@ -85,9 +85,7 @@ def test_the_next_prompt_after_a_stream_is_that_after_a_whole_answer(
     for stream in (False, True):
         session = f"next-{api}-{max_tokens}-{stream}"
         with server.client() as client:
-            first = client.post(
-                f"/s/{session}/v1/{path}", json=body | {field: [QUESTION], "stream": stream}
-            )
+            first = client.post(f"/s/{session}/v1/{path}", json=body | {field: [QUESTION], "stream": stream})
             said = said_again(api, sse_data(first.text) if stream else first.json())
             more = [QUESTION, *said, QUESTION]
             second = client.post(f"/s/{session}/v1/{path}", json=body | {field: more})
@@ -105,9 +103,7 @@ def said_again(api: str, answer: Any) -> list[dict[str, Any]]:
     if api == "responses":
         items = (events[-1]["response"] if events else whole)["output"]
         made = [i["call_id"] for i in items if i["type"] == "function_call"]
-        results = [
-            {"type": "function_call_output", "call_id": call, "output": "sunny"} for call in made
-        ]
+        results = [{"type": "function_call_output", "call_id": call, "output": "sunny"} for call in made]
         return [*items, *results]
     if api == "messages":
         blocks = streamed_blocks(events) if events else whole["content"]
@@ -132,8 +128,7 @@ def said_again(api: str, answer: Any) -> list[dict[str, Any]]:
             call = {key: value for key, value in call.items() if key != "index"}
             message.setdefault("tool_calls", []).append(call)
     results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-        for call in message.get("tool_calls", ())
+        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in message.get("tool_calls", ())
     ]
     return [message, *results]
 

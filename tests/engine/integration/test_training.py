@@ -43,9 +43,7 @@ def test_engine_and_trainer_agree_on_a_trained_adapter(server: Server) -> None:
     for _ in range(3):
         assert train_one_step(server, "agree", learning_rate=3e-3)["event"] == "done"
     with server.client() as client:
-        groups = [
-            sampled_group(client, f"{PROJECT}/agree", size=16, max_tokens=24) for _ in range(4)
-        ]
+        groups = [sampled_group(client, f"{PROJECT}/agree", size=16, max_tokens=24) for _ in range(4)]
         done = train(client, "agree", groups)[-1]
     metrics = done["metrics"]
     assert metrics["data/step_trainable_assistant_tokens"] >= 64

@@ -24,7 +24,7 @@ from tests.live import (
 from tests.processes import wait_until_gone
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
-ENGINE = "art_server.in_vllm.child"
+ENGINE = "art_server.engine.vllm_process.child"
 """The process that vLLM's API server runs in."""
 
 
@@ -70,9 +70,7 @@ def test_the_engine_dies_under_load(server: Server) -> None:
         assert status == 200, body
         if "error" in body:
             assert number % 4 == 0, "only begun streams may be told to repeat"
-            assert (
-                body["error"]["retryable"] is True and body["error"]["code"] == "engine_restarted"
-            )
+            assert body["error"]["retryable"] is True and body["error"]["code"] == "engine_restarted"
         else:
             assert body["choices"]
     with server.client() as client:
@@ -112,10 +110,7 @@ def test_the_server_is_killed_during_a_step(server: Server) -> None:
         done = json.loads(events[-1])
         assert done["event"] == "done" and done["step"] == 1
         assert client.get(f"/api/models/{model}").json()["step"] == 1
-        assert (
-            json.loads(client.post(url, content=body, headers=headers).text.splitlines()[-1])
-            == done
-        )
+        assert json.loads(client.post(url, content=body, headers=headers).text.splitlines()[-1]) == done
         assert chat(client, model)["choices"][0]["art"]["step"] == 1
     assert sorted(p.name for p in checkpoints.iterdir()) == ["0000", "0001"]
     history = (server.model_dir("during") / "history.jsonl").read_text().splitlines()

@@ -28,7 +28,7 @@ from tests.long.chaos.server import POINTS, VARIABLE
 MODELS = ("one", "two")
 KINDS = {"trainer": 5, "engine": 2, "server": 1, "point": 2}
 """Weights of the random choice. A killed server or engine takes a minute to restart."""
-MODULES = {"trainer": "art_server.trainer.worker", "engine": "art_server.in_vllm.child"}
+MODULES = {"trainer": "art_server.trainer.worker", "engine": "art_server.engine.vllm_process.child"}
 WORK_SECONDS = 8.0
 """Longest time that a ready server works before the next kill; long enough for some steps of art/tiny."""
 STARTING_SHARE = 0.1
@@ -212,9 +212,7 @@ class Chaos:
     def _check_answers(self) -> None:
         """Scores some sampled tokens again with their step's complete adapter: none came from a half-loaded adapter."""
         for name in MODELS:
-            rows = [
-                row for each in read_lines(self.folder / f"{name}.jsonl") for row in each["answers"]
-            ]
+            rows = [row for each in read_lines(self.folder / f"{name}.jsonl") for row in each["answers"]]
             rows = [row for row in rows if row["tokens"]]
             for row in self.random.sample(rows, min(NUM_RESCORED, len(rows))):
                 body = {
@@ -226,22 +224,15 @@ class Chaos:
                 answer = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120)
                 assert answer.status_code == 200, answer.text
                 scored = answer.json()["choices"][0]["prompt_logprobs"][len(row["prompt"]) :]
-                again = [
-                    entry[str(token)]["logprob"]
-                    for entry, token in zip(scored, row["tokens"], strict=True)
-                ]
+                again = [entry[str(token)]["logprob"] for entry, token in zip(scored, row["tokens"], strict=True)]
                 gap = max(abs(a - b) for a, b in zip(again, row["logprobs"], strict=True))
-                assert gap < MAX_GAP, (
-                    f"{name}@{row['step']} was sampled with another adapter: {gap}"
-                )
+                assert gap < MAX_GAP, f"{name}@{row['step']} was sampled with another adapter: {gap}"
 
 
 def check(folder: Path) -> int:
     """Checks the files on disk against the steps that the programs saw; returns the number of steps."""
     with sqlite3.connect(folder / "art" / ".server" / "jobs.sqlite") as db:
-        jobs = db.execute(
-            "SELECT name, state, target_step, last_error FROM jobs ORDER BY number"
-        ).fetchall()
+        jobs = db.execute("SELECT name, state, target_step, last_error FROM jobs ORDER BY number").fetchall()
     db.close()
     total = 0
     for name in MODELS:
@@ -256,9 +247,7 @@ def check(folder: Path) -> int:
         rows = {(row["step"], row["job_id"]) for row in read_lines(model / "history.jsonl")}
         assert sorted(step for step, _ in rows) == expected, f"{name}: history"
         assert len({job for _, job in rows}) == len(expected)
-        kept = sorted(
-            int(entry.name) for entry in (model / "checkpoints").iterdir() if entry.name.isdigit()
-        )
+        kept = sorted(int(entry.name) for entry in (model / "checkpoints").iterdir() if entry.name.isdigit())
         assert kept[-1] == len(expected) and kept == list(range(kept[0], kept[-1] + 1))
         assert not list((model / "checkpoints").glob(".*")), "left over"
         for step in kept:
@@ -271,9 +260,7 @@ def check_files(checkpoint: Path) -> None:
     record = json.loads((checkpoint / "checkpoint.json").read_text())
     for name, digest in record["files"].items():
         if (checkpoint / name).exists():  # optimizer state is kept for the newest steps only
-            assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest, (
-                checkpoint
-            )
+            assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest, checkpoint
     with safe_open(checkpoint / "adapter_model.safetensors", framework="np") as tensors:
         assert tensors.keys()
 

@@ -21,9 +21,7 @@ PROMPTS = ("respond with yes, no, maybe", "respond with maybe, no, yes")
 KEPT_TOKENS = 6
 
 
-async def rollout(
-    model: art.TrainableModel, prompt: str, seen: list[dict[str, Any]]
-) -> art.Trajectory:
+async def rollout(model: art.TrainableModel, prompt: str, seen: list[dict[str, Any]]) -> art.Trajectory:
     client: openai.AsyncOpenAI = model.openai_client()
     message: Any = {"role": "user", "content": prompt}
     completion = await client.chat.completions.create(
@@ -53,8 +51,7 @@ async def main(url: str, name: str, folder: Path) -> None:
         while not (folder / "stop").exists():
             seen: list[dict[str, Any]] = []
             groups = await art.gather_trajectory_groups(
-                art.TrajectoryGroup(rollout(model, prompt, seen) for _ in range(4))
-                for prompt in PROMPTS
+                art.TrajectoryGroup(rollout(model, prompt, seen) for _ in range(4)) for prompt in PROMPTS
             )
             result = await model.train(groups, config=config)
             log.write(json.dumps({"step": result.step, "answers": seen[:2]}) + "\n")

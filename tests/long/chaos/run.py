@@ -15,14 +15,10 @@ KILLS_A_RUN = 30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Kill a server's processes while two programs train on it."
-    )
+    parser = argparse.ArgumentParser(description="Kill a server's processes while two programs train on it.")
     parser.add_argument("--kills", type=int, default=300, help="total over all runs in the file")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the first run")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no kill after this time"
-    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no kill after this time")
     parser.add_argument("--file", type=Path, default=Path("docs/chaos.jsonl"))
     flags = parser.parse_args()
     deadline = time.monotonic() + 60 * flags.minutes

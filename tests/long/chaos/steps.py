@@ -11,16 +11,21 @@ from pathlib import Path
 
 from art.types import TrainSFTConfig
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
-from art_server.background import Background
-from art_server.base_models import TINY_DIR
-from art_server.children import Children
-from art_server.device.owner import DeviceOwner
+from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
+from art_server.process.background import Background
+from art_server.process.children import Children
+from art_server.process.shared.tasks import (
+    Batch,
+    TokenSequence,
+    TrainableGroup,
+    TrainableTrajectory,
+)
 from art_server.settings import ServerConfig
-from art_server.shared.tasks import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
 from art_server.trainer.checkpoint import write_first_checkpoint

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 NUM_KILLS = 20 if os.environ.get("ART_TEST_FULL") else 1
 NUM_JOBS = max(2, NUM_KILLS)
-WITHOUT_ENGINE = [
-    point for point in POINTS if not point.startswith(("engine", "adapter", "job written"))
-]
+WITHOUT_ENGINE = [point for point in POINTS if not point.startswith(("engine", "adapter", "job written"))]
 MEASURED = ("time/", "throughput/", "recorded_at", "job_id", "data/step_tree_gap", "data/step_peak")
 """Beginnings of the keys of a history row that trajectories and weights do not determine. The tree gap is one because
 each trainer process compares prefix trees with single sequences on its first batch only."""
@@ -41,14 +39,11 @@ def made(folder: Path, num_jobs: int) -> tuple[dict[str, bytes], list[dict[str, 
     """Weights and optimizer states by file, and the history."""
     model = folder / "p" / "models" / "a"
     weights = {
-        str(file.relative_to(model)): file.read_bytes()
-        for file in sorted(model.glob("checkpoints/*/*.safetensors"))
+        str(file.relative_to(model)): file.read_bytes() for file in sorted(model.glob("checkpoints/*/*.safetensors"))
     }
     rows = list(rows_by_step(model / "history.jsonl").values())
     assert [row["step"] for row in rows] == list(range(1, num_jobs + 1))
-    return weights, [
-        {key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows
-    ]
+    return weights, [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
 
 
 def test_weights_of_a_run_that_was_killed_equal_those_of_one_that_was_not(tmp_path: Path) -> None:
@@ -60,9 +55,7 @@ def test_weights_of_a_run_that_was_killed_equal_those_of_one_that_was_not(tmp_pa
     num_kills = 0
     while num_kills < NUM_KILLS:
         at_point = NUM_KILLS == 1 or chance.random() < 0.7
-        process = start(
-            killed, num_jobs, f"{chance.choice(WITHOUT_ENGINE)}:1" if at_point else None
-        )
+        process = start(killed, num_jobs, f"{chance.choice(WITHOUT_ENGINE)}:1" if at_point else None)
         try:
             process.wait(timeout=120 if at_point else chance.uniform(3.0, 20.0))
         except subprocess.TimeoutExpired:

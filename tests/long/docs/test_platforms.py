@@ -19,9 +19,7 @@ UNIX_ONLY = {
 
 
 @pytest.mark.parametrize(("system", "missing"), [("Windows", UNIX_ONLY), ("Darwin", {})])
-def test_the_client_calls_nothing_that_a_system_lacks(
-    system: str, missing: dict[str, set[str]]
-) -> None:
+def test_the_client_calls_nothing_that_a_system_lacks(system: str, missing: dict[str, set[str]]) -> None:
     """By the type checker, which knows what Python has on each system."""
     command = [
         str(Path(sys.prefix) / "bin" / "pyright"),

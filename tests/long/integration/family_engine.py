@@ -20,22 +20,22 @@ import torch
 from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.base_facts import read_facts
-from art_server.base_models import BaseModel, check_on_cpu, check_trainable, weight_files
-from art_server.device.figures import read_figures
-from art_server.device.model_size import read_model_size
-from art_server.device.plan import GIB, Card, Demand, make_plan
 from art_server.engine import command
+from art_server.engine.device.figures import read_figures
+from art_server.engine.device.model_size import read_model_size
+from art_server.engine.device.plan import GIB, Card, Demand, make_plan
 from art_server.errors import InvalidInput
-from art_server.settings import NumberType, ServerConfig
-from art_server.shared import switches
-from art_server.shared.tasks import (
+from art_server.process.shared import switches
+from art_server.process.shared.tasks import (
     Batch,
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
     TrainTask,
 )
+from art_server.settings import NumberType, ServerConfig
+from art_server.store.base_facts import read_facts
+from art_server.store.base_models import BaseModel, check_on_cpu, check_trainable, weight_files
 from art_server.trainer.base import load_base
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
@@ -180,22 +180,16 @@ def a_group() -> Batch:
     return Batch(groups=[TrainableGroup(trajectories=trajectories)])
 
 
-def score(
-    engine: Any, token_ids: list[int], adapter: Path | None, number: int = 1
-) -> tuple[list[int], torch.Tensor]:
+def score(engine: Any, token_ids: list[int], adapter: Path | None, number: int = 1) -> tuple[list[int], torch.Tensor]:
     """The text with the tokens that the engine samples after it, and the engine's log-probability of each token but the
     first. Adapters have different numbers. Any: vLLM's LLM."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    request = (
-        LoRARequest(f"adapter {number}", number, str(adapter)) if adapter is not None else None
-    )
+    request = LoRARequest(f"adapter {number}", number, str(adapter)) if adapter is not None else None
     (answer,) = engine.generate(
         {"prompt_token_ids": token_ids},
-        SamplingParams(
-            max_tokens=NUM_SAMPLED, prompt_logprobs=0, logprobs=0, seed=0, ignore_eos=True
-        ),
+        SamplingParams(max_tokens=NUM_SAMPLED, prompt_logprobs=0, logprobs=0, seed=0, ignore_eos=True),
         lora_request=request,
         use_tqdm=False,
     )

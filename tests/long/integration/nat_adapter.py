@@ -88,10 +88,7 @@ async def main(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="default") as client:
         for number, run in enumerate((answer_episode, tool_episode)):
             episodes = [await run(client) for _ in range(4)]
-            group = [
-                Trajectory(episode=episode, reward=float(index))
-                for index, episode in enumerate(episodes)
-            ]
+            group = [Trajectory(episode=episode, reward=float(index)) for index, episode in enumerate(episodes)]
             collection = TrajectoryCollection(trajectories=[group], run_id=f"run-{number}")
             job = await adapter.submit(collection)
             status = await adapter.wait_until_complete(job, poll_interval=0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from art_server.base_models import TINY_DIR
+from art_server.store.base_models import TINY_DIR
 from tests.live import PROJECT, Server, chat
 
 
@@ -28,9 +28,7 @@ def test_a_base_model_that_merely_served_last_gives_way(tmp_path: Path) -> None:
             info = client.post("/api/models", json=body).json()
             assert info["base_model"] == str(other) and info["max_seq_length"] == 2048
             assert chat(client, f"{PROJECT}/a")["choices"][0]["art"]["step"] == 0
-            refused = client.post(
-                "/api/models", json=body | {"name": "b", "base_model": "art/tiny"}
-            )
+            refused = client.post("/api/models", json=body | {"name": "b", "base_model": "art/tiny"})
             assert refused.status_code == 409
             assert refused.json()["error"]["code"] == "base_model_differs"
     finally:
@@ -54,9 +52,7 @@ class SlowHub(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-def test_the_port_is_open_while_a_base_model_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_port_is_open_while_a_base_model_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = ThreadingHTTPServer(("127.0.0.1", 0), SlowHub)
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")

@@ -35,7 +35,7 @@ def test_the_gate_stays_open_while_a_step_trains(tmp_path: Path) -> None:
         train_one_step(server, "a")  # the first job on a base also checks its layers
         model = f"{PROJECT}/a"
         trainer = find_process(server, "art_server.trainer.worker")
-        engine = find_process(server, "art_server.in_vllm.child")
+        engine = find_process(server, "art_server.engine.vllm_process.child")
         assert psutil.Process(trainer).cpu_affinity() == [cores[1]]
         workers = [psutil.Process(engine), *psutil.Process(engine).children(recursive=True)]
         assert all(worker.cpu_affinity() == [cores[0]] for worker in workers)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from art_server.base_models import NOT_ON_CPU
+from art_server.store.base_models import NOT_ON_CPU
 from tests.long.integration.family_engine import agree
 from tests.toy_models import FAMILIES, PUBLISHED, ROPES, WITHOUT_TREES
 
@@ -22,9 +22,7 @@ def test_what_was_trained_is_what_is_served(toy: str) -> None:
     assert_served(toy)
 
 
-@pytest.mark.parametrize(
-    "toy", [each for each in (*FAMILIES, *PUBLISHED, *ROPES) if each not in QUICK]
-)
+@pytest.mark.parametrize("toy", [each for each in (*FAMILIES, *PUBLISHED, *ROPES) if each not in QUICK])
 def test_what_was_trained_is_what_is_served_or_a_cpu_refuses_it(toy: str) -> None:
     assert_served(toy)
 
@@ -49,14 +47,10 @@ def run(program: str, toy: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(
-    ("family", "folded"), [("deepseek_v3", {"self_attn.kv_b_proj"}), ("gemma3", set())]
-)
+@pytest.mark.parametrize(("family", "folded"), [("deepseek_v3", {"self_attn.kv_b_proj"}), ("gemma3", set())])
 def test_an_adapter_that_vllm_applies_otherwise_or_ignores_is_found_at_its_first_load(
     family: str, folded: set[str]
 ) -> None:
     kinds, changes = run("planted_layers", family)
     assert {kind for kind, fault in kinds.items() if fault is not None} == folded and len(kinds) > 3
-    assert (
-        set(changes) == {"alpha", "layer numbers", "tower", "base"} and None not in changes.values()
-    )
+    assert set(changes) == {"alpha", "layer numbers", "tower", "base"} and None not in changes.values()

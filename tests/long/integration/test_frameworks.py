@@ -28,9 +28,7 @@ def python() -> Path:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_example_trains_two_steps_on_exact_tokens(
-    server: Server, python: Path, tmp_path: Path, example: str
-) -> None:
+def test_example_trains_two_steps_on_exact_tokens(server: Server, python: Path, tmp_path: Path, example: str) -> None:
     printed = run_program(server, tmp_path, python, FOLDER / f"with_{example}.py", *SHORT)
     ((_, after, _, before, _),) = BEFORE_AND_AFTER.findall(printed)
     assert (after, before) == ("2", "0")
@@ -79,9 +77,7 @@ def test_one_trace_joins_a_langgraph_rollout_with_the_step_that_it_trained(
         chats = spans(collector, "chat traced/art-tiny", job.trace_id)
         of_rollouts = [each for each in chats if names[each.parent_span_id] == "rollout"]
         assert chats == of_rollouts and len(chats) >= 1.5 * len(rollouts), "tool calls and answers"
-        assert {attributes(each)["art.adapter"] for each in chats} == {
-            f"traced/art-tiny@{step - 1}"
-        }
+        assert {attributes(each)["art.adapter"] for each in chats} == {f"traced/art-tiny@{step - 1}"}
         (train,) = spans(collector, "train traced/art-tiny", job.trace_id)
         assert job.parent_span_id == train.span_id
         phases = {each for each, parent in parents(collector, job) if parent == "job"}

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from art_server.base_models import TINY_DIR
+from art_server.store.base_models import TINY_DIR
 from tests.live import (
     PROJECT,
     READY_SECONDS,
@@ -24,7 +24,7 @@ from tests.live import (
     train_one_step,
 )
 
-ENGINE = "art_server.in_vllm.child"
+ENGINE = "art_server.engine.vllm_process.child"
 
 
 def change(file: Path, **fields: Any) -> None:
@@ -34,9 +34,7 @@ def change(file: Path, **fields: Any) -> None:
 def restart_engine(server: Server, client: httpx.Client) -> None:
     def num_starts() -> float:
         (line,) = (
-            line
-            for line in client.get("/metrics").text.splitlines()
-            if line.startswith("art_engine_starts_total ")
+            line for line in client.get("/metrics").text.splitlines() if line.startswith("art_engine_starts_total ")
         )
         return float(line.rpartition(" ")[2])
 
@@ -56,9 +54,7 @@ def ask(client: httpx.Client) -> tuple[int, str | None]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_another_alpha_and_another_rope_are_caught_before_the_step_serves(
-    dtype: str, tmp_path: Path
-) -> None:
+def test_another_alpha_and_another_rope_are_caught_before_the_step_serves(dtype: str, tmp_path: Path) -> None:
     base = shutil.copytree(TINY_DIR, tmp_path / "base")
     server = Server(tmp_path)
     server.arguments = ["--base-model", str(base), "--max-seq-length", "1024", "--dtype", dtype]

@@ -71,7 +71,7 @@ def processes(server: Server) -> dict[str, int]:
         for name, mark in (
             ("core", "VLLM::EngineCore"),
             ("worker", "VLLM::Worker"),
-            ("api", "art_server.in_vllm.child"),
+            ("api", "art_server.engine.vllm_process.child"),
         ):
             if mark in command:
                 found.setdefault(name, pid)
@@ -79,9 +79,7 @@ def processes(server: Server) -> dict[str, int]:
     return found
 
 
-def ask(
-    server: Server, num_tokens: int, prompt: Any = "Say something", timeout: float | None = None
-) -> int:
+def ask(server: Server, num_tokens: int, prompt: Any = "Say something", timeout: float | None = None) -> int:
     body = {"model": "art/tiny", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
     with server.client() as client:
         client.timeout = timeout or client.timeout

@@ -37,10 +37,7 @@ async def test_a_model_that_was_taught_to_judge_gives_right_scores(server: Serve
 
     async def teacher(messages: Messages) -> str:
         words = re.findall(r'"role": "assistant", "content": "(\w+)"', messages[-1]["content"])
-        scores = {
-            str(number): {"explanation": word, "score": VALUES[word]}
-            for number, word in enumerate(words, 1)
-        }
+        scores = {str(number): {"explanation": word, "score": VALUES[word]} for number, word in enumerate(words, 1)}
         answer: Any = {"role": "assistant", "content": json.dumps({"scores": scores})}
         told: list[Any] = [*messages, answer]
         demonstrations.append(art.Trajectory(messages_and_choices=told))
@@ -53,9 +50,7 @@ async def test_a_model_that_was_taught_to_judge_gives_right_scores(server: Serve
     async with art.Backend(server.url) as backend:
         model = art.TrainableModel(name="a-judge", project=PROJECT, base_model="art/tiny")
         await model.register(backend)
-        config = art.TrainSFTConfig(
-            learning_rate=2e-3, batch_size=4, epochs=48, assistant_turns="last"
-        )
+        config = art.TrainSFTConfig(learning_rate=2e-3, batch_size=4, epochs=48, assistant_turns="last")
         await model.train_sft(demonstrations, config)
         judge = Judge(model, options={"max_tokens": 160, "temperature": 0})
         for words in orders[:4]:

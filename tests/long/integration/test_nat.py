@@ -49,9 +49,7 @@ def health_port() -> Iterator[None]:
 
 def run(command: list[str | Path], folder: Path = ROOT) -> str:
     variables = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
-    done = subprocess.run(
-        command, env=variables, cwd=folder, capture_output=True, text=True, timeout=400
-    )
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -64,9 +62,7 @@ def jobs(server: Server, project: str, name: str) -> list[dict[str, Any]]:
         return [client.get(f"/api/jobs/{row['job_id']}").json() for row in rows if "job_id" in row]
 
 
-def finetune(
-    server: Server, environment: Path, folder: Path, config: str, **overrides: str
-) -> list[dict[str, Any]]:
+def finetune(server: Server, environment: Path, folder: Path, config: str, **overrides: str) -> list[dict[str, Any]]:
     """Runs `nat finetune` for two epochs of two generations; returns the lines of training_metrics.jsonl."""
     file = ROOT / "examples" / "nemo_agent_toolkit" / "configs" / f"{config}.yml"
     command: list[str | Path] = [environment / "nat", "--log-level", "warning"]
@@ -87,13 +83,9 @@ def finetune(
     return [json.loads(line) for line in lines]
 
 
-def test_adapter_of_the_plugin_trains_twice_and_deletes_checkpoints(
-    server: Server, environment: Path
-) -> None:
+def test_adapter_of_the_plugin_trains_twice_and_deletes_checkpoints(server: Server, environment: Path) -> None:
     program = ROOT / "tests" / "long" / "integration" / "nat_adapter.py"
-    ends = [
-        json.loads(line) for line in run([environment / "python", program, server.url]).splitlines()
-    ]
+    ends = [json.loads(line) for line in run([environment / "python", program, server.url]).splitlines()]
     assert [end["status"] for end in ends] == ["completed", "completed"], ends
     answers, tools = jobs(server, "tests", "nat-adapter")
     assert [answers["step"], tools["step"]] == [1, 2]
@@ -107,9 +99,7 @@ def test_adapter_of_the_plugin_trains_twice_and_deletes_checkpoints(
     assert "0000" not in kept and {"0001", "0002"} <= kept, kept
 
 
-def test_finetune_trains_the_game_on_exact_tokens(
-    server: Server, environment: Path, tmp_path: Path
-) -> None:
+def test_finetune_trains_the_game_on_exact_tokens(server: Server, environment: Path, tmp_path: Path) -> None:
     epochs = finetune(server, environment, tmp_path, "tic_tac_toe")
     assert [epoch["num_trajectories"] for epoch in epochs] == [48, 48]
     for name in ("reward_history.json", "reward_plot.png"):

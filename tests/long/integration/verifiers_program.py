@@ -16,9 +16,7 @@ async def main() -> None:
         except ValueError as error:
             infinite = str(error)
         good, other, broken = environment.tasks(3)
-        groups = await environment.gather(
-            model, [good, other, broken], 4, max_exceptions=0.5, max_tokens=8
-        )
+        groups = await environment.gather(model, [good, other, broken], 4, max_exceptions=0.5, max_tokens=8)
         failures = [each.message for group in groups for each in group.exceptions]
         result = await model.train(
             [group for group in groups if group.trajectories],

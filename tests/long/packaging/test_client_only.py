@@ -20,12 +20,8 @@ def test_the_client_installs_alone(tmp_path: Path) -> None:
         [UV, "pip", "list", "--python", str(python)], capture_output=True, text=True, check=True
     ).stdout
     assert not {"torch", "vllm", "fastapi", "transformers"} & set(installed.split())
-    code = (
-        "import art; print(art.TrainableModel(name='a', project='p', base_model='art/tiny').name)"
-    )
-    shown = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    code = "import art; print(art.TrainableModel(name='a', project='p', base_model='art/tiny').name)"
+    shown = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert shown.stdout == "a\n"
     for command in (["art-server"], ["art", "run", "--port", "0"]):
         server = subprocess.run(

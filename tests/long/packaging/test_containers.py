@@ -62,9 +62,7 @@ def test_the_commands_of_the_cpu_image_end_in_a_server_that_answers(tmp_path: Pa
                     health + (tmp_path / "server.log").read_text()
                 )
                 time.sleep(1)
-                answer = subprocess.run(
-                    check_command, check=False, capture_output=True, text=True, **run
-                )
+                answer = subprocess.run(check_command, check=False, capture_output=True, text=True, **run)
                 health, status = answer.stdout + answer.stderr, answer.returncode
             assert status == 0
             with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -85,9 +83,7 @@ def build_arguments() -> dict[str, str | None]:
     return arguments
 
 
-def build(
-    name: str, image: Path, arguments: Mapping[str, str | None]
-) -> tuple[Path, dict[str, str]]:
+def build(name: str, image: Path, arguments: Mapping[str, str | None]) -> tuple[Path, dict[str, str]]:
     """Carry out a Dockerfile below `image`, but for what needs root. Returns the working folder and the variables."""
     build_variables: dict[str, str | None] = {}
     variables: dict[str, str] = {}
@@ -149,8 +145,6 @@ def ask(port: int, key: str | None) -> Any:
     headers = {"content-type": "application/json"}
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), headers
-    )
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from art_server import clock
 from art_server.jobs import queue as queue_module
+from art_server.process.shared import clock
 from art_server.store.registry import Model
 from tests.quick.jobs import test_runner
 from tests.quick.jobs.test_runner import House, quick, running  # noqa: F401 - a fixture

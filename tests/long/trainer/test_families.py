@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.shared.tasks import TrainTask
+from art_server.process.shared.tasks import TrainTask
 from art_server.trainer.base import outline
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
@@ -19,9 +19,7 @@ LAYOUTS = ("qwen3_5", "gemma3", "gemma4 whose keys are values", "glm4_moe_lite",
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LAYOUTS])
-def test_a_step_moves_layers_that_the_engine_adapts(
-    family: str, make_batch: MakeBatch, tmp_path: Path
-) -> None:
+def test_a_step_moves_layers_that_the_engine_adapts(family: str, make_batch: MakeBatch, tmp_path: Path) -> None:
     base = make_model(family, tmp_path / "base")
     lora = LoRAConfig(rank=4)
     write_first_checkpoint(str(base), lora, 0, tmp_path / "0000")

@@ -111,8 +111,6 @@ def run_trl(
     )
     trainer.train()
     weights = {
-        key.replace(".default", ""): each.detach()
-        for key, each in model.named_parameters()
-        if each.requires_grad
+        key.replace(".default", ""): each.detach() for key, each in model.named_parameters() if each.requires_grad
     }
     return losses, norms, weights

@@ -13,8 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.shared.advantages import group_advantages
-from art_server.shared.tasks import (
+from art_server.process.shared.advantages import group_advantages
+from art_server.process.shared.tasks import (
     Batch,
     TokenSequence,
     TrainableGroup,
@@ -39,8 +39,7 @@ TO_SAMPLED: dict[str, tuple[dict, dict]] = {
     "dapo": ({"preset": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "gspo": (
         {"preset": "gspo"},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence"}
-        | {"epsilon": 3e-4, "epsilon_high": 4e-4},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"} | {"epsilon": 3e-4, "epsilon_high": 4e-4},
     ),
     "cispo": ({"preset": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     "dual clip": ({"clip": "dual", "dual_clip": 1.3}, {"loss_type": "dapo", "delta": 1.3}),
@@ -99,8 +98,7 @@ def make_batch(policy: Policy, noise: float = 0.3, num_dead: int = 0) -> Batch:
             token_ids = prompt + draw(3, 20)
             own = [0.0, *policy.sequence_logprobs(token_ids).tolist()]
             logprobs = [
-                value + rng.uniform(-noise, noise) if index >= len(prompt) else None
-                for index, value in enumerate(own)
+                value + rng.uniform(-noise, noise) if index >= len(prompt) else None for index, value in enumerate(own)
             ]
             trajectories.append(
                 TrainableTrajectory(
@@ -122,12 +120,8 @@ def make_inputs(policy: Policy, batch: Batch, config: TrainConfig) -> dict[str, 
         or [0.0] * len(group.trajectories)
     ]
     firsts = [sum(value is None for value in sequence.logprobs) for sequence in sequences]
-    prompts = [
-        sequence.token_ids[:first] for sequence, first in zip(sequences, firsts, strict=True)
-    ]
-    completions = [
-        sequence.token_ids[first:] for sequence, first in zip(sequences, firsts, strict=True)
-    ]
+    prompts = [sequence.token_ids[:first] for sequence, first in zip(sequences, firsts, strict=True)]
+    completions = [sequence.token_ids[first:] for sequence, first in zip(sequences, firsts, strict=True)]
     olds = [
         [value for value in sequence.logprobs[first:] if value is not None]
         for sequence, first in zip(sequences, firsts, strict=True)
@@ -155,17 +149,13 @@ def pad(sequences: list[list], left: bool = False) -> torch.Tensor:
     longest = max(map(len, sequences))
     return torch.tensor(
         [
-            [0] * (longest - len(sequence)) + sequence
-            if left
-            else sequence + [0] * (longest - len(sequence))
+            [0] * (longest - len(sequence)) + sequence if left else sequence + [0] * (longest - len(sequence))
             for sequence in sequences
         ]
     )
 
 
-def correcting(
-    batch: Batch, inputs: dict[str, torch.Tensor], mode: str, is_one_job: bool
-) -> MakeInputs:
+def correcting(batch: Batch, inputs: dict[str, torch.Tensor], mode: str, is_one_job: bool) -> MakeInputs:
     """TRL's inputs with the old policy's log-probabilities, and with their truncated or masked ratio to the sampler's:
     those of each step's start, or of the first step's."""
     sequences = [each.sequences[0] for group in batch.groups for each in group.trajectories]
@@ -221,9 +211,7 @@ def test_one_job_of_three_steps_equals_trls_with_a_fixed_old_policy(
     norms, weights = run_trl(base_dir, adapter_dir, tmp_path, make, theirs)
 
     out = tmp_path / "out"
-    task = TrainTask(
-        lora=LoRAConfig(), in_dir=str(adapter_dir), out_dir=str(out), config=config, batch=batch
-    )
+    task = TrainTask(lora=LoRAConfig(), in_dir=str(adapter_dir), out_dir=str(out), config=config, batch=batch)
     done = train(policy, task, 150, lambda _: None)
     assert done.metrics["loss/grad_norm"] == pytest.approx(sum(norms) / NUM_STEPS, rel=1e-4)
     assert done.metrics["data/step_num_gradient_steps"] == NUM_STEPS
@@ -236,9 +224,7 @@ def test_three_steps_equal_those_of_trl_with_the_sampler_as_old_policy(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str
 ) -> None:
     given, theirs = TO_SAMPLED[name]
-    config = TrainConfig(
-        **given, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5
-    )
+    config = TrainConfig(**given, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5)
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = make_batch(policy)
     inputs = make_inputs(policy, batch, config)
@@ -252,9 +238,7 @@ def test_loss_with_kl_equals_that_of_trl_on_batches_with_dead_groups(
     policy: Policy, base_dir: Path, adapter_dir: Path, tmp_path: Path, name: str, num_dead: int
 ) -> None:
     given, theirs = WITH_KL[name]
-    config = TrainConfig(
-        **given, beta=0.2, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5
-    )
+    config = TrainConfig(**given, beta=0.2, ratio_to="sampled", learning_rate=LEARNING_RATE, max_grad_norm=0.5)
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = make_batch(policy, num_dead=num_dead)
     inputs = make_inputs(policy, batch, config)
@@ -280,9 +264,7 @@ def run_ours_in_jobs(
     folder, losses = adapter_dir, []
     for index in range(NUM_STEPS):
         out = tmp_path / str(index)
-        task = TrainTask(
-            lora=LoRAConfig(), in_dir=str(folder), out_dir=str(out), config=config, batch=batch
-        )
+        task = TrainTask(lora=LoRAConfig(), in_dir=str(folder), out_dir=str(out), config=config, batch=batch)
         done = train(policy, task, 150, lambda _: None)
         assert done.metrics["loss/grad_norm"] == pytest.approx(norms[index], rel=1e-4)
         losses.append(done.metrics["loss/train"])
@@ -359,8 +341,6 @@ def run_trl(
         trainer.use_vllm = True  # the argument would start vLLM
     trainer.train()
     weights = {
-        key.replace(".default", ""): each.detach()
-        for key, each in model.named_parameters()
-        if each.requires_grad
+        key.replace(".default", ""): each.detach() for key, each in model.named_parameters() if each.requires_grad
     }
     return norms, weights

@@ -24,7 +24,7 @@ from transformers import (
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import worker_environment
-from art_server.shared.tasks import (
+from art_server.process.shared.tasks import (
     Batch,
     TokenSequence,
     TrainableGroup,
@@ -224,9 +224,7 @@ def test_reference_single_rows_single_tokens_and_fresh_adapters_are_those_of_pol
     for name, expected in {
         "reference": reference_N,
         "fresh": reference_N,
-        "plain sequence": run.policy.sequence_logprobs(
-            pair(20).groups[0].trajectories[0].sequences[0].token_ids
-        ),
+        "plain sequence": run.policy.sequence_logprobs(pair(20).groups[0].trajectories[0].sequences[0].token_ids),
         "one token": run.policy.logprobs(micro_batch(pair(2)))[0].detach(),
     }.items():
         assert (theirs[name] - expected).abs().max() < 1e-4, name

@@ -52,7 +52,7 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
 from art_protocol.wire import LoRAConfig, TrainConfig  # noqa: E402
-from art_server.shared.tasks import Batch, TrainTask  # noqa: E402
+from art_server.process.shared.tasks import Batch, TrainTask  # noqa: E402
 from art_server.trainer.batches import (  # noqa: E402
     MicroBatch,
     make_micro_batches,
@@ -104,9 +104,7 @@ def refusal(compute: Any, *arguments: Any) -> str:
 
 def check(folder: Path) -> None:
     base, adapter = str(folder / "base"), folder / "adapter"
-    batches = {
-        each.stem: Batch.model_validate_json(each.read_text()) for each in folder.glob("*.json")
-    }
+    batches = {each.stem: Batch.model_validate_json(each.read_text()) for each in folder.glob("*.json")}
     batch = batches["batch"]
     told: dict[str, Any] = {}
     policy = UnslothPolicy(base, torch.float32, CPU, SERVERS_LENGTH)
@@ -115,15 +113,11 @@ def check(folder: Path) -> None:
     told["rope"] = policy._base.config.rope_parameters
     told["can_share"] = policy.can_share
     for name, shared in (("trees", True), ("sequences", False)):
-        save_file(
-            compute(policy, one_micro_batch(batch, shared=shared)), folder / f"{name}.safetensors"
-        )
+        save_file(compute(policy, one_micro_batch(batch, shared=shared)), folder / f"{name}.safetensors")
     trees = one_micro_batch(batch)
     other = {
         "reference": policy.reference_logprobs(trees),
-        "plain sequence": policy.sequence_logprobs(
-            batches["one_row"].groups[0].trajectories[0].sequences[0].token_ids
-        ),
+        "plain sequence": policy.sequence_logprobs(batches["one_row"].groups[0].trajectories[0].sequences[0].token_ids),
         "one token": policy.logprobs(one_micro_batch(batches["one_token"]))[0].detach(),
     }
 
@@ -136,9 +130,7 @@ def check(folder: Path) -> None:
     )
     told["metrics"] = train(policy, task, 100_000, lambda _: None, between_steps="leave").metrics
     policy.return_to_device()
-    layers = [
-        each for each in policy.model.modules() if isinstance(each, GradientCheckpointingLayer)
-    ]
+    layers = [each for each in policy.model.modules() if isinstance(each, GradientCheckpointingLayer)]
     told["checkpointing"] = [each.gradient_checkpointing and each.training for each in layers]
     told["too long"] = refusal(policy.logprobs, one_micro_batch(batches["too_long"]))
 

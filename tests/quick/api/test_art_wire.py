@@ -17,11 +17,11 @@ from art_server.api.art_wire import _log_note_once
 from art_server.api.auth import ART_PATHS
 from art_server.api.control import event_lines
 from art_server.app import make_app
-from art_server.base_models import TINY_DIR, BaseModel
 from art_server.jobs.queue import Job
 from art_server.server import Server, build
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
+from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 
 pytestmark = pytest.mark.anyio
@@ -200,9 +200,7 @@ async def test_a_failed_job_ends_the_stream_with_cause_and_remedy(
         (train_body(choice(), trajectory_groups=[{"trajectories": 1}]), "trajectories"),
     ],
 )
-async def test_what_cannot_be_trained_is_told_in_the_stream(
-    tmp_path: Path, body: dict[str, Any], text: str
-) -> None:
+async def test_what_cannot_be_trained_is_told_in_the_stream(tmp_path: Path, body: dict[str, Any], text: str) -> None:
     app, server = make(tmp_path)
     (row,) = await train(app, body)
     assert set(row) == {"error"}
@@ -222,9 +220,7 @@ async def test_a_call_without_a_key_is_always_a_new_job(tmp_path: Path) -> None:
     assert second is not None and second.job_id != first.job_id
 
 
-async def test_registering_again_notes_what_comes_too_late(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_registering_again_notes_what_comes_too_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     app, server = make(tmp_path)
     engine_args = {"tensor_parallel_size": 2, "max_logprobs": 20, "gpu_memory_utilization": 0.9}
     config = {"init_args": {"max_seq_length": 512}, "engine_args": engine_args | {"headless": True}}
@@ -312,9 +308,7 @@ async def test_registering_again_starts_a_failed_engine_with_the_new_arguments(
     assert engine.started == [{"tensor_parallel_size": "1", "max_seq_length": "512"}]
 
 
-async def test_the_small_routes_answer_as_arts_do(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_small_routes_answer_as_arts_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     app, _ = make(tmp_path)
     async with client(app) as http:
         assert (await http.get("/healthcheck")).json() == {"status": "ok"}
@@ -344,9 +338,7 @@ async def test_the_base_url_is_the_host_that_was_asked(tmp_path: Path) -> None:
         async with client(app, host) as http:
             reply = await http.post("/_prepare_backend_for_training", json=body)
         assert reply.json() == [f"http://{host}:8000/v1", "default"]
-    behind_tls = httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=app), base_url="https://localhost:8443"
-    )
+    behind_tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="https://localhost:8443")
     async with behind_tls as http:
         reply = await http.post("/_prepare_backend_for_training", json=body)
     assert reply.json()[0] == "https://localhost:8443/v1", "a proxy's, which has one port"

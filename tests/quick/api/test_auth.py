@@ -106,9 +106,7 @@ async def test_a_keyless_server_refuses_web_pages_and_foreign_hosts(keyless: Fas
 
 
 def test_keys_do_not_show_in_the_settings() -> None:
-    assert "all" not in repr(
-        ServerConfig(api_keys=KEYS[:1]).api_keys[0].model_dump(exclude={"key"})
-    )
+    assert "all" not in repr(ServerConfig(api_keys=KEYS[:1]).api_keys[0].model_dump(exclude={"key"}))
     assert "secret" not in repr(ServerConfig(api_keys=(ApiKey(key="secret"),)))
 
 

@@ -29,9 +29,9 @@ from art_server.api.bodies import (
     read_body,
     v1_limit_mb,
 )
-from art_server.base_models import TINY_DIR, BaseModel
 from art_server.errors import InvalidInput, TooLarge
 from art_server.jobs.train_requests import NewJob
+from art_server.store.base_models import TINY_DIR, BaseModel
 from tests.quick.api.test_art_wire import DONE, choice, client, follow_with, make
 
 # --- limits ---
@@ -107,10 +107,7 @@ async def test_a_request_above_the_context_s_limit_is_told_so(tmp_path: Path) ->
 
 @pytest.mark.anyio
 async def test_large_bodies_are_parsed_beside_the_event_loop() -> None:
-    threads = [
-        await beside(lambda _: threading.get_ident(), b"x" * size)
-        for size in (SMALL_BYTES, SMALL_BYTES + 1)
-    ]
+    threads = [await beside(lambda _: threading.get_ident(), b"x" * size) for size in (SMALL_BYTES, SMALL_BYTES + 1)]
     assert threads[0] == threading.get_ident() != threads[1]
 
 
@@ -146,8 +143,7 @@ ROUTES = {
     "/v1/responses": b'{"model": "run", "input": "a", "metadata": %s}',
     "/v1/messages": b'{"model": "run", "messages": [], "metadata": %s}',
     "/api/models": b'{"name": "a", "project": "p", "base_model": "b", "lora": %s}',
-    "/api/models/p/run/train": b'{"groups": [{"trajectories": [{"messages_and_choices": '
-    b'[{"a": %s}], "reward": 1}]}]}',
+    "/api/models/p/run/train": b'{"groups": [{"trajectories": [{"messages_and_choices": [{"a": %s}], "reward": 1}]}]}',
     "/api/models/p/run/log": b'{"groups": [], "metrics": %s}',
     "/api/models/p/run/checkpoints/delete": b'{"keep": %s}',
     "/register": b'{"name": "run", "project": "p", "config": %s}',

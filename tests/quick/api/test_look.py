@@ -84,9 +84,7 @@ async def test_scripts_come_from_this_server_alone(root: Path) -> None:
     async with client(make_view(root)) as http:
         for path in ("/", "/page/app.js", "/page/plotly.min.js"):
             headers = (await http.get(path)).headers
-            policy = dict(
-                each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";")
-            )
+            policy = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
             assert policy["default-src"] == "'self'" and "script-src" not in policy
             assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
             assert headers["x-content-type-options"] == "nosniff"
@@ -110,17 +108,12 @@ async def test_a_running_server_shows_its_health_its_jobs_and_its_memory(root: P
 
 
 async def test_the_history_has_the_requested_columns(root: Path) -> None:
-    rows = [
-        json.loads(line)
-        for line in (root / "demo/models/webnav-8b/history.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in (root / "demo/models/webnav-8b/history.jsonl").read_text().splitlines()]
     async with client(make_view(root)) as http:
         wanted = ["train/reward", HOSTILE_METRIC, "missing"]
         answer = await http.get(f"{RUN}/history", params={"metric": wanted})
         found = answer.json()
-        many: list[tuple[str, str | int | float | None]] = [("metric", "a")] * (
-            look.MAX_METRICS + 1
-        )
+        many: list[tuple[str, str | int | float | None]] = [("metric", "a")] * (look.MAX_METRICS + 1)
         assert (await http.get(f"{RUN}/history", params=many)).status_code == 422
     assert found["metrics"] == {name: [row.get(name) for row in rows] for name in wanted}
     assert HOSTILE_METRIC in found["names"] and "missing" not in found["names"]
@@ -207,9 +200,7 @@ def look_paths(app: FastAPI) -> list[str]:
     ]
 
 
-async def test_data_need_a_key_for_training_and_the_page_needs_none(
-    root: Path, tmp_path: Path
-) -> None:
+async def test_data_need_a_key_for_training_and_the_page_needs_none(root: Path, tmp_path: Path) -> None:
     app = guarded(root, tmp_path)
     paths = look_paths(app)
     assert len(paths) == 9
@@ -240,9 +231,7 @@ async def test_a_key_sees_its_own_projects_only(root: Path, tmp_path: Path) -> N
         assert live["health"]["waits_for"] == reason
 
 
-async def test_logs_and_memory_are_refused_to_keys_for_some_projects(
-    root: Path, tmp_path: Path
-) -> None:
+async def test_logs_and_memory_are_refused_to_keys_for_some_projects(root: Path, tmp_path: Path) -> None:
     app = guarded(root, tmp_path)
     for name in ("engine", "trainer", "server"):
         async with client(app, "demo-only") as http:
@@ -282,9 +271,7 @@ async def marks_of(app: FastAPI, change: Any, key: str | None = None) -> list[di
     return [json.loads(part.split("data: ")[1]) for part in parts if "event: marks" in part]
 
 
-async def test_a_new_row_changes_the_marks_of_its_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_new_row_changes_the_marks_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "LOOK_SECONDS", 0.05)
     first, second = make_demo(tmp_path, runs=2, steps=2, rollouts=8)
     found = await marks_of(make_live(tmp_path), lambda: log(first, 3, {"train/reward": 1.0}))

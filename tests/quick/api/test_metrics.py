@@ -13,8 +13,8 @@ import art
 from art_protocol.wire import JobReport, TrainConfig
 from art_server.jobs.queue import Payload
 from art_server.jobs.trainer_process import TrainerError
+from art_server.process.shared.tasks import Batch
 from art_server.settings import ApiKey
-from art_server.shared.tasks import Batch
 from tests.quick.server.served import Served, sample_group, serving
 
 pytestmark = pytest.mark.anyio
@@ -130,7 +130,7 @@ async def test_the_dashboard_names_only_metrics_that_are_exported(tmp_path: Path
     async with serving(tmp_path) as served:
         model = await add_model(served)
         await model.train([await sample_group(model)])
-        served.server.background.is_faulty("test", ValueError("a fault"))
+        served.server.background.record_fault("test", ValueError("a fault"))
         exported = {name for name, *_ in samples((await fetch(served)).text)}
         await model.backend().close()
     own = {name for name in exported if name.startswith("art_")}

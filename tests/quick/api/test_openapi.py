@@ -96,9 +96,7 @@ def test_the_page_of_routes_is_what_the_application_serves(app: FastAPI) -> None
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_of_the_page_is_true(app: FastAPI, row: str) -> None:
     _, method, path, scope, limit, _ = (part.strip().strip("`") for part in row.split("|"))
-    path = re.sub(
-        r"{(project)}", "p", re.sub(r"{(name)}", "a", re.sub(r"{(job_id|step|session)}", "0", path))
-    )
+    path = re.sub(r"{(project)}", "p", re.sub(r"{(name)}", "a", re.sub(r"{(job_id|step|session)}", "0", path)))
     if not scope.startswith("none"):
         assert send(app, method, path).status_code == 401
         status = send(app, method, path, headers={"authorization": "Bearer infer-only"}).status_code
@@ -124,17 +122,14 @@ def told(response: Any) -> None:
 OPERATIONS = [
     (row.split("|")[1].strip(), row.split("|")[2].strip().strip("`"))
     for row in ROWS
-    if "PUT" not in row
-    and "/v1/" not in row  # tests/quick/checkpoints has tars; /openapi.json leaves out /v1
+    if "PUT" not in row and "/v1/" not in row  # tests/quick/checkpoints has tars; /openapi.json leaves out /v1
 ]
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 @settings(max_examples=12, deadline=None, suppress_health_check=EVERY_CHECK)
 @given(data=st.data())
-def test_what_fits_the_description_is_answered(
-    method: str, path: str, app: FastAPI, data: st.DataObject
-) -> None:
+def test_what_fits_the_description_is_answered(method: str, path: str, app: FastAPI, data: st.DataObject) -> None:
     described = schemathesis.openapi.from_dict(app.openapi())
     case = data.draw(described[path][method].as_strategy())
     sent = case.as_transport_kwargs(base_url="http://127.0.0.1")
@@ -163,9 +158,7 @@ def test_a_parameter_that_does_not_fit_is_named(path: str, param: str, app: Fast
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=20,
 )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from art_server.base_models import TINY_DIR
+from art_server.store.base_models import TINY_DIR
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.optimizer import STATE_KEYS
 from art_server.trainer.policy import outline_adapter

@@ -13,13 +13,13 @@ from fastapi import FastAPI
 from art_protocol.history import history_row
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.app import make_app
-from art_server.base_models import TINY_DIR, BaseModel
 from art_server.jobs.queue import Payload
 from art_server.jobs.trainer_process import TrainerError
-from art_server.progress import StartProgress
+from art_server.process.progress import StartProgress
+from art_server.process.shared.tasks import Batch, CheckTask, Done
 from art_server.server import build
 from art_server.settings import ServerConfig
-from art_server.shared.tasks import Batch, CheckTask, Done
+from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import (
     CheckpointRecord,
     ModelFolder,

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from art_server.base_models import TINY_DIR
 from art_server.checkpoints.adapter import read_lora
 from art_server.checkpoints.archive import Description, describe, read_tar, write_tar
 from art_server.errors import InvalidInput, NotFound
+from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -30,9 +30,7 @@ from art_server.store.model_folder import (
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, add_model
 
-MANY = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +135,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes, kind: bytes = tarfile.R
         (tarfile.REGTYPE, 2**60),
     ],
 )
-def test_a_header_with_a_hostile_length_is_refused(
-    kind: bytes, size: int, whole: bytes, tmp_path: Path
-) -> None:
+def test_a_header_with_a_hostile_length_is_refused(kind: bytes, size: int, whole: bytes, tmp_path: Path) -> None:
     """`tarfile` alone would read an extended header into memory, or the same negative one for ever."""
     header = tarfile.TarInfo(ADAPTER_FILE)
     header.type, header.size = kind, size
@@ -196,9 +192,7 @@ def adapter(tmp_path: Path, source: Path, **changes: Any) -> Path:
 def test_an_adapter_tells_its_shape_and_base(tmp_path: Path, tiny_adapter: Path) -> None:
     lora, base = read_lora(adapter(tmp_path, tiny_adapter, base_model_name_or_path="org/base"))
     assert (lora, base) == (TINY_LORA, "org/base")
-    lora, base = read_lora(
-        adapter(tmp_path, tiny_adapter, target_modules=r".*\.(q|v)_proj", base_model_name_or_path=1)
-    )
+    lora, base = read_lora(adapter(tmp_path, tiny_adapter, target_modules=r".*\.(q|v)_proj", base_model_name_or_path=1))
     assert (lora.target_modules, base) == (None, None)
 
 
@@ -229,9 +223,7 @@ def test_what_is_no_plain_lora_is_refused_by_its_field(
     assert error.value.code == "bad_adapter" and field in error.value.message
 
 
-def test_the_default_configuration_of_peft_is_a_plain_lora(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+def test_the_default_configuration_of_peft_is_a_plain_lora(tmp_path: Path, tiny_adapter: Path) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     folder = adapter(tmp_path, tiny_adapter)
     config.save_pretrained(str(folder))
@@ -240,9 +232,7 @@ def test_the_default_configuration_of_peft_is_a_plain_lora(
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
 FIELDS = st.sampled_from(
@@ -255,9 +245,7 @@ FIELDS = st.sampled_from(
 
 @MANY
 @given(changes=st.dictionaries(FIELDS, JSON, max_size=4))
-def test_any_configuration_is_read_or_refused(
-    changes: dict[str, Any], tmp_path: Path, tiny_adapter: Path
-) -> None:
+def test_any_configuration_is_read_or_refused(changes: dict[str, Any], tmp_path: Path, tiny_adapter: Path) -> None:
     try:
         lora, base = read_lora(adapter(tmp_path, tiny_adapter, **changes))
     except InvalidInput as error:
@@ -267,14 +255,8 @@ def test_any_configuration_is_read_or_refused(
 
 
 @MANY
-@given(
-    data=st.binary(max_size=200)
-    | st.just(b"[" * 100_000)
-    | JSON.map(lambda v: json.dumps(v).encode())
-)
-def test_any_configuration_file_is_refused_in_words(
-    data: bytes, tmp_path: Path, tiny_adapter: Path
-) -> None:
+@given(data=st.binary(max_size=200) | st.just(b"[" * 100_000) | JSON.map(lambda v: json.dumps(v).encode()))
+def test_any_configuration_file_is_refused_in_words(data: bytes, tmp_path: Path, tiny_adapter: Path) -> None:
     folder = adapter(tmp_path, tiny_adapter)
     (folder / CONFIG_FILE).write_bytes(data)
     with pytest.raises(InvalidInput):
@@ -311,9 +293,7 @@ def tensor(shape: list[int], start: int, kind: str = "F32", width: int = 4) -> d
         tensors_file({"x" * 10**5: tensor([4, 2], 0)}, 32),
     ],
 )
-def test_what_is_no_adapter_s_weights_is_refused(
-    data: bytes, tmp_path: Path, tiny_adapter: Path
-) -> None:
+def test_what_is_no_adapter_s_weights_is_refused(data: bytes, tmp_path: Path, tiny_adapter: Path) -> None:
     folder = adapter(tmp_path, tiny_adapter)
     (folder / ADAPTER_FILE).write_bytes(data)
     with pytest.raises(BadCheckpoint) as error:

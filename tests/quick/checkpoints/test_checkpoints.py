@@ -11,8 +11,8 @@ from art_server.checkpoints import manage as checkpoints_module
 from art_server.errors import NotFound
 from art_server.ledger.records import Request
 from art_server.observe.runs import Runs
+from art_server.process.shared.samples import Sample
 from art_server.settings import ApiKey
-from art_server.shared.samples import Sample
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
 from art_server.store.registry import Registry
 from tests.demo import rows_by_step
@@ -58,9 +58,7 @@ async def test_steps_are_listed_with_their_metrics(tmp_path: Path, tiny_adapter:
 # --- pruning ------------------------------------------------------------------------------------------------------
 
 
-async def test_deleting_keeps_the_newest_and_the_best_and_tells_both(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_deleting_keeps_the_newest_and_the_best_and_tells_both(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=5)
     async with house(tmp_path) as here:
         here.registry.get("p", "a").history.add(1, {"val/reward": 1.0})
@@ -73,9 +71,7 @@ async def test_deleting_keeps_the_newest_and_the_best_and_tells_both(
         assert reply.json() == {"kept": [4], "deleted": [1]}
 
 
-async def test_a_metric_that_was_never_logged_deletes_nothing(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_a_metric_that_was_never_logged_deletes_nothing(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here:
         reply = await post(here, "checkpoints/delete", {"best_metric": "val/acuracy"})
@@ -86,9 +82,7 @@ async def test_a_metric_that_was_never_logged_deletes_nothing(
         assert (await post(here, "checkpoints/delete", {})).json()["kept"] == [2]
 
 
-async def test_art_s_clients_send_their_default_metric_for_every_model(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_art_s_clients_send_their_default_metric_for_every_model(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=4)
     body = {"name": "a", "project": "p", "_internal_config": {}}
     async with house(tmp_path) as here, here.client() as http:
@@ -99,9 +93,7 @@ async def test_art_s_clients_send_their_default_metric_for_every_model(
         assert (reply.status_code, folder.steps()) == (200, [2, 3])
 
 
-async def test_before_the_first_step_there_is_nothing_to_delete(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_before_the_first_step_there_is_nothing_to_delete(tmp_path: Path, tiny_adapter: Path) -> None:
     add_model(tmp_path, tiny_adapter)
     async with house(tmp_path) as here:
         for body in ({}, {"best_metric": "val/reward"}):
@@ -109,9 +101,7 @@ async def test_before_the_first_step_there_is_nothing_to_delete(
             assert reply.json() == {"kept": [0], "deleted": []}
 
 
-async def test_a_step_that_is_going_is_not_found_before_it_is_gone(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_a_step_that_is_going_is_not_found_before_it_is_gone(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here:
         here.engine.holds("p/a@0")
@@ -144,9 +134,7 @@ async def test_what_a_request_holds_is_not_deleted(tmp_path: Path, tiny_adapter:
         assert folder.steps() == [3]
 
 
-@pytest.mark.parametrize(
-    ("keep_last", "kept"), [(0, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 4, 5]), (50, [0, 1, 2, 3, 4, 5])]
-)
+@pytest.mark.parametrize(("keep_last", "kept"), [(0, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 4, 5]), (50, [0, 1, 2, 3, 4, 5])])
 async def test_after_a_step_the_newest_the_serving_and_the_best_are_kept(
     keep_last: int, kept: list[int], tmp_path: Path, tiny_adapter: Path
 ) -> None:
@@ -229,9 +217,7 @@ async def test_a_fork_that_cannot_be_made_makes_nothing(tmp_path: Path, tiny_ada
         assert names == {"a", "leftover"}
 
 
-async def test_a_key_forks_between_its_own_projects_only(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_a_key_forks_between_its_own_projects_only(tmp_path: Path, tiny_adapter: Path) -> None:
     add_model(tmp_path, tiny_adapter)
     keys = (
         ApiKey(key="k", projects=frozenset({"p"})),
@@ -251,9 +237,7 @@ async def test_a_key_forks_between_its_own_projects_only(
 # --- rollback -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_rollback_sets_later_steps_and_their_rows_aside(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_a_rollback_sets_later_steps_and_their_rows_aside(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=5)
     for step in (2, 3, 4):
         folder.write_lines("train", step, b"rollouts\n")
@@ -358,9 +342,7 @@ async def test_a_deletion_leaves_jobs_alone(tmp_path: Path, tiny_adapter: Path) 
         assert here.registry.find("p", "a") is None and not folder.path.exists()
 
 
-async def test_a_key_of_a_step_that_is_gone_can_be_used_again(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_a_key_of_a_step_that_is_gone_can_be_used_again(tmp_path: Path, tiny_adapter: Path) -> None:
     add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here, here.client() as http:
         for step in (1, 2):
@@ -399,9 +381,7 @@ async def test_a_rollback_waits_for_requests_and_new_ones_get_the_earlier_step(
         assert here.registry.resolve("a@1", "art/tiny", None).step == 1
 
 
-async def test_a_job_that_comes_while_a_rollback_waits_goes_first(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_a_job_that_comes_while_a_rollback_waits_goes_first(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     async with house(tmp_path) as here:
         with here.gate.inside("p/a@2"):
@@ -427,9 +407,7 @@ async def test_a_step_that_a_job_made_while_a_rollback_waited_is_not_set_aside(
         assert (folder.steps(), model.step, model.deleting) == ([0, 1, 2, 3], 3, set())
 
 
-async def test_an_interrupted_rollback_is_finished_by_a_repetition(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_an_interrupted_rollback_is_finished_by_a_repetition(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=4)
     folder.set_aside(3, "rolled-back")
     folder.set_aside(2, "rolled-back")
@@ -459,18 +437,14 @@ async def test_a_deleted_model_is_gone(tmp_path: Path, tiny_adapter: Path) -> No
         assert [entry.name for entry in (tmp_path / "p" / "models").iterdir()] == ["b"]
 
 
-async def test_of_two_deletions_at_once_one_finds_nothing(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_of_two_deletions_at_once_one_finds_nothing(tmp_path: Path, tiny_adapter: Path) -> None:
     add_model(tmp_path, tiny_adapter)
     async with house(tmp_path) as here, here.client() as http:
         replies = await asyncio.gather(http.delete(MODEL), http.delete(MODEL))
     assert sorted(reply.status_code for reply in replies) == [200, 404]
 
 
-async def test_a_model_that_could_not_be_deleted_is_as_before(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+async def test_a_model_that_could_not_be_deleted_is_as_before(tmp_path: Path, tiny_adapter: Path) -> None:
     add_model(tmp_path, tiny_adapter)
     async with house(tmp_path) as here, here.client() as http:
         here.add_job()

@@ -21,12 +21,12 @@ from peft import PeftModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from art_server.base_models import SMOLLM2_ID, TINY_DIR
 from art_server.checkpoints import http_transfer
 from art_server.checkpoints.export import public_name
 from art_server.cli import art
 from art_server.errors import Unavailable
 from art_server.settings import ApiKey, ServerConfig
+from art_server.store.base_models import SMOLLM2_ID, TINY_DIR
 from art_server.store.files import lock_folder
 from art_server.store.model_folder import (
     ADAPTER_FILE,
@@ -170,9 +170,7 @@ def test_a_base_has_the_name_by_which_others_find_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_merged_model_says_what_the_adapter_says(
-    dtype: torch.dtype, path: Path, tmp_path: Path
-) -> None:
+def test_a_merged_model_says_what_the_adapter_says(dtype: torch.dtype, path: Path, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(TINY_DIR, dtype=dtype)
     base.save_pretrained(tmp_path / "base")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -190,9 +188,7 @@ def test_a_merged_model_says_what_the_adapter_says(
     assert "hi" in tokenizer.apply_chat_template(chat, tokenize=False)
 
 
-def test_an_export_fills_an_empty_folder(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_fills_an_empty_folder(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder stays: it may be a mount point, the current folder or a link."""
     here, link = tmp_path / "here", tmp_path / "link"
     here.mkdir()
@@ -206,9 +202,7 @@ def test_an_export_fills_an_empty_folder(
     assert not list(tmp_path.glob("**/.*.tmp"))
 
 
-def test_an_export_leaves_what_is_there(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_leaves_what_is_there(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     said = refused(capsys, "export", "a", tmp_path / "out", "--path", path)
@@ -226,18 +220,14 @@ def test_an_export_leaves_what_is_there(
     assert {each.name for each in tmp_path.iterdir()} == {"path", "out"}
 
 
-def test_a_quantised_base_is_not_merged(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantised_base_is_not_merged(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tmp_path / "base"
     make_model("qwen3", base)
     config = json.loads((base / "config.json").read_text())
     run("export", "a", tmp_path / "adapter", "--path", path)
     record = path / "p/models/a/model.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"base_model": str(base)}))
-    (base / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
-    )
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
     said = refused(capsys, "export", "a", tmp_path / "out", "--merge", "--path", path)
     assert "is quantised" in said and not (tmp_path / "out").exists()
 
@@ -319,9 +309,7 @@ def test_a_push_uploads_the_folder_to_a_private_repository(
     hub.is_closed = True
     said = refused(capsys, "export", "a", tmp_path / "two", "--push", "me/agent", "--path", path)
     assert "was written, and not pushed" in said and "hf auth login" in said
-    assert f"hf upload me/agent {tmp_path / 'two'}" in said, (
-        "the same export again would be refused"
-    )
+    assert f"hf upload me/agent {tmp_path / 'two'}" in said, "the same export again would be refused"
     assert "hf_secret" not in said and (tmp_path / "two" / ADAPTER_FILE).exists()
     said = refused(capsys, "export", "a", tmp_path / "three", "--push", "../x", "--path", path)
     assert "not pushed to '../x'" in said
@@ -354,9 +342,7 @@ def test_a_step_that_was_set_aside_comes_back_with_its_number(path: Path, tmp_pa
     assert folder.steps() == [2] and folder.read_checkpoint(2).optimizer_steps == 6
 
 
-def test_a_folder_that_is_not_there_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "import", tmp_path / "no", "--model", "q/b", "--path", tmp_path)
     assert f"there is no folder {tmp_path / 'no'}" in said
 

@@ -49,9 +49,7 @@ def tar_bytes(content: Path, description: Description) -> bytes:
 
 def tar_of_adapter(content: Path, **changes: Any) -> bytes:
     """A checkpoint of step 1 that no server made."""
-    made = Description(
-        step=1, base_model="art/tiny", lora=TINY_LORA, files=content_digests(content)
-    )
+    made = Description(step=1, base_model="art/tiny", lora=TINY_LORA, files=content_digests(content))
     return tar_bytes(content, made.model_copy(update=changes))
 
 
@@ -79,9 +77,7 @@ async def test_a_download_outlives_its_step(tmp_path: Path, folder: ModelFolder)
         assert b"".join(body) == whole
 
 
-async def test_a_step_that_is_not_there_is_not_downloaded(
-    tmp_path: Path, folder: ModelFolder
-) -> None:
+async def test_a_step_that_is_not_there_is_not_downloaded(tmp_path: Path, folder: ModelFolder) -> None:
     async with house(tmp_path) as here, here.client() as http:
         here.registry.get("p", "a").deleting.add(1)
         for step, status in (("1", 404), ("9", 404), ("x", 422), ("²", 422), ("1" * 30, 422)):
@@ -124,9 +120,7 @@ async def test_an_upload_that_breaks_leaves_nothing(tmp_path: Path, folder: Mode
         assert [model.id for model in here.registry.all()] == ["p/a"]
 
 
-async def test_an_upload_waits_for_a_change_of_the_model(
-    tmp_path: Path, folder: ModelFolder
-) -> None:
+async def test_an_upload_waits_for_a_change_of_the_model(tmp_path: Path, folder: ModelFolder) -> None:
     """A rollback in between must not be undone by an older step that became the newest."""
     data = tar_of(folder)
     async with house(tmp_path) as here, here.client() as http:
@@ -138,9 +132,7 @@ async def test_an_upload_waits_for_a_change_of_the_model(
         assert (await again).status_code == 201
 
 
-async def test_an_older_step_is_filled_in_and_nothing_else_is_changed(
-    tmp_path: Path, folder: ModelFolder
-) -> None:
+async def test_an_older_step_is_filled_in_and_nothing_else_is_changed(tmp_path: Path, folder: ModelFolder) -> None:
     async with house(tmp_path) as here, here.client() as http:
         data, newest = tar_of(folder), tar_of(folder, 2, step=3)
         folder.remove_steps([1])

@@ -8,11 +8,11 @@ import pytest
 
 from art_protocol.history import history_row
 from art_protocol.wire import LoRAConfig, RegisterRequest
-from art_server.base_models import TINY_DIR, BaseModel
 from art_server.errors import StorageFull
 from art_server.observe.runs import Runs
-from art_server.shared.tasks import Done, InitTask
+from art_server.process.shared.tasks import Done, InitTask
 from art_server.store import files
+from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_server.trainer.checkpoint import check_checkpoint, write_first_checkpoint
@@ -41,12 +41,8 @@ def test_a_commit_writes_the_digest_of_each_file(tmp_path: Path, tiny_adapter: P
 
 BREAK = {
     "one bit of the adapter": lambda folder: spoil(folder.checkpoint_dir(2) / ADAPTER_FILE),
-    "one bit of the optimizer's state": lambda folder: spoil(
-        folder.checkpoint_dir(2) / OPTIMIZER_FILE
-    ),
-    "the configuration is missing": lambda folder: (
-        folder.checkpoint_dir(2) / CONFIG_FILE
-    ).unlink(),
+    "one bit of the optimizer's state": lambda folder: spoil(folder.checkpoint_dir(2) / OPTIMIZER_FILE),
+    "the configuration is missing": lambda folder: (folder.checkpoint_dir(2) / CONFIG_FILE).unlink(),
     "no description": lambda folder: (folder.checkpoint_dir(2) / "checkpoint.json").unlink(),
     "half a description": lambda folder: describe(folder, 2, '{"step": 2, "fil'),
     "the description of another step": lambda folder: describe(folder, 2, '{"step": 1}'),
@@ -83,9 +79,7 @@ def test_all_broken_checkpoints_are_set_aside_until_one_is_whole(
     assert "p/a HAS NO WHOLE CHECKPOINT" in caplog.text
 
 
-def test_what_was_never_described_or_dropped_on_purpose_is_no_fault(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+def test_what_was_never_described_or_dropped_on_purpose_is_no_fault(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=2)
     (folder.checkpoint_dir(1) / OPTIMIZER_FILE).unlink()
     assert Registry(tmp_path).get("p", "a").step == 1
@@ -94,12 +88,10 @@ def test_what_was_never_described_or_dropped_on_purpose_is_no_fault(
     assert Registry(tmp_path).get("p", "a").step == 1
 
 
-def test_what_a_killed_server_was_deleting_is_deleted_at_the_next_start(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+def test_what_a_killed_server_was_deleting_is_deleted_at_the_next_start(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=2)
     files.bury_folder(folder.checkpoint_dir(0))
-    add_model(tmp_path, tiny_adapter, name="b").bury()
+    add_model(tmp_path, tiny_adapter, name="b").move_to_trash()
     (tmp_path / "p" / "models" / ".made.tmp").mkdir()
     registry = Registry(tmp_path)
     assert [model.id for model in registry.all()] == ["p/a"]
@@ -107,9 +99,7 @@ def test_what_a_killed_server_was_deleting_is_deleted_at_the_next_start(
     assert [entry.name for entry in folder.checkpoints_dir.iterdir()] == ["0001"]
 
 
-def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(
-    tmp_path: Path, tiny_adapter: Path
-) -> None:
+def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=3)
     folder.append_history(history_row(2, {"val/reward": 0.9}, "then"))
     spoil(folder.checkpoint_dir(2) / ADAPTER_FILE)
@@ -128,9 +118,7 @@ def test_a_step_that_is_made_again_has_none_of_the_lost_one_s_metrics(
     assert model.history.values([2])[2]["val/reward"] == 0.6 and model.best_step() == 2
 
 
-async def test_a_registration_that_was_cut_off_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_registration_that_was_cut_off_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step 0 may have another adapter shape."""
 
     class Trainer:

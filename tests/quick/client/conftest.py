@@ -47,8 +47,6 @@ async def model(backend: art.Backend) -> art.TrainableModel:
 @pytest.fixture
 def groups() -> list[art.TrajectoryGroup]:
     def trajectory(reward: float) -> art.Trajectory:
-        return art.Trajectory(
-            messages_and_choices=[{"role": "user", "content": "hi"}], reward=reward
-        )
+        return art.Trajectory(messages_and_choices=[{"role": "user", "content": "hi"}], reward=reward)
 
     return [art.TrajectoryGroup([trajectory(0.0), trajectory(1.0)])]

@@ -76,9 +76,7 @@ async def test_key_is_sent_and_never_shown(server):
     assert model.inference_api_key == "secret"
 
 
-async def test_a_key_from_a_file_has_no_white_space_and_no_error_shows_it(
-    server, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_key_from_a_file_has_no_white_space_and_no_error_shows_it(server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ART_API_KEY", "secret\n")
     async with art.Backend(server.url) as backend:
         model = make_model()
@@ -137,9 +135,7 @@ def test_errors_can_be_copied_and_pickled():
             assert vars(again) == vars(error) and str(again) == str(error)
 
 
-async def test_calls_wait_for_a_server_that_is_being_restarted(
-    server, answer, model, caplog: pytest.LogCaptureFixture
-):
+async def test_calls_wait_for_a_server_that_is_being_restarted(server, answer, model, caplog: pytest.LogCaptureFixture):
     answers = [answer(503, {"error": {"message": "starting", "retryable": True}})]
     answers.append(answer(body={**INFO_BODY, "step": 8}))
     server.on("GET", "/api/models/demo/agent", lambda _: answers.pop(0))
@@ -190,9 +186,7 @@ async def test_log_is_not_repeated_after_a_gateway_gave_up(server, answer, model
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_this_machine_is_reached_without_its_proxy(
-    server, answer, monkeypatch: pytest.MonkeyPatch, host: str
-):
+async def test_this_machine_is_reached_without_its_proxy(server, answer, monkeypatch: pytest.MonkeyPatch, host: str):
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):

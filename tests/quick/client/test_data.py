@@ -36,16 +36,12 @@ def test_every_epoch_has_every_item_once_in_the_order_of_its_seed(size: tuple[in
         random.Random(epoch).shuffle(expected)
         items = [item for _, of_epoch, _, items in made if of_epoch == epoch for item in items]
         assert items == expected
-        assert [each[2] for each in made if each[1] == epoch] == list(
-            range(len(made) // num_epochs)
-        )
+        assert [each[2] for each in made if each[1] == epoch] == list(range(len(made) // num_epochs))
     assert [each[0] for each in made] == list(range(len(made)))
 
 
 @given(sizes, st.integers(0, 200))
-def test_a_program_that_resumes_anywhere_gets_the_same_batches(
-    size: tuple[int, int, int], initial_step: int
-):
+def test_a_program_that_resumes_anywhere_gets_the_same_batches(size: tuple[int, int, int], initial_step: int):
     num_items, groups_per_step, num_epochs = size
     options = {"groups_per_step": groups_per_step, "num_epochs": num_epochs}
     resumed = batches(range(num_items), **options, initial_step=initial_step)

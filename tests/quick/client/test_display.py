@@ -48,8 +48,6 @@ def test_a_group_that_was_not_awaited_says_how_many_are_pending() -> None:
 
 
 def test_completion_leaves_out_what_does_nothing() -> None:
-    names = set(dir(TRAJECTORY)) | set(
-        dir(art.TrainableModel(name="a", project="p", base_model="b"))
-    )
+    names = set(dir(TRAJECTORY)) | set(dir(art.TrainableModel(name="a", project="p", base_model="b")))
     assert {"reward", "metrics", "train", "log", "model_dump_json"} <= names
     assert not names & {"dict", "json", "parse_obj", "entity", "final_policy_version"}

@@ -47,13 +47,8 @@ async def teacher(server: FakeServer) -> AsyncIterator[Teacher]:
     await scripted.model.close()
 
 
-def choice(
-    prompt: list[int], tokens: list[int], logprob: float = -0.5, identity: str | None = None
-) -> Choice:
-    entries = [
-        {"token": f"token_id:{t}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for t in tokens
-    ]
+def choice(prompt: list[int], tokens: list[int], logprob: float = -0.5, identity: str | None = None) -> Choice:
+    entries = [{"token": f"token_id:{t}", "logprob": logprob, "bytes": None, "top_logprobs": []} for t in tokens]
     return Choice.model_validate(
         {
             "index": 0,
@@ -98,16 +93,12 @@ async def test_advantages_are_the_difference_of_log_probabilities(teacher: Teach
 
 
 @pytest.mark.parametrize("identity", ["c-0", None])
-async def test_a_turn_that_branches_share_counts_once(
-    teacher: Teacher, identity: str | None
-) -> None:
+async def test_a_turn_that_branches_share_counts_once(teacher: Teacher, identity: str | None) -> None:
     def shared() -> Choice:
         return choice([1, 2], [3], identity=identity)
 
     branch = art.History(messages_and_choices=[user(), shared(), user(), choice([1, 2, 3, 9], [8])])
-    branched = art.Trajectory(
-        messages_and_choices=[user(), shared()], additional_histories=[branch], reward=0.0
-    )
+    branched = art.Trajectory(messages_and_choices=[user(), shared()], additional_histories=[branch], reward=0.0)
     (taught,) = await art.distill([art.TrajectoryGroup([branched])], teacher.model)
     (found,) = taught.trajectories
     # One sample after [1, 2] has no siblings: its gap is its advantage.
@@ -130,9 +121,7 @@ async def test_equal_turns_with_other_ids_are_two_samples(teacher: Teacher) -> N
 
 async def test_an_advantage_is_bounded(teacher: Teacher) -> None:
     sampled = art.Trajectory(messages_and_choices=[user(), choice([1], [90, 1])], reward=0.0)
-    (taught,) = await art.distill(
-        [art.TrajectoryGroup([sampled])], teacher.model, max_advantage=2.0
-    )
+    (taught,) = await art.distill([art.TrajectoryGroup([sampled])], teacher.model, max_advantage=2.0)
     assert taught.trajectories[0].turn_advantages == [pytest.approx([-2.0, 0.4])]
 
 
@@ -155,9 +144,7 @@ async def test_no_concurrency_is_refused(teacher: Teacher) -> None:
 
 
 async def test_trajectories_without_samples_stay_as_they_are(teacher: Teacher) -> None:
-    demonstration = art.Trajectory(
-        messages_and_choices=[user(), {"role": "assistant", "content": "a"}], reward=1.0
-    )
+    demonstration = art.Trajectory(messages_and_choices=[user(), {"role": "assistant", "content": "a"}], reward=1.0)
     (taught,) = await art.distill([art.TrajectoryGroup([demonstration])], teacher.model)
     assert taught.trajectories[0].metrics == {} and not teacher.prompts
     assert taught.trajectories[0].turn_advantages == []
@@ -169,9 +156,7 @@ async def test_one_token_that_the_teacher_never_says_does_not_outweigh_its_sibli
 ) -> None:
     """Seven siblings with the gap 0 and one with -40, which counts as -5: the mean is -5/8."""
     siblings = [choice([1], [3], logprob=-0.3)] * 7 + [choice([1], [403], logprob=-0.3)]
-    group = art.TrajectoryGroup(
-        art.Trajectory(messages_and_choices=[user(), each], reward=0.0) for each in siblings
-    )
+    group = art.TrajectoryGroup(art.Trajectory(messages_and_choices=[user(), each], reward=0.0) for each in siblings)
     (advised,) = await art.distill([group], teacher.model)
     *same, outlier = [each.turn_advantages for each in advised.trajectories]
     assert same == [[pytest.approx([0.625])]] * 7

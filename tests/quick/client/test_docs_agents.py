@@ -40,9 +40,7 @@ async def names(server, answer, backend: art.Backend, model: art.TrainableModel)
     history = {"messages_and_choices": [{"role": "user", "content": "hi"}, choice]}
     reply = {"histories": [history], "num_choices": 1}
 
-    server.otherwise = lambda request: answer(
-        body=reply if "/sessions/" in request.path else completion
-    )
+    server.otherwise = lambda request: answer(body=reply if "/sessions/" in request.path else completion)
     opponent = art.TrainableModel(name="opponent", project="demo", base_model="art/tiny")
     await opponent.register(backend)
 

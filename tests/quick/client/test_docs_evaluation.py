@@ -59,9 +59,7 @@ def names(server, answer, model: art.TrainableModel) -> dict[str, Any]:
     }
 
 
-async def test_the_page_runs_from_top_to_bottom(
-    names: dict[str, Any], server, capsys: pytest.CaptureFixture[str]
-):
+async def test_the_page_runs_from_top_to_bottom(names: dict[str, Any], server, capsys: pytest.CaptureFixture[str]):
     for snippet in SNIPPETS:
         code = compile(snippet, str(PAGE), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         result: Any = eval(code, names)
@@ -80,6 +78,4 @@ async def test_the_page_runs_from_top_to_bottom(
         (20, "test"),
     ]
     assert len(names["groups"]) == 8
-    assert len(server.sent("POST", f"{MODEL}/train")) == 6, (
-        "five batches of 24, and the refilled one"
-    )
+    assert len(server.sent("POST", f"{MODEL}/train")) == 6, "five batches of 24, and the refilled one"

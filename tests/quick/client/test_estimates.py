@@ -67,9 +67,7 @@ def test_an_interval_worked_by_hand() -> None:
 def test_the_interval_holds_the_true_mean_in_95_of_100_samples() -> None:
     """2,000 samples of six normal values: 1,900 expected, with a standard deviation of 9.7."""
     samples = np.random.default_rng(0).normal(3.0, 2.0, (2000, 6))
-    held = sum(
-        low <= 3.0 <= high for low, high in (estimate(list(row)).interval for row in samples)
-    )
+    held = sum(low <= 3.0 <= high for low, high in (estimate(list(row)).interval for row in samples))
     assert 1860 <= held <= 1940
 
 

@@ -40,9 +40,7 @@ async def rollout(model: art.TrainableModel, scenario: float) -> art.Trajectory:
     )
     choice = completion.choices[0]
     reward = float(choice.message.content or "nan") + scenario
-    return art.Trajectory(
-        messages_and_choices=[*messages, choice], reward=reward, metrics={"won": reward > 1}
-    )
+    return art.Trajectory(messages_and_choices=[*messages, choice], reward=reward, metrics={"won": reward > 1})
 
 
 def sampled(server) -> list[str]:
@@ -127,15 +125,11 @@ async def test_nothing_leaks_into_the_model(server, model: art.TrainableModel):
     await evaluate(model, inspects, [0.0], step=0, seed=1)
     assert model.model_dump() == before and model.openai_client() is client
     assert model.get_inference_name() == "demo/agent"
-    await client.chat.completions.create(
-        model=model.get_inference_name(), messages=[{"role": "user", "content": "hi"}]
-    )
+    await client.chat.completions.create(model=model.get_inference_name(), messages=[{"role": "user", "content": "hi"}])
     assert "seed" not in server.sent("POST", CHAT)[-1].json()
 
 
-async def test_a_model_with_another_name_on_the_server_is_evaluated_there(
-    server, answer, backend: art.Backend
-):
+async def test_a_model_with_another_name_on_the_server_is_evaluated_there(server, answer, backend: art.Backend):
     model = art.TrainableModel(name="mine", run_name="agent", project="demo", base_model="art/tiny")
     await model.register(backend)
     found = await evaluate(model, rollout, [0.0], step=0)
@@ -290,9 +284,7 @@ async def test_a_failed_rollout_is_no_reward_and_its_pair_is_left_out(server, mo
     assert (found.num_failed, found.num_unpaired) == (1, 1)
     assert found.difference is not None and found.difference.num_scenarios == 2
     assert found.baseline is not None and found.baseline.num_failed == 0
-    assert [failure.message for group in found.groups for failure in group.exceptions] == [
-        "tool 2 is down"
-    ]
+    assert [failure.message for group in found.groups for failure in group.exceptions] == ["tool 2 is down"]
     assert [len(group["exceptions"]) for group in logged(server)[0]["groups"]] == [0, 1, 0]
 
 
@@ -326,9 +318,7 @@ async def test_a_number_that_is_not_finite_is_a_failure(model, fields: dict[str,
     async def draws(model: art.TrainableModel, scenario: float) -> art.Trajectory:
         return art.Trajectory(**fields) if scenario else art.Trajectory(reward=1.0)
 
-    with pytest.raises(
-        ValueError, match=r"a rollout returned (reward|won)=(nan|inf): use a finite"
-    ):
+    with pytest.raises(ValueError, match=r"a rollout returned (reward|won)=(nan|inf): use a finite"):
         await evaluate(model, draws, [0.0, 1.0])
     found = await evaluate(model, draws, [0.0, 1.0], max_exceptions=1)
     assert (found.reward.mean, found.num_failed) == (1.0, 1)

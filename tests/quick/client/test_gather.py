@@ -46,9 +46,7 @@ class Running:
 
 
 async def test_generators_of_groups_of_coroutines_come_out_full():
-    groups = await art.gather_trajectory_groups(
-        art.TrajectoryGroup(rollout(s + i) for i in range(3)) for s in range(2)
-    )
+    groups = await art.gather_trajectory_groups(art.TrajectoryGroup(rollout(s + i) for i in range(3)) for s in range(2))
     assert rewards(groups) == [[0, 1, 2], [1, 2, 3]]
 
 
@@ -84,9 +82,7 @@ async def test_rollouts_are_bounded_over_all_groups_and_start_in_order():
 
 async def test_single_trajectories_are_bounded_and_stay_in_order():
     running = Running()
-    trajectories = await art.gather_trajectories(
-        (running.rollout(i) for i in range(10)), max_concurrent_rollouts=4
-    )
+    trajectories = await art.gather_trajectories((running.rollout(i) for i in range(10)), max_concurrent_rollouts=4)
     assert running.most == 4
     assert [trajectory.reward for trajectory in trajectories] == list(range(10))
 
@@ -97,9 +93,7 @@ async def test_group_inside_a_rollout_does_not_wait_for_the_rollouts_own_place()
         return art.Trajectory(reward=len(inner))
 
     async with asyncio.timeout(5):
-        groups = await art.gather_trajectory_groups(
-            [art.TrajectoryGroup([nested()])], max_concurrent_rollouts=1
-        )
+        groups = await art.gather_trajectory_groups([art.TrajectoryGroup([nested()])], max_concurrent_rollouts=1)
     assert rewards(groups) == [[2]]
     assert current_pool.get() is None
 
@@ -160,9 +154,7 @@ async def test_abandoned_rollouts_leave_no_warning_behind():
                 max_concurrent_rollouts=1,
             )
         with pytest.raises(ValueError, match="bad reward"):
-            await art.gather_trajectories(
-                (rollout(-1) for _ in range(3)), max_concurrent_rollouts=1
-            )
+            await art.gather_trajectories((rollout(-1) for _ in range(3)), max_concurrent_rollouts=1)
         gc.collect()
     assert [str(warning.message) for warning in seen] == []
 
@@ -278,9 +270,7 @@ async def test_an_exception_without_text_costs_no_other_rollout(caplog: pytest.L
     async def failing_judge(group: art.TrajectoryGroup) -> art.TrajectoryGroup:
         raise Textless
 
-    (kept,) = await art.gather_trajectory_groups(
-        [group_of(1, 0)], after_each=failing_judge, max_exceptions=1
-    )
+    (kept,) = await art.gather_trajectory_groups([group_of(1, 0)], after_each=failing_judge, max_exceptions=1)
     assert failures(kept) == ["<Textless, whose text raises ValueError>"]
 
 
@@ -322,15 +312,11 @@ async def test_group_coroutine_that_fails_becomes_a_group_of_one_failure():
 
 async def test_what_is_no_group_is_a_failure_that_says_so():
     groups = await art.gather_trajectory_groups([rollout(1)], max_exceptions=1)  # type: ignore[list-item]
-    assert failures(groups[0]) == [
-        "the awaitable of a group returned Trajectory, not art.TrajectoryGroup"
-    ]
+    assert failures(groups[0]) == ["the awaitable of a group returned Trajectory, not art.TrajectoryGroup"]
 
 
 async def test_cancelling_a_gather_passes():
-    task = asyncio.create_task(
-        art.gather_trajectory_groups([art.TrajectoryGroup([rollout(1, 60)])], max_exceptions=9)
-    )
+    task = asyncio.create_task(art.gather_trajectory_groups([art.TrajectoryGroup([rollout(1, 60)])], max_exceptions=9))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -490,9 +476,7 @@ async def test_groups_that_were_not_sampled_are_closed_without_a_warning():
         groups = await art.gather_trajectory_groups(pending, min_informative=1)
         assert rewards(groups) == [[0, 1]]
         with pytest.raises(ValueError, match="bad reward"):
-            await art.gather_trajectory_groups(
-                [group_of(-1, -1), group_of(0, 1), own_group()], min_informative=1
-            )
+            await art.gather_trajectory_groups([group_of(-1, -1), group_of(0, 1), own_group()], min_informative=1)
         gc.collect()
     assert [str(warning.message) for warning in seen] == []
 
@@ -557,9 +541,7 @@ def test_scalars_of_other_libraries_are_compared_by_their_value():
     assert is_informative(group)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"max_concurrent_rollouts": 0}, {"max_exceptions": -1}, {"min_informative": 0}]
-)
+@pytest.mark.parametrize("wrong", [{"max_concurrent_rollouts": 0}, {"max_exceptions": -1}, {"min_informative": 0}])
 async def test_limits_that_cannot_be_are_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         await art.gather_trajectory_groups([], **wrong)

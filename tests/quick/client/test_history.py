@@ -5,9 +5,7 @@ from art_protocol.wire import TrajectoryGroupBody
 
 
 def group(rewards: list[float], **more: object) -> TrajectoryGroupBody:
-    trajectories = [
-        {"messages_and_choices": [], "reward": r, "metrics": {"won": r > 0}} for r in rewards
-    ]
+    trajectories = [{"messages_and_choices": [], "reward": r, "metrics": {"won": r > 0}} for r in rewards]
     return TrajectoryGroupBody.model_validate({"trajectories": trajectories, **more})
 
 

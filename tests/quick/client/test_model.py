@@ -10,9 +10,7 @@ pytestmark = pytest.mark.anyio
 
 
 def make_model(**fields: Any) -> art.TrainableModel:
-    return art.TrainableModel(
-        **{"name": "agent", "project": "demo", "base_model": "art/tiny", **fields}
-    )
+    return art.TrainableModel(**{"name": "agent", "project": "demo", "base_model": "art/tiny", **fields})
 
 
 @pytest.mark.parametrize("field", ["name", "project"])
@@ -52,9 +50,7 @@ def test_repr_hides_the_key():
     assert "secret" not in repr(model) and "secret" not in str(model)
 
 
-async def test_deep_copy_of_a_registered_model_is_registered_too(
-    model: art.TrainableModel, backend: art.Backend
-):
+async def test_deep_copy_of_a_registered_model_is_registered_too(model: art.TrainableModel, backend: art.Backend):
     client = model.openai_client()
     other = model.model_copy(deep=True, update={"name": "other"})
     assert other.backend() is backend and other.openai_client() is client

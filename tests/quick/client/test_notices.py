@@ -16,9 +16,7 @@ EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=1,
 
 
 def report(*dropped: Dropped, notes: tuple[str, ...] = ()) -> JobReport:
-    return JobReport(
-        num_trajectories=48, num_trajectories_trained=40, dropped=list(dropped), notes=list(notes)
-    )
+    return JobReport(num_trajectories=48, num_trajectories_trained=40, dropped=list(dropped), notes=list(notes))
 
 
 def test_what_was_left_out_is_a_sentence_with_number_reason_and_remedy() -> None:

@@ -38,9 +38,7 @@ def client(server, answer, model: art.TrainableModel) -> openai.AsyncOpenAI:
 
 
 async def test_a_choice_with_tokens_is_self_contained(client: openai.AsyncOpenAI):
-    completion = await client.chat.completions.create(
-        model="agent", messages=MESSAGES, logprobs=True
-    )
+    completion = await client.chat.completions.create(model="agent", messages=MESSAGES, logprobs=True)
     trajectory = art.Trajectory(messages_and_choices=[completion.choices[0]])
     (dumped,) = trajectory.model_dump(mode="json")["messages_and_choices"]
     assert dumped == {**COMPLETION["choices"][0], "prompt_token_ids": [1, 2, 3]}
@@ -54,18 +52,14 @@ async def test_a_choice_with_tokens_is_self_contained(client: openai.AsyncOpenAI
         ({"extra_body": {"return_token_ids": True}}, {"return_token_ids": True}),
     ],
 )
-async def test_tokens_are_asked_for_only_by_the_program(
-    server, client: openai.AsyncOpenAI, asked: dict, sent: dict
-):
+async def test_tokens_are_asked_for_only_by_the_program(server, client: openai.AsyncOpenAI, asked: dict, sent: dict):
     for copied in (client, client.with_options(timeout=5)):
         await copied.chat.completions.create(model="agent", messages=MESSAGES, **asked)
         body = server.sent("POST", PATH)[-1].json()
         assert body == {"model": "agent", "messages": MESSAGES, **sent}
 
 
-async def test_answers_without_tokens_are_choices_that_name_their_record(
-    server, answer, client: openai.AsyncOpenAI
-):
+async def test_answers_without_tokens_are_choices_that_name_their_record(server, answer, client: openai.AsyncOpenAI):
     mark = {"id": "cmpl-1", "step": 3, "num_tokens": 2}
     bare = {**COMPLETION["choices"][0], "token_ids": None, "art": mark}
     server.on(
@@ -129,9 +123,7 @@ asyncio.run(forget())
 """
 
 
-async def test_a_client_of_a_loop_that_has_ended_is_collected_in_silence(
-    server: Any, answer: Any
-) -> None:
+async def test_a_client_of_a_loop_that_has_ended_is_collected_in_silence(server: Any, answer: Any) -> None:
     choice = {
         "index": 0,
         "finish_reason": "stop",
@@ -139,8 +131,6 @@ async def test_a_client_of_a_loop_that_has_ended_is_collected_in_silence(
     }
     server.on("POST", "/v1/chat/completions", answer(body={"id": "c", "choices": [choice]}))
     command = [sys.executable, "-c", PROGRAM, f"{server.url}/v1"]
-    done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, check=False
-    )
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(server.sent("POST", "/v1/chat/completions")) == 1

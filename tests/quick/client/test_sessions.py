@@ -67,9 +67,7 @@ async def test_sessions_are_fresh_and_their_names_checked(model: art.TrainableMo
         art.rollout(stranger)
 
 
-async def test_trajectory_holds_the_conversations_of_the_session(
-    server, answer, model: art.TrainableModel
-):
+async def test_trajectory_holds_the_conversations_of_the_session(server, answer, model: art.TrainableModel):
     keep_session(server, answer, "one", [history("first", tools=TOOLS), history("sub-agent")])
     async with art.rollout(model, "one") as r:
         trajectory = await r.trajectory(0.5, metrics={"turns": 2}, metadata={"city": "Paris"})
@@ -107,9 +105,7 @@ async def test_two_models_in_one_scope_are_captured_apart(
     assert [t.messages()[-1].get("content") for t in (mine, theirs)] == ["mine", "theirs"]
 
 
-async def test_clients_of_models_carry_the_session_inside_the_scope_only(
-    server, chat, model: art.TrainableModel
-):
+async def test_clients_of_models_carry_the_session_inside_the_scope_only(server, chat, model: art.TrainableModel):
     client = model.openai_client()
     async with art.rollout(model, "outer"):
         await ask(client)
@@ -152,7 +148,4 @@ async def test_a_rollout_whose_agent_went_elsewhere_says_so(
     r = art.rollout(model, "one")
     trajectory = await r.trajectory()
     assert trajectory.messages_and_choices == []
-    assert (
-        f"the agent sent no requests, or sent them elsewhere. Give it base_url={r.base_url}"
-        in caplog.text
-    )
+    assert f"the agent sent no requests, or sent them elsewhere. Give it base_url={r.base_url}" in caplog.text

@@ -47,17 +47,13 @@ async def test_every_assistant_message_is_trained(server: Any, model: art.Traina
 
 
 async def test_the_last_message_alone(server: Any, model: art.TrainableModel) -> None:
-    config = art.TrainSFTConfig(
-        learning_rate=[1e-4, 0.0], batch_size=1, assistant_turns="last", epochs=1
-    )
+    config = art.TrainSFTConfig(learning_rate=[1e-4, 0.0], batch_size=1, assistant_turns="last", epochs=1)
     choice = Choice.model_validate(
         {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "c"}}
     )
     sampled = example("b", "z")
     sampled.messages_and_choices += [{"role": "user", "content": "more"}, choice]
-    sampled.additional_histories = [
-        art.History(messages_and_choices=[{"role": "user", "content": "q"}])
-    ]
+    sampled.additional_histories = [art.History(messages_and_choices=[{"role": "user", "content": "q"}])]
     await model.train_sft([example("a", "x", "y"), sampled], config)
     first, second = (g["trajectories"][0] for g in sent(server)["groups"])
     assert first["turn_advantages"] == second["turn_advantages"] == [0.0, 1.0]

@@ -68,11 +68,7 @@ def sampled(number: int, **fields: Any) -> dict[str, Any]:
 
 def of_choices(*entries: Any) -> list[art.TrajectoryGroup]:
     history = art.History(messages_and_choices=[entries[-1]])
-    return [
-        art.TrajectoryGroup(
-            [art.Trajectory(messages_and_choices=[*entries], additional_histories=[history])]
-        )
-    ]
+    return [art.TrajectoryGroup([art.Trajectory(messages_and_choices=[*entries], additional_histories=[history])])]
 
 
 BARE = {"index": 0, "finish_reason": "stop"}
@@ -90,17 +86,14 @@ async def test_a_recorded_choice_is_sent_as_its_id_and_its_message(server, answe
         *sent["additional_histories"][0]["messages_and_choices"],
     ]
     expected = [
-        {**BARE, "message": each["message"], "art": each["art"]}
-        for each in (sampled(0), sampled(1), sampled(2))
+        {**BARE, "message": each["message"], "art": each["art"]} for each in (sampled(0), sampled(1), sampled(2))
     ]
     for each in expected[:2]:
         each["by_reference"] = True
     assert entries == [*expected, foreign, foreign]
 
 
-async def test_choices_whose_records_are_missing_are_sent_whole_under_the_same_key(
-    server, answer, model
-):
+async def test_choices_whose_records_are_missing_are_sent_whole_under_the_same_key(server, answer, model):
     error = {"message": "gone", "code": "records_missing", "ids": ["c-1"]}
     second = error | {"ids": ["c-0"]}
     attempts = [answer(409, {"error": error}), answer(409, {"error": second})]
@@ -151,9 +144,7 @@ async def test_stream_lost_after_acceptance_is_taken_up_again(server, answer, mo
     assert len(server.sent("POST", TRAIN)) == 1 and len(server.sent("GET", EVENTS)) == 2
 
 
-async def test_request_lost_before_acceptance_is_repeated_under_its_key(
-    server, answer, model, groups
-):
+async def test_request_lost_before_acceptance_is_repeated_under_its_key(server, answer, model, groups):
     jobs: dict[str, str] = {}
 
     def accept(request):
@@ -249,9 +240,7 @@ async def test_unknown_fields_of_events_are_ignored(server, answer, model, group
         ({"messages_and_choices": ["hi"]}, "holds a str"),
     ],
 )
-async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(
-    server, model, groups, spoil: dict, message: str
-):
+async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(server, model, groups, spoil: dict, message: str):
     for name, value in spoil.items():
         setattr(groups[0].trajectories[1], name, value)
     with pytest.raises(ValueError, match=message):
@@ -294,9 +283,7 @@ async def test_group_of_failures_is_sent_for_the_server_to_count(server, answer,
     assert failed["trajectories"] == [] and failed["exceptions"][0]["message"] == "failed"
 
 
-async def test_what_was_not_trained_is_told(
-    server, answer, model, groups, caplog: pytest.LogCaptureFixture
-):
+async def test_what_was_not_trained_is_told(server, answer, model, groups, caplog: pytest.LogCaptureFixture):
     place = "groups[0].trajectories[1]"
     report = {
         "num_trajectories": 2,

@@ -20,9 +20,7 @@ from art_protocol.wire import TrainConfig
 CHOICE: Any = {  # Any: a choice in JSON, which the declared types leave out
     "finish_reason": "stop",
     "index": 0,
-    "logprobs": {
-        "content": [{"token": "ok", "bytes": [111], "logprob": -0.25, "top_logprobs": []}]
-    },
+    "logprobs": {"content": [{"token": "ok", "bytes": [111], "logprob": -0.25, "top_logprobs": []}]},
     "message": {"role": "assistant", "content": "ok", "reasoning": "easy"},
     "token_ids": [5, 6],
     "prompt_token_ids": [1, 2, 3],
@@ -85,9 +83,7 @@ choices = st.builds(
     json_values,
 )  # fmt: skip
 entries = st.lists(messages | choices, max_size=4)
-histories = st.fixed_dictionaries(
-    {"messages_and_choices": entries, "tools": st.none() | st.just([TOOL])}
-)
+histories = st.fixed_dictionaries({"messages_and_choices": entries, "tools": st.none() | st.just([TOOL])})
 trajectories = st.fixed_dictionaries(
     {
         "messages_and_choices": entries,
@@ -96,9 +92,7 @@ trajectories = st.fixed_dictionaries(
         "reward": st.floats(allow_nan=False, allow_infinity=False),
         "initial_policy_version": st.none() | st.integers(0, 100),
         "final_policy_version": st.none() | st.integers(0, 100),
-        "metrics": st.dictionaries(
-            st.text(), st.booleans() | st.integers(0, 9) | st.floats(0, 1), max_size=3
-        ),
+        "metrics": st.dictionaries(st.text(), st.booleans() | st.integers(0, 9) | st.floats(0, 1), max_size=3),
         "metadata": st.dictionaries(st.text(), json_values, max_size=3),
         "logs": st.lists(st.text(), max_size=2),
     }
@@ -135,9 +129,7 @@ def test_messages_are_plain_and_ready_to_send():
 
 
 def test_message_objects_and_nested_tool_calls_are_dumped():
-    sampled = Choice.model_construct(
-        **{**CHOICE, "message": {"role": "assistant", "tool_calls": [TOOL_CALL]}}
-    )
+    sampled = Choice.model_construct(**{**CHOICE, "message": {"role": "assistant", "tool_calls": [TOOL_CALL]}})
     trajectory = art.Trajectory()
     trajectory.messages_and_choices += [
         sampled.message,
@@ -188,9 +180,7 @@ def test_number_like_rewards_and_metrics_are_dumped_as_numbers():
     ],
     ids=repr,
 )
-def test_scalars_of_other_libraries_are_taken_wherever_a_program_sets_numbers(
-    value: Any, plain: float
-):
+def test_scalars_of_other_libraries_are_taken_wherever_a_program_sets_numbers(value: Any, plain: float):
     trajectory = art.Trajectory(additional_histories=[art.History()])
     for history in (trajectory, *trajectory.additional_histories):
         history.turn_rewards = [value, None]
@@ -256,9 +246,7 @@ def test_group_holds_the_trajectories_of_a_list_or_a_generator():
         [art.Trajectory(reward=i) for i in range(3)],
         (art.Trajectory(reward=i) for i in range(3)),
     ):
-        group = art.TrajectoryGroup(
-            entries, metadata={"scenario": 1}, metrics={"m": 0.5}, logs=["l"]
-        )
+        group = art.TrajectoryGroup(entries, metadata={"scenario": 1}, metrics={"m": 0.5}, logs=["l"])
         assert len(group) == 3 and rewards(group) == [0, 1, 2]
         assert (group.metadata, group.metrics, group.logs) == ({"scenario": 1}, {"m": 0.5}, ["l"])
     group.log("more")

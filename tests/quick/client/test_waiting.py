@@ -54,9 +54,7 @@ async def test_a_request_that_is_worked_on_waits_for_nothing(server, answer, cap
     assert capsys.readouterr().err == ""
 
 
-async def test_a_start_is_told_line_by_line_and_never_silent(
-    server, answer, capsys, monkeypatch
-) -> None:
+async def test_a_start_is_told_line_by_line_and_never_silent(server, answer, capsys, monkeypatch) -> None:
     monkeypatch.setattr(waiting, "START_SECONDS", 0.1)
     lines = [
         {"number": 4, "seconds": 0.2, "text": "base model art/tiny: 0.0094 GB of weights"},

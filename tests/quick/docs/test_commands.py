@@ -156,9 +156,7 @@ def test_the_limits_of_the_gap_are_those_of_the_code() -> None:
     bars = gap_bars(("float32", "float32"), is_exact=True)
     assert bars is not None and bars.largest is not None
     wrong, largest = re.findall(r"\de-\d", exact[1])
-    assert (float(exact[0]), float(wrong), float(largest)) == pytest.approx(
-        (bars.high, bars.wrong, bars.largest)
-    )
+    assert (float(exact[0]), float(wrong), float(largest)) == pytest.approx((bars.high, bars.wrong, bars.largest))
 
 
 def test_the_timeouts_are_those_of_the_code() -> None:

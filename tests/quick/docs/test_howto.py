@@ -58,9 +58,7 @@ async def start_program(file: Path, url: str) -> asyncio.subprocess.Process:
     )
 
 
-async def test_a_program_that_was_interrupted_makes_the_missing_steps(
-    fake: FakeArt, tmp_path: Path
-) -> None:
+async def test_a_program_that_was_interrupted_makes_the_missing_steps(fake: FakeArt, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(blocks("resume.md", "python")[0])
     arrived = asyncio.Event()
@@ -149,9 +147,7 @@ async def test_two_models_and_two_programs_share_a_server(
 
     fake.steps["demo/agent"] = 197
     await run("share-a-server.md", 1, names)
-    expected = [
-        each.json()["expected_step"] for each in fake.sent("POST", TRAIN.format("demo/agent"))
-    ]
+    expected = [each.json()["expected_step"] for each in fake.sent("POST", TRAIN.format("demo/agent"))]
     assert (expected, fake.steps["demo/agent"]) == ([197, 198, 199], 200)
 
 
@@ -213,9 +209,7 @@ async def test_a_request_is_repeated_after_a_429(fake: FakeArt, model: art.Train
     completion = (
         await model.openai_client()
         .with_options(timeout=60)
-        .chat.completions.create(
-            model=model.get_inference_name(), messages=[{"role": "user", "content": QUESTION}]
-        )
+        .chat.completions.create(model=model.get_inference_name(), messages=[{"role": "user", "content": QUESTION}])
     )
     assert completion.choices[0].message.content == "maybe"
     assert len(fake.sent("POST", "/v1/chat/completions")) == 2

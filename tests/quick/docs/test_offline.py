@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from art_server.base_models import TINY_DIR
+from art_server.store.base_models import TINY_DIR
 
 FIND = """
 import sys
 from pathlib import Path
-from art_server.base_models import find_base_model
+from art_server.store.base_models import find_base_model
 from art_server.errors import InvalidInput
 try:
     print(find_base_model(sys.argv[1], Path(sys.argv[2])).path)

@@ -99,8 +99,6 @@ def test_the_server_refuses_another_system_in_one_sentence(system: str, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as taken:  # so that no server starts
         port = str(taken.getsockname()[1])
         program = SERVER.replace("PORT", port).replace("FOLDER", str(tmp_path / "art"))
-        ran = subprocess.run(
-            as_system(system, program), capture_output=True, text=True, check=False
-        )
+        ran = subprocess.run(as_system(system, program), capture_output=True, text=True, check=False)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
     assert "Linux" in ran.stderr and "art.Backend" in ran.stderr

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from art_server.base_facts import Facts
-from art_server.base_models import TINY_DIR, BaseModel
-from art_server.device.plan import make_plan
 from art_server.engine import command
 from art_server.engine.command import engine_command, engine_environment
+from art_server.engine.device.plan import make_plan
+from art_server.process.shared import switches
 from art_server.settings import ServerConfig
-from art_server.shared import switches
-from tests.quick.device.cards import FIGURES, card, demand
+from art_server.store.base_facts import Facts
+from art_server.store.base_models import TINY_DIR, BaseModel
+from tests.quick.engine.device.cards import FIGURES, card, demand
 from tests.toy_models import make_model
 
 TINY = BaseModel("art/tiny", TINY_DIR)
@@ -83,9 +83,7 @@ def test_on_cuda_the_context_is_what_the_cache_holds_unless_it_is_given() -> Non
 
 @pytest.mark.parametrize("case", ["none", "kv_cache", "sleep"])
 def test_vllm_gets_its_share_of_the_plan_and_can_sleep_if_it_must(case: str) -> None:
-    model, on = {"none": ("4B", "80 GB"), "kv_cache": ("14B", "80 GB"), "sleep": ("8B", "24 GB")}[
-        case
-    ]
+    model, on = {"none": ("4B", "80 GB"), "kv_cache": ("14B", "80 GB"), "sleep": ("8B", "24 GB")}[case]
     plan = make_plan(card(on), demand(model), FIGURES)
     assert plan.handover == case and 0.05 < plan.utilization < 0.95
     made = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"), plan)
@@ -106,9 +104,7 @@ def test_of_a_mixture_only_attention_is_adapted(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux")
-def test_a_large_model_gets_all_of_a_few_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_gets_all_of_a_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
     monkeypatch.setattr(command, "LARGE_BYTES", 10)
     (tmp_path / "config.json").write_text("{}")
@@ -144,9 +140,7 @@ def test_a_worker_is_forked_only_where_one_thread_computes(
     inherited = {} if bound is None else {BIND: bound}
     made = engine_environment(ServerConfig(path=Path("x")), TINY, "cpu", inherited)
     assert (switches.ONE_THREAD_SWITCH in made) is is_one
-    assert switches.ONE_THREAD_SWITCH not in engine_environment(
-        ServerConfig(path=Path("x")), TINY, "cuda", inherited
-    )
+    assert switches.ONE_THREAD_SWITCH not in engine_environment(ServerConfig(path=Path("x")), TINY, "cuda", inherited)
 
 
 def test_control_tokens_in_messages_are_text_unless_a_flag_says_otherwise() -> None:

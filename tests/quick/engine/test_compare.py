@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from art_server.background import Background
-from art_server.base_models import BaseModel
-from art_server.device.owner import DeviceOwner
+from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.jobs.gap_bars import gap_bars
+from art_server.process.background import Background
+from art_server.process.shared.tasks import Probe
 from art_server.settings import ServerConfig
-from art_server.shared.tasks import Probe
+from art_server.store.base_models import BaseModel
 
 pytestmark = pytest.mark.anyio
 
@@ -48,9 +48,7 @@ class ScoringEngine(Engine):
         self.posts: list[str] = []
         self.alpha_factor, self.status = 1.0, 200
 
-    async def _post(
-        self, path: str, body: dict[str, Any] | None = None, *_: Any, **__: Any
-    ) -> tuple[int, str]:
+    async def _post(self, path: str, body: dict[str, Any] | None = None, *_: Any, **__: Any) -> tuple[int, str]:
         body = body or {}
         self.posts.append(path)
         if path == "/v1/load_lora_adapter":
@@ -88,9 +86,7 @@ async def test_a_step_serves_once_engine_and_trainer_agree(tmp_path: Path, step:
     assert os.listdir(tmp_path) == ["0001"], "nothing is left on disk"
 
 
-async def test_an_adapter_that_a_paused_engine_loaded_is_compared_before_it_serves(
-    tmp_path: Path, step: Path
-) -> None:
+async def test_an_adapter_that_a_paused_engine_loaded_is_compared_before_it_serves(tmp_path: Path, step: Path) -> None:
     engine = ScoringEngine(tmp_path)
     await engine.load_adapter("p/a@1", step, 1.0, holds_device=True)
     assert engine.posts == ["/v1/load_lora_adapter"]
@@ -118,9 +114,7 @@ async def test_an_engine_that_cannot_score_refuses_the_adapter(tmp_path: Path, s
         await engine.load_adapter("p/a@1", step, 1.0)
 
 
-async def test_a_step_without_a_probe_or_with_the_check_off_is_not_compared(
-    tmp_path: Path, step: Path
-) -> None:
+async def test_a_step_without_a_probe_or_with_the_check_off_is_not_compared(tmp_path: Path, step: Path) -> None:
     engine = ScoringEngine(tmp_path, limit=0.0)
     engine.alpha_factor = 2.0
     await engine.load_adapter("p/a@1", step, 1.0)

@@ -31,9 +31,7 @@ async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
     gate.open()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert [task.done() for task in waiting] == [True] * gate_module.FIRST + [False] * (
-        10 - gate_module.FIRST
-    )
+    assert [task.done() for task in waiting] == [True] * gate_module.FIRST + [False] * (10 - gate_module.FIRST)
     gate.close("a step")
     await asyncio.sleep(0.05)
     assert sum(task.done() for task in waiting) == gate_module.FIRST

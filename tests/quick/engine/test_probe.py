@@ -7,7 +7,7 @@ from pathlib import Path
 from art_server.engine.engine import make_scaled_adapter
 from art_server.engine.probe import find_fault
 from art_server.jobs.gap_bars import gap_bars
-from art_server.shared.tasks import GapBars, Probe
+from art_server.process.shared.tasks import GapBars, Probe
 
 BASE = [-1.0, -2.0, -3.0, -0.5] * 8
 EFFECT = [0.1, -0.2, 0.3, 0.0] * 8
@@ -46,9 +46,7 @@ def test_an_engine_that_differs_by_rounding_has_no_fault() -> None:
 def test_another_policy_is_a_fault() -> None:
     seen = find_fault(EXACT, plus(EXACT.logprobs, ROUNDING), [], bars("float32"))
     assert seen is not None and "0.021 (root mean square); rounding explains at most 0.0004" in seen
-    seen = find_fault(
-        ROUNDED, plus(ROUNDED.logprobs, ROUNDING, 4.0), ROUNDED.scaled_logprobs, bars("bfloat16")
-    )
+    seen = find_fault(ROUNDED, plus(ROUNDED.logprobs, ROUNDING, 4.0), ROUNDED.scaled_logprobs, bars("bfloat16"))
     assert seen is not None and "rounding explains at most 0.06" in seen
     assert find_fault(EXACT, [math.nan] * 32, [], bars("float32")) is not None
 

@@ -57,9 +57,7 @@ def num_handles(server: Server) -> int:
 HEAD = b"POST /api/models/p/a/log HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100000\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"POST /v1/chat", HEAD, HEAD + b'{"groups": [' * 1000], ids=len
-)
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", HEAD, HEAD + b'{"groups": [' * 1000], ids=len)
 def test_clients_that_are_reset_in_the_middle(server: Server, sent: bytes) -> None:
     before = num_handles(server)
     for _ in range(NUM_CLIENTS):

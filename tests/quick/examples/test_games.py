@@ -19,9 +19,7 @@ taught: Any = importlib.import_module("tiny_model.games")
 tic_tac_toe: Any = importlib.import_module("tic_tac_toe")
 rules: Any = importlib.import_module("tic_tac_toe_rules")
 game_2048: Any = importlib.import_module("2048")
-place, result, to_move, value = (
-    getattr(rules, name) for name in ("place", "result", "to_move", "value")
-)
+place, result, to_move, value = (getattr(rules, name) for name in ("place", "result", "to_move", "value"))
 
 boards = st.builds(
     lambda seed, moves: rules.random_opening(random.Random(seed), moves),
@@ -184,9 +182,7 @@ def test_openings_have_both_sides_to_move_in_turn() -> None:
         ([4, 2, 2, 4], [4, 4, 4, 0], 4),
     ],
 )
-def test_a_tile_merges_once_and_from_the_side_it_moves_to(
-    row: list[int], merged: list[int], points: int
-) -> None:
+def test_a_tile_merges_once_and_from_the_side_it_moves_to(row: list[int], merged: list[int], points: int) -> None:
     assert game_2048.merge_row(row) == (merged, points)
 
 
@@ -216,10 +212,7 @@ async def test_the_games_of_a_seed_begin_on_one_board_that_the_tiny_model_can_re
     assert first.reward == 0.0 and first.metrics["malformed"]
     system, turn = model.asked[0]
     assert all(part in system["content"] for part in taught.game_2048_system().split(". "))
-    rows = [
-        [int(tile.replace("_", "0")) for tile in row.split("|")]
-        for row in turn["content"].split("\n")
-    ]
+    rows = [[int(tile.replace("_", "0")) for tile in row.split("|")] for row in turn["content"].split("\n")]
     assert turn["content"] == taught.game_2048_turn(rows)
     assert sum(tile > 0 for row in rows for tile in row) == 6
 

@@ -20,9 +20,7 @@ game_2048: Any = importlib.import_module("2048")
 pytestmark = pytest.mark.anyio
 
 MODEL = "/api/models/demo/agent"
-FLAGS = argparse.Namespace(
-    steps=11, groups=2, group_size=2, learning_rate=1e-3, model="art/tiny", learning_rates={}
-)
+FLAGS = argparse.Namespace(steps=11, groups=2, group_size=2, learning_rate=1e-3, model="art/tiny", learning_rates={})
 
 
 @pytest.fixture

@@ -23,16 +23,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from art_protocol.history import pack_rows
 from art_protocol.wire import ErrorDetail, JobReport, LoRAConfig, TrainConfig
-from art_server import clock
 from art_server.checkpoints.manage import Checkpoints
-from art_server.device.owner import DeviceOwner
+from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable
 from art_server.jobs import runner as runner_module
 from art_server.jobs.queue import Job, JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.shared.tasks import Batch, Done, Progress, Task, TrainTask
+from art_server.process.shared import clock
+from art_server.process.shared.tasks import Batch, Done, Progress, Task, TrainTask
 from art_server.store.history import History
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry
@@ -167,9 +167,7 @@ class Server:
         self._num_actions += 1
         async with asyncio.timeout(SECONDS):
             while (  # noqa: ASYNC110 - the runner has no event for it
-                self.trainer.number is None
-                and self._rested_after < self._num_actions
-                and not self.task.done()
+                self.trainer.number is None and self._rested_after < self._num_actions and not self.task.done()
             ):
                 await asyncio.sleep(0.0005)
 
@@ -249,9 +247,7 @@ class Jobs(RuleBasedStateMachine):
         self.patches = pytest.MonkeyPatch()
         self.now = 1e9
         self.patches.setattr(clock, "now", lambda: self.now)
-        self.patches.setattr(
-            runner_module, "time", SimpleNamespace(monotonic=lambda: self.now), raising=False
-        )
+        self.patches.setattr(runner_module, "time", SimpleNamespace(monotonic=lambda: self.now), raising=False)
         self.patches.setattr(runner_module, "REST_SECONDS", 0.0005)
         self.loop = asyncio.Runner()
         self.jobs: list[Expected] = []
@@ -369,11 +365,7 @@ class Jobs(RuleBasedStateMachine):
         return raised.value.code
 
     @precondition(lambda self: self.trained is not None)
-    @rule(
-        outcomes=st.lists(
-            st.sampled_from(["done", *POINTS, *ERRORS, "killed"]), min_size=1, max_size=5
-        )
-    )
+    @rule(outcomes=st.lists(st.sampled_from(["done", *POINTS, *ERRORS, "killed"]), min_size=1, max_size=5))
     def train(self, outcomes: list[str]) -> None:
         """What becomes of the jobs that train one after another."""
         for outcome in outcomes:
@@ -582,9 +574,7 @@ class Jobs(RuleBasedStateMachine):
     def each_job_is_where_it_should_be(self) -> None:
         queue = self.server.queue
         found = {job.number: queue.get(job.job_id) for job in self.jobs}
-        assert {number: job.state for number, job in found.items()} == {
-            job.number: job.state for job in self.jobs
-        }
+        assert {number: job.state for number, job in found.items()} == {job.number: job.state for job in self.jobs}
         assert [each.job_id for each in queue.waiting()] == [job.job_id for job in self.pending()]
         for job in self.jobs:
             error = found[job.number].last_error

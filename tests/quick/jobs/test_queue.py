@@ -13,11 +13,11 @@ from art_protocol.wire import (
     JobState,
     TrainConfig,
 )
-from art_server import clock
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs import queue as queue_module
 from art_server.jobs.queue import Job, JobQueue, Payload
-from art_server.shared.tasks import (
+from art_server.process.shared import clock
+from art_server.process.shared.tasks import (
     Batch,
     Distribution,
     TokenSequence,
@@ -38,9 +38,7 @@ def request_digest(body: bytes) -> str:
 
 
 def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x") -> Job:
-    return queue.add(
-        "p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1)
-    )
+    return queue.add("p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1))
 
 
 def test_jobs_and_payloads_survive_a_restart(tmp_path: Path) -> None:
@@ -162,9 +160,7 @@ def test_jobs_are_moved_and_listed_in_their_order(tmp_path: Path) -> None:
     assert queue.jobs(frozenset({"other"}), ("queued",), limit=10) == []
 
 
-def test_only_the_latest_ended_jobs_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_latest_ended_jobs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "MAX_ENDED", 2)
     queue = JobQueue(tmp_path / "jobs.sqlite")
     waits = add(queue)
@@ -236,9 +232,7 @@ def test_the_jobs_of_an_earlier_server_go_on(tmp_path: Path) -> None:
     queue.close()
 
 
-def test_a_migration_that_fails_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = restored(tmp_path)
 
     def fail(blob: bytes | None) -> bytes | None:

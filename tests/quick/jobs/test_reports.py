@@ -99,9 +99,7 @@ async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(
     model.folder.write_lines("train", 3, b"the job's\n")
     model.folder.tokens_file(3).parent.mkdir(parents=True)
     model.folder.tokens_file(3).touch()
-    group = TrajectoryGroupBody(
-        trajectories=[TrajectoryBody(messages_and_choices=[], reward=0.5)] * 2
-    )
+    group = TrajectoryGroupBody(trajectories=[TrajectoryBody(messages_and_choices=[], reward=0.5)] * 2)
     for split, is_kept in (("train", True), ("val", False)):
         rollouts = Rollouts()
         rollouts.add(group)

@@ -14,17 +14,15 @@ from art_server.jobs.resolve import Limits, Sources
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
-from art_server.shared.advantages import trained_tokens
-from art_server.shared.kept_set import pack_set, unpack_set
-from art_server.shared.tasks import Batch
+from art_server.process.shared.advantages import trained_tokens
+from art_server.process.shared.kept_set import pack_set, unpack_set
+from art_server.process.shared.tasks import Batch
 from tests.resolving import resolve
 
 LIMITS = Limits(vocab_size=100, max_seq_length=50)
 
 
-def choice(
-    prompt: list[int], tokens: list[int], identity: str | None = None, model: str = "p/a"
-) -> dict[str, Any]:
+def choice(prompt: list[int], tokens: list[int], identity: str | None = None, model: str = "p/a") -> dict[str, Any]:
     """A choice that carries its tokens."""
     entries = [{"token": str(token), "logprob": -token / 100} for token in tokens]
     made: dict[str, Any] = {
@@ -223,9 +221,7 @@ def test_missing_records_are_named_before_anything_is_trained() -> None:
 def test_a_record_of_another_project_is_missing() -> None:
     def find(key: str) -> Record:
         found = record(key, [1], [2])
-        return dataclasses.replace(
-            found, request=dataclasses.replace(found.request, project="other")
-        )
+        return dataclasses.replace(found, request=dataclasses.replace(found.request, project="other"))
 
     with pytest.raises(RecordsMissing):
         run([[referred("c-0")]], find=find)
@@ -287,9 +283,7 @@ def test_a_choice_that_stands_twice_is_trained_once() -> None:
         ({"message": {"content": "x"}, "finish_reason": "stop"}, "not in the ledger"),
     ],
 )
-def test_turns_that_cannot_be_trained_are_counted_with_a_reason(
-    entry: dict[str, Any], why: str
-) -> None:
+def test_turns_that_cannot_be_trained_are_counted_with_a_reason(entry: dict[str, Any], why: str) -> None:
     _, report = run([[choice([1], [2])], [entry]])
     reasons = {dropped.reason: dropped for dropped in report.dropped}
     (reason,) = [reason for reason in reasons if why in reason]
@@ -340,10 +334,7 @@ BEFORE = conversation.prefix_digests([QUESTION])[-1]
 
 def test_equal_short_answers_get_a_record_each() -> None:
     """Text only: found by the conversation and the words, each record once, as long as there are enough."""
-    records = [
-        dataclasses.replace(record(f"c-{i}", [5], [6, 7], prefix=BEFORE), logprobs=[-1.0, -i])
-        for i in range(3)
-    ]
+    records = [dataclasses.replace(record(f"c-{i}", [5], [6, 7], prefix=BEFORE), logprobs=[-1.0, -i]) for i in range(3)]
     batch, report = run([[QUESTION, said_choice("yes")]] * 4, given=found_in(records))
     found = [t.sequences[0].logprobs[-1] for t in batch.groups[0].trajectories]
     assert found == [0, -1, -2, 0]
@@ -448,9 +439,7 @@ def test_plain_messages_train_only_on_request() -> None:
     assert report.turns == {"recomputed": 1}
 
 
-@pytest.mark.parametrize(
-    "config", [TrainConfig(), TrainConfig(allow_training_without_logprobs=True)]
-)
+@pytest.mark.parametrize("config", [TrainConfig(), TrainConfig(allow_training_without_logprobs=True)])
 def test_a_turn_that_saw_an_image_is_not_trained(config: TrainConfig) -> None:
     """Its tokens would be trained without the image. Those before the image are."""
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -490,9 +479,7 @@ def test_every_sampled_token_is_trained_once_after_its_own_prompt(
     so_far: list[int] = []
     for context, tokens, goes_on in steps:
         prompt = so_far + context if goes_on else context
-        turns.append(
-            ResolvedTurn(prompt, tokens, [-float(i + 1) for i in range(len(tokens))], "ids")
-        )
+        turns.append(ResolvedTurn(prompt, tokens, [-float(i + 1) for i in range(len(tokens))], "ids"))
         so_far = prompt + tokens
     rows, _ = join_turns(turns)
     trained = sum(value is not None for row in rows for value in row.logprobs)
@@ -609,9 +596,7 @@ def test_the_reward_of_a_dropped_last_turn_is_no_later_than_its_history() -> Non
     records = {name: record(name, prompt, tokens) for name, prompt, tokens, *_ in (*main, *sub)}
     for name, _, _, at, _ in (*main, *sub):
         found = records[name]
-        records[name] = dataclasses.replace(
-            found, request=dataclasses.replace(found.request, requested_at=at)
-        )
+        records[name] = dataclasses.replace(found, request=dataclasses.replace(found.request, requested_at=at))
     side = {
         "messages_and_choices": [*(bare(name) for name, *_ in sub), bare("x", model=None)],
         "turn_rewards": [2.0, 4.0, 16.0],
@@ -676,9 +661,7 @@ def test_words_that_fit_samples_of_two_prompts_are_ambiguous_and_dropped() -> No
     with pytest.raises(InvalidInput, match="samples with different prompts or tokens match"):
         run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
     # One of them in the very conversation is certain.
-    records[1] = dataclasses.replace(
-        records[1], request=dataclasses.replace(records[1].request, prefix_digest=BEFORE)
-    )
+    records[1] = dataclasses.replace(records[1], request=dataclasses.replace(records[1].request, prefix_digest=BEFORE))
     batch, _ = run([[QUESTION, said_choice("yes", [-0.5])]], given=given)
     assert batch.groups[0].trajectories[0].sequences[0].token_ids == [4, 5, 6, 7]
 
@@ -823,20 +806,14 @@ def test_a_group_of_equal_answers_is_noted() -> None:
 # --- scored as it was sampled ----------------------------------------------------------------------------------------
 
 
-def sampled_with(
-    sampled: list[float] | None, sets: list[bytes], kept: list[int], **sampling: Any
-) -> Record:
+def sampled_with(sampled: list[float] | None, sets: list[bytes], kept: list[int], **sampling: Any) -> Record:
     made = record("c-0", [1], [2, 3])
-    return dataclasses.replace(
-        made, sampled_logprobs=sampled, sets=sets, kept=kept, sampling=sampling
-    )
+    return dataclasses.replace(made, sampled_logprobs=sampled, sets=sets, kept=kept, sampling=sampling)
 
 
 def test_tokens_are_scored_under_what_they_were_sampled_from() -> None:
     first, second = pack_set(np.array([2, 9]), 1000), pack_set(np.array([3, 4]), 1000)
-    found = sampled_with(
-        [-0.1, -0.2], [first, second], [0, 1], temperature=0.7, logit_bias={"4": 1.5}
-    )
+    found = sampled_with([-0.1, -0.2], [first, second], [0, 1], temperature=0.7, logit_bias={"4": 1.5})
     entries = [[bare("c-0")], [bare("c-0")]]
     batch, report = run(entries, find=lambda _: found)
     for each in batch.groups[0].trajectories:
@@ -861,9 +838,7 @@ def test_carried_ids_take_the_figures_of_their_record() -> None:
     assert row.distributions == [-1, 0, 0] and batch.distributions[0].temperature == 0.5
 
 
-@pytest.mark.parametrize(
-    "changed", [choice([7], [2, 3], "c-0"), choice([1], [2], "c-0"), choice([1], [4, 5], "c-0")]
-)
+@pytest.mark.parametrize("changed", [choice([7], [2, 3], "c-0"), choice([1], [2], "c-0"), choice([1], [4, 5], "c-0")])
 def test_carried_ids_that_contradict_their_record_are_dropped(changed: dict[str, Any]) -> None:
     _, report = run([[choice([1], [2, 3])], [changed]], find=lambda _: record("c-0", [1], [2, 3]))
     assert report.turns == {"ids": 1}
@@ -880,9 +855,7 @@ def test_what_the_engine_cannot_tell_counts_as_without_a_log_probability(
     assert (row.logprobs, row.recompute) == ([None] * 3, [1, 2])
     assert report.num_tokens_without_logprob == 4
     note, same = report.notes
-    assert (
-        same == SAME_ANSWERS and note.startswith("4 tokens were sampled with") and "ratio 1" in note
-    )
+    assert same == SAME_ANSWERS and note.startswith("4 tokens were sampled with") and "ratio 1" in note
     # A turn that is not trained is not counted.
     _, report = run([[bare("c-0")]], histories=[[bare("c-0")]], find=lambda _: found)
     assert report.notes[0].startswith("2 tokens were sampled with")

@@ -14,9 +14,7 @@ import pytest
 
 from art_protocol.history import pack_rows, read_rows
 from art_protocol.wire import JobEvent, JobReport, LoRAConfig, TrainConfig
-from art_server.background import Background
-from art_server.base_models import TINY_DIR, BaseModel
-from art_server.device.owner import DeviceOwner
+from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, StorageFull
 from art_server.jobs import backoff
@@ -25,7 +23,9 @@ from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.shared.tasks import Batch, GapBars, Probe, TrainTask
+from art_server.process.background import Background
+from art_server.process.shared.tasks import Batch, GapBars, Probe, TrainTask
+from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
@@ -87,9 +87,7 @@ class House:
         payload = Payload.make(Batch(groups=[]), pack_rows([{"trajectories": []}]))
         report = JobReport(sampled_steps={} if sampled_step is None else {sampled_step: 8})
         metrics = {"train/reward": reward}
-        return self.queue.add(
-            "p", name, key, "digest", TrainConfig(), payload, report, metrics
-        ).job_id
+        return self.queue.add("p", name, key, "digest", TrainConfig(), payload, report, metrics).job_id
 
     def state(self, job: str) -> str:
         return self.queue.get(job).state
@@ -100,9 +98,7 @@ class House:
                 await asyncio.sleep(0.005)
 
     async def wait(self, *jobs: str) -> list[str]:
-        await self.until(
-            lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs)
-        )
+        await self.until(lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs))
         await self.until(lambda: self.runner._attempt is None)
         return [self.state(job) for job in jobs]
 
@@ -157,9 +153,7 @@ ENVIRONMENT: dict[str, Exception] = {
 
 
 @pytest.mark.parametrize("error", ENVIRONMENT.values(), ids=ENVIRONMENT.keys())
-async def test_an_error_of_the_environment_leaves_a_job_queued(
-    error: Exception, tmp_path: Path
-) -> None:
+async def test_an_error_of_the_environment_leaves_a_job_queued(error: Exception, tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as house:
         house.trainer.events = [error] * 8
         first, second, other = house.add_job("a"), house.add_job("a"), house.add_job("b")
@@ -200,9 +194,7 @@ async def test_a_finished_step_whose_base_is_gone_is_finished_without_serving(
         model = house.add_model("elsewhere", base_model="another base")
         committed, runs = house.add_job("elsewhere"), house.add_job("a")
         house.queue.set_running(committed, 1)
-        model.folder.commit_checkpoint(
-            model.folder.new_checkpoint_dir(), CheckpointRecord(step=1, job_id=committed)
-        )
+        model.folder.commit_checkpoint(model.folder.new_checkpoint_dir(), CheckpointRecord(step=1, job_id=committed))
         assert await house.wait(committed, runs) == ["done", "done"]
         assert model.step == 1 and model.history.span()[0] == 1
         assert house.trainer.tasks[0].in_dir.endswith("a/checkpoints/0000"), "not trained again"
@@ -337,19 +329,11 @@ async def test_a_row_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
         broken = house.add_job("a")
         unreadable = house.add_job("a")
-        house.queue._db.execute(
-            "UPDATE jobs SET config = ? WHERE job_id = ?", ('{"invented": 1}', broken)
-        )
-        house.queue._db.execute(
-            "UPDATE jobs SET report = ? WHERE job_id = ?", ('{"num_rows": "x"}', unreadable)
-        )
+        house.queue._db.execute("UPDATE jobs SET config = ? WHERE job_id = ?", ('{"invented": 1}', broken))
+        house.queue._db.execute("UPDATE jobs SET report = ? WHERE job_id = ?", ('{"num_rows": "x"}', unreadable))
         job = house.add_job("a")
         assert await house.wait(broken, job) == ["failed", "done"]
-        (listed,) = [
-            each
-            for each in await house.runner.jobs(None, ("failed",), 10)
-            if each.job_id == unreadable
-        ]
+        (listed,) = [each for each in await house.runner.jobs(None, ("failed",), 10) if each.job_id == unreadable]
         assert listed.error is not None and listed.error.code == "unreadable_job"
 
 
@@ -417,9 +401,7 @@ async def test_a_signal_that_comes_too_late_cancels_no_other_job(tmp_path: Path)
         assert await house.wait(house.add_job("a")) == ["done"]
 
 
-async def test_a_failed_attempt_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_attempt_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They could fill the disk for the next attempt."""
     monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 60.0)
     monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 60.0)
@@ -436,9 +418,7 @@ async def test_a_failed_attempt_leaves_no_files(
         assert not await asyncio.to_thread(lambda: list(tmp_path.rglob(".*.tmp")))
 
 
-async def test_a_server_that_stops_during_a_commit_lets_it_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_stops_during_a_commit_lets_it_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread goes on after the cancellation, and its files must not be cleaned up under it."""
     begun, may_end = threading.Event(), threading.Event()
     commit = ModelFolder.commit_checkpoint

@@ -19,7 +19,7 @@ from art_server.jobs.trainer_process import (
     worker_command,
     worker_environment,
 )
-from art_server.shared.tasks import Batch, InitTask, Progress, TrainTask, WorkerConfig
+from art_server.process.shared.tasks import Batch, InitTask, Progress, TrainTask, WorkerConfig
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
@@ -205,10 +205,8 @@ async def test_stop_under_a_task_ends_it_with_trainer_died(tmp_path: Path) -> No
 
 
 def test_the_servers_side_imports_no_torch() -> None:
-    code = "import sys, art_server.jobs.trainer_process, art_server.shared.tasks; print('torch' in sys.modules)"
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    code = "import sys, art_server.jobs.trainer_process, art_server.process.shared.tasks; print('torch' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "False"
 
 
@@ -220,16 +218,13 @@ def test_command_names_only_what_is_set() -> None:
 
 def test_unsloth_has_a_worker_of_its_own_which_imports_it_first() -> None:
     modules = [
-        worker_command(WorkerConfig(base_model="base", trainer=trainer))[2]
-        for trainer in ("unsloth", "auto", "peft")
+        worker_command(WorkerConfig(base_model="base", trainer=trainer))[2] for trainer in ("unsloth", "auto", "peft")
     ]
-    assert modules == [
-        f"art_server.trainer.{each}" for each in ("unsloth_worker", "worker", "worker")
-    ]
-    code = "import sys, art_server.trainer.unsloth_worker; print({'transformers', 'peft', 'torch'} & sys.modules.keys())"
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    assert modules == [f"art_server.trainer.{each}" for each in ("unsloth_worker", "worker", "worker")]
+    code = (
+        "import sys, art_server.trainer.unsloth_worker; print({'transformers', 'peft', 'torch'} & sys.modules.keys())"
     )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "set()"
 
 
@@ -272,9 +267,7 @@ async def test_a_process_that_shows_nothing_for_much_longer_than_its_pace_is_end
     await trainer.stop()
 
 
-async def test_a_process_that_reads_no_batch_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_reads_no_batch_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process takes as much as the pipe holds."""
     monkeypatch.setattr(process_module, "SHORTEST_LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(process_module, "TIMES_ITS_PACE", 0)

@@ -65,9 +65,7 @@ def test_a_dropped_turn_has_its_reason_and_a_side_history_its_number() -> None:
 
 def test_groups_without_a_trainable_turn_leave_a_gap_in_the_numbers() -> None:
     groups = [
-        TrajectoryGroupBody.model_validate(
-            {"trajectories": [{"messages_and_choices": entries, "reward": 1.0}]}
-        )
+        TrajectoryGroupBody.model_validate({"trajectories": [{"messages_and_choices": entries, "reward": 1.0}]})
         for entries in ([bare("unknown")], [choice([1], [2])])
     ]
     found = resolve(groups, TrainConfig(), "p/a", sources(), LIMITS)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
+from art_server.engine.vllm_process import plain_text
+from art_server.engine.vllm_process.plain_text import ControlTokens, Rendering
 from art_server.errors import InvalidInput
-from art_server.in_vllm import plain_text
-from art_server.in_vllm.plain_text import ControlTokens, Rendering
 from art_server.jobs.resolve import Limits, Sources
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
@@ -20,9 +20,7 @@ from tests.toy_facts import facts_of
 CALL = ("look", {"a": 1})
 RESULT = {"role": "tool", "content": "result", "tool_call_id": "call_0"}
 OPENED = Family(
-    CHATML_PLAIN.replace(
-        "'<|im_start|>assistant\n' -}}{", "'<|im_start|>assistant\n<think>\n' -}}{"
-    ),
+    CHATML_PLAIN.replace("'<|im_start|>assistant\n' -}}{", "'<|im_start|>assistant\n<think>\n' -}}{"),
     **CHATML,
 )
 
@@ -121,9 +119,7 @@ def test_thinking_and_calls_are_trained_in_the_familys_markup() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "SmolLM", "Mistral", "DeepSeek"])
 @pytest.mark.parametrize("space", ["", "\n"])
-def test_a_demonstration_that_spells_a_control_token_is_trained_to_its_real_end(
-    name: str, space: str
-) -> None:
+def test_a_demonstration_that_spells_a_control_token_is_trained_to_its_real_end(name: str, space: str) -> None:
     """Also where its first token merges with the prompt's last one."""
     family = FAMILIES[name]
     text = f"{space}It writes {family.end} twice: {family.end}"

@@ -16,9 +16,7 @@ def call(name: str, value: dict[str, Any], indent: int | None = None) -> dict[st
 
 
 @given(st.text(), st.text(min_size=1), arguments)
-def test_a_parsed_tool_call_says_what_was_sampled(
-    content: str, name: str, value: dict[str, Any]
-) -> None:
+def test_a_parsed_tool_call_says_what_was_sampled(content: str, name: str, value: dict[str, Any]) -> None:
     """However the JSON was written, and whatever text stands before it."""
     content = content.replace("{", "").replace("<", "")
     sampled = f"<think>\nhm\n</think>\n\n{content}\n<tool_call>\n{json.dumps({'name': name, 'arguments': value})}\n</tool_call>"
@@ -103,17 +101,9 @@ def test_three_apis_tell_the_same_conversation(api: str) -> None:
     assert c.prefix_digests(c.messages_of(api, body)) == expected
 
 
-@given(
-    st.recursive(
-        st.none() | st.text() | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
-    )
-)
+@given(st.recursive(st.none() | st.text() | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_no_body_breaks_the_reading(value: Any) -> None:
     for api in ("chat", "messages", "responses", "completions"):
         for key in ("messages", "input", "prompt", "system"):
             c.prefix_digests(c.messages_of(api, {key: value}))
-            c.prefix_digests(
-                c.messages_of(
-                    api, {key: [{"role": "assistant", "content": value, "tool_calls": value}]}
-                )
-            )
+            c.prefix_digests(c.messages_of(api, {key: [{"role": "assistant", "content": value, "tool_calls": value}]}))

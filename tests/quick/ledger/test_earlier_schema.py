@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from art_server.base_facts import read_facts
-from art_server.base_models import TINY_DIR
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
 from art_server.ledger.sessions import session_trajectory
-from art_server.shared.samples import Sample
+from art_server.process.shared.samples import Sample
+from art_server.store.base_facts import read_facts
+from art_server.store.base_models import TINY_DIR
 
 QUESTION = {"role": "user", "content": "respond with yes, no, maybe"}
 ANSWER = {"role": "assistant", "content": "maybe"}
@@ -70,9 +70,7 @@ def test_a_conversation_is_continued(ledger: Ledger, session: str | None) -> Non
     prefix, answers = conversation.past_answers(messages)
     request = Request("f" * 32, "chat", "p", "a", 0, "p", session, prefix, answers=answers)
     tokenizer = AutoTokenizer.from_pretrained(TINY_DIR)
-    rendered = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with ledger.open_request(request) as opened:
         ledger.take_prompt(request.request_id, 0, list(rendered))
         sample = Sample("x", 0, "yes", [5], [-0.5], "stop", None, {"n": 1})

@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from art_server import clock
-from art_server.background import Background
 from art_server.ledger import conversation
 from art_server.ledger import ledger as ledger_module
 from art_server.ledger.candidates import Candidates
@@ -21,8 +19,10 @@ from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
 from art_server.ledger.storage import MAX_EQUAL
-from art_server.shared.kept_set import pack_set
-from art_server.shared.samples import Sample
+from art_server.process.background import Background
+from art_server.process.shared import clock
+from art_server.process.shared.kept_set import pack_set
+from art_server.process.shared.samples import Sample
 
 REQUEST = Request("f" * 32, "chat", "p", "a", 3, "me")
 
@@ -33,9 +33,7 @@ def sample(tokens: list[int] | None = None, text: str = "yes") -> Sample:
     return Sample("x", 0, text, tokens, logprobs, "stop", None, {"n": 1})
 
 
-def add(
-    ledger: Ledger, number: int, prompt: list[int], text: str = "yes", **request: object
-) -> str:
+def add(ledger: Ledger, number: int, prompt: list[int], text: str = "yes", **request: object) -> str:
     """One recorded choice; returns its id."""
     made = dataclasses.replace(REQUEST, request_id=f"{number:032x}", **request)  # type: ignore[arg-type]
     with ledger.open_request(made) as opened:
@@ -229,9 +227,7 @@ def test_prompts_of_abandoned_requests_cost_no_records(tmp_path: Path) -> None:
         assert opened.records[0].prompt_token_ids == [5, 6]
 
 
-def test_a_database_that_is_locked_costs_its_records_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_database_that_is_locked_costs_its_records_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caches are cleared only if a prompt of the transaction is undone, and a batch is tried once."""
     ledger = Ledger(tmp_path / "l.sqlite")
     cleared: list[None] = []
@@ -368,9 +364,7 @@ def test_a_clock_that_is_set_drops_nothing_and_keeps_nothing_for_ever(
     ledger = Ledger(tmp_path / "l.sqlite")
     kept = add(ledger, 1, [1])
     ahead = add(ledger, 2, [2])
-    ledger._storage.db.execute(
-        "UPDATE records SET created_at = created_at + 1e9 WHERE choice_id = ?", (ahead,)
-    )
+    ledger._storage.db.execute("UPDATE records SET created_at = created_at + 1e9 WHERE choice_id = ?", (ahead,))
     monkeypatch.setattr(time, "time", lambda: 4e9)
     assert ledger.prune() == 0 and ledger.find(kept) is not None
     later = clock.now() + 8 * 86400
@@ -379,9 +373,7 @@ def test_a_clock_that_is_set_drops_nothing_and_keeps_nothing_for_ever(
 
 
 @pytest.mark.anyio
-async def test_an_answer_waits_once_for_all_of_its_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_waits_once_for_all_of_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand choices without records would else wait a thousand times."""
     monkeypatch.setattr(ledger_module, "RECORD_WAIT_SECONDS", 0.5)
     ledger = Ledger(tmp_path / "l.sqlite")

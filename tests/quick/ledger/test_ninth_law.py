@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from jinja2.ext import loopcontrols
 from tokenizers import Tokenizer
 
-from art_server.base_models import TINY_DIR
-from art_server.in_vllm.child import with_prompt
+from art_server.engine.vllm_process.child import with_prompt
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.shared.samples import Sample
+from art_server.process.shared.samples import Sample
+from art_server.store.base_models import TINY_DIR
 from tests.toy_facts import facts_of
 
 Message = dict[str, Any]
@@ -108,20 +108,14 @@ class Family:
 
     @functools.cached_property
     def compiled(self) -> jinja2.Template:
-        environment = jinja2.Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.globals["raise_exception"] = lambda text: (_ for _ in ()).throw(
-            ValueError(text)
-        )
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = lambda text: (_ for _ in ()).throw(ValueError(text))
         environment.globals["strftime_now"] = lambda _: "today"
         environment.filters["tojson"] = lambda value, **_: json.dumps(value)
         return environment.from_string(self.text)
 
     def render(self, messages: Sequence[Message]) -> str:
-        return self.compiled.render(
-            messages=messages, add_generation_prompt=True, bos_token="", eos_token=self.end
-        )
+        return self.compiled.render(messages=messages, add_generation_prompt=True, bos_token="", eos_token=self.end)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -177,9 +171,7 @@ FAMILIES = {
         specials=("<｜User｜>", "<｜Assistant｜>"),
     ),
     "Mistral": Family(MISTRAL, "[/INST]", "</s>", specials=("<s>", "[INST]", "[/INST]")),
-    "Phi-4": Family(
-        PHI4, "<|im_start|>assistant<|im_sep|>", "<|im_end|>", specials=("<|im_sep|>",)
-    ),
+    "Phi-4": Family(PHI4, "<|im_start|>assistant<|im_sep|>", "<|im_end|>", specials=("<|im_sep|>",)),
     "SmolLM": Family(CHATML_PLAIN, **CHATML),
     "Kimi": Family(
         KIMI,
@@ -226,16 +218,13 @@ class Talk:
         request_id = f"{next(NUMBERS):032x}"
         messages = with_ids(messages, names)
         prefix_digest, answers = conversation.past_answers(messages)
-        request = Request(
-            request_id, api, "p", self.model, 0, "me", session, prefix_digest, answers=answers
-        )
+        request = Request(request_id, api, "p", self.model, 0, "me", session, prefix_digest, answers=answers)
         end = (self.family.sampled_end or self.family.end) if end is None else end
         with self.ledger.open_request(request) as opened:
             thoughts = self.ledger.recall_thinking(opened)
             sent = conversation.with_thinking("chat", {"messages": messages}, thoughts)["messages"]
             sent = [  # as vLLM renders it
-                {**each, "reasoning_content": each["reasoning"]} if "reasoning" in each else each
-                for each in sent
+                {**each, "reasoning_content": each["reasoning"]} if "reasoning" in each else each for each in sent
             ]
             rendered = self.family.encode(self.family.render(sent))
             self.ledger.take_prompt(request_id, 0, rendered)
@@ -282,8 +271,7 @@ def said(content: str, thinking: str | None = None, calls: Sequence[Any] = ()) -
         message["reasoning_content"] = thinking
     if calls:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": name, "arguments": value}}
-            for name, value in calls
+            {"type": "function", "function": {"name": name, "arguments": value}} for name, value in calls
         ]
     return message
 
@@ -310,18 +298,14 @@ def read_turn(family: Family, text: str) -> tuple[str | None, str, list[Any]]:
     thinking, mark, rest = text.partition("</think>")
     thinking = thinking.partition("<think>")[2].strip() if mark else None
     rest = rest if mark else text
-    calls = [
-        json.loads(each) for each in re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", rest, re.S)
-    ]
+    calls = [json.loads(each) for each in re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", rest, re.S)]
     content = rest.partition("<tool_call>")[0] if calls else rest
     content = content.removeprefix(family.before.strip())
     edges = bool(calls or mark or family.strips)
     return thinking or None, content.strip() if edges else content, calls
 
 
-def assert_law(
-    family: Family, text: str, messages: Sequence[Message], own: Sequence[str | None]
-) -> None:
+def assert_law(family: Family, text: str, messages: Sequence[Message], own: Sequence[str | None]) -> None:
     """Each assistant turn that the engine reads is the message that the agent sent. Thinking may be the agent's, dropped,
     or, where the agent sent none, that which this very rollout sampled (`own`)."""
     sent = [message for message in messages if message["role"] == "assistant"]
@@ -344,9 +328,7 @@ def assert_law(
 
 
 WORDS = st.text(alphabet="ab1 \n\tyesno", min_size=1, max_size=12).filter(lambda text: text.strip())
-VALUES = st.dictionaries(
-    st.sampled_from("abc"), st.one_of(st.integers(0, 3), st.booleans(), WORDS), max_size=3
-)
+VALUES = st.dictionaries(st.sampled_from("abc"), st.one_of(st.integers(0, 3), st.booleans(), WORDS), max_size=3)
 ANSWER = st.fixed_dictionaries(
     {
         "content": WORDS,
@@ -397,10 +379,7 @@ def test_the_policy_reads_what_the_agent_sent(
     own: list[list[str | None]] = [[] for _ in range(rollouts)]
     for number, answers in enumerate(rounds):
         written = [write(family, answers[i % len(answers)]) for i in range(rollouts)]
-        spelled = [
-            spell(family, text, answers[i % len(answers)]["cuts"])
-            for i, (text, _, _) in enumerate(written)
-        ]
+        spelled = [spell(family, text, answers[i % len(answers)]["cuts"]) for i, (text, _, _) in enumerate(written)]
         if number == 0 and is_one_request and not has_session:
             talk.ask(paths[0], spelled)
         else:
@@ -418,9 +397,7 @@ def test_the_policy_reads_what_the_agent_sent(
 @pytest.mark.parametrize("name", list(FAMILIES))
 @settings(deadline=None, max_examples=30)
 @given(answers=st.lists(ANSWER, min_size=2, max_size=3))
-def test_an_unedited_conversation_goes_on_from_the_sampled_tokens(
-    name: str, answers: list[dict[str, Any]]
-) -> None:
+def test_an_unedited_conversation_goes_on_from_the_sampled_tokens(name: str, answers: list[dict[str, Any]]) -> None:
     """However they were split. Thinking is left out: what a template drops cannot go on."""
     family = FAMILIES[name]
     talk = Talk(family)
@@ -433,9 +410,7 @@ def test_an_unedited_conversation_goes_on_from_the_sampled_tokens(
         (record,) = talk.ask(messages, [spell(family, text, answer["cuts"])])
         assert record.prompt_token_ids[: len(past)] == past
         is_same_end = not family.sampled_end
-        past = record.prompt_token_ids + (
-            record.token_ids if is_same_end else record.token_ids[:-1]
-        )
+        past = record.prompt_token_ids + (record.token_ids if is_same_end else record.token_ids[:-1])
         messages += [message, user("and now?")]
     (record,) = talk.ask(messages, [[5]])
     assert record.prompt_token_ids[: len(past)] == past
@@ -561,9 +536,7 @@ def test_without_a_name_nobody_goes_on_behind_one_of_several_thoughts() -> None:
 def test_an_edited_answer_does_not_get_the_thinking_of_a_sibling_that_equals_it() -> None:
     talk = Talk(QWEN)
     other = CALLING.replace("1", "2")
-    mine, _ = ask_siblings(
-        talk, [f"<think>\nmine\n</think>\n\n{CALLING}", f"<think>\ntheirs\n</think>\n\n{other}"]
-    )
+    mine, _ = ask_siblings(talk, [f"<think>\nmine\n</think>\n\n{CALLING}", f"<think>\ntheirs\n</think>\n\n{other}"])
     talk.ledger.name_calls(mine.choice_id, ["call-of-mine"])
     edited = [user("q"), said("", None, [("look", {"a": 2})]), TOOL_RESULT]
     for name in (mine.choice_id, "call-of-mine"):
@@ -746,9 +719,7 @@ def test_an_empty_think_block_means_dropped() -> None:
     """As GLM-4.5 renders earlier turns."""
     family = FAMILIES["GLM-4.5"]
     talk = Talk(family)
-    (first,) = talk.ask(
-        [user("q")], [family.encode("\n<think>yes yes long thinking</think>\nmaybe")]
-    )
+    (first,) = talk.ask([user("q")], [family.encode("\n<think>yes yes long thinking</think>\nmaybe")])
     path = [user("q"), said("maybe"), user("more")]
     assert "<think></think>" in talk.rendering(path)
     (record,) = talk.ask(path, [[5]])
@@ -812,9 +783,7 @@ class Params:
         (3, False, 3),  # asked for, and does not fit behind the longer prompt
     ],
 )
-def test_a_splice_never_shortens_what_was_asked_for(
-    max_tokens: int | None, is_spliced: bool, limit: int
-) -> None:
+def test_a_splice_never_shortens_what_was_asked_for(max_tokens: int | None, is_spliced: bool, limit: int) -> None:
     prompt = {"type": "token", "prompt_token_ids": [1] * 6, "arrival_time": 1.0}
     params = Params(max_tokens)
     made = with_prompt(prompt, [2] * 8, params, max_model_len=10)

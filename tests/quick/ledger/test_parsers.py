@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from art_server.base_models import TINY_DIR
 from art_server.ledger import conversation
+from art_server.store.base_models import TINY_DIR
 from tests.quick.ledger.test_splice import spell
 
 TOKENIZER: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(TINY_DIR)
@@ -21,9 +21,7 @@ words = st.text(
 )
 values = st.one_of(words, st.integers(-99, 99), st.booleans(), st.lists(words, max_size=2))
 calls = st.lists(
-    st.tuples(
-        st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.dictionaries(words, values, max_size=3)
-    ),
+    st.tuples(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.dictionaries(words, values, max_size=3)),
     min_size=1,
     max_size=3,
 )
@@ -46,10 +44,7 @@ def parsing() -> Any:
 
 
 def written(content: str, called: list[tuple[str, dict[str, Any]]], ascii: bool) -> str:
-    texts = [
-        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii)
-        for name, arguments in called
-    ]
+    texts = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii) for name, arguments in called]
     return content + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
@@ -64,9 +59,7 @@ def streamed(parsing: Any, text: str, places: list[int]) -> dict[str, Any]:
         current = text[:end]
         if current == before:
             continue
-        delta = parser.extract_tool_calls_streaming(
-            before, current, current[len(before) :], [], [], [], request
-        )
+        delta = parser.extract_tool_calls_streaming(before, current, current[len(before) :], [], [], [], request)
         before = current
         if delta is None:
             continue
@@ -103,9 +96,7 @@ def test_what_a_parser_hands_on_says_what_was_sampled(
         "tool_calls": [{"function": call.function.model_dump()} for call in found.tool_calls],
     }
     assert conversation.message_digest(message) == conversation.text_digest(decoded)
-    assert conversation.message_digest(
-        streamed(parsing, decoded, places)
-    ) == conversation.text_digest(decoded)
+    assert conversation.message_digest(streamed(parsing, decoded, places)) == conversation.text_digest(decoded)
 
 
 @settings(deadline=None, max_examples=60)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from art_server.in_vllm.child import LedgerClient, record_generate
+from art_server.engine.vllm_process.child import LedgerClient, record_generate
 from art_server.ledger.intake import RecordReceiver
-from art_server.shared.samples import Sample
+from art_server.process.shared.samples import Sample
 
 pytestmark = pytest.mark.anyio
 

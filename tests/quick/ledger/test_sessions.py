@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from art_protocol.wire import SessionReply
-from art_server import clock
-from art_server.api.streaming import add_deltas
+from art_server.api.openai.streaming import add_deltas
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
@@ -20,7 +19,8 @@ from art_server.ledger.sessions import (
     PASSED_OVER,
     session_trajectory,
 )
-from art_server.shared.samples import Sample
+from art_server.process.shared import clock
+from art_server.process.shared.samples import Sample
 
 USER = {"role": "user", "content": "q"}
 
@@ -85,8 +85,7 @@ def said(text: str) -> dict[str, Any]:
 def shape(reply: SessionReply) -> list[str]:
     """Each conversation as its roles, choices written in capitals."""
     return [
-        "".join("C" if "finish_reason" in e else e["role"][0] for e in h.messages_and_choices)
-        for h in reply.histories
+        "".join("C" if "finish_reason" in e else e["role"][0] for e in h.messages_and_choices) for h in reply.histories
     ]
 
 
@@ -143,10 +142,7 @@ def test_a_choice_that_the_agent_did_not_see_end_is_left_out(tmp_path: Path) -> 
 
 def answers(reply: SessionReply) -> list[list[str]]:
     """The trained answers of each conversation."""
-    return [
-        [e["message"]["content"] for e in h.messages_and_choices if "finish_reason" in e]
-        for h in reply.histories
-    ]
+    return [[e["message"]["content"] for e in h.messages_and_choices if "finish_reason" in e] for h in reply.histories]
 
 
 def test_of_a_last_turn_that_is_asked_again_only_the_last_answer_counts(tmp_path: Path) -> None:
@@ -407,9 +403,7 @@ def test_a_session_grows_with_its_conversation_and_not_with_its_square(tmp_path:
         assert len(history.messages_and_choices) == 2 * num_turns
         assert history.tools is not None and len(history.tools) == 1
         (num,) = agent.ledger._storage.db.execute("SELECT COUNT(*) FROM conversations").fetchone()
-        assert num == 2 * num_turns, (
-            "each message once (the last answer is no message), and the tools"
-        )
+        assert num == 2 * num_turns, "each message once (the last answer is no message), and the tools"
     assert all(2.1 * less > more for less, more in itertools.pairwise(sizes)), sizes
 
 
@@ -420,9 +414,7 @@ def test_a_long_session_is_read_without_its_beginning_for_each_turn(
     talk(agent, 100)
     extended: list[bytes] = []
     extend = conversation.extend
-    monkeypatch.setattr(
-        conversation, "extend", lambda before, m: extended.append(before) or extend(before, m)
-    )
+    monkeypatch.setattr(conversation, "extend", lambda before, m: extended.append(before) or extend(before, m))
     assert agent.reply().num_choices == 100
     assert len(extended) == 200, "one for each message, and one for the tools"
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.shared.samples import Sample
+from art_server.process.shared.samples import Sample
 from tests.toy_facts import facts_of
 
 CORPUS = [
@@ -29,7 +29,9 @@ CORPUS = [
     "hello there",
 ]
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 LLAMA = (
     "<|begin|>{% for m in messages %}<|header|>{{ m.role }}<|end_header|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
     "<|header|>assistant<|end_header|>\n\n"
@@ -170,9 +172,7 @@ class Conversation:
         return record
 
 
-texts = st.text(
-    alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>{}|"), max_size=20
-)
+texts = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>{}|"), max_size=20)
 turns = st.tuples(texts, texts, st.lists(st.integers(0, 100), max_size=5), st.booleans())
 
 
@@ -211,9 +211,7 @@ def test_thinking_that_the_prompt_opens_is_known_to_be_dropped() -> None:
     for opening in ("<think>\n", "<think>\n\n</think>\n\n"):
         family = Family(CHATML + opening, "<|im_end|>")
         talk = Conversation(family)
-        spelled = spell(
-            family.tokenizer, "hm\n</think>\n\nmaybe" if opening == "<think>\n" else "maybe", [3]
-        )
+        spelled = spell(family.tokenizer, "hm\n</think>\n\nmaybe" if opening == "<think>\n" else "maybe", [3])
         first = talk.ask("q", spelled)
         talk.messages[-1] = {"role": "assistant", "content": "maybe"}
         second = talk.ask("and now?", spelled)

@@ -92,9 +92,7 @@ def test_turns_and_tokens_of_additional_histories_count(tmp_path: Path) -> None:
 
     more = [{"messages_and_choices": [choice("b", 3), choice("c", 4, 5)]}, {}]
     trajectory = {"messages": [choice("a", 1, 2)], "additional_histories": more}
-    (group,) = rollouts.groups(
-        write(tmp_path, json.dumps({"trajectories": [trajectory]}).encode()), "train", 1
-    )
+    (group,) = rollouts.groups(write(tmp_path, json.dumps({"trajectories": [trajectory]}).encode()), "train", 1)
     (row,) = group["rollouts"]
     assert (row["num_turns"], row["num_tokens"]) == (3, 5)
     assert (row["text"], row["finish_reason"]) == ("a", "a")
@@ -199,9 +197,7 @@ def test_a_line_that_a_crash_cut_short_keeps_its_place(tmp_path: Path) -> None:
         rollouts.rollout(folder, "train", 1, 0, 0)
 
 
-def test_the_rollouts_of_a_group_are_parsed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rollouts_of_a_group_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = json.dumps({"trajectories": [{"messages": [], "reward": n} for n in range(8)]}).encode()
     folder, parsed = write(tmp_path, line), list[bytes]()
     read = rollouts.read_json
@@ -274,9 +270,7 @@ def test_any_json_in_a_trajectories_file_is_read_or_refused(
 
 def test_contents_of_several_parts_are_text() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    assert (
-        rollouts.plain_text([{"type": "text", "text": HOSTILE}, image]) == f"{HOSTILE}\n[image_url]"
-    )
+    assert rollouts.plain_text([{"type": "text", "text": HOSTILE}, image]) == f"{HOSTILE}\n[image_url]"
     assert rollouts.plain_text(None) == "" and rollouts.plain_text({"a": 1}) == '{"a": 1}'
 
 
@@ -294,9 +288,7 @@ def test_a_broken_record_is_named_with_the_remedy(tmp_path: Path, content: bytes
             read()
 
 
-groups_of_sequences = st.lists(
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=2), max_size=6
-)
+groups_of_sequences = st.lists(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=2), max_size=6)
 
 
 def write_record(root: Path, group: list[list[list[int]]], trained: list[bool]) -> ModelFolder:
@@ -329,9 +321,7 @@ def test_a_tree_has_each_shared_prefix_once(
     assert found["num_sequence_tokens"] == sum(len(each) for _, each in sequences)
     nodes = found["nodes"]
     marks = iter(trained)
-    trained_prefixes = {
-        tuple(each[: n + 1]) for _, each in sequences for n in range(len(each)) if next(marks)
-    }
+    trained_prefixes = {tuple(each[: n + 1]) for _, each in sequences for n in range(len(each)) if next(marks)}
     assert sum(node["num_trained"] for node in nodes) == len(trained_prefixes)
     paths = {None: ""}
     for node in nodes:
@@ -349,9 +339,5 @@ def test_a_tree_has_each_shared_prefix_once(
         spans = node["trained"]
         assert all(node["start"] <= a < b <= node["stop"] for a, b in spans)
         assert sum(b - a for a, b in spans) == node["num_trained"] <= size
-        of_node = [
-            r
-            for r, each in sequences
-            if "".join(spelled[t] for t in each[: node["stop"]]) == paths[node["id"]]
-        ]
+        of_node = [r for r, each in sequences if "".join(spelled[t] for t in each[: node["stop"]]) == paths[node["id"]]]
         assert node["rollouts"] == sorted(set(of_node))

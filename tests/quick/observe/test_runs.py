@@ -111,9 +111,7 @@ def test_a_checkpoint_has_the_reward_that_it_earned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not JSON", b"\xff\xfe JSON"])
-def test_a_model_without_files_is_empty_and_an_unreadable_one_is_listed(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_a_model_without_files_is_empty_and_an_unreadable_one_is_listed(tmp_path: Path, content: bytes) -> None:
     bare = tmp_path / "p" / "models" / "bare"
     bare.mkdir(parents=True)
     (bare / "model.json").write_bytes(content)
@@ -151,9 +149,7 @@ def test_checkpoints_have_sizes_rewards_and_one_best(tmp_path: Path) -> None:
         earned = [r["train/reward"] for r in rows.values() if r["sampled_step"] == each["step"]]
         assert each["reward"] == (earned[0] if earned else None) and len(earned) < 2
         assert each["val_reward"] == rows[each["step"]].get("val/reward")
-        assert each["is_best"] == (
-            each["step"] == Runs(tmp_path).history(folder).best_step("val/reward")
-        )
+        assert each["is_best"] == (each["step"] == Runs(tmp_path).history(folder).best_step("val/reward"))
 
 
 def test_splits_list_the_steps_with_rollouts(tmp_path: Path) -> None:

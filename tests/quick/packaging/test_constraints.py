@@ -43,9 +43,9 @@ PACKAGES = {
 
 
 def test_every_extra_has_its_constraints_and_nothing_else_lies_there() -> None:
-    assert {path.name for path in (ROOT / "constraints").iterdir()} == {
-        f"{extra}.txt" for extra in LOCKED
-    }, "scripts/lock writes one file for each extra"
+    assert {path.name for path in (ROOT / "constraints").iterdir()} == {f"{extra}.txt" for extra in LOCKED}, (
+        "scripts/lock writes one file for each extra"
+    )
     assert {"backend": f"{PROJECT['name']}[server]"} == ALIASES
 
 
@@ -53,9 +53,7 @@ def test_every_extra_has_its_constraints_and_nothing_else_lies_there() -> None:
 def test_constraints_hold_versions_only(extra: str) -> None:
     pin = re.compile(r"[a-z0-9-]+==[0-9][0-9a-z.]*( ; [a-zA-Z0-9_.'=!<>() ]+)?")
     for line in constraints(extra):
-        assert pin.fullmatch(line), (
-            f"no address, path, option or local version belongs here: {line}"
-        )
+        assert pin.fullmatch(line), f"no address, path, option or local version belongs here: {line}"
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -78,9 +76,7 @@ def test_smollm2_installs_beside_either_server(server: str, python: str) -> None
 
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_tracker_installs_beside_a_server_and_the_other_trackers(
-    tracker: str, python: str
-) -> None:
+def test_a_tracker_installs_beside_a_server_and_the_other_trackers(tracker: str, python: str) -> None:
     own = pins(tracker, python)
     for other in ("server", *TRACKERS):
         beside = pins(other, python)

@@ -30,9 +30,7 @@ TOOLS = Path(sys.executable).parent
 def run_tool(*command: str | Path) -> subprocess.CompletedProcess[str]:
     """One of the linters, which come with the group `dev`."""
     name, *arguments = command
-    return subprocess.run(
-        [TOOLS / name, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
 
 
 def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
@@ -124,8 +122,7 @@ def test_whatever_a_start_writes_lies_on_a_volume(name: str) -> None:
     caches = {
         variable: value
         for variable, value in environment(name).items()
-        if variable.endswith(("_HOME", "_ROOT", "_DIR", "_BASE", "_LOCATION"))
-        and variable != "CUDA_HOME"
+        if variable.endswith(("_HOME", "_ROOT", "_DIR", "_BASE", "_LOCATION")) and variable != "CUDA_HOME"
     }
     assert {"HF_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"} <= set(caches)
     assert all(value.startswith("/cache/") for value in caches.values())
@@ -180,9 +177,7 @@ def server_answering(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_health(url: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, DOCKER / "health.py", url], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, DOCKER / "health.py", url], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("engine", ["none", "starting", "ready"])
@@ -191,9 +186,7 @@ def test_a_server_is_healthy_while_its_engine_has_not_failed(engine: str) -> Non
         assert check_health(url).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("detail", "told"), [("out of memory", "out of memory"), (None, "the server logs why")]
-)
+@pytest.mark.parametrize(("detail", "told"), [("out of memory", "out of memory"), (None, "the server logs why")])
 def test_a_failed_engine_is_unhealthy_and_the_reason_is_told(detail: str | None, told: str) -> None:
     with server_answering({"status": "ok", "engine": "failed", "detail": detail}) as url:
         result = check_health(url)

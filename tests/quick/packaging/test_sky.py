@@ -52,9 +52,7 @@ def prepare_setup(home: Path, driver: str | None) -> None:
 
 
 @pytest.mark.parametrize(("driver", "extra"), [("580.65.06", "gpu"), (None, "server")])
-def test_setup_installs_the_release_outside_a_checkout(
-    tmp_path: Path, driver: str | None, extra: str
-):
+def test_setup_installs_the_release_outside_a_checkout(tmp_path: Path, driver: str | None, extra: str):
     prepare_setup(tmp_path, driver)
     assert run_part("setup", tmp_path, ART_VERSION="0.1.0").returncode == 0
     assert (tmp_path / "log").read_text().splitlines() == [
@@ -66,9 +64,7 @@ def test_setup_installs_the_release_outside_a_checkout(
 
 def test_setup_installs_a_checkout_as_it_is(tmp_path: Path):
     prepare_setup(tmp_path, "580.65.06")
-    write_command(
-        tmp_path / "sky_workdir" / "scripts", "setup", f'echo "setup $@" >> {tmp_path}/log'
-    )
+    write_command(tmp_path / "sky_workdir" / "scripts", "setup", f'echo "setup $@" >> {tmp_path}/log')
     assert run_part("setup", tmp_path).returncode == 0
     assert (tmp_path / "log").read_text().splitlines() == [
         "uv python install 3.12",

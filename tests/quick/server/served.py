@@ -15,10 +15,10 @@ import art
 from art_server.app import make_app
 from art_server.jobs.gap_bars import gap_bars
 from art_server.ledger.ledger import Ledger
-from art_server.progress import StartProgress
+from art_server.process.progress import StartProgress
+from art_server.process.shared.samples import Sample
 from art_server.server import build
 from art_server.settings import ServerConfig
-from art_server.shared.samples import Sample
 from tests.fakes import FakeEngine, FakeTrainer
 
 VLLM_METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n"
@@ -42,9 +42,7 @@ class FakeVllm(FakeEngine):
         self.was_killed = False
         self._is_dead = False
         self._runner = web.AppRunner(web.Application())
-        self._runner.app.add_routes(
-            [web.post("/v1/chat/completions", self._chat), web.get("/metrics", self._metrics)]
-        )
+        self._runner.app.add_routes([web.post("/v1/chat/completions", self._chat), web.get("/metrics", self._metrics)])
 
     async def start(self) -> None:
         await self._runner.setup()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from art_server import base_loader
-from art_server.base_models import SMALL_FILES, TINY_DIR, BaseModel
-from art_server.device.plan import Card
-from art_server.device.probe import Gpu, Machine
+from art_server.engine.device.plan import Card
+from art_server.engine.device.probe import Gpu, Machine
 from art_server.errors import Conflict, InvalidInput
+from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
 from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house, until
 
@@ -169,9 +169,7 @@ async def test_requests_wait_while_the_base_model_is_being_found(
         await made.loader.stop()
 
 
-GPUS = tuple(
-    Gpu(each, f"GPU-{each}", f"card {each}", gib << 30, (9, 0)) for each, gib in ((0, 80), (1, 24))
-)
+GPUS = tuple(Gpu(each, f"GPU-{each}", f"card {each}", gib << 30, (9, 0)) for each, gib in ((0, 80), (1, 24)))
 
 
 async def test_on_a_shared_card_the_trainer_loads_after_the_engine(tmp_path: Path) -> None:

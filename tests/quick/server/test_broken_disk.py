@@ -67,10 +67,7 @@ def test_a_log_of_which_a_crash_wrote_a_part_is_read_up_to_there(
     folder = tmp_path_factory.mktemp("torn")
     queue, copy = JobQueue(folder / "jobs.sqlite"), folder / "copy"
     payload = Payload(b"x" * 3000, b"")
-    jobs = [
-        queue.add("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport()).job_id
-        for number in range(4)
-    ]
+    jobs = [queue.add("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport()).job_id for number in range(4)]
     copy.mkdir()
     shutil.copy(folder / "jobs.sqlite", copy)
     log = (folder / "jobs.sqlite-wal").read_bytes()

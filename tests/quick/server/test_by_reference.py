@@ -35,9 +35,7 @@ def trained(served: Served) -> list[tuple[list[int], list[float | None]]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "asked", [{}, {"logprobs": True}, {"extra_body": {"return_token_ids": True}}]
-)
+@pytest.mark.parametrize("asked", [{}, {"logprobs": True}, {"extra_body": {"return_token_ids": True}}])
 async def test_what_is_trained_does_not_depend_on_what_the_program_asked_for(
     tmp_path: Path, asked: dict[str, Any]
 ) -> None:
@@ -53,9 +51,7 @@ async def test_what_is_trained_does_not_depend_on_what_the_program_asked_for(
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": True}, {"extra_body": {"return_token_ids": True}}])
-async def test_choices_of_another_server_are_sent_whole_under_one_key(
-    tmp_path: Path, asked: dict[str, Any]
-) -> None:
+async def test_choices_of_another_server_are_sent_whole_under_one_key(tmp_path: Path, asked: dict[str, Any]) -> None:
     async with model_on(tmp_path / "one") as (_, sampler):
         group = await sample_group(sampler, **asked)
     async with model_on(tmp_path / "two") as (served, model):

@@ -54,9 +54,7 @@ def test_a_key_file_gives_scopes_and_projects(tmp_path: Path) -> None:
 def test_a_key_file_gives_names_and_expiry(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
-        "one name=alice expires=2026-12-31\n"
-        "two infer p expires=2026-12-31T12:30:00+02:00 name=bob\n"
-        "three= train\n"
+        "one name=alice expires=2026-12-31\ntwo infer p expires=2026-12-31T12:30:00+02:00 name=bob\nthree= train\n"
     )
     one, two, three = parse(["--api-key-file", str(file)]).api_keys
     assert (one.name, one.owner, one.scopes) == ("alice", "alice", {"infer", "train"})
@@ -193,9 +191,7 @@ def test_a_command_that_looks_stops_no_server(tmp_path: Path) -> None:
     ("package", "call", "extra"),
     [("uvicorn", "main([])", "server"), ("uvicorn", "art(['view', '.'])", "view")],
 )
-def test_without_its_extra_a_command_says_what_to_install(
-    package: str, call: str, extra: str, tmp_path: Path
-) -> None:
+def test_without_its_extra_a_command_says_what_to_install(package: str, call: str, extra: str, tmp_path: Path) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name='{package}')")
     code = f"from art_server.cli import art, main; {call}"
     result = subprocess.run(

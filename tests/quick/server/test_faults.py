@@ -14,7 +14,7 @@ from art_protocol.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger
-from art_server.shared.tasks import Batch
+from art_server.process.shared.tasks import Batch
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from tests.quick.jobs.test_runner import quick, running  # noqa: F401 - a fixture
@@ -56,9 +56,7 @@ async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
         acknowledged = house.add_job("a")
         with filled(small_disk):
             house.background.start("job runner", house.runner.run_forever)
-            await house.until(
-                lambda: house.background.faults or house.queue.get(acknowledged).next_attempt_at
-            )
+            await house.until(lambda: house.background.faults or house.queue.get(acknowledged).next_attempt_at)
             with pytest.raises(StorageFull, match="free some space"):
                 for _ in range(100):
                     big = Payload(os.urandom(100_000), b"")

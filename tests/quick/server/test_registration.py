@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from art_protocol.wire import ForkRequest, LoRAConfig, RegisterRequest
-from art_server.base_models import TINY_DIR, BaseModel
 from art_server.errors import Conflict
-from art_server.shared.tasks import Done, InitTask
+from art_server.process.shared.tasks import Done, InitTask
+from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import Model
 from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, House, house
@@ -31,9 +31,7 @@ class SlowTrainer:
         await self.aside.wait()
         # A process does one task at a time: a model is built under torch's global default type.
         async with self._lock:
-            await asyncio.to_thread(
-                write_first_checkpoint, str(TINY_DIR), task.lora, 0, Path(task.out_dir)
-            )
+            await asyncio.to_thread(write_first_checkpoint, str(TINY_DIR), task.lora, 0, Path(task.out_dir))
         return Done(metrics={})
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from art_protocol.wire import LoRAConfig
-from art_server.api.grammars import check_grammars
-from art_server.base_facts import read_facts
+from art_server.api.openai.grammars import check_grammars
 from art_server.errors import ServerError
+from art_server.store.base_facts import read_facts
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry, check_lora
 

@@ -54,7 +54,7 @@ async def test_health_is_that_of_the_parts(tmp_path: Path) -> None:
     server, engine = make(tmp_path)
     assert (server.status.health().engine, server.status.health().waits_for) == ("ready", None)
     server.gate.close("a step of 'p/a'")
-    server.background.is_faulty("pruning", OSError("no room"))
+    server.background.record_fault("pruning", OSError("no room"))
     health = server.status.health()
     assert health.waits_for == "a step of 'p/a'" and set(health.faults) == {"pruning"}
     engine.base, engine.state = None, "failed"

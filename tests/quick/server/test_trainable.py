@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from art_server import base_facts
-from art_server.base_facts import read_facts
 from art_server.base_loader import check_number_types
-from art_server.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trainable
+from art_server.engine.inspection_process.model import inspect
+from art_server.engine.inspection_process.tested import TESTED
 from art_server.errors import InvalidInput
-from art_server.inspection.model import inspect
-from art_server.inspection.tested import TESTED
 from art_server.settings import ServerConfig
+from art_server.store import base_facts
+from art_server.store.base_facts import read_facts
+from art_server.store.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trainable
 from art_server.trainer.base import find_class
 from tests.toy_models import (
     FAMILIES,
@@ -44,9 +44,7 @@ BNB = {"quant_method": "bitsandbytes"}
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process of its own for each record, which takes seconds to import torch."""
-    monkeypatch.setattr(
-        base_facts, "_inspect", lambda folder, _: inspect(Path(folder)).model_dump_json()
-    )
+    monkeypatch.setattr(base_facts, "_inspect", lambda folder, _: inspect(Path(folder)).model_dump_json())
 
 
 def base(folder: Path, name: str = "a base", **config: Any) -> BaseModel:
@@ -66,9 +64,7 @@ def refusal(model: BaseModel, trainer: str = "auto") -> str:
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "awq", "gptq", "compressed-tensors"])
 @pytest.mark.parametrize("place", ["quantization_config", "text_config", "compression_config"])
-def test_a_quantised_base_is_refused_wherever_it_says_so(
-    method: str, place: str, tmp_path: Path
-) -> None:
+def test_a_quantised_base_is_refused_wherever_it_says_so(method: str, place: str, tmp_path: Path) -> None:
     quantization: dict[str, Any] = {"quant_method": method}
     if place == "text_config":
         quantization = {"quantization_config": quantization}
@@ -83,12 +79,8 @@ def test_a_quantised_base_that_only_modelopt_describes_is_refused(tmp_path: Path
 
 
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize(
-    ("file", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")]
-)
-def test_a_quantised_base_of_which_only_a_file_says_so_is_refused(
-    file: str, method: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("file", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+def test_a_quantised_base_of_which_only_a_file_says_so_is_refused(file: str, method: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text("{}")
     assert f"quantised by '{method}'" in refusal(base(tmp_path))
 
@@ -235,9 +227,7 @@ def test_each_published_layout_is_interpreted(toy: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
     facts = read_facts(tmp_path)
     assert (facts.problem, facts.vocabulary, facts.max_positions) == (None, 1408, 1024)
-    assert facts.kv_heads == {"gemma4 whose keys are values": 1}.get(
-        toy, 1 if facts.has_latent_attention else 2
-    )
+    assert facts.kv_heads == {"gemma4 whose keys are values": 1}.get(toy, 1 if facts.has_latent_attention else 2)
     assert facts.lora_modules
 
 
@@ -272,12 +262,8 @@ def test_a_file_may_leave_out_all_that_transformers_knows(family: str, tmp_path:
 
 
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize(
-    ("toy", "place"), [("mistral3 whose queries grow", "text_config"), ("ministral3 yarn", None)]
-)
-def test_how_queries_grow_with_the_position_is_known(
-    toy: str, place: str | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("toy", "place"), [("mistral3 whose queries grow", "text_config"), ("ministral3 yarn", None)])
+def test_how_queries_grow_with_the_position_is_known(toy: str, place: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
     scaling = {"llama_4_scaling": {"original_max_position_embeddings": 32, "beta": 0.5}}
     assert read_facts(tmp_path).overrides == ({place: scaling} if place else scaling)
@@ -307,17 +293,11 @@ def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
         ("qwen3_moe", False),
     ],
 )
-def test_a_cpu_serves_no_layers_that_vllm_computes_otherwise(
-    toy: str, is_refused: bool, tmp_path: Path
-) -> None:
+def test_a_cpu_serves_no_layers_that_vllm_computes_otherwise(toy: str, is_refused: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
     model = BaseModel("a base", tmp_path)
     check_trainable(model)
-    with (
-        pytest.raises(InvalidInput, match="not served on a CPU: vLLM")
-        if is_refused
-        else nullcontext()
-    ):
+    with pytest.raises(InvalidInput, match="not served on a CPU: vLLM") if is_refused else nullcontext():
         check_on_cpu(model)
 
 
@@ -347,9 +327,7 @@ def test_positions_that_would_depend_on_neighbours_are_refused(
         check_trainable(model, trainer)
 
 
-def test_facts_are_kept_by_the_content_of_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_facts_are_kept_by_the_content_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_facts, "CACHE_DIR", tmp_path / "cache")
     folder = tmp_path / "base"
     folder.mkdir()
@@ -393,9 +371,7 @@ def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(tmp_path: P
     ("given", "flag"),
     [({"exact": True}, "--exact"), ({"dtype": "float32"}, "--dtype float32"), ({}, None)],
 )
-def test_gated_delta_layers_on_a_cpu_want_bfloat16(
-    given: dict[str, Any], flag: str | None, tmp_path: Path
-) -> None:
+def test_gated_delta_layers_on_a_cpu_want_bfloat16(given: dict[str, Any], flag: str | None, tmp_path: Path) -> None:
     make_model("qwen3_5_text", tmp_path / "base")
     model, config = BaseModel("a base", tmp_path / "base"), ServerConfig(**given)
     assert model.facts.has_delta_rule and not BaseModel("art/tiny", TINY_DIR).facts.has_delta_rule

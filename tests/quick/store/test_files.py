@@ -39,9 +39,7 @@ def test_whatever_the_stores_write_is_their_user_s_only(private: Path) -> None:
     table = HistoryTable(private / ".server" / "history.sqlite")
     table.of(folder).add(0, {"val/reward": 1.0})
     trajectory = TrajectoryBody(messages_and_choices=[], reward=1.0)
-    folder.write_lines(
-        "val", 0, pack_rows(map(trajectory_row, [TrajectoryGroupBody(trajectories=[trajectory])]))
-    )
+    folder.write_lines("val", 0, pack_rows(map(trajectory_row, [TrajectoryGroupBody(trajectories=[trajectory])])))
     assert len(list(private.rglob("*.sqlite-wal"))) == 3, "they are in use"
     assert readable_by_others(private) == []
     table.close()
@@ -68,9 +66,7 @@ def test_a_written_file_replaces_the_old_one_and_leaves_no_temporary(tmp_path: P
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_full_disk_is_told_and_keeps_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_and_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files.write_file(tmp_path / "a", b"one")
 
     def no_space(_: int) -> None:

@@ -279,9 +279,7 @@ row_lists = st.lists(
 
 @settings(max_examples=50)
 @given(row_lists)
-def test_the_ranking_is_that_of_the_means(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
-) -> None:
+def test_the_ranking_is_that_of_the_means(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> None:
     folder = ModelFolder(tmp_path_factory.mktemp("ranking"), "p", "a")
     table = HistoryTable(None)
     with table.changes(folder.model_id):

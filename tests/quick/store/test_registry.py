@@ -57,9 +57,7 @@ def test_a_bare_name_in_two_projects_asks_for_the_project(tmp_path: Path) -> Non
     ("project", "name", "param"),
     [("demo", "b", "project"), ("DEMO", "Agent", "project"), ("Demo", "agent", "name")],
 )
-def test_names_that_differ_by_case_only_are_refused(
-    tmp_path: Path, project: str, name: str, param: str
-) -> None:
+def test_names_that_differ_by_case_only_are_refused(tmp_path: Path, project: str, name: str, param: str) -> None:
     make_model(tmp_path, "Demo", "Agent")
     registry = Registry(tmp_path)
     with pytest.raises(Conflict) as refused:
@@ -123,11 +121,7 @@ def test_optimizer_state_is_kept_for_the_newest_two_steps_and_the_best(tmp_path:
 
     def have(best: int | None) -> list[int]:
         folder.prune_optimizer_state(best)
-        return [
-            step
-            for step in folder.steps()
-            if (folder.checkpoint_dir(step) / "optimizer.safetensors").exists()
-        ]
+        return [step for step in folder.steps() if (folder.checkpoint_dir(step) / "optimizer.safetensors").exists()]
 
     assert have(1) == [1, 2, 3]
     commit(folder, 4)

@@ -69,9 +69,7 @@ def served(app: FastAPI, lifespan: Any = "on", port: int = 0) -> Iterator[str]:
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
-        config = uvicorn.Config(
-            app, log_level="error", lifespan=lifespan, timeout_graceful_shutdown=1
-        )
+        config = uvicorn.Config(app, log_level="error", lifespan=lifespan, timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()

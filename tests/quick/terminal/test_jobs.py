@@ -46,9 +46,7 @@ def test_the_queue_shows_what_runs_and_what_waits(run: Run, server: Running) -> 
     assert [jobs[0][name] for name in ("phase", "completed", "total")] == ["train", 3, 8]
     assert jobs[1]["waits_for"] == "1 earlier job, of p/run" and jobs[1]["phase"] == "queued"
     first, second = run("jobs", "--url", url).out.splitlines()[1:]
-    assert re.fullmatch(
-        rf"{running.job_id[:8]} running p/run - \d+ s train 3 of 8", " ".join(first.split())
-    )
+    assert re.fullmatch(rf"{running.job_id[:8]} running p/run - \d+ s train 3 of 8", " ".join(first.split()))
     assert second.rstrip().endswith("waits for 1 earlier job, of p/run")
     console = screen(60)
     print_jobs(console, [each | {"created_at": time.time()} for each in jobs])
@@ -132,9 +130,7 @@ def test_status_is_one_screen(run: Run, server: Running, tmp_path: Path) -> None
     assert len(lines) < 24 and max(map(len, lines)) <= 80
 
 
-def test_the_address_in_the_folder_of_a_running_server_is_used(
-    run: Run, server: Running, tmp_path: Path
-) -> None:
+def test_the_address_in_the_folder_of_a_running_server_is_used(run: Run, server: Running, tmp_path: Path) -> None:
     url, _, queue = server
     add(queue, name="run")
     files.write_json(tmp_path / ".server" / "address.json", {"url": url})

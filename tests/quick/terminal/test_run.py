@@ -42,9 +42,7 @@ MODEL, OTHER = "demo/webnav-8b", "demo/webnav-lr2e5"
     ],
     ids=" ".join,
 )
-def test_a_folder_and_its_server_give_the_same_json(
-    run: Run, folder: Path, url: str, arguments: list[str]
-) -> None:
+def test_a_folder_and_its_server_give_the_same_json(run: Run, folder: Path, url: str, arguments: list[str]) -> None:
     documents: list[dict[str, Any]] = []
     for place in (["--path", folder], ["--url", f"{url}/v1"]):
         code, out, err = run(*arguments, "--json", *place)
@@ -149,9 +147,7 @@ def test_a_name_of_two_projects_is_asked_back(run: Run, tmp_path: Path) -> None:
     assert code == 1 and "one of several models" in err and "p/a, q/a" in err
 
 
-def test_an_empty_folder_has_no_models_and_a_missing_one_is_an_error(
-    run: Run, tmp_path: Path
-) -> None:
+def test_an_empty_folder_has_no_models_and_a_missing_one_is_an_error(run: Run, tmp_path: Path) -> None:
     assert run("runs", "--path", tmp_path) == (0, "no models yet\n", "")
     assert json.loads(run("runs", "--json", "--path", tmp_path).out) == {"models": []}
     assert "no server runs here" in run("status", "--path", tmp_path).out
@@ -189,9 +185,7 @@ def test_numbers_that_json_cannot_hold_are_null(run: Run, tmp_path: Path) -> Non
 # --- where it reads ---
 
 
-def test_the_server_that_holds_the_folder_s_lock_is_read(
-    run: Run, folder: Path, url: str, tmp_path: Path
-) -> None:
+def test_the_server_that_holds_the_folder_s_lock_is_read(run: Run, folder: Path, url: str, tmp_path: Path) -> None:
     files.write_json(tmp_path / ".server" / "address.json", {"url": url, "pid": 1})
     assert json.loads(run("runs", "--json", "--path", tmp_path).out) == {"models": []}
     lock = files.lock_folder(tmp_path / ".server")
@@ -222,9 +216,7 @@ def test_an_address_that_is_none_is_bad_use(run: Run, address: str) -> None:
     assert (code, out) in ((2, ""), (1, "")) and address in err and err.count("\n") == 1
 
 
-def test_a_key_is_sent_and_never_printed(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_is_sent_and_never_printed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = (ApiKey(key="good"), ApiKey(key="infer", scopes=frozenset({"infer"})))
     app, server = make(tmp_path, api_keys=keys)
     with served(app, lifespan="off") as url:
@@ -309,18 +301,14 @@ def test_without_numpy_rollouts_in_full_name_their_extra(folder: Path, tmp_path:
     arguments = ["show", MODEL, "--group", "0", "--path", str(folder)]
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""}
     command = [sys.executable, "-c", code, *arguments]
-    ran = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "'numpy'" in ran.stderr and "agent-reinforcement-trainer[terminal]" in ran.stderr
 
 
 def test_json_needs_no_rich(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(name='rich')")
     for arguments in (["runs"], ["status"], ["plot", MODEL]):
-        code = (
-            "import sys; from art_server.cli import art; art(); assert 'numpy' not in sys.modules"
-        )
+        code = "import sys; from art_server.cli import art; art(); assert 'numpy' not in sys.modules"
         command = [sys.executable, "-c", code, *arguments, "--json", "--path", str(folder)]
         env = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""}
         made = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)

@@ -87,9 +87,7 @@ def test_the_table_of_a_step_fits_eighty_columns(folder: Path, run: Run) -> None
     assert max(map(len, lines)) <= 80
     assert lines[0] == "demo/webnav-8b, step 1, train"
     assert "no signal" in next(line for line in lines if line.startswith("group 1"))
-    assert any(
-        line.startswith("failed: TimeoutError: the tool did not answer <img") for line in lines
-    )
+    assert any(line.startswith("failed: TimeoutError: the tool did not answer <img") for line in lines)
     dropped = next(line for line in lines if "1 dropped" in line)
     assert dropped.split()[:3] == ["0", dropped.split()[1], "2"]
 
@@ -136,9 +134,7 @@ def hostile(tmp_path: Path) -> Path:
     ],
     ids=str,
 )
-def test_control_characters_never_reach_the_terminal(
-    hostile: Path, run: Run, arguments: list[str]
-) -> None:
+def test_control_characters_never_reach_the_terminal(hostile: Path, run: Run, arguments: list[str]) -> None:
     for more in ([], ["--json"]):
         _, out, err = run(*arguments, *more, "--path", hostile)
         assert out + err

@@ -8,7 +8,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from art_server.shared.tasks import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.process.shared.tasks import (
+    Batch,
+    TokenSequence,
+    TrainableGroup,
+    TrainableTrajectory,
+)
 from art_server.trainer.policy import Policy
 from tests.architectures import ARCHITECTURES, start
 from tests.forests import save_random_adapter
@@ -66,9 +71,7 @@ def adapter_dir(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
-def started(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Policy, Path]:
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Path]:
     """A random model of the architecture and a checkpoint of it."""
     return start(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.shared.tasks import TrainTask
+from art_server.process.shared.tasks import TrainTask
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.policy import ADAPTER_FILE, Policy
@@ -56,9 +56,7 @@ def values_of(kind: Any, bounds: tuple[Any, ...] = ()) -> Iterator[Any]:
     else:
         assert kind in (int, float), f"{kind}: say which values of this type the test takes"
         least = next(
-            each.ge
-            if isinstance(each, annotated_types.Ge)
-            else kind(each.gt) + (ABOVE if kind is float else 1)  # pyright: ignore[reportArgumentType]
+            each.ge if isinstance(each, annotated_types.Ge) else kind(each.gt) + (ABOVE if kind is float else 1)  # pyright: ignore[reportArgumentType]
             for each in bounds
             if isinstance(each, annotated_types.Ge | annotated_types.Gt)
         )
@@ -76,9 +74,7 @@ def cases(model: type[BaseModel]) -> list[Any]:
     ]
 
 
-def take_step(
-    policy: Policy, lora: LoRAConfig, config: TrainConfig, batch: Any, folder: Path
-) -> None:
+def take_step(policy: Policy, lora: LoRAConfig, config: TrainConfig, batch: Any, folder: Path) -> None:
     write_first_checkpoint(policy.base_model, lora, 0, folder / "0")
     task = TrainTask(
         lora=lora,
@@ -94,16 +90,12 @@ def take_step(
 
 
 @pytest.mark.parametrize(("name", "value"), cases(LoRAConfig))
-def test_each_accepted_adapter_trains(
-    name: str, value: Any, policy: Policy, make_batch: Any, tmp_path: Path
-) -> None:
+def test_each_accepted_adapter_trains(name: str, value: Any, policy: Policy, make_batch: Any, tmp_path: Path) -> None:
     lora = LoRAConfig.model_validate({name: value})
     take_step(policy, lora, TrainConfig(learning_rate=1e-3), make_batch(1), tmp_path)
     trained = {each.split(".lora_")[0].rpartition(".")[2] for each in policy.parameters}
     if name == "target_modules":
-        assert trained == set(
-            LAYERS if value is None else [each.rpartition(".")[2] for each in value]
-        )
+        assert trained == set(LAYERS if value is None else [each.rpartition(".")[2] for each in value])
 
 
 @pytest.mark.parametrize(("name", "value"), cases(TrainConfig))
@@ -123,9 +115,7 @@ def test_each_accepted_train_configuration_trains(
         *(["mlp"], ["nothing"], ["q_proj", "nothing"], ["norm"], ["model"], ["roj"]),
     ],
 )
-def test_what_takes_no_adapter_is_refused_by_name(
-    names: list[str], policy: Policy, tmp_path: Path
-) -> None:
+def test_what_takes_no_adapter_is_refused_by_name(names: list[str], policy: Policy, tmp_path: Path) -> None:
     refused = ", ".join(sorted(set(names) - {"q_proj"}))
     with pytest.raises(ValueError, match=f"target_modules names {refused}, but only .*q_proj"):
         write_first_checkpoint(policy.base_model, LoRAConfig(target_modules=names), 0, tmp_path)

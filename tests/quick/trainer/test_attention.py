@@ -28,9 +28,7 @@ def random_forest(seed: int, max_length: int = 30) -> Forest:
     sequences: list[list[int]] = []
     for _ in range(rng.randint(1, 10)):
         opening = rng.choice(sequences)[: rng.randint(0, max_length)] if sequences else []
-        sequences.append(
-            opening + [rng.randrange(3) for _ in range(rng.randint(1, max_length // 2))]
-        )
+        sequences.append(opening + [rng.randrange(3) for _ in range(rng.randint(1, max_length // 2))])
     return lay_out(sequences, sort_sequences(sequences, min_shared=rng.choice([1, 4])))
 
 
@@ -44,9 +42,7 @@ def test_no_model_falls_back_to_all_scores_unseen(monkeypatch: pytest.MonkeyPatc
     scores."""
     monkeypatch.setattr(attention_module, "_compiled_flex", [])
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    with torch._dynamo.config.patch(
-        recompile_limit=8, fail_on_recompile_limit_hit=False, suppress_errors=True
-    ):
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False, suppress_errors=True):
         attention_module._flex()
         assert torch._dynamo.config.recompile_limit == attention_module.MAX_GRAPHS > 8
         assert torch._dynamo.config.fail_on_recompile_limit_hit
@@ -85,9 +81,7 @@ def test_segments_cover_every_visible_pair_once(seed: int, window: int | None) -
     window=st.sampled_from([None, 1, 3, 8]),
     num_key_heads=st.sampled_from([1, 2, 4]),
 )
-def test_segments_equal_dense_attention_forward_and_backward(
-    seed: int, window: int | None, num_key_heads: int
-) -> None:
+def test_segments_equal_dense_attention_forward_and_backward(seed: int, window: int | None, num_key_heads: int) -> None:
     forest = random_forest(seed)
     length = forest.num_tokens
     generator = torch.Generator().manual_seed(seed)
@@ -108,12 +102,8 @@ def test_segments_equal_dense_attention_forward_and_backward(
         forest=attention,
     )
     mask = brute_force_mask(forest, window)
-    dense = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
-    ).transpose(1, 2)
-    results = [
-        [out, *torch.autograd.grad(out, (query, key, value), slopes)] for out in (ours, dense)
-    ]
+    dense = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    results = [[out, *torch.autograd.grad(out, (query, key, value), slopes)] for out in (ours, dense)]
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 
@@ -137,9 +127,7 @@ def blocks_of(numbers: torch.Tensor, indices: torch.Tensor) -> list[set[int]]:
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10_000), window=st.sampled_from([None, 100, 300]))
-def test_block_mask_is_that_which_torch_finds_by_looking_at_every_pair(
-    seed: int, window: int | None
-) -> None:
+def test_block_mask_is_that_which_torch_finds_by_looking_at_every_pair(seed: int, window: int | None) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     forest = random_forest(seed, max_length=500)
@@ -182,16 +170,12 @@ def test_long_node_under_a_short_window_needs_no_large_mask() -> None:
     assert pairs <= 4000 * 200
 
 
-@pytest.mark.parametrize(
-    "given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"forest": None}]
-)
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"forest": None}])
 def test_attention_that_trees_do_not_have_is_refused(given: dict) -> None:
     forest = ForestAttention.of(random_forest(0), "segments", CPU)
     states = torch.randn(1, 4, len(forest.ends_T), 8)
     with pytest.raises(NotImplementedError, match="Module needs attention that trees do not have"):
-        tree_attention(
-            torch.nn.Module(), states, states, states, None, **{"forest": forest, **given}
-        )
+        tree_attention(torch.nn.Module(), states, states, states, None, **{"forest": forest, **given})
 
 
 def test_single_row_is_plain_causal_attention() -> None:

@@ -3,8 +3,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig
-from art_server.shared.advantages import trained_tokens
-from art_server.shared.tasks import Batch, Span, TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.process.shared.advantages import trained_tokens
+from art_server.process.shared.tasks import (
+    Batch,
+    Span,
+    TokenSequence,
+    TrainableGroup,
+    TrainableTrajectory,
+)
 from art_server.trainer.batches import (
     drop_stale,
     make_micro_batches,
@@ -17,8 +23,7 @@ from art_server.trainer.batches import (
 def group(*rewards_and_sequences: tuple[float, list[TokenSequence]]) -> TrainableGroup:
     return TrainableGroup(
         trajectories=[
-            TrainableTrajectory(reward=reward, sequences=sequences)
-            for reward, sequences in rewards_and_sequences
+            TrainableTrajectory(reward=reward, sequences=sequences) for reward, sequences in rewards_and_sequences
         ]
     )
 
@@ -77,9 +82,7 @@ def test_row_with_more_tokens_than_logprobs_is_refused() -> None:
 
 
 def test_tokens_to_recompute_are_trained_without_a_sampled_log_probability() -> None:
-    sequence = TokenSequence(
-        token_ids=[5, 6, 7, 8], logprobs=[None, None, -0.5, None], recompute=[3]
-    )
+    sequence = TokenSequence(token_ids=[5, 6, 7, 8], logprobs=[None, None, -0.5, None], recompute=[3])
     trained = make_train_batch(Batch(groups=[group((1.0, [sequence]), (0.0, [sequence]))]))
     assert trained.sequences[0].targets == [7, 8]
     assert trained.sequences[0].sampled_logprobs == [-0.5, None]
@@ -106,9 +109,7 @@ def test_given_advantages_hold_at_their_positions_and_make_a_group_live() -> Non
 
 def test_turn_rewards_reach_the_tokens_up_to_their_turn() -> None:
     # Turns end at 2 and 4 of the first sequence and at 2 of the second: their rewards 4, 0 and 2 have mean 2.
-    first = TokenSequence(
-        token_ids=[5, 6, 7, 8, 9], logprobs=[None, -1, -1, -1, -1], rewards={2: 4.0, 4: 0.0}
-    )
+    first = TokenSequence(token_ids=[5, 6, 7, 8, 9], logprobs=[None, -1, -1, -1, -1], rewards={2: 4.0, 4: 0.0})
     second = TokenSequence(token_ids=[5, 6, 7], logprobs=[None, -1, -1], rewards={2: 2.0})
     config = TrainConfig(scaling="none")
     other = (1.0, [TokenSequence(token_ids=[5, 6], logprobs=[None, -1])])
@@ -138,9 +139,7 @@ def test_tokens_that_are_too_stale_are_context_and_counted() -> None:
     assert (num_dropped, first.targets, first.token_ids) == (1, [8], [5, 6, 7])
     assert second.targets == [7, 8], "whose step is unknown is trained"
     assert drop_stale(batch, 1) == (batch, 0)
-    without = SEQUENCE.model_copy(
-        update={"logprobs": [None] * 5, "recompute": [2, 3], "spans": spans}
-    )
+    without = SEQUENCE.model_copy(update={"logprobs": [None] * 5, "recompute": [2, 3], "spans": spans})
     kept, num_dropped = drop_stale(Batch(groups=[group((1.0, [without]))]), 2)
     assert (num_dropped, kept.groups[0].trajectories[0].sequences[0].recompute) == (1, [3])
 
@@ -148,13 +147,9 @@ def test_tokens_that_are_too_stale_are_context_and_counted() -> None:
 def test_weights_of_each_normalisation_by_hand() -> None:
     # One trajectory with a token, one with two sequences of two.
     short = TokenSequence(token_ids=[5, 6], logprobs=[None, -1.0])
-    sequences = make_train_batch(
-        Batch(groups=[group((1.0, [short]), (0.0, [SEQUENCE, SEQUENCE]))])
-    ).sequences
+    sequences = make_train_batch(Batch(groups=[group((1.0, [short]), (0.0, [SEQUENCE, SEQUENCE]))])).sequences
     weights = {
-        normalisation: make_sampled_tokens(
-            sequences, TrainConfig(normalisation=normalisation, constant_length=10)
-        )
+        normalisation: make_sampled_tokens(sequences, TrainConfig(normalisation=normalisation, constant_length=10))
         for normalisation in ("tokens", "trajectory", "constant")
     }
     assert weights["tokens"].weights_S.tolist() == pytest.approx([1 / 5] * 5)
@@ -164,9 +159,7 @@ def test_weights_of_each_normalisation_by_hand() -> None:
 
 
 def test_equal_tokens_of_several_trajectories_are_predicted_once() -> None:
-    sequences = make_train_batch(
-        Batch(groups=[group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))])
-    ).sequences
+    sequences = make_train_batch(Batch(groups=[group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))])).sequences
     (batch,) = make_micro_batches(sequences, 100)
     assert batch.num_tokens == 3
     assert batch.num_sequence_tokens == 6
@@ -192,19 +185,13 @@ def test_micro_batches_hold_each_trained_token_once_within_the_budget(
         for position, target in zip(sequence.positions, sequence.targets, strict=True)
     ]
     seen: list[int] = []
-    for batch in make_micro_batches(
-        trained.sequences, max_tokens, shared=shared, min_shared=min_shared
-    ):
+    for batch in make_micro_batches(trained.sequences, max_tokens, shared=shared, min_shared=min_shared):
         forest = batch.forest
         longest = max(len(trained.sequences[index].token_ids) for index in batch.sequences)
         size = forest.num_tokens if shared else longest * len(batch.sequences)
         assert size <= max_tokens or len(batch.sequences) == 1
-        assert batch.num_sequence_tokens == sum(
-            len(trained.sequences[index].token_ids) for index in batch.sequences
-        )
-        for token, prediction in zip(
-            batch.indices_S.tolist(), batch.predictions_S.tolist(), strict=True
-        ):
+        assert batch.num_sequence_tokens == sum(len(trained.sequences[index].token_ids) for index in batch.sequences)
+        for token, prediction in zip(batch.indices_S.tolist(), batch.predictions_S.tolist(), strict=True):
             place = int(batch.forest_indices_N[prediction])
             visible = [key for key in range(place + 1) if place < int(forest.ends_T[key])]
             assert forest.positions_T[visible].tolist() == list(range(len(visible)))
@@ -226,9 +213,7 @@ def test_group_without_any_tokens_advantage_is_dead() -> None:
 
 
 def test_reward_of_a_trajectory_without_rows_is_in_the_baseline() -> None:
-    trained = make_train_batch(
-        Batch(groups=[group((0.0, []), (1.0, [SEQUENCE]), (1.0, [SEQUENCE]))])
-    )
+    trained = make_train_batch(Batch(groups=[group((0.0, []), (1.0, [SEQUENCE]), (1.0, [SEQUENCE]))]))
     # Mean 2/3, population deviation sqrt(2)/3.
     assert trained.sequences[0].advantages == pytest.approx([2**-0.5] * 2, abs=1e-5)
 
@@ -270,9 +255,7 @@ def test_groups_that_are_left_out_do_not_count_in_the_scale_of_a_batch() -> None
     one = group((1.0, [SEQUENCE]), (0.0, [SEQUENCE]))
     alone = make_train_batch(Batch(groups=[one]), config)
     both = make_train_batch(Batch(groups=[one, group((100.0, [cut]), (0.0, [cut]))]), config)
-    assert [each.advantages for each in both.sequences] == [
-        each.advantages for each in alone.sequences
-    ]
+    assert [each.advantages for each in both.sequences] == [each.advantages for each in alone.sequences]
     assert alone.sequences[0].advantages == pytest.approx([1.0, 1.0], abs=1e-5)
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from art_protocol.wire import LoRAConfig
-from art_server.base_models import TINY_DIR
+from art_server.store.base_models import TINY_DIR
 from art_server.trainer.base import find_class, load_base
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.policy import Policy
@@ -43,9 +43,7 @@ def test_of_a_model_that_sees_only_the_language_model_is_adapted(tmp_path: Path)
     small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     small |= {"num_hidden_layers": 1}
     text = small | {"vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16}
-    sees = Gemma3Config(
-        text_config=text, vision_config=small | {"image_size": 28, "patch_size": 14}
-    )
+    sees = Gemma3Config(text_config=text, vision_config=small | {"image_size": 28, "patch_size": 14})
     Gemma3ForConditionalGeneration(sees).save_pretrained(tmp_path / "base")
     policy = Policy(str(tmp_path / "base"))
     policy.init_adapter(LoRAConfig(rank=4), 0)
@@ -91,6 +89,4 @@ def test_an_adapter_of_a_mixtures_experts_is_refused(tmp_path: Path) -> None:
     base = str(make_model("qwen3_moe", tmp_path / "base"))
     write_first_checkpoint(base, LoRAConfig(target_modules=["q_proj", "o_proj"]), 0, tmp_path / "0")
     with pytest.raises(ValueError, match="names gate, gate_proj, but in a mixture"):
-        write_first_checkpoint(
-            base, LoRAConfig(target_modules=["q_proj", "gate", "gate_proj"]), 0, tmp_path / "1"
-        )
+        write_first_checkpoint(base, LoRAConfig(target_modules=["q_proj", "gate", "gate_proj"]), 0, tmp_path / "1")

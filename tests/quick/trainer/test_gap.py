@@ -5,8 +5,8 @@ import torch
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.gap_bars import EXACT, gap_bars
+from art_server.process.shared.tasks import Probe, TrainTask
 from art_server.settings import ServerConfig
-from art_server.shared.tasks import Probe, TrainTask
 from art_server.trainer.batches import TrainSequence, make_sampled_tokens
 from art_server.trainer.gap import GapTooLarge, judge_gap
 from art_server.trainer.metrics import sampler_metrics
@@ -44,14 +44,10 @@ def test_number_types_follow_the_device_unless_they_are_given() -> None:
         ServerConfig(exact=True, dtype="bfloat16")
 
 
-def judge(
-    types: tuple[str, str], gap: float, sampled_at: int, moved: list[float], num_tokens: int = 500
-) -> list[str]:
+def judge(types: tuple[str, str], gap: float, sampled_at: int, moved: list[float], num_tokens: int = 500) -> list[str]:
     """Judges tokens of one step whose log-probabilities all differ by `gap`, in a job that starts from step 8."""
     n = num_tokens
-    sequence = TrainSequence(
-        [1] * n, [*range(n)], [1] * n, [-1.0] * n, [-1] * n, [sampled_at] * n, [1.0] * n, 0, 0
-    )
+    sequence = TrainSequence([1] * n, [*range(n)], [1] * n, [-1.0] * n, [-1] * n, [sampled_at] * n, [1.0] * n, 0, 0)
     task = TrainTask(
         lora=LoRAConfig(),
         in_dir="",
@@ -67,21 +63,15 @@ def judge(
 
 @pytest.mark.parametrize("types", [("float32", "float32"), ("bfloat16", "bfloat16")])
 @pytest.mark.parametrize("sampled_at", [8, 7, 4])
-def test_three_nats_on_every_token_are_refused_fresh_and_stale(
-    types: tuple[str, str], sampled_at: int
-) -> None:
+def test_three_nats_on_every_token_are_refused_fresh_and_stale(types: tuple[str, str], sampled_at: int) -> None:
     with pytest.raises(GapTooLarge, match=r"by 3 on average, 3 at most, over 500 tokens"):
         judge(types, 3.0, sampled_at, [0.05] * 8)
 
 
 def test_stale_tokens_may_differ_by_the_policys_own_movement() -> None:
     assert judge(("float32", "float32"), 0.35, 7, [0.9, *[0.05] * 8]) == []
-    assert judge(("float32", "float32"), 1.5, 6, [0.9, *[0.05] * 7, 0.1]) == [], (
-        "the largest of the last ones, twice"
-    )
-    assert judge(("float32", "float32"), 0.064, 6, [0.06, 0.008, 0.007], 64) == [], (
-        "seen in honest training"
-    )
+    assert judge(("float32", "float32"), 1.5, 6, [0.9, *[0.05] * 7, 0.1]) == [], "the largest of the last ones, twice"
+    assert judge(("float32", "float32"), 0.064, 6, [0.06, 0.008, 0.007], 64) == [], "seen in honest training"
     with pytest.raises(GapTooLarge, match=r"steps before 8.*moved by about 0\.05 since"):
         judge(("float32", "float32"), 0.6, 7, [0.9, *[0.05] * 8])
     assert judge(("float32", "float32"), 0.6, 7, [0.9, *[0.05] * 8], num_tokens=63) == []

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.probe import find_fault
 from art_server.jobs.gap_bars import gap_bars
-from art_server.shared.tasks import Probe, TrainTask
+from art_server.process.shared.tasks import Probe, TrainTask
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
@@ -30,9 +30,7 @@ class Engine:
         config = AutoConfig.from_pretrained(base)
         if fault == "another RoPE":
             config.rope_parameters["rope_theta"] /= 10
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            base, config=config, dtype=getattr(torch, dtype)
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=getattr(torch, dtype))
         if fault == "another kernel":
             for layer in model.model.layers:
                 layer.self_attn.scaling *= 1.15
@@ -48,9 +46,7 @@ class Engine:
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
 
-def seen(
-    policy: Policy, folder: Path, batch: Any, dtype: str, fault: str | None, steps: int = 1
-) -> str | None:
+def seen(policy: Policy, folder: Path, batch: Any, dtype: str, fault: str | None, steps: int = 1) -> str | None:
     """What the probe shows after some honest steps of a fresh adapter."""
     bars = gap_bars((dtype, "float32"))
     assert bars is not None
@@ -85,8 +81,6 @@ def test_a_planted_fault_is_caught_at_the_first_step(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(4))
-def test_an_honest_engine_is_not_suspected(
-    policy: Policy, tmp_path: Path, make_batch, dtype: str, seed: int
-) -> None:
+def test_an_honest_engine_is_not_suspected(policy: Policy, tmp_path: Path, make_batch, dtype: str, seed: int) -> None:
     batch = make_batch(seed, max_length=40)
     assert seen(policy, tmp_path, batch, dtype, None, steps=3) is None

@@ -5,9 +5,7 @@ from art_server.trainer import head
 from art_server.trainer.head import score_targets, whole_pieces
 
 
-def plain(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs = torch.log_softmax(torch.tanh(hidden @ weight.T / 3) * 3, -1)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 

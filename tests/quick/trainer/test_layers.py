@@ -81,9 +81,7 @@ def test_the_language_models_layers_take_an_adapter_and_no_others(name: str) -> 
     layers = find_layers(model)
     assert adapted(model, LoRAConfig()) == layers.takes
     before = INSIDE.get(name, "model.layers")
-    assert {re.sub(rf"^{re.escape(before)}\.\d+\.", "", path) for path in layers.takes} == set(
-        TAKES[name].split()
-    )
+    assert {re.sub(rf"^{re.escape(before)}\.\d+\.", "", path) for path in layers.takes} == set(TAKES[name].split())
 
 
 def test_layers_that_vllm_folds_into_others_take_none() -> None:
@@ -107,9 +105,7 @@ def test_layers_that_vllm_folds_into_others_take_none() -> None:
         ("nemotron_h moe", ["q_proj"], {"model.layers.1.mixer.q_proj"}),
     ],
 )  # fmt: skip
-def test_names_mean_layers_of_the_language_model(
-    name: str, targets: list[str], taken: set[str]
-) -> None:
+def test_names_mean_layers_of_the_language_model(name: str, targets: list[str], taken: set[str]) -> None:
     assert adapted(outline(name), LoRAConfig(target_modules=targets)) == taken
 
 

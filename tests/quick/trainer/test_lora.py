@@ -24,9 +24,7 @@ def layers(dtype: torch.dtype, bias: bool = True) -> tuple[nn.Module, nn.Module]
     return model, fused
 
 
-def outputs(
-    model: nn.Module, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def outputs(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     x = x.clone().requires_grad_()
     y = model(x)
     (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()

@@ -65,9 +65,7 @@ def grpo_loss(
 )
 def test_clip_by_hand(ratio: float, advantage: float, objective: float, coefficient: float) -> None:
     sampled = tensor(-3.0)
-    loss = grpo_loss(
-        sampled + math.log(ratio), sampled, tensor(advantage), None, TrainConfig(), num_tokens=4
-    )
+    loss = grpo_loss(sampled + math.log(ratio), sampled, tensor(advantage), None, TrainConfig(), num_tokens=4)
     assert float(loss.value) == pytest.approx(-objective / 4)
     assert float(loss.coefficients_S[0]) == pytest.approx(coefficient / 4)
     assert float(loss.policy_ratios_S[0]) == pytest.approx(ratio)
@@ -86,9 +84,7 @@ def test_upper_clip_may_be_wider_than_the_lower() -> None:
 def test_kl_penalty_by_hand() -> None:
     # ref - new = ln 2: k3 = 2 - ln 2 - 1, slope 1 - 2
     logprobs = tensor(-2.0)
-    loss = grpo_loss(
-        logprobs, logprobs, tensor(0.0), logprobs + math.log(2), TrainConfig(beta=0.5), num_tokens=2
-    )
+    loss = grpo_loss(logprobs, logprobs, tensor(0.0), logprobs + math.log(2), TrainConfig(beta=0.5), num_tokens=2)
     assert loss.kl_S is not None
     assert float(loss.kl_S[0]) == pytest.approx(1 - math.log(2))
     assert float(loss.value) == pytest.approx(0.5 * (1 - math.log(2)) / 2)
@@ -111,9 +107,7 @@ def test_absurd_ratios_stay_finite() -> None:
 LOGPROB = st.floats(-6.0, 0.0)
 OFFSET = st.one_of(
     st.floats(-3.0, 3.0),
-    st.sampled_from(
-        [0.0, math.log(1.2), math.log(0.8), math.log(1.3), MAX_LOG_RATIO + 1, -MAX_LOG_RATIO - 1]
-    ),
+    st.sampled_from([0.0, math.log(1.2), math.log(0.8), math.log(1.3), MAX_LOG_RATIO + 1, -MAX_LOG_RATIO - 1]),
 )
 TOKEN = st.tuples(LOGPROB, OFFSET, st.floats(-3.0, 3.0), OFFSET)
 
@@ -127,9 +121,7 @@ TOKEN = st.tuples(LOGPROB, OFFSET, st.floats(-3.0, 3.0), OFFSET)
 def test_coefficients_are_the_autograd_of_the_loss(
     tokens: list[tuple[float, float, float, float]], beta: float, epsilon_high: float | None
 ) -> None:
-    logprobs, offsets, advantages, reference_offsets = (
-        tensor(*column) for column in zip(*tokens, strict=True)
-    )
+    logprobs, offsets, advantages, reference_offsets = (tensor(*column) for column in zip(*tokens, strict=True))
     sampled = logprobs - offsets
     reference = logprobs + reference_offsets if beta > 0 else None
     # Off the kinks of the clip, where the loss has no derivative.
@@ -165,12 +157,8 @@ def _plain_objective(
 
 @settings(deadline=None)
 @given(tokens=st.lists(TOKEN, min_size=2, max_size=8), cut=st.integers(1, 7))
-def test_shares_of_a_split_add_up(
-    tokens: list[tuple[float, float, float, float]], cut: int
-) -> None:
-    logprobs, offsets, advantages, reference_offsets = (
-        tensor(*column) for column in zip(*tokens, strict=True)
-    )
+def test_shares_of_a_split_add_up(tokens: list[tuple[float, float, float, float]], cut: int) -> None:
+    logprobs, offsets, advantages, reference_offsets = (tensor(*column) for column in zip(*tokens, strict=True))
     sampled, reference = logprobs - offsets, logprobs + reference_offsets
     whole, *parts = [
         grpo_loss(
@@ -184,9 +172,7 @@ def test_shares_of_a_split_add_up(
         for part in (slice(None), slice(None, cut), slice(cut, None))
     ]
     torch.testing.assert_close(whole.value, parts[0].value + parts[1].value)
-    torch.testing.assert_close(
-        whole.coefficients_S, torch.cat([part.coefficients_S for part in parts])
-    )
+    torch.testing.assert_close(whole.coefficients_S, torch.cat([part.coefficients_S for part in parts]))
 
 
 def by_hand(config: TrainConfig, *tokens: tuple[float, float, float], **given) -> TokenLoss:
@@ -224,9 +210,7 @@ def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
 def test_sequence_ratio_is_the_geometric_mean_and_its_slope_is_shared() -> None:
     # Log-ratios ln 2 and 0: s = sqrt 2; the second trajectory is on its own.
     config = TrainConfig(ratio="sequence", clip="none")
-    loss = by_hand(
-        config, (2.0, 1.0, -1.0), (1.0, 1.0, -1.0), (4.0, -1.0, -1.0), trajectories=[0, 0, 1]
-    )
+    loss = by_hand(config, (2.0, 1.0, -1.0), (1.0, 1.0, -1.0), (4.0, -1.0, -1.0), trajectories=[0, 0, 1])
     root = math.sqrt(2)
     assert loss.policy_ratios_S.tolist() == pytest.approx([root, root, 4.0])
     assert float(loss.value) == pytest.approx(-2 * root + 4)
@@ -241,9 +225,7 @@ def test_geometric_ratio_is_the_root_of_token_and_sequence() -> None:
     first, second = math.sqrt(8), math.sqrt(2)
     assert loss.policy_ratios_S.tolist() == pytest.approx([first, second])
     mean = (first + second) / 2
-    assert loss.coefficients_S.tolist() == pytest.approx(
-        [-(first + mean) / 2, -(second + mean) / 2]
-    )
+    assert loss.coefficients_S.tolist() == pytest.approx([-(first + mean) / 2, -(second + mean) / 2])
 
 
 @pytest.mark.parametrize(
@@ -256,9 +238,7 @@ def test_geometric_ratio_is_the_root_of_token_and_sequence() -> None:
         ("sequence_mask", [2.0, 2.0, 0.0], [False, False, True]),
     ],
 )
-def test_corrections_by_hand(
-    correction: str, corrections: list[float], is_corrected: list[bool]
-) -> None:
+def test_corrections_by_hand(correction: str, corrections: list[float], is_corrected: list[bool]) -> None:
     """On a first pass nothing is clipped, whatever separates sampler and trainer: that is the weight's business."""
     config = TrainConfig(
         correction=correction,  # pyright: ignore[reportArgumentType]
@@ -307,23 +287,17 @@ def test_kl_estimators_by_hand(estimator: str, value: float, slope: float) -> No
     # ref - new = ln 2; k3 stands above.
     config = TrainConfig(beta=0.5, kl_estimator=estimator)  # pyright: ignore[reportArgumentType]
     logprobs = tensor(-2.0)
-    loss = policy_loss(
-        logprobs, sampled_tokens(logprobs, tensor(0.0), reference=logprobs + math.log(2)), config
-    )
+    loss = policy_loss(logprobs, sampled_tokens(logprobs, tensor(0.0), reference=logprobs + math.log(2)), config)
     assert float(loss.value) == pytest.approx(0.5 * value)
     assert float(loss.coefficients_S[0]) == pytest.approx(0.5 * slope)
 
 
 def test_kl_in_the_advantage_is_centred_and_leaves_the_loss_alone() -> None:
-    shaped = shape_advantages(
-        tensor(1.0, -1.0, 2.0), tensor(0.2, 0.6, 0.0), 0.5, torch.tensor([False, False, True])
-    )
+    shaped = shape_advantages(tensor(1.0, -1.0, 2.0), tensor(0.2, 0.6, 0.0), 0.5, torch.tensor([False, False, True]))
     assert shaped.tolist() == pytest.approx([1.1, -1.1, 2.0])
     logprobs = tensor(-2.0)
     config = TrainConfig(beta=0.5, kl_in="advantage")
-    loss = policy_loss(
-        logprobs, sampled_tokens(logprobs, tensor(0.0), reference=logprobs + 1), config
-    )
+    loss = policy_loss(logprobs, sampled_tokens(logprobs, tensor(0.0), reference=logprobs + 1), config)
     assert loss.coefficients_S.tolist() == [0.0]
     assert loss.kl_S is not None
 
@@ -344,9 +318,7 @@ def test_presets_are_the_published_values() -> None:
         for name in PRESETS
     }
     assert TrainConfig() == values["grpo"]
-    assert {(v.ratio_to, v.correction, v.correction_high) for v in values.values()} == {
-        ("start", "truncate", 2.0)
-    }
+    assert {(v.ratio_to, v.correction, v.correction_high) for v in values.values()} == {("start", "truncate", 2.0)}
     grpo = values["grpo"]
     assert (grpo.epsilon, grpo.epsilon_high, grpo.beta, grpo.normalisation) == (
         0.2,

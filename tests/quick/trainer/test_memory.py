@@ -12,9 +12,7 @@ from art_server.trainer.memory import MAX_TOKENS, MIN_TOKENS, default_tokens, is
 def tree(first: int, num_leaves: int) -> list[TrainSequence]:
     """Leaves of ten tokens on a trunk of twenty."""
     return [
-        TrainSequence(
-            [first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], leaf, leaf
-        )
+        TrainSequence([first] * 20 + [leaf] * 10, [28], [1], [-1.0], [-1], [None], [1.0], leaf, leaf)
         for leaf in range(num_leaves)
     ]
 
@@ -33,9 +31,7 @@ def test_default_tokens_fall_with_the_model_and_stay_within_bounds() -> None:
     large = default_tokens(cpu, torch.float32, 64, 8192, 30_000)
     assert tiny <= MAX_TOKENS["cpu"]
     assert large == MIN_TOKENS
-    assert default_tokens(cpu, torch.bfloat16, 30, 1024, 3072) >= default_tokens(
-        cpu, torch.float32, 30, 1024, 3072
-    )
+    assert default_tokens(cpu, torch.bfloat16, 30, 1024, 3072) >= default_tokens(cpu, torch.float32, 30, 1024, 3072)
 
 
 def test_default_tokens_fit_the_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from art_protocol.wire import LoRAConfig
-from art_server.shared.tasks import Batch
+from art_server.process.shared.tasks import Batch
 from art_server.trainer.batches import MicroBatch, make_micro_batches, make_train_batch
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 
@@ -61,8 +61,7 @@ def visible_tokens(batch: MicroBatch) -> list[torch.Tensor]:
     forest = batch.forest
     indices = torch.arange(forest.num_tokens)
     return [
-        forest.token_ids_T[(indices <= place) & (place < forest.ends_T)]
-        for place in batch.forest_indices_N.tolist()
+        forest.token_ids_T[(indices <= place) & (place < forest.ends_T)] for place in batch.forest_indices_N.tolist()
     ]
 
 
@@ -73,9 +72,7 @@ def test_logprob_of_a_token_is_the_models_own_at_the_position_before(
     batch = one_micro_batch(make_batch(1))
     logprobs_N, _ = policy.logprobs(batch)
     assert logprobs_N.dtype == torch.float32
-    torch.testing.assert_close(
-        logprobs_N.detach(), plain_logprobs(policy.model, batch), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(logprobs_N.detach(), plain_logprobs(policy.model, batch), atol=1e-5, rtol=1e-5)
 
 
 def test_reference_is_the_base_and_leaves_the_adapter_on(
@@ -94,9 +91,7 @@ def test_reference_is_the_base_and_leaves_the_adapter_on(
     torch.testing.assert_close(before_N, after_N, atol=0, rtol=0)
 
 
-def test_entropy_is_that_of_the_predicting_distribution(
-    policy: Policy, adapter_dir: Path, make_batch
-) -> None:
+def test_entropy_is_that_of_the_predicting_distribution(policy: Policy, adapter_dir: Path, make_batch) -> None:
     policy.load_adapter(LoRAConfig(), adapter_dir)
     batch = one_micro_batch(make_batch(3, num_groups=1))
     _, entropies_N = policy.logprobs(batch)
@@ -138,9 +133,7 @@ SMALL = {
     ],
     ids=["soft-capped", "divided", "multiplied", "multiplied by a scaling", "divided before"],
 )
-def test_models_that_transform_their_logits_keep_doing_so(
-    config: PreTrainedConfig, tmp_path: Path, make_batch
-) -> None:
+def test_models_that_transform_their_logits_keep_doing_so(config: PreTrainedConfig, tmp_path: Path, make_batch) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     policy = Policy(str(tmp_path), torch.float32)
@@ -148,16 +141,12 @@ def test_models_that_transform_their_logits_keep_doing_so(
     policy.use_trees("attn_logit_softcapping" not in config.to_dict())
     batch = one_micro_batch(make_batch(4), policy.shares_prefixes)
     logprobs_N, _ = policy.logprobs(batch)
-    torch.testing.assert_close(
-        logprobs_N.detach(), plain_logprobs(policy.model, batch), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(logprobs_N.detach(), plain_logprobs(policy.model, batch), atol=1e-5, rtol=1e-5)
 
 
 def test_recomputed_layers_have_no_dropout(tmp_path: Path, make_batch) -> None:
     """Gradient checkpointing puts OPT's layers into training mode."""
-    config = OPTConfig(
-        **{**SMALL, "vocab_size": 128}, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5
-    )
+    config = OPTConfig(**{**SMALL, "vocab_size": 128}, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     policy = Policy(str(tmp_path), torch.float32)
@@ -227,9 +216,7 @@ def test_adapter_covers_every_linear_layer_but_the_head(adapter_dir: Path) -> No
     assert len(names) == 2 * 7 * 2
 
 
-def test_adapter_of_other_layers_is_refused_and_the_policy_goes_on(
-    policy: Policy, adapter_dir: Path
-) -> None:
+def test_adapter_of_other_layers_is_refused_and_the_policy_goes_on(policy: Policy, adapter_dir: Path) -> None:
     with pytest.raises(ValueError, match="is not an adapter of"):
         policy.load_adapter(LoRAConfig(target_modules=["q_proj"]), adapter_dir)
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -252,9 +239,7 @@ def test_pickled_base_weights_are_refused(base_dir: Path, tmp_path: Path) -> Non
         Policy(str(tmp_path))
 
 
-def test_adapter_over_a_bfloat16_base_is_float32(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_adapter_over_a_bfloat16_base_is_float32(base_dir: Path, tmp_path: Path, make_batch) -> None:
     policy = Policy(str(base_dir), torch.bfloat16)
     policy.init_adapter(LoRAConfig(), seed=0)
     assert {each.dtype for each in policy.parameters.values()} == {torch.float32}

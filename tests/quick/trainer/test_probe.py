@@ -11,7 +11,14 @@ from safetensors.torch import load_file
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.probe import effect_ratio, find_fault
 from art_server.jobs.gap_bars import gap_bars
-from art_server.shared.tasks import NUM_SIGMAS_OF_EFFECT, Batch, Done, GapBars, Probe, TrainTask
+from art_server.process.shared.tasks import (
+    NUM_SIGMAS_OF_EFFECT,
+    Batch,
+    Done,
+    GapBars,
+    Probe,
+    TrainTask,
+)
 from art_server.trainer.batches import make_train_batch
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
@@ -32,9 +39,7 @@ WIDE = GapBars(high=100.0, wrong=100.0)
 """The batches' log-probabilities are random numbers."""
 
 
-def job(
-    policy: Policy, start: Path, out: Path, batch: Batch, probe: Probe | None = None, **given
-) -> Done:
+def job(policy: Policy, start: Path, out: Path, batch: Batch, probe: Probe | None = None, **given) -> Done:
     task = TrainTask(
         in_dir=str(start),
         out_dir=str(out),
@@ -67,9 +72,7 @@ def test_a_probe_holds_what_the_new_step_and_its_base_compute(
     assert done.metrics["loss/probe_moved"] == probe.moved[0] > 0
 
 
-def test_an_effect_near_rounding_is_scored_at_a_multiple_of_alpha(
-    policy: Policy, tmp_path: Path, make_batch
-) -> None:
+def test_an_effect_near_rounding_is_scored_at_a_multiple_of_alpha(policy: Policy, tmp_path: Path, make_batch) -> None:
     bars = gap_bars(("bfloat16", "float32"))
     assert bars is not None
     bars = bars.model_copy(update={"wrong": 100.0})
@@ -104,9 +107,7 @@ def test_the_measured_rounding_is_that_of_the_number_type(
         assert 0.3 < sum(found) / len(found) < 2, found
 
 
-def test_a_probe_changes_no_weight(
-    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_a_probe_changes_no_weight(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
     bars = gap_bars(("bfloat16", "bfloat16"))
     assert bars is not None
     wide = bars.model_copy(update={"wrong": 100.0})
@@ -125,9 +126,7 @@ def test_tokens_are_used_again_and_chosen_anew_when_they_are_old(
     assert first is not None and second is not None
     assert second.token_ids == first.token_ids and second.age == 2
     assert second.base_logprobs == first.base_logprobs and len(second.moved) == 2
-    old = second.model_copy(
-        update={"age": STEPS_OF_TOKENS, "moved": [0.5] * STEPS_OF_MOVEMENT, "made_at": 0.0}
-    )
+    old = second.model_copy(update={"age": STEPS_OF_TOKENS, "moved": [0.5] * STEPS_OF_MOVEMENT, "made_at": 0.0})
     third = job(policy, tmp_path / "2", tmp_path / "3", make_batch(5), old).probe
     assert third is not None and third.token_ids != first.token_ids and third.age == 1
     assert len(third.moved) == STEPS_OF_MOVEMENT and third.moved[:-1] == [0.5] * 63
@@ -174,17 +173,13 @@ def test_the_tokens_are_those_that_the_update_moves_most(make_batch) -> None:
     assert any(chosen == [*each.token_ids[-NUM_TOKENS:], each.targets[-1]] for each in sequences)
 
 
-def test_each_kind_of_layer_has_an_adapter_of_its_own_and_a_probe(
-    policy: Policy, tmp_path: Path
-) -> None:
+def test_each_kind_of_layer_has_an_adapter_of_its_own_and_a_probe(policy: Policy, tmp_path: Path) -> None:
     bars = gap_bars(("float32", "float32"))
     assert bars is not None
     probes = write_layer_probes(policy, LoRAConfig(), tmp_path, bars)
     mlp = {f"mlp.{each}_proj" for each in ("gate", "up", "down")}
     assert set(probes) == {f"self_attn.{each}_proj" for each in "qkvo"} | mlp
-    assert not any(
-        bool(each.any()) for name, each in policy.parameters.items() if ".lora_B." in name
-    )
+    assert not any(bool(each.any()) for name, each in policy.parameters.items() if ".lora_B." in name)
     for kind, probe in probes.items():
         policy.load_adapter(LoRAConfig(), tmp_path / kind)
         changed = {
@@ -200,9 +195,7 @@ def test_each_kind_of_layer_has_an_adapter_of_its_own_and_a_probe(
         assert find_fault(probe, probe.base_logprobs, probe.base_logprobs, bars), "a lost adapter"
 
 
-def test_a_lost_layer_is_not_trained(
-    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_a_lost_layer_is_not_trained(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
     job(policy, adapter_dir, tmp_path / "1", make_batch(0), lost_layers=["self_attn.k_proj"])
     before, after = (load_file(each / ADAPTER_FILE) for each in (adapter_dir, tmp_path / "1"))
     same = {name for name, each in after.items() if torch.equal(each, before[name])}

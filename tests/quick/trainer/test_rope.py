@@ -35,16 +35,12 @@ def expected(inverse: torch.Tensor, positions: list[int], scale: float = 1.0) ->
     ("context", "kind"),
     [(None, "long"), (ORIGINAL + 1, "long"), (512, "long"), (ORIGINAL, "short"), (8, "short")],
 )
-def test_the_context_decides_which_factors_of_longrope_hold_for_every_position(
-    context: int | None, kind: str
-) -> None:
+def test_the_context_decides_which_factors_of_longrope_hold_for_every_position(context: int | None, kind: str) -> None:
     rope = ROPES["phi3 longrope"]
     model = model_with(rope)
     fix_rope(model, context)
     inverse = USUAL / torch.tensor(rope[f"{kind}_factor"])
-    scale = (
-        1 + torch.log(torch.tensor(1024 / ORIGINAL)) / torch.log(torch.tensor(ORIGINAL))
-    ) ** 0.5
+    scale = (1 + torch.log(torch.tensor(1024 / ORIGINAL)) / torch.log(torch.tensor(ORIGINAL))) ** 0.5
     for positions in ([0, 3, 9], [0, 3, 500], [1000]):
         torch.testing.assert_close(
             embedding(model, positions),
@@ -77,9 +73,7 @@ def test_a_scale_of_its_own_for_long_and_short_factors_is_the_engines() -> None:
     ("trained", "base"),
     [(None, 10000.0), (256, 10000.0 * (4 * 1024 / 256 - 3) ** (HEAD / (HEAD - 2)))],
 )
-def test_dynamic_ntk_stretches_by_the_trained_positions_and_never_by_the_call(
-    trained: int | None, base: float
-) -> None:
+def test_dynamic_ntk_stretches_by_the_trained_positions_and_never_by_the_call(trained: int | None, base: float) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0}
     if trained is not None:
         rope["max_trained_positions"] = trained
@@ -87,9 +81,7 @@ def test_dynamic_ntk_stretches_by_the_trained_positions_and_never_by_the_call(
     fix_rope(model, 512)
     inverse = 1 / base ** (torch.arange(0, HEAD, 2) / HEAD)
     for positions in ([0, 3, 9], [0, 3, 5000]):
-        torch.testing.assert_close(
-            embedding(model, positions)[:2], expected(inverse, positions)[:2], atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(embedding(model, positions)[:2], expected(inverse, positions)[:2], atol=1e-5, rtol=0)
 
 
 def test_an_alpha_leaves_out_the_factor_beside_it() -> None:
@@ -99,9 +91,7 @@ def test_an_alpha_leaves_out_the_factor_beside_it() -> None:
     fix_rope(model, 512)
     base = 10000.0 * 1000.0 ** (HEAD / (HEAD - 2))
     inverse = 1 / base ** (torch.arange(0, HEAD, 2) / HEAD)
-    torch.testing.assert_close(
-        embedding(model, [0, 3, 500])[:2], expected(inverse, [0, 3, 500])[:2], atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(embedding(model, [0, 3, 500])[:2], expected(inverse, [0, 3, 500])[:2], atol=1e-5, rtol=0)
 
 
 def test_each_type_of_layer_has_its_own_factors() -> None:
@@ -129,6 +119,4 @@ def test_each_type_of_layer_has_its_own_factors() -> None:
     long = USUAL / torch.tensor(ROPES["phi3 longrope"]["long_factor"])
     want = (3 * long.repeat(2)).cos() * rotary.full_attention_attention_scaling
     torch.testing.assert_close(cosines("full_attention", [3])[0], want, atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        cosines("sliding_attention", [3])[0], (3 * USUAL.repeat(2)).cos(), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(cosines("sliding_attention", [3])[0], (3 * USUAL.repeat(2)).cos(), atol=1e-5, rtol=0)

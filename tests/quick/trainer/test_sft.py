@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.shared.tasks import (
+from art_server.process.shared.tasks import (
     Batch,
     GapBars,
     Span,
@@ -43,9 +43,7 @@ def test_a_step_is_that_of_the_cross_entropy(
     assert done.metrics["loss/token_accuracy"] == pytest.approx(num_right / num)
     assert done.metrics["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert done.metrics["loss/corrected_token_fraction"] == 0.0
-    assert (done.metrics["data/step_computed_tokens"] < done.metrics["data/step_row_tokens"]) == (
-        shared
-    )
+    assert (done.metrics["data/step_computed_tokens"] < done.metrics["data/step_row_tokens"]) == (shared)
 
 
 def test_steps_take_the_groups_in_their_order_with_their_rates(
@@ -108,22 +106,16 @@ def test_each_pass_has_its_own_rates_if_the_last_groups_are_not_trained(
     assert (tmp_path / "2" / "adapter_model.safetensors").read_bytes() == weights
 
 
-def test_tokens_of_weight_zero_are_context(
-    policy: Policy, adapter_dir: Path, tmp_path: Path
-) -> None:
+def test_tokens_of_weight_zero_are_context(policy: Policy, adapter_dir: Path, tmp_path: Path) -> None:
     """Neither the loss nor its mean knows them: training on the last message is independent of earlier ones' length."""
     examples = make_examples()[:BATCH_SIZE]
     earlier = 5
-    batch = make_batch(
-        [(prompt[earlier:], prompt[:earlier] + answer) for prompt, answer in examples]
-    )
+    batch = make_batch([(prompt[earlier:], prompt[:earlier] + answer) for prompt, answer in examples])
     for group, (prompt, _) in zip(batch.groups, examples, strict=True):
         (sequence,) = group.trajectories[0].sequences
         first = len(prompt) - earlier
         sequence.advantages.update(dict.fromkeys(range(first, first + earlier), 0.0))
-    expected = make_batch(
-        [(prompt[earlier:] + prompt[:earlier], answer) for prompt, answer in examples]
-    )
+    expected = make_batch([(prompt[earlier:] + prompt[:earlier], answer) for prompt, answer in examples])
     done = [
         run(policy, adapter_dir, tmp_path / str(index), each, learning_rate=1e-3)
         for index, each in enumerate((batch, expected))
@@ -132,9 +124,7 @@ def test_tokens_of_weight_zero_are_context(
         assert done[0].metrics[name] == pytest.approx(done[1].metrics[name], rel=1e-6)
 
 
-def test_the_gap_is_judged_before_the_weights_change(
-    policy: Policy, adapter_dir: Path, tmp_path: Path
-) -> None:
+def test_the_gap_is_judged_before_the_weights_change(policy: Policy, adapter_dir: Path, tmp_path: Path) -> None:
     """SFT on answers that the policy itself sampled, in three optimizer steps at a high rate."""
     examples = make_examples()
     batch = make_batch(examples)
@@ -142,9 +132,7 @@ def test_the_gap_is_judged_before_the_weights_change(
         (sequence,) = group.trajectories[0].sequences
         first = sequence.recompute[0]
         policy.load_adapter(LoRAConfig(), adapter_dir)
-        of_policy = policy.sequence_logprobs(
-            sequence.token_ids, [*range(first - 1, len(sequence.token_ids) - 1)]
-        )
+        of_policy = policy.sequence_logprobs(sequence.token_ids, [*range(first - 1, len(sequence.token_ids) - 1)])
         sequence.logprobs[first:] = of_policy.tolist()
         sequence.recompute.clear()
         sequence.spans.append(Span(start=first, stop=len(sequence.token_ids), step=0))
@@ -153,9 +141,7 @@ def test_the_gap_is_judged_before_the_weights_change(
         lora=LoRAConfig(),
         in_dir=str(adapter_dir),
         out_dir=str(tmp_path / "out"),
-        config=TrainConfig(
-            objective="likelihood", learning_rate=1e-2, batch_size=BATCH_SIZE, sampling="raw"
-        ),
+        config=TrainConfig(objective="likelihood", learning_rate=1e-2, batch_size=BATCH_SIZE, sampling="raw"),
         batch=batch,
         gap_bars=bars,
     )

@@ -25,9 +25,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Policy, P
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_node_starts_from_its_parents_state(
-    started: tuple[Policy, Path], tmp_path: Path, seed: int
-) -> None:
+def test_a_node_starts_from_its_parents_state(started: tuple[Policy, Path], tmp_path: Path, seed: int) -> None:
     config = TrainConfig(max_grad_norm=1e9)
     assert_tree_equals_rows(started, tmp_path, config, seed, 600, 0.05, True, tolerance=1e-4)
 
@@ -56,10 +54,7 @@ def test_a_plan_computes_each_token_once_after_those_before_it(sequences: list[l
     assert sorted(computed) == list(range(forest.num_tokens))
     assert all(computed[last] == path for last, path in paths.items())
     for node in forest.nodes:
-        assert (
-            computed[node.start]
-            == computed[node.stop - 1][: int(forest.positions_T[node.start]) + 1]
-        )
+        assert computed[node.start] == computed[node.stop - 1][: int(forest.positions_T[node.start]) + 1]
 
 
 def test_a_model_of_attention_alone_keeps_its_layers(tmp_path: Path) -> None:

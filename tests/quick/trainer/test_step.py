@@ -18,9 +18,9 @@ from torch._inductor.exc import InductorError
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.shared.advantages import group_advantages, trained_positions
-from art_server.shared.kept_set import pack_set
-from art_server.shared.tasks import (
+from art_server.process.shared.advantages import group_advantages, trained_positions
+from art_server.process.shared.kept_set import pack_set
+from art_server.process.shared.tasks import (
     Batch,
     BetweenSteps,
     Distribution,
@@ -83,9 +83,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    return {
-        name: each.grad.clone() for name, each in policy.parameters.items() if each.grad is not None
-    }
+    return {name: each.grad.clone() for name, each in policy.parameters.items() if each.grad is not None}
 
 
 def plain_loss_and_gradients(
@@ -120,9 +118,7 @@ def plain_loss_and_gradients(
                     num_tokens += 1
     loss = total / num_tokens
     loss.backward()
-    return float(loss.detach()), {
-        name: each.grad for name, each in model.named_parameters() if each.grad is not None
-    }
+    return float(loss.detach()), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 @settings(
@@ -209,17 +205,12 @@ def test_dead_groups_change_neither_gradient_nor_metrics_of_the_loss(
     live = make_batch(11)
     dead = [
         TrainableGroup(
-            trajectories=[
-                TrainableTrajectory(reward=1.0, sequences=each.sequences)
-                for each in group.trajectories
-            ]
+            trajectories=[TrainableTrajectory(reward=1.0, sequences=each.sequences) for each in group.trajectories]
         )
         for group in make_batch(12).groups
     ]
     alone = step(policy, adapter_dir, tmp_path / "alone", live, config)
-    mixed = step(
-        policy, adapter_dir, tmp_path / "mixed", Batch(groups=[*dead, *live.groups]), config
-    )
+    mixed = step(policy, adapter_dir, tmp_path / "mixed", Batch(groups=[*dead, *live.groups]), config)
     assert contents(tmp_path / "alone") == contents(tmp_path / "mixed")
     assert {key: value for key, value in alone.metrics.items() if key.startswith("loss/")} == {
         key: value for key, value in mixed.metrics.items() if key.startswith("loss/")
@@ -231,9 +222,7 @@ def test_dead_groups_change_neither_gradient_nor_metrics_of_the_loss(
 
 def with_equal_rewards(batch: Batch) -> Batch:
     groups = [
-        TrainableGroup(
-            trajectories=[each.model_copy(update={"reward": 1.0}) for each in group.trajectories]
-        )
+        TrainableGroup(trajectories=[each.model_copy(update={"reward": 1.0}) for each in group.trajectories])
         for group in batch.groups
     ]
     return Batch(groups=groups)
@@ -302,9 +291,7 @@ def test_groups_without_signal_weigh_the_kl_term_as_any_other(
                 TrainableTrajectory(
                     reward=index,
                     sequences=[
-                        sequence.model_copy(
-                            update={"advantages": dict.fromkeys(trained_positions(sequence), 0.0)}
-                        )
+                        sequence.model_copy(update={"advantages": dict.fromkeys(trained_positions(sequence), 0.0)})
                         for sequence in each.sequences
                     ],
                 )
@@ -318,9 +305,7 @@ def test_groups_without_signal_weigh_the_kl_term_as_any_other(
         each.model_copy(
             update={
                 "sequences": [
-                    sequence.model_copy(
-                        update={"advantages": dict.fromkeys(trained_positions(sequence), advantage)}
-                    )
+                    sequence.model_copy(update={"advantages": dict.fromkeys(trained_positions(sequence), advantage)})
                     for sequence in each.sequences
                 ]
             }
@@ -332,9 +317,7 @@ def test_groups_without_signal_weigh_the_kl_term_as_any_other(
             strict=True,
         )
     ]
-    merged = TrainableGroup(
-        trajectories=[*given, *(each for group in zeros for each in group.trajectories)]
-    )
+    merged = TrainableGroup(trajectories=[*given, *(each for group in zeros for each in group.trajectories)])
     step(policy, adapter_dir, tmp_path / "merged", Batch(groups=[merged]), config)
     for name, gradient in gradients(policy).items():
         torch.testing.assert_close(gradient, found[name], rtol=1e-4, atol=1e-7)
@@ -405,9 +388,7 @@ def test_kl_in_rewards_or_advantages_leaves_groups_without_signal_to_the_entropy
 ) -> None:
     """Whether a group has signal does not depend on the entropy bonus, which only keeps its tokens."""
     live, dead = make_batch(9).groups, with_equal_rewards(make_batch(10)).groups
-    config = TrainConfig(
-        beta=0.5, kl_in=kl_in, kl_estimator="k1", preset="dr_grpo", max_grad_norm=9
-    )
+    config = TrainConfig(beta=0.5, kl_in=kl_in, kl_estimator="k1", preset="dr_grpo", max_grad_norm=9)
     small = config.model_copy(update={"entropy_bonus": 1e-9})
     step(policy, adapter_dir, tmp_path / "alone", Batch(groups=live), config)
     expected = gradients(policy)
@@ -419,9 +400,7 @@ def test_kl_in_rewards_or_advantages_leaves_groups_without_signal_to_the_entropy
         torch.testing.assert_close(2 * gradient, expected[name], rtol=1e-3, atol=1e-6)
 
 
-def test_a_group_of_equal_answers_is_counted(
-    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_a_group_of_equal_answers_is_counted(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
     groups = make_batch(11).groups
     first = groups[0].trajectories[0].sequences
     same = [each.model_copy(update={"sequences": first}) for each in groups[0].trajectories]
@@ -580,9 +559,7 @@ def test_the_copy_of_a_base_is_as_large_as_its_weights(base_dir: Path, tmp_path:
     assert sum(each.numel() for each in own.model.parameters() if not each.requires_grad) == 0
 
 
-def test_interleaved_models_of_different_shape_equal_each_alone(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_interleaved_models_of_different_shape_equal_each_alone(base_dir: Path, tmp_path: Path, make_batch) -> None:
     loras = {
         "wide": LoRAConfig(rank=8, alpha=16),
         "narrow": LoRAConfig(rank=2, alpha=2, target_modules=["q_proj", "v_proj"]),
@@ -613,9 +590,7 @@ def test_batch_without_signal_writes_the_same_weights_and_state(
 ) -> None:
     config = TrainConfig(learning_rate=1e-2)
     step(policy, adapter_dir, tmp_path / "1", make_batch(1), config)
-    dead = Batch(
-        groups=[TrainableGroup(trajectories=each.trajectories[:1]) for each in make_batch(2).groups]
-    )
+    dead = Batch(groups=[TrainableGroup(trajectories=each.trajectories[:1]) for each in make_batch(2).groups])
     done = step(policy, tmp_path / "1", tmp_path / "2", dead, config)
     assert done.unchanged
     assert contents(tmp_path / "2") == contents(tmp_path / "1")
@@ -634,9 +609,7 @@ def test_step_that_is_not_finite_writes_nothing(
     batch = Batch(
         groups=[
             TrainableGroup(
-                trajectories=[
-                    TrainableTrajectory(reward=reward, sequences=sequences) for reward in (0.0, 1.0)
-                ]
+                trajectories=[TrainableTrajectory(reward=reward, sequences=sequences) for reward in (0.0, 1.0)]
             )
         ]
     )
@@ -645,9 +618,7 @@ def test_step_that_is_not_finite_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_metrics_and_progress_of_a_step(
-    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_metrics_and_progress_of_a_step(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
     batch = near_policy(policy, adapter_dir, make_batch(5))
     task = TrainTask(
         lora=LoRAConfig(),
@@ -665,32 +636,17 @@ def test_metrics_and_progress_of_a_step(
     assert len(training) > 1
     assert {report.total for report in training} == {len(training)}
 
-    sequences = [
-        sequence
-        for group in batch.groups
-        for each in group.trajectories
-        for sequence in each.sequences
-    ]
+    sequences = [sequence for group in batch.groups for each in group.trajectories for sequence in each.sequences]
     num_tokens = sum(value is not None for sequence in sequences for value in sequence.logprobs)
     metrics = done.metrics
     assert metrics["data/step_trainable_assistant_tokens"] == num_tokens
-    assert metrics["data/step_num_rows"] == sum(
-        any(value for value in sequence.logprobs) for sequence in sequences
-    )
+    assert metrics["data/step_num_rows"] == sum(any(value for value in sequence.logprobs) for sequence in sequences)
     assert 0 < metrics["loss/logprob_gap_mean"] < metrics["loss/logprob_gap_max"] <= 0.5 + 1e-4
     assert metrics["loss/clipped_token_fraction"] == 0
     assert metrics["loss/policy_ratio_mean"] == metrics["loss/policy_ratio_p99"] == 1
     assert metrics["loss/corrected_token_fraction"] == 0
-    assert (
-        math.exp(-0.5)
-        < metrics["loss/importance_ratio_mean"]
-        < metrics["loss/importance_ratio_p95"]
-    )
-    assert (
-        metrics["loss/importance_ratio_p95"]
-        <= metrics["loss/importance_ratio_p99"]
-        < math.exp(0.501)
-    )
+    assert math.exp(-0.5) < metrics["loss/importance_ratio_mean"] < metrics["loss/importance_ratio_p95"]
+    assert metrics["loss/importance_ratio_p95"] <= metrics["loss/importance_ratio_p99"] < math.exp(0.501)
     assert 0 < metrics["loss/entropy"] < math.log(128)
     assert metrics["loss/kl_policy_ref"] > 0
     assert set(metrics) >= {
@@ -714,15 +670,11 @@ def test_optimizer_state_of_another_adapter_is_refused(
 ) -> None:
     narrow = LoRAConfig(rank=2)
     start(policy, tmp_path / "narrow", narrow)
-    step(
-        policy, tmp_path / "narrow", tmp_path / "narrow1", make_batch(1), TrainConfig(), lora=narrow
-    )
+    step(policy, tmp_path / "narrow", tmp_path / "narrow1", make_batch(1), TrainConfig(), lora=narrow)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     (mixed / ADAPTER_FILE).write_bytes((adapter_dir / ADAPTER_FILE).read_bytes())
-    (mixed / "optimizer.safetensors").write_bytes(
-        (tmp_path / "narrow1/optimizer.safetensors").read_bytes()
-    )
+    (mixed / "optimizer.safetensors").write_bytes((tmp_path / "narrow1/optimizer.safetensors").read_bytes())
     with pytest.raises(ValueError, match=r"optimizer\.safetensors holds"):
         step(policy, mixed, tmp_path / "out", make_batch(2), TrainConfig())
 
@@ -747,9 +699,7 @@ def test_the_schedule_counts_the_models_steps_and_not_those_of_its_moments(
     assert (done.optimizer_steps, done.notes) == (92, [])
 
 
-def test_a_model_at_its_own_start_has_its_own_warm_up_only(
-    policy: Policy, tmp_path: Path, make_batch
-) -> None:
+def test_a_model_at_its_own_start_has_its_own_warm_up_only(policy: Policy, tmp_path: Path, make_batch) -> None:
     start(policy, tmp_path / "0")
     config = COSINE.model_copy(update={"passes": 2})
     done = step(policy, tmp_path / "0", tmp_path / "1", make_batch(1), config, optimizer_steps=0)
@@ -762,9 +712,7 @@ def test_a_checkpoint_of_an_earlier_version_counts_by_its_optimizer_state(
 ) -> None:
     start(policy, tmp_path / "0")
     for index in range(3):
-        done = step(
-            policy, tmp_path / str(index), tmp_path / str(index + 1), make_batch(index), COSINE
-        )
+        done = step(policy, tmp_path / str(index), tmp_path / str(index + 1), make_batch(index), COSINE)
         assert done.metrics["loss/learning_rate"] == pytest.approx(1e-3 * (index + 1) / 5)
         assert (done.optimizer_steps, done.notes) == (index + 1, [])
 
@@ -795,11 +743,7 @@ def test_rewarded_token_becomes_likelier(policy: Policy, tmp_path: Path) -> None
         trajectories = [
             TrainableTrajectory(
                 reward=float(token == rewarded),
-                sequences=[
-                    TokenSequence(
-                        token_ids=[*prompt, token], logprobs=[None] * 5 + [float(logprobs_V[token])]
-                    )
-                ],
+                sequences=[TokenSequence(token_ids=[*prompt, token], logprobs=[None] * 5 + [float(logprobs_V[token])])],
             )
             for token in sampled.tolist()
         ]
@@ -844,12 +788,8 @@ def test_unknown_log_probabilities_change_nothing_where_the_policy_is_the_sample
 
 
 def to_recompute(sequence: TokenSequence) -> TokenSequence:
-    places = [
-        index for index, value in enumerate(sequence.logprobs) if value is not None and index > 0
-    ]
-    return TokenSequence(
-        token_ids=sequence.token_ids, logprobs=[None] * len(sequence.token_ids), recompute=places
-    )
+    places = [index for index, value in enumerate(sequence.logprobs) if value is not None and index > 0]
+    return TokenSequence(token_ids=sequence.token_ids, logprobs=[None] * len(sequence.token_ids), recompute=places)
 
 
 class TightPolicy(Policy):
@@ -942,9 +882,7 @@ def test_what_fitted_after_the_process_was_killed_is_remembered(
     assert json.loads((tmp_path / "budgets.json").read_text()) == {key: 50}
 
 
-def test_what_did_not_fit_is_not_remembered(
-    base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_what_did_not_fit_is_not_remembered(base_dir: Path, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
     """A job of one optimizer step looks at nothing ahead, which always fits."""
 
     class KilledPolicy(Policy):
@@ -1000,14 +938,10 @@ def test_small_weights_do_not_vanish_in_float16(
     expected = step(policy, adapter_dir, tmp_path / "float32", batch, config)
     half = Policy(str(base_dir), torch.float16)
     done = step(half, adapter_dir, tmp_path / "float16", batch, config)
-    assert done.metrics["loss/grad_norm"] == pytest.approx(
-        expected.metrics["loss/grad_norm"], rel=0.02
-    )
+    assert done.metrics["loss/grad_norm"] == pytest.approx(expected.metrics["loss/grad_norm"], rel=0.02)
 
 
-def test_checkpointing_changes_no_gradient(
-    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_checkpointing_changes_no_gradient(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
     batch, config = make_batch(23, num_openings=2), TrainConfig()
     step(policy, adapter_dir, tmp_path / "kept", batch, config)
     expected = gradients(policy)
@@ -1023,9 +957,7 @@ def test_checkpointing_changes_no_gradient(
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
 
 
-def train_task(
-    in_dir: Path, out_dir: Path, batch: Batch, config: TrainConfig, **given
-) -> TrainTask:
+def train_task(in_dir: Path, out_dir: Path, batch: Batch, config: TrainConfig, **given) -> TrainTask:
     return TrainTask(
         lora=LoRAConfig(),
         in_dir=str(in_dir),
@@ -1041,9 +973,7 @@ def test_kl_in_the_reward_lowers_it_by_the_samplers_kl(
 ) -> None:
     """Two trajectories of one token each, where the arithmetic fits a line."""
     policy.load_adapter(LoRAConfig(), adapter_dir)
-    sequences = [
-        TokenSequence(token_ids=[3, 4, each], logprobs=[None, None, -1.0]) for each in (7, 8)
-    ]
+    sequences = [TokenSequence(token_ids=[3, 4, each], logprobs=[None, None, -1.0]) for each in (7, 8)]
     batch = Batch(
         groups=[
             TrainableGroup(
@@ -1062,8 +992,7 @@ def test_kl_in_the_reward_lowers_it_by_the_samplers_kl(
     own = [float(policy.sequence_logprobs(sequence.token_ids)[-1]) for sequence in sequences]
     mean = sum(rewards) / 2
     expected = -sum(
-        min(2.0, math.exp(logprob + 1)) * (reward - mean)
-        for logprob, reward in zip(own, rewards, strict=True)
+        min(2.0, math.exp(logprob + 1)) * (reward - mean) for logprob, reward in zip(own, rewards, strict=True)
     )
     config = TrainConfig(beta=0.5, kl_in="reward", kl_estimator="k1", clip="none", scaling="none")
     done = step(policy, adapter_dir, tmp_path / "out", batch, config)
@@ -1148,9 +1077,7 @@ def test_trees_that_cannot_be_compiled_are_not_used(
     assert "cannot be compiled for this GPU" in done.notes[0]
     assert "out of resource: shared memory" in done.notes[0]
     expected = step(policy, adapter_dir, tmp_path / "trees", batch, config)
-    assert done.metrics["loss/grad_norm"] == pytest.approx(
-        expected.metrics["loss/grad_norm"], rel=1e-4
-    )
+    assert done.metrics["loss/grad_norm"] == pytest.approx(expected.metrics["loss/grad_norm"], rel=1e-4)
 
 
 class DistortedPolicy(Policy):
@@ -1170,9 +1097,7 @@ def test_trees_that_differ_from_rows_are_noticed_before_they_train(
     assert "log-probabilities differ by" in done.notes[0]
     assert done.metrics["data/step_tree_gap"] > 1e-3
     expected = step(policy, adapter_dir, tmp_path / "trees", batch, config)
-    assert done.metrics["loss/grad_norm"] == pytest.approx(
-        expected.metrics["loss/grad_norm"], rel=1e-4
-    )
+    assert done.metrics["loss/grad_norm"] == pytest.approx(expected.metrics["loss/grad_norm"], rel=1e-4)
     assert expected.metrics["data/step_tree_gap"] < 1e-4
     assert expected.metrics["data/step_shared_token_saving"] > 0
 
@@ -1186,20 +1111,16 @@ class LeakingPolicy(Policy):
         return hidden_ND if is_path or not batch.is_shared else hidden_ND * 1.5
 
 
-def test_trees_are_checked_where_they_branch(
-    base_dir: Path, adapter_dir: Path, tmp_path: Path
-) -> None:
+def test_trees_are_checked_where_they_branch(base_dir: Path, adapter_dir: Path, tmp_path: Path) -> None:
     """The longest rollout came twice, once with a prefix of it: these are one path, which proves nothing."""
     long, other = [*range(3, 60)], [*range(3, 20), *range(70, 80)]
 
     def make(*rollouts: list[int]) -> Batch:
         sequences = [
-            TokenSequence(token_ids=each, logprobs=[None] * 10 + [-1.0] * (len(each) - 10))
-            for each in rollouts
+            TokenSequence(token_ids=each, logprobs=[None] * 10 + [-1.0] * (len(each) - 10)) for each in rollouts
         ]
         trajectories = [
-            TrainableTrajectory(reward=float(index), sequences=[sequence])
-            for index, sequence in enumerate(sequences)
+            TrainableTrajectory(reward=float(index), sequences=[sequence]) for index, sequence in enumerate(sequences)
         ]
         return Batch(groups=[TrainableGroup(trajectories=trajectories)])
 
@@ -1235,9 +1156,7 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_o
     config = TrainConfig(passes=2, mini_batches=2, learning_rate=1e-2, max_grad_norm=1e9)
     task = train_task(adapter_dir, tmp_path / "out", batch, config, seed=7)
     done = train(policy, task, 60, lambda _: None)
-    parts = [
-        each.sequences for each in split_mini_batches(task, make_train_batch(batch, config), [])
-    ]
+    parts = [each.sequences for each in split_mini_batches(task, make_train_batch(batch, config), [])]
 
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True).eval()
@@ -1266,9 +1185,7 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own_and_the_policy_o
         optimizer.step()
 
     expected = {
-        name.replace(".default", ""): each.detach()
-        for name, each in model.named_parameters()
-        if each.requires_grad
+        name.replace(".default", ""): each.detach() for name, each in model.named_parameters() if each.requires_grad
     }
     for name, tensor in load_file(tmp_path / "out" / ADAPTER_FILE).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
@@ -1306,8 +1223,7 @@ def test_mini_batches_are_shuffled_by_the_seed_and_a_repeated_job_is_bit_equal(
     assert len(parts) == 6
     for first in (0, 3):
         groups = [
-            {group_of[trained.sequences[index].trajectory] for index in part}
-            for part in parts[first : first + 3]
+            {group_of[trained.sequences[index].trajectory] for index in part} for part in parts[first : first + 3]
         ]
         assert sorted(group for part in groups for group in part) == list(range(6))
         assert [len(part) for part in groups] == [2, 2, 2]
@@ -1327,9 +1243,7 @@ def test_more_mini_batches_than_groups_with_signal_are_as_many_as_groups_and_are
     config = TrainConfig(mini_batches=5)
     done = step(policy, adapter_dir, tmp_path / "out", make_batch(33), config)
     assert done.metrics["data/step_num_gradient_steps"] == 3
-    assert done.notes == [
-        "mini_batches is 5, and 3 groups are trained: each pass takes 3 optimizer steps"
-    ]
+    assert done.notes == ["mini_batches is 5, and 3 groups are trained: each pass takes 3 optimizer steps"]
 
 
 def gap_batch(
@@ -1357,8 +1271,7 @@ def gap_batch(
             )
         )
     trajectories = [
-        TrainableTrajectory(reward=float(index), sequences=[sequence])
-        for index, sequence in enumerate(sequences)
+        TrainableTrajectory(reward=float(index), sequences=[sequence]) for index, sequence in enumerate(sequences)
     ]
     return Batch(groups=[TrainableGroup(trajectories=trajectories)])
 
@@ -1383,14 +1296,10 @@ def test_a_wrong_gap_trains_nothing_and_says_what_to_do(
     assert done.metrics["loss/logprob_gap_num_tokens"] == 80
 
 
-def test_the_gap_of_supervised_steps_is_over_all_of_them(
-    policy: Policy, adapter_dir: Path, tmp_path: Path
-) -> None:
+def test_the_gap_of_supervised_steps_is_over_all_of_them(policy: Policy, adapter_dir: Path, tmp_path: Path) -> None:
     """Two mini-batches: the first one's log-probabilities agree, the second one's do not."""
     weights = dict.fromkeys(range(1, 41), 1.0)
-    batches = [
-        gap_batch(policy, adapter_dir, gap, 40, step=3, advantages=weights) for gap in (0.0, 0.12)
-    ]
+    batches = [gap_batch(policy, adapter_dir, gap, 40, step=3, advantages=weights) for gap in (0.0, 0.12)]
     batch = Batch(groups=[group for each in batches for group in each.groups])
     config = TrainConfig(objective="likelihood", batch_size=1)
     task = train_task(adapter_dir, tmp_path / "1", batch, config, start_step=3, gap_bars=BARS)
@@ -1426,15 +1335,11 @@ def test_a_token_outside_of_the_set_that_it_was_sampled_from_is_refused(
     kept = base64.b64encode(pack_set(np.array([7, 9]), 128)).decode()
     batch = gap_batch(policy, adapter_dir, 0.0, 3, step=0)
     sequence = batch.groups[0].trajectories[0].sequences[0]
-    wrong = sequence.model_copy(
-        update={"token_ids": [1, 2, 3, 8], "distributions": [-1, -1, -1, 0]}
-    )
+    wrong = sequence.model_copy(update={"token_ids": [1, 2, 3, 8], "distributions": [-1, -1, -1, 0]})
     trajectories = [
         TrainableTrajectory(reward=0.0, sequences=[wrong]),
         batch.groups[0].trajectories[1],
     ]
-    batch = Batch(
-        groups=[TrainableGroup(trajectories=trajectories)], distributions=[Distribution(kept=kept)]
-    )
+    batch = Batch(groups=[TrainableGroup(trajectories=trajectories)], distributions=[Distribution(kept=kept)])
     with pytest.raises(ValueError, match="token 8 is outside the kept set"):
         step(policy, adapter_dir, tmp_path / "out", batch, TrainConfig())

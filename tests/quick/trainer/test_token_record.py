@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.shared.advantages import group_advantages
-from art_server.shared.tasks import Batch, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.process.shared.advantages import group_advantages
+from art_server.process.shared.tasks import Batch, TrainableGroup, TrainableTrajectory, TrainTask
 from art_server.store.model_folder import TOKENS_FILE
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
@@ -54,8 +54,7 @@ def test_each_trained_token_has_the_plain_logprob_and_its_trajectory_s_advantage
     batch = make_batch(3)
     dead = TrainableGroup(
         trajectories=[
-            TrainableTrajectory(reward=1.0, sequences=each.sequences)
-            for each in batch.groups[0].trajectories
+            TrainableTrajectory(reward=1.0, sequences=each.sequences) for each in batch.groups[0].trajectories
         ],
         number=7,
     )
@@ -71,9 +70,7 @@ def test_each_trained_token_has_the_plain_logprob_and_its_trajectory_s_advantage
     ]
     assert structure["groups"][0]["number"] == 7
     num_trained = 0
-    for (g, t, sequence), (in_group, in_trajectory, (first, stop)) in zip(
-        sequences(batch), spans, strict=True
-    ):
+    for (g, t, sequence), (in_group, in_trajectory, (first, stop)) in zip(sequences(batch), spans, strict=True):
         assert (g, t) == (in_group, in_trajectory)
         assert tensors["token_ids_T"][first:stop].tolist() == sequence.token_ids
         advantages = group_advantages([each.reward for each in batch.groups[g].trajectories])
@@ -118,10 +115,7 @@ def test_a_job_without_signal_leaves_a_record_without_trained_tokens(
 ) -> None:
     groups = [
         TrainableGroup(
-            trajectories=[
-                TrainableTrajectory(reward=0.0, sequences=each.sequences)
-                for each in group.trajectories
-            ]
+            trajectories=[TrainableTrajectory(reward=0.0, sequences=each.sequences) for each in group.trajectories]
         )
         for group in make_batch(6).groups
     ]

@@ -61,11 +61,7 @@ def test_each_row_lies_on_a_path_of_its_tokens(sequences: list[list[int]], min_s
     covered = [index for node in forest.nodes for index in range(node.start, node.stop)]
     assert covered == list(range(forest.num_tokens))
     if min_shared == 1:
-        openings = {
-            tuple(sequence[: length + 1])
-            for sequence in sequences
-            for length in range(len(sequence))
-        }
+        openings = {tuple(sequence[: length + 1]) for sequence in sequences for length in range(len(sequence))}
         assert forest.num_tokens == len(openings)
 
 
@@ -80,9 +76,7 @@ def test_packs_hold_every_row_once_within_the_budget(
 ) -> None:
     order = sort_sequences(sequences, min_shared)
     packs = pack(sequences, order, max_tokens)
-    assert sorted(index for each in packs for index in each.sequences) == list(
-        range(len(sequences))
-    )
+    assert sorted(index for each in packs for index in each.sequences) == list(range(len(sequences)))
     sizes = []
     for each in packs:
         forest = lay_out(sequences, each)

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import TrainerDied, TrainerProcess, worker_command
-from art_server.shared.tasks import (
+from art_server.process.shared.tasks import (
     Batch,
     BetweenSteps,
     CheckTask,
@@ -88,9 +88,7 @@ def test_worker_answers_each_line_and_ends_with_its_stdin(
     )
     command = worker_command(config)
     with (tmp_path / "log").open("wb") as log:
-        worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-        )
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
     tasks, answers = worker.stdin, worker.stdout
     assert tasks is not None and answers is not None
 
@@ -189,19 +187,14 @@ def test_wherever_the_base_is_between_steps_they_are_the_same(
     for way in ("stay", between_steps):
         folder = tmp_path / way
         tasks: list[Task] = [InitTask(lora=LORA, out_dir=str(folder / "0"))]
-        tasks += [
-            train_task(folder / f"{index}", folder / f"{index + 1}", make_batch(index))
-            for index in range(3)
-        ]
+        tasks += [train_task(folder / f"{index}", folder / f"{index + 1}", make_batch(index)) for index in range(3)]
         (folder / "layers").mkdir(parents=True)
         bars = GapBars(high=1.0, wrong=1.0)
         layers = LayersTask(lora=LORA, out_dir=str(folder / "layers"), gap_bars=bars)
         tasks.insert(2, layers)  # it leaves nothing behind for the steps after it
         _, *ended = serve(Worker, base_dir, *tasks, between_steps=way)  # type: ignore[arg-type]
         assert [each["event"] for each in ended] == ["done"] * 5
-        assert set(ended[2]["layer_probes"]) == {
-            each.name for each in (folder / "layers").iterdir()
-        }
+        assert set(ended[2]["layer_probes"]) == {each.name for each in (folder / "layers").iterdir()}
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         made = [(tmp_path / way / "3" / name).read_bytes() for way in ("stay", between_steps)]
         assert made[0] == made[1]
@@ -214,9 +207,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         find_device("cuda:0")
 
 
-def test_unsloth_that_cannot_be_imported_is_said_in_one_sentence(
-    base_dir: Path, tmp_path: Path
-) -> None:
+def test_unsloth_that_cannot_be_imported_is_said_in_one_sentence(base_dir: Path, tmp_path: Path) -> None:
     init = InitTask(lora=LORA, out_dir=str(tmp_path / "0"))
     _, made, *refused = serve(Worker, base_dir, init, LoadTask(), LoadTask(), trainer="unsloth")
     assert made["event"] == "done"
@@ -252,9 +243,7 @@ def test_without_unsloth_its_worker_starts_and_makes_step_0(base_dir: Path, tmp_
     assert (tmp_path / "0" / "adapter_model.safetensors").exists()
 
 
-def test_adapter_that_peft_refuses_half_way_leaves_nothing_behind(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_adapter_that_peft_refuses_half_way_leaves_nothing_behind(base_dir: Path, tmp_path: Path, make_batch) -> None:
     half = LoRAConfig(rank=4, target_modules=["q_proj", "input_layernorm"])
     unknown = LoRAConfig(rank=4, target_modules=["nowhere_proj"])
     _, refused, missing, done, trained = serve(
@@ -297,16 +286,12 @@ class ExhaustedWorker(Worker):
     def _load_policy(self) -> Policy:
         gc.collect()
         if self._policy is None:
-            assert ExhaustedPolicy.num_alive == 0, (
-                "the policy of the failed task takes memory still"
-            )
+            assert ExhaustedPolicy.num_alive == 0, "the policy of the failed task takes memory still"
             self._policy = ExhaustedPolicy(self._config.base_model, self._dtype)
         return self._policy
 
 
-def test_out_of_memory_says_what_to_reduce_and_frees_the_policy(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_out_of_memory_says_what_to_reduce_and_frees_the_policy(base_dir: Path, tmp_path: Path, make_batch) -> None:
     serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
     _, first, second = serve(ExhaustedWorker, base_dir, task, task)
@@ -327,9 +312,7 @@ class RefusedWorker(Worker):
         return RefusedPolicy(self._config.base_model, self._dtype)
 
 
-def test_memory_that_the_driver_refuses_does_not_end_the_process(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
+def test_memory_that_the_driver_refuses_does_not_end_the_process(base_dir: Path, tmp_path: Path, make_batch) -> None:
     serve(Worker, base_dir, InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1))
     _, failed = serve(RefusedWorker, base_dir, task)
@@ -451,9 +434,7 @@ def test_a_full_disk_is_no_fault_of_the_task(
 
 
 @pytest.mark.anyio
-async def test_worker_killed_under_a_task_is_reported_and_replaced(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
+async def test_worker_killed_under_a_task_is_reported_and_replaced(base_dir: Path, tmp_path: Path, make_batch) -> None:
     config = WorkerConfig(base_model=str(base_dir), threads=1, max_tokens_per_micro_batch=32)
     trainer = TrainerProcess(worker_command(config), tmp_path / "log")
     assert trainer.pid is None
@@ -465,9 +446,7 @@ async def test_worker_killed_under_a_task_is_reported_and_replaced(
         os.kill(first, signal.SIGKILL)
 
     with pytest.raises(TrainerDied, match="-9") as died:
-        await trainer.run(
-            train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20)), kill
-        )
+        await trainer.run(train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20)), kill)
     assert died.value.retryable
     assert not (tmp_path / "1").exists()
 
@@ -482,7 +461,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from art_server.jobs.trainer_process import TrainerProcess, worker_command
-from art_server.shared.tasks import InitTask, TrainTask, WorkerConfig
+from art_server.process.shared.tasks import InitTask, TrainTask, WorkerConfig
 
 async def main(base, folder):
     config = WorkerConfig(base_model=base, threads=1, max_tokens_per_micro_batch=32)
@@ -499,17 +478,11 @@ asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_worker_dies_with_its_parent_in_the_middle_of_a_task(
-    base_dir: Path, tmp_path: Path, make_batch
-) -> None:
-    (tmp_path / "init.json").write_text(
-        InitTask(lora=LORA, out_dir=str(tmp_path / "0")).model_dump_json()
-    )
+def test_worker_dies_with_its_parent_in_the_middle_of_a_task(base_dir: Path, tmp_path: Path, make_batch) -> None:
+    (tmp_path / "init.json").write_text(InitTask(lora=LORA, out_dir=str(tmp_path / "0")).model_dump_json())
     task = train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=400))
     (tmp_path / "train.json").write_text(task.model_dump_json())
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(base_dir), str(tmp_path)], stdout=subprocess.PIPE
-    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(base_dir), str(tmp_path)], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

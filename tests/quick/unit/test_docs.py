@@ -7,9 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
-NAMED = re.compile(
-    r"`((?:art_server|art_client|plugins|scripts|tests|examples|docs|docker)/[\w./-]+)`"
-)
+NAMED = re.compile(r"`((?:art_server|art_client|plugins|scripts|tests|examples|docs|docker)/[\w./-]+)`")
 SHORT = re.compile(r"`([a-z_]+/[a-z_]+\.py)`")
 """Of the server or the client."""
 PACKAGES = (ROOT, ROOT / "art_server", ROOT / "art_client" / "art", *ROOT.glob("plugins/*/art"))
@@ -30,9 +28,5 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     named = {name for name in NAMED.findall(text) if not (ROOT / name).exists()}
     linked = {name for name in LINKED.findall(text) if not (page.parent / name).exists()}
-    short = {
-        name
-        for name in SHORT.findall(text)
-        if not any((package / name).exists() for package in PACKAGES)
-    }
+    short = {name for name in SHORT.findall(text) if not any((package / name).exists() for package in PACKAGES)}
     assert not (named | short | linked) - MADE

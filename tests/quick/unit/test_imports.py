@@ -27,26 +27,26 @@ from scripts.import_graph import (
 FLOORS = [
     {"cli"},
     {"app", "view"},
+    {"api/openai"},
     {"api"},
     {"server"},
-    {"relay", "checkpoints", "registration", "status", "terminal"},
+    {"proxy", "checkpoints", "registration", "status", "terminal"},
     {"base_loader"},
     {"jobs"},
     {"ledger"},
     {"engine"},
-    {"device"},
-    {"inspection"},
-    {"trainer", "in_vllm"},
-    {"base_models"},
-    {"base_facts", "background", "children", "flags", "installation", "observe", "remote"},
+    {"engine/device"},
+    {"engine/inspection_process"},
+    {"trainer", "engine/vllm_process"},
+    {"process", "flags", "observe", "remote"},
     {"store"},
-    {"settings", "errors", "clock", "progress", "shared"},
+    {"settings", "errors", "process/shared"},
     {"compat", "environments", "rewards", "skypilot", "trackers"},
     {"art", "art_server"},
     {"art_protocol", "image_operators"},
 ]
 """From the roof down: a room imports what lies below it."""
-OTHER_PROCESSES = {"inspection", "trainer", "in_vllm"}
+OTHER_PROCESSES = {"engine/inspection_process", "trainer", "engine/vllm_process"}
 COMMANDS = {"art_server.checkpoints.export", "art_server.checkpoints.transfer"}
 """Of `art export` and `art import`: they run in a process of their own, and load the trainer's code when they need it."""
 EXTRAS = {"pydantic_core", "sky", "polars", "matplotlib", "verifiers"}
@@ -76,9 +76,7 @@ def test_each_entry_point_names_what_there_is() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     for group in ("art.names", "art.classes", "art.trackers", "art.tracers"):
         installed = {each.name: each for each in entry_points(group=group)}
-        assert {name: each.value for name, each in installed.items()} == groups[group], (
-            "run scripts/setup"
-        )
+        assert {name: each.value for name, each in installed.items()} == groups[group], "run scripts/setup"
         assert all(each.load() is not None for each in installed.values())
 
 
@@ -96,7 +94,7 @@ def test_the_server_loads_no_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["art_server.app", "art_server.trainer.worker", "art_server.in_vllm.child"]
+    "module", ["art_server.app", "art_server.trainer.worker", "art_server.engine.vllm_process.child"]
 )
 def test_the_servers_processes_load_nothing_of_the_client(module: str) -> None:
     assert "art" not in loaded_by(module)
@@ -129,10 +127,7 @@ def test_the_client_imports_what_it_declares() -> None:
 def is_python(file: Path) -> bool:
     with open(file, "rb") as script:
         first = script.readline()
-    return (
-        file.suffix == ".py"
-        or re.match(rb"#!/usr/bin/env (-S \.venv/bin/)?python", first) is not None
-    )
+    return file.suffix == ".py" or re.match(rb"#!/usr/bin/env (-S \.venv/bin/)?python", first) is not None
 
 
 SCRIPTS = [file for file in (ROOT / "scripts").rglob("*") if file.is_file() and is_python(file)]

@@ -34,13 +34,7 @@ OWN = {
 def name_of(node: ast.expr) -> str:
     """The last name of a lock's expression: `self._locks[model.id]` is "_locks"."""
     while isinstance(node, ast.Subscript | ast.Call | ast.IfExp):
-        node = (
-            node.value
-            if isinstance(node, ast.Subscript)
-            else node.func
-            if isinstance(node, ast.Call)
-            else node.body
-        )
+        node = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else node.body
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
@@ -108,14 +102,8 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py")
 
 def test_no_lock_is_held_across_a_wait_for_a_step() -> None:
     slow = slow_functions(TREES.values())
-    found = {
-        each
-        for path, tree in TREES.items()
-        for each in held_across(tree, slow, str(path.relative_to(ROOT)))
-    }
-    assert found - OWN.keys() == set(), (
-        "move the await out of the lock, or say why it is the resource's own"
-    )
+    found = {each for path, tree in TREES.items() for each in held_across(tree, slow, str(path.relative_to(ROOT)))}
+    assert found - OWN.keys() == set(), "move the await out of the lock, or say why it is the resource's own"
     assert OWN.keys() - found == set(), "these hold no such lock: remove them from the list"
 
 

@@ -43,9 +43,7 @@ def test_the_worth_of_a_board_is_the_mean_over_random_continuations():
 def test_a_game_is_worth_the_mean_of_the_boards_moved_to():
     first, second = game.worth("x________", "x"), game.worth("xx_o_____", "x")
     assert 0.5 < first < second < 1.0
-    assert game.score("x x________ xx_o_____ xxxoo____") == pytest.approx(
-        (first + second + 1.0) / 3
-    )
+    assert game.score("x x________ xx_o_____ xxxoo____") == pytest.approx((first + second + 1.0) / 3)
 
 
 def test_an_illegal_answer_counts_as_a_board_worth_nothing():

@@ -11,7 +11,7 @@ import pytest
 from art_protocol.wire import TrainConfig
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
-from art_server.shared.tasks import Batch
+from art_server.process.shared.tasks import Batch
 from art_server.store.registry import Registry
 from scripts.public_surface import FILE, surface
 
@@ -44,9 +44,7 @@ def test_a_queued_job_of_an_earlier_server_is_read(tmp_path: Path) -> None:
     queue = JobQueue(restore(tmp_path) / ".server" / "jobs.sqlite")
     job = queue.next()
     assert job is not None
-    assert job.state == "queued" and TrainConfig.model_validate_json(job.config) == TrainConfig(
-        learning_rate=1e-4
-    )
+    assert job.state == "queued" and TrainConfig.model_validate_json(job.config) == TrainConfig(learning_rate=1e-4)
     batch = Batch.model_validate_json(queue.batch(job.job_id))
     trajectory, other = batch.groups[0].trajectories
     (sequence,) = trajectory.sequences

@@ -98,17 +98,13 @@ def test_tags_are_single_visible_tokens(tokenizer: PreTrainedTokenizerBase) -> N
 def test_system_and_user_turns_render_as_chatml(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert render(tokenizer, messages, add_generation_prompt=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_text_parts_render_as_their_lines(tokenizer: PreTrainedTokenizerBase) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert render(tokenizer, [{"role": "user", "content": parts}]) == (
-        "<|im_start|>user\none\ntwo<|im_end|>\n"
-    )
+    assert render(tokenizer, [{"role": "user", "content": parts}]) == ("<|im_start|>user\none\ntwo<|im_end|>\n")
 
 
 def test_tools_stand_in_the_system_turn(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -123,9 +119,7 @@ def test_tools_stand_in_the_system_turn(tokenizer: PreTrainedTokenizerBase) -> N
     user = {"role": "user", "content": "Hi"}
     system = {"role": "system", "content": "Be brief."}
     rest = "<|im_start|>user\nHi<|im_end|>\n"
-    assert render(tokenizer, [user], tools=[ADD]) == (
-        "<|im_start|>system\n" + expected_tools + rest
-    )
+    assert render(tokenizer, [user], tools=[ADD]) == ("<|im_start|>system\n" + expected_tools + rest)
     assert render(tokenizer, [system, user], tools=[ADD]) == (
         "<|im_start|>system\nBe brief.\n\n" + expected_tools + rest
     )
@@ -155,14 +149,10 @@ def test_calls_and_results_render_in_hermes_tags(tokenizer: PreTrainedTokenizerB
 
 
 @pytest.mark.parametrize("content", [None, "", "I add."])
-def test_arguments_render_alike_as_text_and_as_dict(
-    tokenizer: PreTrainedTokenizerBase, content: str | None
-) -> None:
+def test_arguments_render_alike_as_text_and_as_dict(tokenizer: PreTrainedTokenizerBase, content: str | None) -> None:
     arguments = {"city": "Zürich", "n": 3}
     as_dict, as_text = (
-        render(
-            tokenizer, [{"role": "assistant", "content": content, "tool_calls": [call(form, "w")]}]
-        )
+        render(tokenizer, [{"role": "assistant", "content": content, "tool_calls": [call(form, "w")]}])
         for form in (arguments, json.dumps(arguments, ensure_ascii=False))
     )
     assert as_dict == as_text
@@ -178,15 +168,11 @@ def test_thinking_opens_a_thought_only_when_asked(tokenizer: PreTrainedTokenizer
     thoughtless = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     for switch in ({}, {"enable_thinking": False}):
         assert render(tokenizer, messages, add_generation_prompt=True, **switch) == thoughtless
-    assert render(tokenizer, messages, add_generation_prompt=True, enable_thinking=True) == (
-        thoughtless + "<think>\n"
-    )
+    assert render(tokenizer, messages, add_generation_prompt=True, enable_thinking=True) == (thoughtless + "<think>\n")
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_thoughts_before_the_last_question_are_left_out(
-    tokenizer: PreTrainedTokenizerBase, key: str
-) -> None:
+def test_thoughts_before_the_last_question_are_left_out(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
     messages = [
         {"role": "user", "content": "One"},
         {"role": "assistant", "content": "1", key: "Early."},
@@ -213,9 +199,7 @@ def test_a_thought_inside_the_content_is_recognised(tokenizer: PreTrainedTokeniz
     assert render(tokenizer, [question, answer]) == (
         turn + "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nyes<|im_end|>\n"
     )
-    assert render(tokenizer, [question, answer, question]) == (
-        turn + "<|im_start|>assistant\nyes<|im_end|>\n" + turn
-    )
+    assert render(tokenizer, [question, answer, question]) == (turn + "<|im_start|>assistant\nyes<|im_end|>\n" + turn)
 
 
 def test_each_turn_of_a_conversation_extends_the_prompt_before_it(

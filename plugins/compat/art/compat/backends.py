@@ -46,9 +46,7 @@ class ArtBackend(Buckets):
             expected_step=expected_step,
         )
 
-    async def _prepare_backend_for_training(
-        self, model: TrainableModel, config: Any = None
-    ) -> tuple[str, str]:
+    async def _prepare_backend_for_training(self, model: TrainableModel, config: Any = None) -> tuple[str, str]:
         if config:
             logger.warning(CLIENT_CONFIG_IGNORED)
         return await super()._prepare_backend_for_training(model)

@@ -64,9 +64,7 @@ def current_trajectory(*, required: bool = False, require: bool = False) -> Traj
     scope = current_scope.get()
     captured = scope.trajectory if isinstance(scope, elsewhere.Capture) else None
     if captured is None and (required or require):
-        raise RuntimeError(
-            "no trajectory is being captured here: run this coroutine with `await art.trajectory(...)`"
-        )
+        raise RuntimeError("no trajectory is being captured here: run this coroutine with `await art.trajectory(...)`")
     return captured
 
 
@@ -88,9 +86,7 @@ async def trajectory_group(
     The first failure is raised. With `return_exceptions`, all failures are recorded on the group instead. In a gather
     call, that call's `max_exceptions` decides.
     """
-    group = TrajectoryGroup(
-        trajectories, exceptions=exceptions, metadata=metadata, metrics=metrics, logs=logs
-    )
+    group = TrajectoryGroup(trajectories, exceptions=exceptions, metadata=metadata, metrics=metrics, logs=logs)
     max_exceptions = math.inf if return_exceptions else 0
     outer = current_pool.get()
     with nullcontext() if outer is not None else RolloutPool(max_exceptions=max_exceptions):

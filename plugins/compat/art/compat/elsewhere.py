@@ -112,9 +112,7 @@ def _left_out_if_unreadable() -> Generator[None]:
         logger.warning("an answer of another server is not captured: %r", error)
 
 
-def _add(
-    found: list[tuple[list[Any], Any]], messages: list[Any], tools: Any, choice: Fields
-) -> None:
+def _add(found: list[tuple[list[Any], Any]], messages: list[Any], tools: Any, choice: Fields) -> None:
     for entries, of_history in found:
         shown = [_shown(entry) for entry in entries]
         if of_history == tools and shown == [_shown(each) for each in messages[: len(shown)]]:
@@ -126,10 +124,7 @@ def _add(
 def _shown(entry: Fields) -> tuple[Any, ...]:
     """What two entries have in common if one is an answer and the other is how a program sends it back."""
     message = entry.get("message", entry)
-    calls = [
-        (call["function"]["name"], call["function"]["arguments"])
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     return message.get("role"), message.get("content") or None, message.get("tool_call_id"), calls
 
 

@@ -43,9 +43,7 @@ def with_defaults(config: TrainConfig, settings: Settings) -> TrainConfig:
     """A train call's configuration with the `trainer_args` that it does not set itself."""
     defaults, _ = apply_options(TrainConfig(), settings.trainer_args)
     # One option, such as `ppo`, sets several fields, so that fields are compared and not names.
-    return defaults.model_copy(
-        update={name: getattr(config, name) for name in config.model_fields_set}
-    )
+    return defaults.model_copy(update={name: getattr(config, name) for name in config.model_fields_set})
 
 
 def _given(options: Any) -> dict[str, Any]:

@@ -42,9 +42,7 @@ class ArtModel(Model):
     """Fields of ART, and metrics of a step that no trajectory has (`art.metrics`). The history of a model that is not
     trainable, or not registered, is below `base_path` on this machine."""
 
-    _hidden: ClassVar[frozenset[str]] = frozenset(
-        {"entity", "id", "run_id", "base_path", "report_metrics"}
-    )
+    _hidden: ClassVar[frozenset[str]] = frozenset({"entity", "id", "run_id", "base_path", "report_metrics"})
 
     entity: str | None = None
     id: str | None = None
@@ -69,11 +67,7 @@ class ArtModel(Model):
             ValueError: the trajectories cannot be written; or the folder belongs to a server's model.
         """
         trajectories, metrics = trajectories or (), metrics or {}
-        summed = {
-            key: value
-            for key, value in metrics.items()
-            if key.startswith(SUMMED) and "/cum/" not in key
-        }
+        summed = {key: value for key, value in metrics.items() if key.startswith(SUMMED) and "/cum/" not in key}
         if self._metrics is not None or summed:
             builder = self.metrics_builder({"val": "eval", "test": "eval"}.get(split, split))
             collected, undo = builder.take(summed)
@@ -93,9 +87,7 @@ class ArtModel(Model):
     ) -> dict[str, float]:
         if self.trainable and self._links.backend is not None:
             return await super().log(trajectories, split, metrics=metrics, step=step)
-        return await asyncio.to_thread(
-            unserved.log, self._folder, trajectories, split, metrics, step
-        )
+        return await asyncio.to_thread(unserved.log, self._folder, trajectories, split, metrics, step)
 
     def metrics_builder(self, cost_context: str = "train") -> MetricsBuilder:
         """Collects metrics of the next step ("train", "eval"), which the next `log` of that split writes."""
@@ -130,9 +122,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
     _internal_config: Any = PrivateAttr(default=None)
     """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art.compat.internal_config`)."""
 
-    async def register(
-        self, backend: ServerBackend | ForeignBackend, _openai_client_config: Any = None
-    ) -> None:
+    async def register(self, backend: ServerBackend | ForeignBackend, _openai_client_config: Any = None) -> None:
         """The backend is ours, or any object that implements ART's backend protocol."""
         if not isinstance(backend, ForeignBackend):
             if _openai_client_config:

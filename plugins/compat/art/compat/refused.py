@@ -9,8 +9,7 @@ _MEGATRON = (
     "art.Backend(url) (docs/gpu.md)"
 )
 _PIPELINE = (
-    "is ART's loop of sampling and training: use art.trajectory_group_batches with "
-    "TrainConfig(max_staleness=...)"
+    "is ART's loop of sampling and training: use art.trajectory_group_batches with TrainConfig(max_staleness=...)"
 )
 DEPLOY = (
     "uploads to vendors' services; here `art export MODEL DIR` writes an adapter, with --merge a whole "

@@ -88,10 +88,7 @@ async def generate_scenarios(
 
 def preview_scenarios(scenarios: Iterable[Any], n: int = 5) -> None:
     """Prints the first `n` scenarios, which may be dictionaries."""
-    records = [
-        each if isinstance(each, GeneratedScenario) else GeneratedScenario.from_dict(each)
-        for each in scenarios
-    ]
+    records = [each if isinstance(each, GeneratedScenario) else GeneratedScenario.from_dict(each) for each in scenarios]
     GeneratedScenarioCollection(records).preview(n)
 
 

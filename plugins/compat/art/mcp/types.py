@@ -118,9 +118,7 @@ class GeneratedScenarioCollection(Sequence[GeneratedScenario]):
             ValueError: the text is no JSON of scenarios.
         """
         data = json.loads(json_str)
-        found: Any = (
-            cast("dict[str, Any]", data).get("scenarios") if isinstance(data, dict) else data
-        )
+        found: Any = cast("dict[str, Any]", data).get("scenarios") if isinstance(data, dict) else data
         if not isinstance(found, list):
             raise ValueError('the text has no list "scenarios"')
         return cls.from_dicts(cast("list[Any]", found))

@@ -19,8 +19,6 @@ def convert_litellm_choice_to_openai(litellm_choice: Any) -> "Choice":
     if (role := fields["message"].get("role")) != "assistant":
         raise ValueError(f"a choice is an assistant's message, not one of role {role!r}")
     fields["message"] = {
-        name: value
-        for name, value in fields["message"].items()
-        if value is not None or name == "content"
+        name: value for name, value in fields["message"].items() if value is not None or name == "content"
     }
     return Choice.model_validate(fields)

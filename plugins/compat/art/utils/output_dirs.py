@@ -22,9 +22,7 @@ def get_model_dir(model: Model, art_path: str | None = None) -> str:
     return f"{get_models_dir(model.project, art_path)}/{model._storage_name}"
 
 
-def get_output_dir_from_model_properties(
-    project: str, name: str, art_path: str | None = None
-) -> str:
+def get_output_dir_from_model_properties(project: str, name: str, art_path: str | None = None) -> str:
     return f"{get_models_dir(project, art_path)}/{name}"
 
 

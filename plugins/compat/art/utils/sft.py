@@ -90,9 +90,7 @@ def create_sft_dataset_iterator(
     if chunk_size < 1 or batch_size < 1:
         raise ValueError("chunk_size and batch_size are at least 1")
     of_epoch = math.ceil(len(trajectories) / batch_size)
-    rates = create_lr_schedule(
-        of_epoch * epochs, peak_lr, schedule_type, int(of_epoch * epochs * warmup_ratio)
-    )
+    rates = create_lr_schedule(of_epoch * epochs, peak_lr, schedule_type, int(of_epoch * epochs * warmup_ratio))
     with tqdm(total=len(rates), desc="SFT", unit="step", disable=not show_progress) as bar:
         chunks = itertools.product(range(epochs), range(0, of_epoch, chunk_size))
         for epoch, epoch_step in chunks:
@@ -103,9 +101,7 @@ def create_sft_dataset_iterator(
                 if shuffle:
                     random.Random(seed + epoch).shuffle(items)
                 chosen = items[epoch_step * batch_size : (epoch_step + num_steps) * batch_size]
-                config = TrainSFTConfig(
-                    learning_rate=rates[first : first + num_steps], batch_size=batch_size
-                )
+                config = TrainSFTConfig(learning_rate=rates[first : first + num_steps], batch_size=batch_size)
                 yield SFTChunk(chosen, config, first, epoch, epoch_step)
             bar.update(num_steps)
 
@@ -132,9 +128,7 @@ def iterate_file(
     Raises:
         ValueError: the name does not end in .jsonl, or a line has no conversation; the message names the line.
     """
-    return itertools.islice(
-        _iterate(file_path, epochs, shuffle_buffer_size, seed), initial_skip, None
-    )
+    return itertools.islice(_iterate(file_path, epochs, shuffle_buffer_size, seed), initial_skip, None)
 
 
 def _iterate(path: str, epochs: int, buffer_size: int, seed: int) -> Iterator[Trajectory]:
@@ -161,9 +155,7 @@ def _parse(path: str, number: int, line: str) -> Trajectory:
         row: dict[str, Any] = json.loads(line)
         return Trajectory(messages_and_choices=row["messages"], tools=row.get("tools"))
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{path}, line {number}: not a JSON object with `messages`: {error}"
-        ) from error
+        raise ValueError(f"{path}, line {number}: not a JSON object with `messages`: {error}") from error
 
 
 async def train_sft_from_file(
@@ -191,8 +183,6 @@ async def train_sft_from_file(
     if not rates:
         return None
     chosen = iterate_file(file_path, epochs, shuffle_buffer_size, 42, initial_step * batch_size)
-    config = TrainSFTConfig(
-        learning_rate=rates, batch_size=batch_size, assistant_turns=assistant_turns
-    )
+    config = TrainSFTConfig(learning_rate=rates, batch_size=batch_size, assistant_turns=assistant_turns)
     trajectories = list(itertools.islice(chosen, len(rates) * batch_size))
     return await model.train_sft(trajectories, config, verbose=verbose)

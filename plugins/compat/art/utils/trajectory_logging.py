@@ -45,9 +45,7 @@ def trajectory_to_dict(trajectory: Trajectory) -> dict[str, Any]:
     return strip_logprobs(trajectory.model_dump(mode="json"))
 
 
-def write_trajectory_groups_parquet(
-    trajectory_groups: Iterable[TrajectoryGroup], path: str | Path
-) -> None:
+def write_trajectory_groups_parquet(trajectory_groups: Iterable[TrajectoryGroup], path: str | Path) -> None:
     """Writes the groups as ART's Parquet, version 2: a row for each trajectory, with the record as `trajectory_json` and
     its parts as columns. The file is complete or absent."""
     import polars as pl
@@ -105,9 +103,7 @@ def _schema() -> "dict[str, pl.DataType]":
     }
 
 
-def _row(
-    group_index: int, group: TrajectoryGroup, trajectory_index: int, trajectory: Trajectory
-) -> dict[str, Any]:
+def _row(group_index: int, group: TrajectoryGroup, trajectory_index: int, trajectory: Trajectory) -> dict[str, Any]:
     fields = trajectory.model_dump(mode="json")
     of_group = group.model_dump(mode="json", exclude={"trajectories"})
     return {

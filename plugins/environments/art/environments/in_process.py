@@ -44,10 +44,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or []]
-        servers = {
-            name: {"url": url, "timeout": self.config.tool_timeout}
-            for name, url in mcp_urls.items()
-        }
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
             tools, names, connections = await connect_mcp({"mcpServers": servers}, stack)
             client = await stack.enter_async_context(_to_interception(secret))
@@ -56,9 +53,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
                 messages.append(message)
                 for call in message.get("tool_calls") or ():
                     content = await _call(connections, names, call["function"])
-                    messages.append(
-                        {"role": "tool", "tool_call_id": call["id"], "content": content}
-                    )
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
                 if not message.get("tool_calls"):
                     break
         return ProgramResult(0, "", "")
@@ -80,8 +75,7 @@ async def _ask(
         return {name: value for name, value in message.items() if value is not None}
     text = reply.text
     if trace.stop_condition is not None or (
-        reply.status_code in (400, 413)
-        and any(marker in text.casefold() for marker in CONTEXT_OVERFLOW_MARKERS)
+        reply.status_code in (400, 413) and any(marker in text.casefold() for marker in CONTEXT_OVERFLOW_MARKERS)
     ):
         return None
     raise HarnessError(f"the model's server answered {reply.status_code}: {text[-2000:]}")

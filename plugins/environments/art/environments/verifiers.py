@@ -88,9 +88,7 @@ class VerifiersEnvironment:
         stop = None if count is None else skip + count
         return list(itertools.islice(self.environment.taskset, skip, stop))
 
-    async def rollout(
-        self, model: TrainableModel, task: vf.Task[Any, Any, Any], **sampling: Any
-    ) -> Trajectory:
+    async def rollout(self, model: TrainableModel, task: vf.Task[Any, Any, Any], **sampling: Any) -> Trajectory:
         """One episode in which one agent is trained. `sampling` goes into each request (temperature, max_tokens...).
 
         The trajectory has the trace's reward, its metrics, and each reward by name as a metric "reward/NAME".
@@ -102,9 +100,7 @@ class VerifiersEnvironment:
         found = await self._play(model, task, sampling)
         if len(found) != 1:
             names = ", ".join(name for name, _ in found) or "none"
-            raise ValueError(
-                f"a rollout is of one agent, and {len(found)} were trained ({names}): call gather()"
-            )
+            raise ValueError(f"a rollout is of one agent, and {len(found)} were trained ({names}): call gather()")
         return found[0][1]
 
     async def gather(
@@ -123,9 +119,7 @@ class VerifiersEnvironment:
         """
         found: list[dict[str, list[Trajectory]]] = []
 
-        async def one(
-            task: vf.Task[Any, Any, Any], of_task: dict[str, list[Trajectory]]
-        ) -> Trajectory:
+        async def one(task: vf.Task[Any, Any, Any], of_task: dict[str, list[Trajectory]]) -> Trajectory:
             played = await self._play(model, task, sampling)
             for name, trajectory in played:
                 of_task.setdefault(name, []).append(trajectory)
@@ -137,9 +131,7 @@ class VerifiersEnvironment:
             found.append({})
             return TrajectoryGroup(one(task, found[-1]) for _ in range(group_size))
 
-        done = await gather_trajectory_groups(
-            (group(task) for task in tasks), max_exceptions=max_exceptions
-        )
+        done = await gather_trajectory_groups((group(task) for task in tasks), max_exceptions=max_exceptions)
         return [
             TrajectoryGroup(trajectories, exceptions=each.exceptions, metadata={"agent": name})
             for each, of_task in zip(done, found, strict=True)
@@ -155,9 +147,7 @@ class VerifiersEnvironment:
         variable, name = _export_key(model), model.get_inference_name()
         context = vf.ModelContext(
             model=name,
-            client=vf.EvalClientConfig(
-                base_url=f"{model.backend().base_url}/v1", api_key_var=variable
-            ),
+            client=vf.EvalClientConfig(base_url=f"{model.backend().base_url}/v1", api_key_var=variable),
             sampling=vf.SamplingConfig.model_validate(sampling),
         )
         episode = await self.environment.run_episode(task, context)
@@ -191,9 +181,7 @@ def _check_reward(trace: vf.Trace[Any, Any, Any]) -> None:
 async def _to_trajectory(model: TrainableModel, trace: vf.Trace[Any, Any, Any]) -> Trajectory:
     _check_reward(trace)
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    rewards = {
-        f"reward/{name}": each.value for name, each in trace.rewards.items() if each is not None
-    }
+    rewards = {f"reward/{name}": each.value for name, each in trace.rewards.items() if each is not None}
     metadata = {"task": trace.task.data.name or trace.task.key, "stop": trace.stop_condition}
     async with rollout(model, trace.id) as played:
         return await played.trajectory(
@@ -219,9 +207,7 @@ def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(default, AgentConfig):
             continue
         given = raw.get(name) or {}
-        seat = (
-            given.model_dump(exclude_unset=True) if isinstance(given, AgentConfig) else dict(given)
-        )
+        seat = given.model_dump(exclude_unset=True) if isinstance(given, AgentConfig) else dict(given)
         if default.harness is None and not has_harness:
             seat.setdefault("harness", {"id": OWN_HARNESS})
         if isinstance(default.runtime, PrimeConfig):

@@ -68,9 +68,7 @@ async def test_an_episode_without_a_whole_reward_fails(python: Path, policies: F
     }
 
 
-async def test_two_models_with_different_keys_use_their_own(
-    python: Path, policies: FakeServer
-) -> None:
+async def test_two_models_with_different_keys_use_their_own(python: Path, policies: FakeServer) -> None:
     assert await run(python, policies, "keys") == []
     asked = policies.sent("POST", "/v1/chat/completions")
     used = {(each.json()["model"], each.headers["authorization"]) for each in asked}

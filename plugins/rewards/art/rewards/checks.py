@@ -7,9 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-NUMBER = re.compile(
-    r"(?a)(?:(?<!\w)[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
-)
+NUMBER = re.compile(r"(?a)(?:(?<!\w)[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 """A decimal number, also with commas between thousands. Behind a letter or a digit "-" is no sign: "2024-05-15"."""
 MINUS = "\N{MINUS SIGN}"
 """Models also write this character."""
@@ -24,9 +22,7 @@ def exact_match(answer: str | None, expected: str, *, ignore_case: bool = False)
     return float(given == wanted)
 
 
-def number_match(
-    answer: str | None, expected: float, *, absolute: float = 1e-9, relative: float = 1e-6
-) -> float:
+def number_match(answer: str | None, expected: float, *, absolute: float = 1e-9, relative: float = 1e-6) -> float:
     """1.0 if the last number of the answer is within the tolerances of `expected`.
 
     The tolerance is the larger of `absolute` and `relative` times the larger of the two numbers.

@@ -101,9 +101,7 @@ class Judge:
             named = cast("str | Model[Any]", model)
             self.endpoint = _to_endpoint(named, self.base_url, self.api_key)
         elif any((*of_model, self.prices, self.cache_dir)):
-            raise ValueError(
-                "a judge that is a function has only limits: no address, options, files"
-            )
+            raise ValueError("a judge that is a function has only limits: no address, options, files")
         self._takes_schema = "response_format" not in self.options
         self._slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         self._next_start = 0.0
@@ -176,9 +174,7 @@ class Judge:
         self._takes_schema = False  # if it was refused, then for nothing else
         return text
 
-    async def _post(
-        self, call: _Call, endpoint: Model, messages: Messages, form: dict[str, Any]
-    ) -> str:
+    async def _post(self, call: _Call, endpoint: Model, messages: Messages, form: dict[str, Any]) -> str:
         # Imported here, because importing openai takes most of a second.
         from openai import APIStatusError, OpenAIError
 

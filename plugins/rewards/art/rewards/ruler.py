@@ -120,9 +120,7 @@ async def ruler_score_group(
     except Exception as error:  # of any kind: a judge can be a function of the program
         if not swallow_exceptions:
             raise
-        logger.warning(
-            "a group is left out, the judge failed: %s: %s", type(error).__name__, text_of(error)
-        )
+        logger.warning("a group is left out, the judge failed: %s: %s", type(error).__name__, text_of(error))
         return None
     scored = [_with_score(*each) for each in zip(group, verdicts, strict=True)]
     update = {"trajectories": scored, "exceptions": [*group.exceptions], "logs": [*group.logs]}
@@ -192,9 +190,7 @@ def _shares_of_wins(
     return list(map(Verdict, shares, texts))
 
 
-def _make_prompt(
-    conversations: Sequence[Conversation], rubric: str, tools: Conversation
-) -> list[dict[str, Any]]:
+def _make_prompt(conversations: Sequence[Conversation], rubric: str, tools: Conversation) -> list[dict[str, Any]]:
     """The messages that request a score for each conversation, under the ids "1", "2"..."""
     are_equal = [len(set(column)) == 1 for column in zip(*conversations, strict=False)]
     # Of each conversation, at least the last message is not context.

@@ -186,15 +186,12 @@ class SkyPilotBackend(Backend):
         status = "PENDING" if found is None else found.value
         if status in ENDED:
             raise ArtError(
-                f"art-server on cluster '{self._cluster_name}' ended: {status}.\n"
-                f"{await self._fetch_log_tail(job)}"
+                f"art-server on cluster '{self._cluster_name}' ended: {status}.\n{await self._fetch_log_tail(job)}"
             )
         if status != "RUNNING":  # only an earlier server could answer
             return status
         try:
-            reply = await self._connection.request(
-                "GET", "/health", timeout_seconds=10, reconnect_seconds=0
-            )
+            reply = await self._connection.request("GET", "/health", timeout_seconds=10, reconnect_seconds=0)
         except ArtConnectionError:
             return status
         health = Health.model_validate_json(reply)
@@ -220,17 +217,13 @@ class SkyPilotBackend(Backend):
 
     async def _find_server_job(self) -> int | None:
         """The id of the job whose server runs or is being installed; None if there is none."""
-        jobs = await self._run_sky(
-            self._sky.queue, self._cluster_name, skip_finished=True, all_users=True
-        )
+        jobs = await self._run_sky(self._sky.queue, self._cluster_name, skip_finished=True, all_users=True)
         return next((job["job_id"] for job in jobs if job["job_name"] == TASK_NAME), None)
 
     async def _fetch_log_tail(self, job: int) -> str:
         log = io.StringIO()
         name = self._cluster_name
-        await asyncio.to_thread(
-            self._sky.tail_logs, name, job, follow=False, tail=40, output_stream=log
-        )
+        await asyncio.to_thread(self._sky.tail_logs, name, job, follow=False, tail=40, output_stream=log)
         return f"The end of its log:\n{log.getvalue()}"
 
     async def _follow_log(self, job: int) -> None:
@@ -261,9 +254,7 @@ class SkyPilotBackend(Backend):
         if self._launching is not None:
             await self._run_sky(self._sky.api_cancel, [self._launching])
         if before is None:
-            logger.warning(
-                "cluster '%s': giving it back; if that fails, run: sky down %s", name, name
-            )
+            logger.warning("cluster '%s': giving it back; if that fails, run: sky down %s", name, name)
             await self.down()
             return f"cluster '{name}' was given back, because it did not exist before"
         if before == "STOPPED":

@@ -29,9 +29,7 @@ def import_sky() -> Any:
         ) from error
 
 
-def make_task(
-    sky: Any, environment: dict[str, str], gpu: str | None, resources: Any, art_version: str | None
-) -> Any:
+def make_task(sky: Any, environment: dict[str, str], gpu: str | None, resources: Any, art_version: str | None) -> Any:
     """A sky.Task; see `SkyPilotBackend.initialize_cluster` for the arguments."""
     if gpu is not None and resources is not None:
         raise ValueError("pass gpu or resources, not both: resources names its accelerators")

@@ -139,7 +139,5 @@ def test_shell_scripts_pass_shellcheck(venv: Path, tmp_path: Path):
         scripts[-1].write_text(f"#!/bin/bash\n{words}{task[part]}")
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
-    checked = subprocess.run(
-        [venv / "bin" / "shellcheck", *scripts], capture_output=True, text=True
-    )
+    checked = subprocess.run([venv / "bin" / "shellcheck", *scripts], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout

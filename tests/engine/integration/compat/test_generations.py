@@ -39,13 +39,9 @@ def history(server: Server, name: str) -> list[dict[str, Any]]:
 async def rollout(model: art.TrainableModel) -> art.Trajectory:
     messages: art.Messages = [{"role": "user", "content": PROMPT}]
     client = model.openai_client()
-    completion = await client.chat.completions.create(
-        messages=messages, model=model.name, max_tokens=8
-    )
+    completion = await client.chat.completions.create(messages=messages, model=model.name, max_tokens=8)
     choice = completion.choices[0]
-    return art.Trajectory(
-        messages_and_choices=[*messages, choice], reward=score(choice.message.content)
-    )
+    return art.Trajectory(messages_and_choices=[*messages, choice], reward=score(choice.message.content))
 
 
 async def test_model_train_logs_by_itself(server: Server, backend: art.Backend) -> None:
@@ -89,9 +85,7 @@ async def test_backend_train_and_model_log(server: Server, backend: art.Backend)
 
 async def test_a_run_has_a_name_of_its_own(server: Server, backend: art.Backend) -> None:
     """0.5.20 and later: `run_name` names what is stored, `get_inference_name` what is asked."""
-    model = art.TrainableModel(
-        name="style-d", run_name="style-d-1", project=PROJECT, base_model="art/tiny"
-    )
+    model = art.TrainableModel(name="style-d", run_name="style-d-1", project=PROJECT, base_model="art/tiny")
     await model.register(backend)
 
     async def rollout_by_step(step: int) -> art.Trajectory:
@@ -115,9 +109,7 @@ async def test_capture_auto_trajectory(server: Server, backend: art.Backend) -> 
     """0.4 to 0.5.18: any client's requests in a coroutine become its trajectory."""
     model = art.TrainableModel(name="style-capture", project=PROJECT, base_model="art/tiny")
     await model.register(backend)
-    client = openai.AsyncOpenAI(
-        base_url=model.inference_base_url, api_key=model.inference_api_key or "default"
-    )
+    client = openai.AsyncOpenAI(base_url=model.inference_base_url, api_key=model.inference_api_key or "default")
 
     async def agent() -> None:
         completion = await client.chat.completions.create(
@@ -128,8 +120,7 @@ async def test_capture_auto_trajectory(server: Server, backend: art.Backend) -> 
 
     for step in range(1, STEPS + 1):
         groups = await art.gather_trajectory_groups(
-            art.TrajectoryGroup(art.capture_auto_trajectory(agent()) for _ in range(SIZE))
-            for _ in range(2)
+            art.TrajectoryGroup(art.capture_auto_trajectory(agent()) for _ in range(SIZE)) for _ in range(2)
         )
         result = await model.train(groups, config=art.TrainConfig(learning_rate=1e-4))
         assert result.step == step and sum(result.report.turns.values()) == 2 * SIZE

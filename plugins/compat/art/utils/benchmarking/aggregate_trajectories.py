@@ -21,15 +21,9 @@ async def load_aggregated_trajectories(
     if table.is_empty():
         return table
     wanted = None if metrics is None else {f"metric_{name}" for name in metrics}
-    names = [
-        name
-        for name in table.columns
-        if name.startswith("metric_") and (wanted is None or name in wanted)
-    ]
+    names = [name for name in table.columns if name.startswith("metric_") and (wanted is None or name in wanted)]
     means = [pl.col(name).mean() for name in ("reward", *names)]
-    groups = table.group_by([*STEP, "group_number"]).agg(
-        *means, pl.col("reward").std().alias("reward_std_dev")
-    )
+    groups = table.group_by([*STEP, "group_number"]).agg(*means, pl.col("reward").std().alias("reward_std_dev"))
     return groups.group_by(STEP).agg(*means, pl.col("reward_std_dev").mean()).sort(STEP)
 
 

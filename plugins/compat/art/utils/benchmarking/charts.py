@@ -71,27 +71,20 @@ def percentage_comparison_bar_chart(
         low, color = min(first, last), f"C{place % 10}"
         axes.bar(place, low, color=color)
         axes.bar(place, abs(last - first), bottom=low, hatch="///", alpha=0.5, color=color)
-        axes.annotate(
-            f"{last:.{num_decimals}f}%", (place, max(first, last)), ha="center", va="bottom"
-        )
+        axes.annotate(f"{last:.{num_decimals}f}%", (place, max(first, last)), ha="center", va="bottom")
     axes.set_xticks(range(len(means)), list(means), rotation=20, ha="right")
     axes.set(title=title or metric_name, ylabel=y_label or "")
     return _finished(figure, axes)
 
 
-def _means(
-    df: pl.DataFrame, metric_name: str, models: Models | None
-) -> dict[str, dict[int, float]]:
+def _means(df: pl.DataFrame, metric_name: str, models: Models | None) -> dict[str, dict[int, float]]:
     """The metric's mean by step, by model; trained models first if no order is given."""
     column = metric_name if metric_name in df.columns else f"metric_{metric_name}"
     if column not in df.columns:
         numbers = [name for name in df.columns if df[name].dtype == pl.Float64]
         raise ValueError(f"the table has no metric '{metric_name}'; it has {', '.join(numbers)}")
     if models is not None:
-        keys = [
-            each if isinstance(each, BenchmarkModelKey) else BenchmarkModelKey(each)
-            for each in models
-        ]
+        keys = [each if isinstance(each, BenchmarkModelKey) else BenchmarkModelKey(each) for each in models]
         df = filter_rename_model_split(df, keys)
     rows = df.group_by("model", "step").agg(pl.col(column).mean()).drop_nulls().sort("step")
     means: dict[str, dict[int, float]] = {}

@@ -7,9 +7,7 @@ import polars as pl
 from art.utils.benchmarking.types import BenchmarkModelKey
 
 
-def filter_rename_model_split(
-    df: pl.DataFrame, models: Iterable[BenchmarkModelKey]
-) -> pl.DataFrame:
+def filter_rename_model_split(df: pl.DataFrame, models: Iterable[BenchmarkModelKey]) -> pl.DataFrame:
     """The rows of each key's model and split, with its display name as `model`."""
     parts = [
         df.filter((pl.col("model") == key.name) & (pl.col("split") == key.split)).with_columns(

@@ -105,10 +105,7 @@ def _numbers(prefix: str, values: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _texts(prefix: str, values: Mapping[str, Any] | None) -> dict[str, str | None]:
-    return {
-        f"{prefix}{name}": None if value is None else str(value)
-        for name, value in (values or {}).items()
-    }
+    return {f"{prefix}{name}": None if value is None else str(value) for name, value in (values or {}).items()}
 
 
 def _message(entry: Mapping[str, Any]) -> dict[str, Any]:

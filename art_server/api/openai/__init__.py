@@ -1,0 +1,1 @@
+"""The OpenAI-compatible routes: one inference request to the engine, and its answer back."""

@@ -1,0 +1,176 @@
+"""Answers in one JSON body, and the helpers that they share with streams (`streaming.py`).
+
+Choices of chat and completions gain `art = {id, step, model, num_tokens}`. Answers to requests that ask for
+log-probabilities or `return_token_ids` gain `token_ids` on their choices, and a chat completion `prompt_token_ids`. Other
+clients ignore these fields. If vLLM dies during a request, the request is sent again.
+"""
+
+import asyncio
+import functools
+import json
+import logging
+import re
+from typing import Any
+
+import anyio
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.background import BackgroundTask
+from starlette.types import Receive
+
+from art_protocol.wire import STEP_HEADER
+from art_server.api.openai.grammars import FIELDS, name_grammar
+from art_server.ledger import conversation
+from art_server.ledger.ledger import OpenRequest
+from art_server.ledger.records import choice_id
+from art_server.process.shared.samples import new_request_id
+from art_server.proxy import EngineLost, InferenceRequest, Proxy
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status that nginx logs for a request whose client disconnected. No client receives it."""
+
+MAX_FAILED, MAX_KILLED = 2, 10
+"""Engine deaths after which a request fails: crashes, which it may have caused, and kills from outside."""
+
+
+class Losses:
+    """Counts the engines that died during one request."""
+
+    def __init__(self, proxy: Proxy):
+        self._proxy = proxy
+        self._num_failed = self._num_killed = 0
+
+    async def count_loss(self, request_id: str) -> bool:
+        """Counts one more death. Returns whether to sample the request again."""
+        if await self._proxy.was_engine_killed():
+            self._num_killed += 1
+        else:
+            self._num_failed += 1
+        logger.warning("the engine died during request %s", request_id)
+        return self._num_failed < MAX_FAILED and self._num_killed < MAX_KILLED
+
+
+async def answer_json(proxy: Proxy, inference: InferenceRequest, request: Request) -> Response:
+    """Forwards a request whose answer is one JSON body. If the engine dies, the request is sampled again. If the client
+    disconnects, sampling is cancelled."""
+    with anyio.CancelScope() as sampling:
+        hanging_up = asyncio.create_task(cancel_at_disconnect(request.receive, sampling))
+        try:
+            return await sample_json(proxy, inference)
+        finally:
+            hanging_up.cancel()
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def cancel_at_disconnect(receive: Receive, answering: anyio.CancelScope) -> None:
+    """Cancels `answering` when the client disconnects. The request's body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answering.cancel()
+
+
+async def sample_json(proxy: Proxy, inference: InferenceRequest) -> Response:
+    losses = Losses(proxy)
+    while True:
+        request_id = new_request_id(inference.is_first_turn)
+        try:
+            async with proxy.answer(inference, request_id) as (response, opened):
+                content = await response.read()
+                if response.status == 200:
+                    content = await finish_body(content, inference, opened)
+                else:
+                    content = name_grammar(content, inference.body)
+                return Response(
+                    with_requested_name(content, inference),
+                    status_code=response.status,
+                    media_type=response.headers.get("content-type"),
+                    headers=step_header(inference),
+                    background=BackgroundTask(opened.mark_delivered),
+                )
+        except EngineLost:
+            if not await losses.count_loss(request_id):
+                raise
+
+
+async def finish_body(content: bytes, inference: InferenceRequest, opened: OpenRequest) -> bytes:
+    """The answer's body, once the ledger has recorded every choice or given it up. Choices of chat and completions get
+    their `art` field, and their tokens if the request asks for them."""
+    if inference.api not in ("chat", "completions"):
+        await opened.wait(0)
+        name_calls(content, opened, 0)
+        keep_turn(inference, opened, {})
+        return content
+    body = msgspec.json.decode(content)
+    for choice in body["choices"]:
+        record = await opened.wait(choice["index"])
+        choice["art"] = inference.art_field(opened, choice["index"])
+        if calls := choice.get("message", {}).get("tool_calls"):
+            opened.ledger.name_calls(
+                choice_id(opened.request.request_id, choice["index"]),
+                [call["id"] for call in calls],
+            )
+        if record is not None and inference.has_token_ids:
+            choice["token_ids"] = record.token_ids
+            if inference.api == "chat":
+                body["prompt_token_ids"] = record.prompt_token_ids
+    if inference.api == "chat":
+        keep_turn(inference, opened, {choice["index"]: choice for choice in body["choices"]})
+    else:
+        keep_turn(inference, opened, {})
+    return msgspec.json.encode(body)
+
+
+CALL_ID = re.compile(rb'"(?:call_id|id)": ?"([^"]*(?:call|tool)[^"]*)"')
+"""The id of a tool call, as the APIs write it. Quotes inside a text are escaped, so no text can match."""
+
+
+def name_calls(content: bytes, opened: OpenRequest, index: int) -> None:
+    """Stores in the ledger which choice made the tool calls of an answer, or of a stream's events."""
+    if found := CALL_ID.findall(content):
+        choice = choice_id(opened.request.request_id, index)
+        opened.ledger.name_calls(choice, [each.decode() for each in found])
+
+
+def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[int, dict[str, Any]]) -> None:
+    """Stores a turn of a session: the request's messages, and its choices as the agent receives them. `choices` holds
+    choices that are already built; the others are built from the sampled text."""
+    if inference.session is None or not opened.records:
+        return
+    kept: dict[str, dict[str, Any]] = {}
+    for index, record in opened.records.items():
+        made = choices.get(index)
+        message = made["message"] if made is not None else conversation.message_from(record.text)
+        kept[str(index)] = {
+            "index": index,
+            "finish_reason": made["finish_reason"] if made else record.finish_reason,
+            "message": {key: value for key, value in message.items() if value is not None},
+            "art": inference.art_field(opened, index),
+        }
+    tools = inference.body.get("tools")
+    turn = {
+        "messages": inference.messages,
+        "tools": tools if isinstance(tools, list) else None,
+        "constraints": {name: inference.body[name] for name in FIELDS if name != "tools" and name in inference.body},
+        "choices": kept,
+    }
+    opened.ledger.keep_turn(opened.request.request_id, turn)
+
+
+def with_requested_name(content: bytes, inference: InferenceRequest) -> bytes:
+    """The answer with the requested model name instead of the adapter's. Quotes inside a text are escaped, so no text
+    can match."""
+    if inference.adapter == inference.requested_model:
+        return content
+    return content.replace(json_name(inference.adapter), json_name(inference.requested_model))
+
+
+@functools.lru_cache
+def json_name(model: str) -> bytes:
+    return b'"model":' + json.dumps(model).encode()
+
+
+def step_header(inference: InferenceRequest) -> dict[str, str]:
+    return {STEP_HEADER: str(inference.step)} if inference.step is not None else {}

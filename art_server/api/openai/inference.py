@@ -1,0 +1,215 @@
+"""The OpenAI-compatible proxy: requests go to vLLM, and its answers go back to the client.
+
+A request's `model` is resolved to an adapter, whose name replaces it; the answer contains the requested name again. A
+request that waits at the pause gate while a step runs is resolved again afterwards, so that the new step answers it.
+`answers.py` handles answers in one JSON body, `streaming.py` streams.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+
+from art_server.api.auth import Caller
+from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
+from art_server.api.openai.answers import answer_json
+from art_server.api.openai.grammars import check_grammars
+from art_server.api.openai.streaming import answer_stream
+from art_server.errors import BadRequest, InvalidInput
+from art_server.ledger import conversation
+from art_server.process.shared import clock
+from art_server.proxy import InferenceRequest
+from art_server.server import Server
+
+PATHS: Mapping[str, str] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
+"""The routes that are forwarded, and the names of their APIs. vLLM's other routes cannot be reached."""
+
+MAX_CHOICES = 1024
+"""Choices of one request: `n` times the number of prompts. More are more than an engine samples at a time."""
+
+OPENING_ROLES = frozenset({"system", "developer", "user"})
+"""A conversation of only these roles contains no answer."""
+
+
+def install(app: FastAPI, server: Server) -> None:
+    """Adds the routes under /v1."""
+    router = APIRouter()
+    base, engine, proxy, tracing = server.base, server.engine, server.proxy, server.reports.tracing
+
+    async def forward(request: Request) -> Response:
+        arrived_at = clock.tick()
+        await base.wait_found()  # the limit and the names depend on it
+        body = await read_body(request, v1_limit_mb(engine.max_seq_length), SHORTER)
+        inference = await beside(functools.partial(make_request, request, arrived_at), body)
+        if tracing is not None:
+            inference.traceparent = request.headers.get("traceparent")
+        proxy.resolve(inference)  # refuses an unknown name now, not after a wait
+        if inference.is_stream:
+            return await answer_stream(proxy, inference)
+        return await answer_json(proxy, inference, request)
+
+    for path in PATHS:
+        # Not a FastAPI route: that takes a sixth of the server's time per request, and there is nothing to validate.
+        app.add_route(path, forward, methods=["POST"], name=PATHS[path])
+
+    @router.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": model_cards(server, request.state.caller)}
+
+    app.include_router(router)
+
+
+def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceRequest:
+    """The inference request that a body contains. `arrived_at` is its `clock.tick`.
+
+    Raises:
+        InvalidInput: the body is not a JSON object with a model, asks for beam search or too many choices, or a grammar is
+            above its limits.
+    """
+    data = decode(body)
+    if not isinstance(data, dict) or not isinstance(data.get("model"), str):
+        raise InvalidInput(
+            "the body needs `model`: 'PROJECT/NAME', 'NAME' or the base model's name",
+            code="missing_model",
+            param="model",
+        )
+    caller: Caller = request.state.caller
+    path = request.scope["path"]
+    api = PATHS[path]
+    check_conversation(api, data)
+    check_no_beam_search(data)
+    check_choices(api, data)
+    check_grammars(api, data)
+    passed_on = ("anthropic-version", "anthropic-beta")
+    headers = {name: request.headers[name] for name in passed_on if name in request.headers}
+    messages = conversation.messages_of(api, data)
+    prefix_digest, answers = conversation.past_answers(messages)
+    if api == "completions":
+        is_first_turn = is_token_ids(data.get("prompt"))
+    else:
+        is_first_turn = "previous_response_id" not in data and all(
+            isinstance(role := message.get("role"), str) and role in OPENING_ROLES for message in messages
+        )
+    return InferenceRequest(
+        api,
+        path,
+        data["model"],
+        data,
+        headers,
+        owner=caller.owner,
+        projects=caller.projects,
+        only_model=caller.model_id,
+        session=caller.session,
+        messages=messages,
+        prefix_digest=prefix_digest,
+        answers=answers,
+        is_first_turn=is_first_turn,
+        cited_choices=conversation.cited_choices(data),
+        requested_at=arrived_at,
+    )
+
+
+CONVERSATIONS = {"chat": "messages", "messages": "messages", "responses": "input"}
+"""The field with the conversation, by API."""
+
+
+def check_conversation(api: str, body: dict[str, Any]) -> None:
+    """Checks the shape of a conversation, and removes names that are null, as clients send whole messages back.
+
+    Raises:
+        BadRequest: it is no list of objects; the error names the field.
+    """
+    field = CONVERSATIONS.get(api)
+    if field is None or field not in body or (api == "responses" and isinstance(body[field], str)):
+        return
+    messages = body[field]
+    if not isinstance(messages, list):
+        raise not_messages(field, f"it must be a list of messages, not {json_kind(messages)}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            path = f"{field}[{index}]"
+            raise not_messages(path, f"it must be an object, not {json_kind(message)}")
+        if api == "chat" and message.get("name", "") is None:
+            del message["name"]
+        calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            path = f"{field}[{index}].tool_calls"
+            raise not_messages(path, f"it must be a list, not {json_kind(calls)}")
+
+
+def not_messages(path: str, reason: str) -> BadRequest:
+    return BadRequest(f"{path}: {reason}", code="invalid_body", param=path)
+
+
+def json_kind(value: Any) -> str:
+    """JSON's name for a value's type."""
+    kinds = {bool: "a boolean", str: "a string", list: "an array", dict: "an object"}
+    return "null" if value is None else kinds.get(type(value), "a number")
+
+
+def check_no_beam_search(body: dict[str, Any]) -> None:
+    if body.get("use_beam_search"):
+        raise InvalidInput(
+            "beam search samples no tokens that can be trained: leave out use_beam_search, or ask for several choices "
+            "with n",
+            code="beam_search",
+            param="use_beam_search",
+        )
+
+
+def num_choices(api: str, body: Mapping[str, Any]) -> int:
+    """The number of choices that a request asks for: `n` times the number of prompts."""
+    n, prompt = body.get("n"), body.get("prompt")
+    if api not in ("chat", "completions"):
+        return 1
+    num = int(n) if isinstance(n, int | float) and 1 < n < math.inf else 1
+    if api == "completions" and isinstance(prompt, list):
+        num *= sum(1 for each in prompt if not isinstance(each, int)) or 1
+    return num
+
+
+def check_choices(api: str, body: Mapping[str, Any]) -> None:
+    """Checks the number of choices.
+
+    Raises:
+        BadRequest: it is above the limit, or `n` is a text, which vLLM would read as a number.
+    """
+    if isinstance(body.get("n"), str):
+        raise BadRequest("n: it must be a number, not a text", code="invalid_body", param="n")
+    if (num := num_choices(api, body)) > MAX_CHOICES:
+        raise BadRequest(
+            f"n: the request asks for {num} choices (n times the number of prompts), above the limit of {MAX_CHOICES}: ask "
+            "for fewer in one request",
+            code="too_many_choices",
+            param="n",
+        )
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt, or each of several, is a list of token ids."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(each, int) or is_token_ids(each) for each in prompt)
+
+
+def model_cards(server: Server, caller: Caller) -> list[dict[str, Any]]:
+    """The models that a caller may use, under every name that works."""
+    base, is_on_base = server.engine.base, server.registration.is_on_base
+    if base is None:
+        return []
+    found = server.registry.all(caller.projects, caller.model_id)
+    models = [model for model in found if is_on_base(model)]
+    names = [model.record.name for model in models]
+    ids = [base.name] if caller.model_id is None else []
+    ids += [model.id for model in models]
+    ids += [name for name in names if names.count(name) == 1]
+    length = server.engine.max_seq_length
+    return [{"id": name, "object": "model", "created": 0, "owned_by": "art", "max_model_len": length} for name in ids]

@@ -1,0 +1,62 @@
+"""Separate devices for engine and trainer, as `--serve-devices` and `--train-devices` name them."""
+
+from collections.abc import Sequence
+
+from art_server.engine.device.probe import Gpu, Machine
+from art_server.errors import InvalidInput
+from art_server.process.children import CORES_VARIABLE
+from art_server.settings import ServerConfig
+
+FIRST_BFLOAT16 = (8, 0)
+"""The compute capability of Ampere, the first cards with bfloat16."""
+
+
+def check_devices(config: ServerConfig, machine: Machine) -> None:
+    """Checks that the devices of `--serve-devices` and `--train-devices` exist and support the requested number types.
+
+    Raises:
+        InvalidInput: a device does not exist, the trainer has several GPUs, or a card lacks the requested bfloat16.
+    """
+    there = [gpu.index for gpu in machine.gpus] if machine.gpus else list(machine.cores)
+    kind = "GPU" if machine.gpus else "core"
+    for flag, devices in (
+        ("--serve-devices", config.serve_devices),
+        ("--train-devices", config.train_devices),
+    ):
+        for device in devices:
+            if device not in there:
+                raise InvalidInput(
+                    f"{flag}: there is no {kind} {device} here, only {', '.join(map(str, there))}",
+                    code="no_such_device",
+                )
+    if machine.gpus and len(config.train_devices) > 1:
+        raise InvalidInput(
+            "--train-devices: the trainer uses one GPU; give the others to --serve-devices",
+            code="no_such_device",
+        )
+    for index in (*config.serve_devices, *config.train_devices) or (0,):
+        if machine.gpus and "bfloat16" in config.number_types("cuda"):
+            _check_bfloat16(machine.gpus[index])
+
+
+def _check_bfloat16(gpu: Gpu) -> None:
+    if gpu.capability < FIRST_BFLOAT16:
+        raise InvalidInput(
+            f"{gpu.name} has no bfloat16: start the server with --dtype float16 --trainer-dtype float32",
+            code="no_such_number_type",
+            param="dtype",
+        )
+
+
+def device_environment(devices: Sequence[int], machine: Machine) -> dict[str, str]:
+    """Environment variables that restrict a process to these devices; none if it may use all cores. GPUs are always named in
+    full and in our order: CUDA numbers the fastest first, and vLLM understands no shortened UUID."""
+    if machine.gpus:
+        named = [machine.gpus[each] for each in devices] or machine.gpus
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in named)}
+    if not devices:
+        return {}
+    return {
+        CORES_VARIABLE: ",".join(map(str, devices)),
+        "OMP_NUM_THREADS": str(len(devices)),
+    }

@@ -1,0 +1,299 @@
+"""The memory plan of a GPU that engine and trainer share, and their handover: plain arithmetic, no GPU needed.
+
+The cases differ in what leaves the card:
+
+    handover    the engine gives up for a step      the trainer's base between steps
+    none        nothing                             stays
+    kv_cache    its KV cache                        stays, or leaves
+    sleep       all but its graphs                  leaves
+
+The first case in this order with room for long batches is chosen, else the one with most room. A trainer with its own
+card needs no handover: nothing leaves.
+"""
+
+from dataclasses import dataclass
+
+from art_server.engine.device.figures import Figures
+from art_server.engine.device.model_size import ModelSize
+from art_server.errors import InvalidInput
+from art_server.settings import Handover
+
+GIB = 2**30
+
+CASES: tuple[tuple[Handover, bool], ...] = (
+    ("none", True),
+    ("kv_cache", True),
+    ("kv_cache", False),
+    ("sleep", False),
+)
+"""Handover, and whether the trainer's base stays on the card; the case with the cheapest step comes first."""
+
+MAX_UTILIZATION = 0.92
+"""vLLM's default of `gpu_memory_utilization`."""
+MIN_KV_TOKENS = 8192
+GOOD_KV_TOKENS = 65_536
+"""With this many tokens of KV cache, dozens of rollouts run at a time."""
+SEQUENCE_TOKENS = 4096
+"""The longest sequence that must be trainable if `--max-seq-length` is not set."""
+GOOD_TOKENS = 16_384
+"""A micro-batch of this many tokens has room for the prefix tree of a group of rollouts."""
+MAX_TOKENS = 32_768
+"""Larger micro-batches are no faster."""
+LARGE_CARD = 70 * GIB
+MAX_SEQUENCES = {False: 256, True: 1024}
+"""vLLM's default of `max_num_seqs`, on a large card and on others."""
+STATES, STATE_BYTES = 16, 4
+"""Sequences whose recurrent states have room at least (vLLM runs fewer at a time when its cache is full), and bytes of one of
+their numbers: files of such models ask for float32."""
+SAMPLING_BYTES = 18
+"""For each sequence and token of the vocabulary: logits in bfloat16 and float32, log-probabilities, probabilities, and the
+random numbers that choose."""
+LOCKED_SHARE = 1.5
+"""vLLM's copies of sleeping weights, in their bytes: each block of locked memory is rounded up to a power of two."""
+LORA_NUMBERS = 4
+"""Numbers for each parameter of the adapter: weight, gradient and two moments of Adam, all float32."""
+HOST_SHARE = 0.9
+"""Share of main memory that a plan may use; the rest is for the system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU and the machine around it, in bytes."""
+
+    name: str
+    total: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a plan must have room for."""
+
+    base_model: str
+    size: ModelSize
+    engine_itemsize: float
+    """Bytes of one of the engine's weights."""
+    trainer_itemsize: float
+    lora_rank: int
+    max_loras: int
+    max_seq_length: int | None = None
+    """As requested; None: as many tokens as the engine's KV cache holds."""
+    utilization: float | None = None
+    """`gpu_memory_utilization`, as requested; None: the plan chooses it."""
+    handover: Handover | None = None
+    """As requested; None: the plan chooses it."""
+    num_serving: int = 1
+    """Cards that share the engine's weights and cache (tensor parallel)."""
+    training_card: Card | None = None
+    """The trainer's own card; None: it shares the engine's first card."""
+
+    @property
+    def row_tokens(self) -> int:
+        longest = self.max_seq_length or SEQUENCE_TOKENS
+        return min(longest, self.size.max_positions)
+
+    @property
+    def kv_tokens(self) -> int:
+        return max(min(MIN_KV_TOKENS, self.size.max_positions), self.row_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row of the plan's table, in bytes."""
+
+    what: str
+    sampling: float
+    training: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How engine and trainer share the card."""
+
+    handover: Handover
+    is_base_resident: bool
+    """Whether the trainer's base stays on the device between steps."""
+    has_host_copy: bool
+    """Whether a base that leaves is kept in main memory; otherwise it is read again from its files."""
+    utilization: float
+    """vLLM's `gpu_memory_utilization`."""
+    kv_tokens: int
+    tokens: int
+    """Per micro-batch without gradient checkpointing; 0 if checkpointing is always needed."""
+    checkpointed_tokens: int
+    """Per micro-batch with gradient checkpointing."""
+    host: float
+    """Bytes of main memory that weights and processes take."""
+    lines: tuple[Line, ...]
+    training_card: Card | None = None
+    """The trainer's own card; the table's second column is then for it."""
+
+    def used(self) -> tuple[float, float]:
+        """Bytes on the card while sampling, and while training."""
+        return sum(each.sampling for each in self.lines), sum(each.training for each in self.lines)
+
+    def table(self, card: Card) -> str:
+        """The plan for the log, in GiB."""
+        own = self.training_card
+        sampling, training = self.used()
+        free = Line("free", card.total - sampling, (own or card).total - training)
+        width = max(len(each.what) for each in self.lines)
+        heads = ("serving", "trainer") if own else ("sampling", "training")
+        rows = [f"{'GiB':{width}}  {heads[0]:>8}  {heads[1]:>8}"]
+        rows += [
+            f"{each.what:{width}}  {each.sampling / GIB:8.1f}  {each.training / GIB:8.1f}"
+            for each in (*self.lines, free)
+        ]
+        leaves = "stays" if self.is_base_resident else "leaves the card between steps"
+        again = "" if self.is_base_resident or self.has_host_copy else " and is read again"
+        turns = (
+            f"the trainer has {own.name}, {own.total / GIB:.1f} GiB, to itself"
+            if own
+            else f"handover: {self.handover}; the trainer's base {leaves}{again}"
+        )
+        return "\n".join(
+            [
+                f"memory plan for {card.name}, {card.total / GIB:.1f} GiB ({turns}):",
+                *rows,
+                f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB; tokens per micro-batch: "
+                f"{self.tokens:,}, {self.checkpointed_tokens:,} with gradient checkpointing",
+            ]
+        )
+
+
+def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
+    """The first case of `CASES` with room for long batches; if there is none, the one with most room.
+
+    Raises:
+        InvalidInput: no case fits; the message contains the numbers.
+    """
+    if demand.training_card:
+        cases = CASES[:1]
+    else:
+        cases = tuple(case for case in CASES if demand.handover in (None, case[0]))
+    plans = [_make(card, demand, figures, handover, stays) for handover, stays in cases]
+    fitting = [plan for plan in plans if not _missing(card, demand, plan)]
+    if not fitting:
+        raise _does_not_fit(card, demand, plans)
+    comfortable = [plan for plan in fitting if _comfort(plan) >= 1]
+    return comfortable[0] if comfortable else max(fitting, key=_comfort)
+
+
+def _make(card: Card, demand: Demand, figures: Figures, handover: Handover, is_resident: bool) -> Plan:
+    size, own = demand.size, demand.training_card
+    engine_weights = size.weights(demand.engine_itemsize) / demand.num_serving
+    adapter = size.lora_width * demand.lora_rank
+    slots = adapter * demand.max_loras * demand.engine_itemsize / demand.num_serving
+    base = size.weights(demand.trainer_itemsize)
+    context, graphs = figures.context_gib * GIB, figures.graphs_gib * GIB
+    # vLLM keeps sampling's numbers for each sequence and token of the vocabulary, and counts its graphs in its share.
+    sampling = MAX_SEQUENCES[card.total >= LARGE_CARD] * size.vocabulary * SAMPLING_BYTES
+    fixed = engine_weights + slots + graphs + max(figures.engine_step_gib * GIB, sampling)
+    trainer = base + adapter * LORA_NUMBERS * 4 + (figures.head_gib + figures.reserve_gib) * GIB
+
+    layer = figures.hidden_factor * size.hidden + figures.intermediate_factor * size.intermediate
+    per_token = layer * size.num_layers * demand.trainer_itemsize
+    # Each layer's input, and all activations of one layer at a time.
+    checkpointed = (size.num_layers * size.hidden + layer) * demand.trainer_itemsize
+
+    beside = (1 if own else 2) * context
+    stays = adapter * 4 if is_resident and not own else 0.0
+    between = base + stays if is_resident and not own else 0.0
+    if handover == "none" and not own:
+        # Room for long batches, or up to half of the rest: gradient checkpointing takes a third of the time.
+        half = (card.total - beside - fixed - trainer) / 2
+        long = max(GOOD_TOKENS, demand.row_tokens) * checkpointed
+        between = trainer + max(long, min(half, MAX_TOKENS * per_token))
+    if demand.utilization is None:
+        utilization = min(MAX_UTILIZATION, (card.total - beside - between) / card.total)
+        utilization = max(0.0, int(utilization * 1000) / 1000)
+    else:
+        utilization = demand.utilization
+    states = STATES * size.state_per_sequence * STATE_BYTES / demand.num_serving
+    kv = utilization * card.total - fixed - states
+    kept = {"none": fixed + states + kv, "kv_cache": fixed, "sleep": graphs}[handover]
+    room = own.total - context - trainer if own else card.total - beside - kept - trainer
+    tokens = max(0, min(MAX_TOKENS, int(room / per_token)))
+    checkpointed_tokens = max(0, int(room / checkpointed))
+    activations = max(tokens * per_token, min(checkpointed_tokens, MAX_TOKENS) * checkpointed)
+
+    # Each of the engine's cards has a process, which copies its share to the same main memory.
+    asleep = (engine_weights + slots) * demand.num_serving * LOCKED_SHARE
+    host = figures.process_gib * GIB + (asleep if handover == "sleep" else 0.0)
+    # bitsandbytes keeps parts of quantised weights where a copy does not reach them.
+    is_movable = not is_resident and not size.quantized_bytes
+    has_copy = is_movable and host + base <= HOST_SHARE * card.host
+    # Whether the engine is on the trainer's card, and keeps its cache and its weights there during a step.
+    is_shared, has_cache, has_weights = own is None, handover == "none", handover != "sleep"
+    batch, cache = fixed - engine_weights - slots - graphs, max(kv, 0.0)
+
+    def engine(name: str, num_bytes: float, stays: bool) -> Line:
+        return Line(f"engine: {name}", num_bytes, num_bytes * (stays and is_shared))
+
+    lines = (
+        engine("context, CUDA graphs", context + graphs, True),
+        engine("weights", engine_weights, has_weights),
+        engine("LoRA slots", slots, has_weights),
+        engine("largest batch", batch, has_weights),
+        engine(f"KV cache, {_tokens(kv, demand):,} tokens", cache, has_cache),
+        *([engine(f"recurrent states, {STATES} sequences", states, has_cache)] if states else ()),
+        Line("trainer: context", context if is_shared else 0.0, context),
+        Line("trainer: base weights", base if is_resident and is_shared else 0.0, base),
+        Line("trainer: adapter, gradients, optimizer", stays, trainer - base),
+        Line("trainer: activations", 0.0, activations),
+    )
+    return Plan(
+        handover=handover,
+        is_base_resident=is_resident,
+        has_host_copy=has_copy,
+        utilization=utilization,
+        kv_tokens=_tokens(kv, demand),
+        tokens=tokens,
+        checkpointed_tokens=checkpointed_tokens,
+        host=host + (base if has_copy else 0.0),
+        lines=lines,
+        training_card=own,
+    )
+
+
+def _tokens(kv: float, demand: Demand) -> int:
+    # A head of keys and values is on one card, so more cards than heads have copies of it.
+    num_shares = min(demand.num_serving, demand.size.kv_heads)
+    per_token = demand.size.kv_per_token * demand.engine_itemsize / num_shares
+    if not per_token:  # recurrent layers alone, which keep nothing for a token
+        return max(GOOD_KV_TOKENS, demand.kv_tokens) if kv >= 0 else 0
+    return max(0, int(kv / per_token))
+
+
+def _comfort(plan: Plan) -> float:
+    return min(plan.kv_tokens / GOOD_KV_TOKENS, plan.checkpointed_tokens / GOOD_TOKENS, 1.0)
+
+
+def _missing(card: Card, demand: Demand, plan: Plan) -> list[str]:
+    """Reasons why a plan does not fit, with numbers; empty if it fits."""
+    missing: list[str] = []
+    case = f"handover {plan.handover}"
+    if plan.kv_tokens < demand.kv_tokens:
+        missing.append(
+            f"{case}: the engine's share of {plan.utilization * card.total / GIB:.1f} GiB leaves {plan.kv_tokens:,} "
+            f"tokens of KV cache, and {demand.kv_tokens:,} are needed"
+        )
+    if plan.checkpointed_tokens < demand.row_tokens:
+        missing.append(
+            f"{case}: training has room for {plan.checkpointed_tokens:,} tokens at a time, and a sequence has {demand.row_tokens:,}"
+        )
+    if plan.host > HOST_SHARE * card.host:
+        missing.append(f"{case}: it takes {plan.host / GIB:.0f} GiB of main memory, of {card.host / GIB:.0f}")
+    return missing
+
+
+def _does_not_fit(card: Card, demand: Demand, plans: list[Plan]) -> InvalidInput:
+    reasons = [reason for plan in plans[-1:] for reason in _missing(card, demand, plan)]
+    weights = demand.size.weights(demand.engine_itemsize) / GIB
+    return InvalidInput(
+        f"base model '{demand.base_model}' ({weights:.1f} GiB of weights) does not fit {card.name} with "
+        f"{card.total / GIB:.1f} GiB: {'; '.join(reasons)}. Use a smaller base model or a 4-bit one, a lower "
+        "--max-lora-rank, a shorter --max-seq-length, or a larger card",
+        code="does_not_fit",
+        param="base_model",
+    )

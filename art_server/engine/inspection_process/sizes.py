@@ -1,0 +1,88 @@
+"""Sizes of a model without weights that its configuration does not state: of layers, of the KV cache, of states.
+
+A configuration of transformers has a class for each family, so `text` is untyped: only the fields that language models share
+are read.
+"""
+
+import math
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from art_server.trainer.layers import Layers
+
+FUSED = ("qkv_proj", "kv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "att_proj")
+"""Layers that compute keys and values at once, and most also queries."""
+STATE_SIZES = (
+    ("num_heads", "head_dim", "ssm_state_size"),
+    ("num_v_heads", "head_k_dim", "head_v_dim"),
+)
+"""transformers' names of the sizes of a recurrent state: of state-space layers, of gated delta rules."""
+ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+
+
+def intermediate(model: PreTrainedModel, text: Any, layers: Layers) -> int:
+    """The inner width of a layer's feed-forward network; in a mixture of experts, of the active experts together."""
+    inner = _largest(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    if not layers.is_mixture:
+        widest = max(max(weight_shape(model.get_submodule(path))) for path in layers.takes)
+        return min(inner, widest)  # LFM2's layers are narrower than its file says
+    active = next((each for name in ACTIVE_EXPERTS if (each := getattr(text, name, None))), 1)
+    return _largest(getattr(text, "moe_intermediate_size", None) or inner) * _largest(active)
+
+
+def _largest(value: Any) -> int:
+    """Of a number, or of one for each layer. Any: a field of a configuration."""
+    return int(max(value) if isinstance(value, list | tuple) else value)
+
+
+def kv_heads(text: Any) -> int:
+    """Of keys and values, in the layer that has the fewest: Gemma 4's layers differ."""
+    return min(
+        int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
+        for layer in getattr(text, "per_layer_config", [text])
+    )
+
+
+def kv_per_token(model: PreTrainedModel, text: Any) -> int:
+    """The numbers that a token keeps: outputs of the layers that make keys and values, in each layer that has some."""
+    total = 0
+    for path, module in model.get_decoder().named_modules():
+        linear = {name: shape[0] for name, each in module.named_children() if (shape := weight_shape(each))}
+        if "kv_a_proj_with_mqa" in linear:  # multi-head latent attention keeps one small vector
+            total += linear["kv_a_proj_with_mqa"]
+        elif "linear" in path:  # a recurrent state, which does not grow
+            continue
+        elif "k_proj" in linear:
+            total += linear["k_proj"] + linear.get("v_proj", linear["k_proj"])
+        elif any(name in linear for name in FUSED):
+            heads = text.num_attention_heads
+            size = getattr(text, "head_dim", None) or text.hidden_size // heads
+            total += 2 * int(getattr(text, "num_key_value_heads", None) or heads) * int(size)
+    return total
+
+
+def state_per_sequence(model: PreTrainedModel) -> int:
+    """The numbers that a sequence keeps: of a convolution the tokens before the last, and the heads' matrices of state-space
+    layers and gated delta rules."""
+    total = 0
+    for module in model.get_decoder().modules():
+        convolutions = [each for each in module.children() if isinstance(each, torch.nn.Conv1d)]
+        total += sum(each.in_channels * (each.kernel_size[0] - 1) for each in convolutions)
+        if not convolutions:
+            continue
+        if isinstance(decay := getattr(module, "A_log", None), torch.Tensor) and decay.dim() == 2:
+            total += decay.numel()  # of the first Mamba, channels x state
+        for names in STATE_SIZES:
+            if all(hasattr(module, name) for name in names):
+                total += math.prod(int(getattr(module, name)) for name in names)
+    return total
+
+
+def weight_shape(module: torch.nn.Module) -> tuple[int, ...]:
+    """The shape of a layer's weights, outputs first; empty without weights."""
+    weight = getattr(module, "weight", None)
+    shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else ()
+    return shape[::-1] if isinstance(module, Conv1D) else shape

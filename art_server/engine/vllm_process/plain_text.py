@@ -1,0 +1,314 @@
+"""Text stays text: what a message spells never becomes a control token of the prompt.
+
+vLLM renders the chat template and reads the whole rendering for control tokens, also what messages brought into it: a
+web page that spells `<|im_end|>` ends its turn. Here each piece of a message that spells a control token, or that
+begins or ends like one, is replaced by a placeholder before the template is rendered. The control tokens that the
+rendering then spells are the template's. They are encoded under secret names by a copy of the tokenizer that knows them
+under these names only, so that the placeholders' texts match none.
+
+Conversations without such a piece take vLLM's own path. So do prompts of /v1/completions, which the program renders
+itself; gpt-oss and Mistral's library, which read no control tokens in texts; and families that vLLM renders with code of
+its own instead of a template (DeepSeek V3.2 and V4, Kimi K3, Cohere, Inkling).
+"""
+
+import asyncio
+import functools
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Encoding, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Spans = list[tuple[int, int]]
+"""Start and end of parts of a text, in order."""
+
+
+class ControlTokens:
+    """The tokens of a model that structure its prompts, and how to encode a text that only spells them.
+
+    These are the special tokens, and other added tokens that the template spells (`<think>`, `<tool_call>`; in some
+    families the headers of turns). Other added tokens (runs of spaces, HTML tags) are ordinary text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str):
+        self._tokenizer = tokenizer
+        self._added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
+        self.ids = {
+            token.content: number
+            for number, token in self._added.items()
+            if token.content.strip()
+            and (token.special or token.content in template)
+            and not token.single_word
+            and (not token.normalized or number in _ids(tokenizer, f"a{token.content}a"))
+        }
+        """Their ids, by their texts."""
+        self.in_template = frozenset(text for text in self.ids if text in template)
+        self._pattern = re.compile(_any_of(self.ids))
+        self._openings = {text[:size] for text in self.ids for size in range(1, len(text))}
+        self._closings = {text[-size:] for text in self.ids for size in range(1, len(text))}
+        self._first = frozenset(text[0] for text in self.ids)
+        self._last = frozenset(text[-1] for text in self.ids)
+        self._longest = max(map(len, self.ids), default=0)
+
+    def spelled(self, text: str) -> Spans:
+        """The pieces of a text that spell a control token, or that may be a part of one at the text's ends."""
+        found = [match.span() for match in self._pattern.finditer(text)] if self.ids else []
+        end = len(text.rstrip())  # templates strip white space
+        start = len(text) - len(text.lstrip())
+        tail = text[max(found[-1][1] if found else start, end - self._longest) : end]
+        if not self._first.isdisjoint(tail):
+            size = next((n for n in range(len(tail), 0, -1) if tail[-n:] in self._openings), 0)
+            found += [(end - size, end)] if size else []
+        head = text[start : min(found[0][0] if found else end, start + self._longest)]
+        if not self._last.isdisjoint(head):
+            size = next((n for n in range(len(head), 0, -1) if head[:n] in self._closings), 0)
+            found = [*([(start, start + size)] if size else []), *found]
+        return found
+
+    def encode(self, rendering: "Rendering", add_special_tokens: bool) -> list[int]:
+        """The tokens of a rendering, in which messages' texts are text."""
+        copy = self._copy
+        marked = self._pattern.sub(lambda match: copy.names[match[0]], rendering.marked)
+        encoding = copy.encode(rendering.held.restore(marked))
+        if not copy.leaks.isdisjoint(encoding.ids):
+            encoding = copy.encode(rendering.held.restore(marked, copy.between))
+        framed = copy.frame(encoding, add_special_tokens)
+        return [
+            number if is_added else copy.numbers.get(number, number)
+            for number, is_added in zip(framed.ids, framed.special_tokens_mask, strict=True)
+            if is_added or number != copy.between_id
+        ]
+
+    @functools.cached_property
+    def _copy(self) -> "_Renamed":
+        return _Renamed(self._tokenizer, self._added, self.ids)
+
+
+class _Renamed:
+    """A copy of a tokenizer that knows control tokens under secret names only."""
+
+    def __init__(self, tokenizer: Tokenizer, added: Mapping[int, AddedToken], control: Mapping[str, int]):
+        # Private-use characters are in no pre-tokenizer's class of letters, and no normalizer changes them.
+        secret = secrets.token_hex(8)
+        self.names = {text: f"\ue000{secret}{number}\ue001" for text, number in control.items()}
+        """The secret names of control tokens, by their texts."""
+        self.between = f"\ue000{secret}\ue001"
+        """The name of a token that splits a text and is left out."""
+        self._tokenizer = Tokenizer(tokenizer.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if getattr(tokenizer, part) is not None:
+                setattr(self._tokenizer, part, getattr(tokenizer, part))
+        contents = {number: self.names.get(each.content, each.content) for number, each in added.items()}
+        tokens = [
+            AddedToken(
+                contents[number],
+                lstrip=each.lstrip,
+                rstrip=each.rstrip,
+                single_word=each.single_word,
+                normalized=each.normalized,
+                special=each.special,
+            )
+            for number, each in added.items()
+        ]
+        self._tokenizer.add_tokens([*tokens, AddedToken(self.between, normalized=False)])
+        find = self._tokenizer.token_to_id
+        self.numbers = {find(content): number for number, content in contents.items()}
+        """The tokenizer's ids of added tokens, by the copy's ids."""
+        self.between_id = find(self.between)
+        in_model = (tokenizer.model.token_to_id(text) for text in control)
+        self.leaks = frozenset(number for number in in_model if number is not None)
+        """Ids that the model's own vocabulary has for the texts of control tokens."""
+
+    def encode(self, text: str) -> Encoding:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def frame(self, encoding: Encoding, add_special_tokens: bool) -> Encoding:
+        """An encoding with the tokens that the tokenizer adds around a text, if they are asked for."""
+        return self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens)
+
+
+class Held:
+    """Pieces of messages that spell control tokens, and the placeholders that stand for them in a rendering."""
+
+    def __init__(self, control: ControlTokens):
+        self._control = control
+        self._texts: list[str] = []
+        # Letters and digits: no template or JSON changes them. Random: no message can spell a placeholder.
+        self._secret = f"x{secrets.token_hex(8)}"
+
+    def hold(self, value: Any, spared: frozenset[str] = frozenset()) -> Any:
+        """A copy of a value from JSON with placeholders in its strings, except for the control tokens in `spared`."""
+        if isinstance(value, str):
+            made, position = "", 0
+            for start, end in self._control.spelled(value):
+                piece = value[start:end]
+                if piece not in spared:
+                    made += f"{value[position:start]}{self._secret}n{len(self._texts)}x"
+                    position = end
+                    self._texts.append(piece)
+            return made + value[position:] if made else value
+        if isinstance(value, Mapping):
+            return {self.hold(key, spared): self.hold(each, spared) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hold(each, spared) for each in value]
+        return value
+
+    def restore(self, marked: str, between: str = "") -> str:
+        """A text with the pieces in place of their placeholders, each with `between` behind its first character."""
+
+        def piece(match: re.Match[str]) -> str:
+            text = self._texts[int(match[1])]
+            return text[0] + between + text[1:]
+
+        return re.sub(rf"{self._secret}n(\d+)x", piece, marked)
+
+
+class Rendering(str):
+    """A rendered conversation in which messages spell control tokens."""
+
+    control: ControlTokens
+    held: Held
+    marked: str
+    """The rendering with placeholders."""
+
+    @classmethod
+    def make(cls, marked: str, held: Held, control: ControlTokens) -> "Rendering":
+        made = cls(held.restore(marked))
+        made.marked, made.held, made.control = marked, held, control
+        return made
+
+    def token_ids(self, add_special_tokens: bool) -> list[int]:
+        return self.control.encode(self, add_special_tokens)
+
+
+def render(control: ControlTokens, apply: Callable[..., str], inputs: Mapping[str, Any]) -> str:
+    """What `apply` renders of a template's `inputs` (`conversation`, `tools` and others); a `Rendering` if a string in
+    them spells a control token.
+
+    Marks that the template itself looks for in the content of an answer keep their meaning there: many split it at
+    `</think>`.
+    """
+    if not any(control.spelled(text) for text in _strings(inputs)):
+        return apply(**inputs)
+
+    def render_with(spared: frozenset[str]) -> Rendering:
+        held = Held(control)
+        conversation = []
+        for message in inputs["conversation"]:
+            made = held.hold(message)
+            if message["role"] == "assistant" and spared:
+                made["content"] = held.hold(message.get("content"), spared)
+            conversation.append(made)
+        others = held.hold({key: each for key, each in inputs.items() if key != "conversation"})
+        return Rendering.make(apply(conversation=conversation, **others), held, control)
+
+    whole = render_with(frozenset())
+    contents = [each.get("content") for each in inputs["conversation"] if each["role"] == "assistant"]
+    spelled = (text[start:end] for text in _strings(contents) for start, end in control.spelled(text))
+    marks = control.in_template.intersection(spelled)
+    if not marks or str(open_marks := render_with(marks)) == str(whole):
+        return whole
+    return render_with(frozenset(mark for mark in marks if str(render_with(marks - {mark})) != str(open_marks)))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings of a value from JSON, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _strings(key)
+            yield from _strings(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings(each)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern that matches the longest of `texts`. Common beginnings are tried once: some models have 6,000 tokens."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+
+    def write(node: dict[str, Any]) -> str:
+        branches = [re.escape(key) + write(below) for key, below in node.items() if key]
+        if not branches:
+            return ""
+        return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+
+    return write(tree)
+
+
+def install() -> None:
+    """Wraps vLLM's rendering and tokenisation of conversations."""
+    from transformers import TokenizersBackend
+    from vllm.renderers import base, hf
+
+    apply_with_vllm = hf.safe_apply_chat_template
+    known: dict[tuple[int, str | None, bool], ControlTokens | None] = {}
+
+    def control_of(model_config: Any, tokenizer: Any, inputs: Mapping[str, Any]) -> ControlTokens | None:
+        """None: vLLM refuses the request, or its tokenizer cannot be copied."""
+        tools, given = inputs.get("tools"), inputs.get("chat_template")
+        key = (id(tokenizer), given, tools is None)
+        if key not in known:
+            template = hf.resolve_chat_template(tokenizer, given, tools, model_config=model_config)
+            control = None
+            if template is not None and isinstance(tokenizer, TokenizersBackend):
+                control = ControlTokens(tokenizer.backend_tokenizer, template)
+            elif template is not None:
+                logger.warning(
+                    "tokenizer %r cannot be copied: texts of messages are read as vLLM reads them",
+                    tokenizer,
+                )
+            known[key] = control
+        return known[key]
+
+    @functools.wraps(apply_with_vllm)
+    def apply(model_config: Any, tokenizer: Any, conversation: Any, **options: Any) -> Any:
+        applied = functools.partial(apply_with_vllm, model_config, tokenizer)
+        control = control_of(model_config, tokenizer, options)
+        if control is None or options.get("tokenize", True):
+            return applied(conversation, **options)
+        template = options.pop("chat_template", None)
+        applied = functools.partial(applied, chat_template=template)
+        return render(control, applied, {"conversation": conversation, **options})
+
+    hf.safe_apply_chat_template = apply
+
+    def with_ids(prompt: Any, params: Any) -> Any:
+        text = prompt.get("prompt")
+        if not isinstance(text, Rendering):
+            return prompt
+        ids = text.token_ids(params.add_special_tokens)
+        return {**prompt, "prompt": str(text), "prompt_token_ids": ids}
+
+    renderer = base.BaseRenderer
+    tokenize, tokenize_async = (
+        renderer._tokenize_singleton_prompt,
+        renderer._tokenize_singleton_prompt_async,
+    )
+
+    @functools.wraps(tokenize)
+    def tokenized(self: Any, prompt: Any, params: Any) -> Any:
+        return tokenize(self, with_ids(prompt, params), params)
+
+    @functools.wraps(tokenize_async)
+    async def tokenized_async(self: Any, prompt: Any, params: Any) -> Any:
+        if isinstance(prompt.get("prompt"), Rendering):
+            prompt = await asyncio.to_thread(with_ids, prompt, params)
+        return await tokenize_async(self, prompt, params)
+
+    renderer._tokenize_singleton_prompt = tokenized
+    renderer._tokenize_singleton_prompt_async = tokenized_async

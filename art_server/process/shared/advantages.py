@@ -1,0 +1,282 @@
+"""Advantages: how much better a trajectory did than its group. They scale the gradients of its tokens.
+
+Only this file decides which groups have signal, so that forward passes, denominators and counts agree.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from art_protocol.signal import has_signal
+from art_protocol.wire import LossConfig
+from art_server.process.shared.tasks import TokenSequence, TrainableGroup, TrainableTrajectory
+
+STD_FLOOR = 1e-6
+"""Added to a standard deviation, as published implementations do. Whether a difference is more than rounding is decided
+before (`art_protocol.signal`)."""
+
+GroupTokens: TypeAlias = list[list[list[tuple[int, float]]]]
+"""By trajectory and sequence: the positions of trained tokens, with their advantages."""
+
+
+def trained_tokens(
+    groups: Sequence[TrainableGroup],
+    config: LossConfig | None = None,
+    penalties: Sequence[float] | None = None,
+) -> list[GroupTokens | None]:
+    """The trained tokens of each group; None for a group that is left out.
+
+    A group without signal, in which no token has an advantage, is left out unless other terms of the loss train it
+    (`trains_without_signal`): then its tokens have the advantage 0.
+
+    `penalties`, one for each trajectory, are subtracted from the rewards. Whether a group has signal is decided without
+    them.
+
+    Raises:
+        FloatingPointError: a reward is not finite, or too large for a standard deviation.
+    """
+    config = config or LossConfig()
+    lowered = itertools.repeat(0.0) if penalties is None else iter(penalties)
+    rewards = [[reward - next(lowered) for reward in penalised_rewards(group, config)] for group in groups]
+    is_live = [_has_signal(group, config) for group in groups]
+    outcomes = [
+        group_advantages(rewards_G, config) if live else None for rewards_G, live in zip(rewards, is_live, strict=True)
+    ]
+    turns = [turn_advantages(group, config) if live else None for group, live in zip(groups, is_live, strict=True)]
+    outcomes, turns = scale_over_batch(outcomes, config), scale_over_batch(turns, config)
+    made = [_group_tokens(*each, config) for each in zip(groups, outcomes, turns, strict=True)]
+    if penalties is None:
+        keeps = has_tokens if trains_without_signal(config) else has_advantage
+        return [tokens if keeps(tokens) else None for tokens in made]
+    unpenalised = trained_tokens(groups, config)
+    # A group without signal stays as it is: the penalties alone would make differences in it.
+    return [
+        penalised if tokens is not None and has_advantage(tokens) else tokens
+        for tokens, penalised in zip(unpenalised, made, strict=True)
+    ]
+
+
+def trains_without_signal(config: LossConfig) -> bool:
+    """Whether the loss has a term besides the policy gradient, which trains tokens without an advantage, too: the KL
+    divergence from the reference, or the entropy."""
+    return (config.beta > 0 and config.kl_in == "loss") or config.entropy_bonus > 0
+
+
+def _has_signal(group: TrainableGroup, config: LossConfig) -> bool:
+    """Whether any trained token has an advantage before batch scaling. Where only the batch has a baseline, any group
+    with trained tokens may have one after it."""
+    outcomes_G = group_advantages(penalised_rewards(group, config), config)
+    tokens = _group_tokens(group, outcomes_G, turn_advantages(group, config), config)
+    return has_tokens(tokens) if _is_batch_baseline(config) else has_advantage(tokens)
+
+
+def _is_batch_baseline(config: LossConfig) -> bool:
+    """Whether the mean of the whole batch is the only baseline, as in REINFORCE++ without a baseline of the group."""
+    return config.baseline == "none" and config.scaling == "batch_std"
+
+
+def has_tokens(tokens: GroupTokens) -> bool:
+    return any(map(any, tokens))
+
+
+def has_advantage(tokens: GroupTokens) -> bool:
+    return any(advantage for of_trajectory in tokens for of_sequence in of_trajectory for _, advantage in of_sequence)
+
+
+def _group_tokens(
+    group: TrainableGroup,
+    outcomes_G: Sequence[float] | None,
+    of_turns: Sequence[float] | None,
+    config: LossConfig,
+) -> GroupTokens:
+    """The trained tokens of a group. Where outcomes or turns have no signal (None), their advantages are 0."""
+    outcomes_G = outcomes_G or [0.0] * len(group.trajectories)
+    turns = iter(of_turns or itertools.repeat(0.0))
+    return [
+        _trajectory_tokens(each, outcome, [next(turns) for _ in turn_rewards(each)], config)
+        for each, outcome in zip(group.trajectories, outcomes_G, strict=True)
+    ]
+
+
+def is_identical(group: TrainableGroup) -> bool:
+    """Whether several trajectories of the group can be trained, and all of these have the same sampled tokens."""
+    sampled = (
+        [[sequence.token_ids[position] for position in trained_positions(sequence)] for sequence in each.sequences]
+        for each in group.trajectories
+        if each.sequences
+    )
+    first, second = next(sampled, []), next(sampled, None)
+    return any(first) and second == first and all(each == first for each in sampled)
+
+
+def is_masked(sequence: TokenSequence, config: LossConfig) -> bool:
+    """Whether the sequence is left out because its conversation was cut at a length limit."""
+    return config.overlong == "mask" and sequence.truncated
+
+
+def _trajectory_tokens(
+    trajectory: TrainableTrajectory, outcome: float, of_turns: Sequence[float], config: LossConfig
+) -> list[list[tuple[int, float]]]:
+    """The trained tokens of each sequence.
+
+    A token has the advantage that the client gave it. Without one, it has the trajectory's (`outcome`) plus those of
+    its own turn and all later turns (`of_turns`).
+    """
+    made: list[list[tuple[int, float]]] = []
+    is_timed = all(sequence.turns for sequence in trajectory.sequences)
+    places = [
+        _place(number, end, sequence, is_timed)
+        for number, sequence in enumerate(trajectory.sequences)
+        for end in sorted(sequence.rewards)
+    ]
+    in_order = sorted(zip(places, of_turns, strict=True))
+    places.sort()
+    behind = [*itertools.accumulate((value for _, value in reversed(in_order)), initial=0.0)][::-1]
+    for number, sequence in enumerate(trajectory.sequences):
+        tokens: list[tuple[int, float]] = []
+        for position in trained_positions(sequence):
+            advantage = sequence.advantages.get(position)
+            if advantage is None:
+                place = _place(number, position, sequence, is_timed) if places else (0, 0, 0)
+                advantage = outcome + behind[bisect.bisect_left(places, place)]
+            # In SFT an advantage is a weight, and a token of weight 0 is context.
+            if advantage or config.objective == "policy":
+                tokens.append((position, advantage))
+        made.append([] if is_masked(sequence, config) else tokens)
+    return made
+
+
+def _place(number: int, position: int, sequence: TokenSequence, is_timed: bool) -> tuple[int, int, int]:
+    """Where a position is in the order of the trajectory's turns: that of their requests where all are known
+    (`is_timed`), else that of the sequences. A position of context belongs to the turn behind it, if there is one."""
+    if not is_timed:
+        return 0, number, position
+    turn = bisect.bisect_right(sequence.turns, position, key=lambda turn: turn[0])
+    return sequence.turns[min(turn, len(sequence.turns) - 1)][1], number, position
+
+
+def trained_positions(sequence: TokenSequence) -> list[int]:
+    """Positions of the trained tokens: the sampled ones, except position 0, which no token predicts.
+
+    Raises:
+        ValueError: tokens and log-probabilities differ in number, or a position in `recompute` has a log-probability.
+    """
+    if len(sequence.token_ids) != len(sequence.logprobs):
+        raise ValueError(
+            f"a sequence has {len(sequence.token_ids)} tokens and {len(sequence.logprobs)} log-probabilities"
+        )
+    recomputed = set(sequence.recompute)
+    if known := [each for each in recomputed if sequence.logprobs[each] is not None]:
+        raise ValueError(f"positions {known[:3]} are to be recomputed but have log-probabilities")
+    return [
+        index
+        for index, value in enumerate(sequence.logprobs)
+        if index > 0 and (value is not None or index in recomputed)
+    ]
+
+
+def turn_rewards(trajectory: TrainableTrajectory) -> list[float]:
+    """The rewards of the turns that have one, in order."""
+    return [sequence.rewards[end] for sequence in trajectory.sequences for end in sorted(sequence.rewards)]
+
+
+def penalised_rewards(group: TrainableGroup, config: LossConfig) -> list[float]:
+    """The rewards of a group's trajectories; with overlong="soft_penalty", lowered where a trajectory is too long."""
+    return [each.reward + overlong_penalty(num_sampled(each), config) for each in group.trajectories]
+
+
+def num_sampled(trajectory: TrainableTrajectory) -> int:
+    return sum(
+        sum(value is not None for value in sequence.logprobs) + len(sequence.recompute)
+        for sequence in trajectory.sequences
+    )
+
+
+def group_advantages(
+    rewards_G: Sequence[float], config: LossConfig | None = None, what: str = "rewards"
+) -> list[float] | None:
+    """The advantage of each trajectory of a group, or None where the group has no signal. `what` names the rewards in
+    errors.
+
+    It has none if its rewards are equal but for rounding (`art_protocol.signal`), as with a single trajectory. With
+    baseline="none" it has none if all are 0; with scaling="batch_std", too, it always has signal, because the mean of
+    the batch is subtracted later.
+    baseline: group_mean is reward - mean, leave_one_out is reward - mean of the others, none is the reward.
+    scaling: group_std divides by (population standard deviation + STD_FLOOR), unless the rewards are equal.
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Ahmadian et al. 2024,
+    arXiv:2402.14740, eq. 8 (leave one out).
+
+    Raises:
+        FloatingPointError: a reward is not finite, or too large for a standard deviation.
+    """
+    config = config or LossConfig()
+    if not all(math.isfinite(reward) for reward in rewards_G):
+        raise FloatingPointError(f"{what} must be finite numbers, got {list(rewards_G)[:8]}")
+    size = len(rewards_G)
+    is_equal = not has_signal(rewards_G)
+    is_zero = not has_signal([0.0, *rewards_G]) and not _is_batch_baseline(config)
+    if not size or (is_zero if config.baseline == "none" else is_equal):
+        return None
+    mean = sum(rewards_G) / size
+    deviations_G = [reward - mean for reward in rewards_G]
+    std = math.sqrt(sum(deviation * deviation for deviation in deviations_G) / size)
+    if not math.isfinite(std):
+        raise FloatingPointError(
+            f"the {what} of a group range from {min(rewards_G):g} to {max(rewards_G):g}: their standard deviation is"
+            " not a finite number; scale the rewards down"
+        )
+    if config.baseline == "none":
+        advantages_G = list(rewards_G)
+    elif config.baseline == "leave_one_out":
+        advantages_G = [deviation * size / (size - 1) for deviation in deviations_G]
+    else:
+        advantages_G = deviations_G
+    if config.scaling != "group_std" or is_equal:
+        return advantages_G
+    return [advantage / (std + STD_FLOOR) for advantage in advantages_G]
+
+
+def scale_over_batch(advantages: Sequence[list[float] | None], config: LossConfig) -> list[list[float] | None]:
+    """The advantages, with scaling="batch_std" normalised over all groups: (advantage - mean) / (std + STD_FLOOR).
+
+    None marks a group without signal, which does not count. If all advantages are equal but for rounding, no group has
+    signal.
+
+    Source: Hu 2025, arXiv:2501.03262, section 3.2 (global advantage normalisation).
+    """
+    values = [value for group in advantages if group is not None for value in group]
+    if config.scaling != "batch_std" or not values:
+        return list(advantages)
+    if not has_signal(values):
+        return [None] * len(advantages)
+    mean = sum(values) / len(values)
+    deviations = [value - mean for value in values]
+    std = math.sqrt(sum(each * each for each in deviations) / len(values)) + STD_FLOOR
+    return [None if group is None else [(value - mean) / std for value in group] for group in advantages]
+
+
+def overlong_penalty(num_tokens: int, config: LossConfig) -> float:
+    """The soft penalty that is added to the reward of a trajectory with this many sampled tokens: 0 to -1.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, eq. 13.
+    """
+    if config.overlong != "soft_penalty":
+        return 0.0
+    assert config.overlong_length is not None and config.overlong_buffer is not None
+    over = num_tokens - (config.overlong_length - config.overlong_buffer)
+    return -min(1.0, max(0.0, over / config.overlong_buffer))
+
+
+def turn_advantages(group: TrainableGroup, config: LossConfig) -> list[float] | None:
+    """The advantage of each turn reward of a group, in order, as `group_advantages` makes them of rewards.
+
+    A turn reward is compared with all turn rewards of the group. A token gets the sum over its own and later turns.
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.3 (process supervision).
+
+    Raises:
+        FloatingPointError: a turn reward is not finite, or too large for a standard deviation.
+    """
+    values = [value for each in group.trajectories for value in turn_rewards(each)]
+    return group_advantages(values, config, "turn rewards")

@@ -1,0 +1,281 @@
+"""The messages between server and trainer process, JSON lines over its pipes: tasks to the trainer, answers back.
+
+The server resolves all token sequences, so the trainer knows nothing of chat messages, templates or engines.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from art_protocol.wire import LoRAConfig, TrainConfig
+
+BetweenSteps = Literal["stay", "leave", "reload"]
+"""The base model between steps: it stays on the device, leaves it for main memory, or is loaded again from files."""
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        ser_json_inf_nan="constants",
+        validate_by_name=True,
+        serialize_by_alias=True,
+    )
+    """NaN and infinity are written by name. As null, pydantic's default, a NaN log-probability would mean "context
+    only", and its token would silently not be trained."""
+
+
+class WorkerConfig(Record):
+    """How a trainer process works; its command line has this as JSON."""
+
+    base_model: str
+    """A folder with safetensors, or a Hugging Face id."""
+    trainer: Literal["auto", "unsloth", "peft"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the base model."""
+    device: str = "auto"
+    """auto, cpu or cuda:NUMBER."""
+    between_steps: BetweenSteps = "stay"
+    max_seq_length: int | None = None
+    """The longest sequence that Unsloth is loaded for; None is the model's own limit."""
+    threads: int | None = None
+    """CPU threads of torch; None is torch's choice."""
+    max_tokens_per_micro_batch: int | None = None
+    """None is what fits the device."""
+    checkpointing_factor: float | None = None
+    """How many times more tokens fit with gradient checkpointing; None is the policy's estimate."""
+    budgets: str | None = None
+    """The file that stores which token budgets fitted after memory ran out."""
+
+
+class Distribution(Record):
+    """How a token's behaviour policy differs from the model's own distribution. The trainer scores tokens under it."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these tokens, before they are divided by the temperature."""
+    kept: str | None = None
+    """The kept set: base64 of `kept_set.pack_set`. None is the whole vocabulary."""
+
+
+class Span(Record):
+    """Tokens [start, stop) of a sequence that the trained model sampled at `step`, by their record in the ledger or, if it
+    is missing, by their choice. Then the log-probabilities are unknown."""
+
+    start: int
+    stop: int
+    step: int
+
+
+class TokenSequence(Record):
+    """A run of tokens that the policy read and wrote."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    """As long as token_ids: each token's log-probability under the distribution that it was sampled from
+    (`distributions`). None for context, and for positions in `recompute`."""
+    distributions: list[int] = []
+    """For each token an index into `Batch.distributions`; -1 is the model's own at temperature 1. Empty: -1 for all."""
+    spans: list[Span] = []
+    """In order. The step of tokens outside them is unknown."""
+    truncated: bool = False
+    """The sequence's conversation was cut at a length limit (finish_reason "length")."""
+    recompute: list[int] = []
+    """Positions that are trained although the engine's log-probability is unknown (None). The trainer takes its own at
+    the start of the job instead, so the ratio pi_old / pi_sampled is 1."""
+    advantages: dict[int, float] = {}
+    """Advantages by position, as the client gave them. Other tokens have the trajectory's and their turns'."""
+    rewards: dict[int, float] = {}
+    """Rewards of turns, by the position of the turn's last token (process supervision)."""
+    turns: list[tuple[int, int]] = []
+    """Of each turn the index behind its last token, and when it was requested (`clock.tick`). Empty: not all are known."""
+
+
+class TrainableTrajectory(Record):
+    """A trajectory; its sequences share the reward. Without sequences it is not trained, but its reward counts in its
+    group."""
+
+    reward: float
+    sequences: list[TokenSequence] = Field(validation_alias="rows", serialization_alias="rows")
+    """`rows` in JSON, because a queue may hold jobs of an earlier version."""
+
+
+class TrainableGroup(Record):
+    trajectories: list[TrainableTrajectory]
+    number: int | None = None
+    """Index among the groups of the request, from which groups without a trainable turn are left out."""
+
+
+class Batch(Record):
+    """The resolved payload of a job: exactly the tokens and rewards that are trained."""
+
+    groups: list[TrainableGroup]
+    distributions: list[Distribution] = []
+    """Each distinct distribution once; sequences refer to them by index."""
+    num_groups: int | None = None
+    """Groups of the request."""
+
+
+class InitTask(Record):
+    """Writes a fresh adapter into out_dir (step 0: the policy equals the base model)."""
+
+    kind: Literal["init"] = "init"
+    lora: LoRAConfig
+    out_dir: str
+    seed: int = 0
+
+
+class CheckTask(Record):
+    """Checks that a folder's adapter, and its optimizer state if there is one, fit the base and `lora`. Fails with
+    "bad_checkpoint" otherwise."""
+
+    kind: Literal["check"] = "check"
+    lora: LoRAConfig
+    folder: str
+
+
+class LoadTask(Record):
+    """Loads the base model, so that the first step does not wait for it."""
+
+    kind: Literal["load"] = "load"
+
+
+class GapBars(Record):
+    """Thresholds for the gap between the engine's and the trainer's log-probabilities (`gap.py`, `engine/probe.py`)."""
+
+    high: float
+    """A mean above this is noted in the job's report."""
+    wrong: float
+    """A mean above this fails the job."""
+    largest: float | None = None
+    """A single token's gap above this fails the job."""
+    epsilon: float = 0.0
+    """If engine or trainer computes in 16 bits, the standard deviation of a number's rounding, relative to the number:
+    the trainer measures with it what rounding does to the probe. 0: the probe's limit is `wrong`."""
+
+
+NUM_SIGMAS_OF_EFFECT = 16.0
+"""An adapter's effect on the probe is compared if it is this many times rounding. A 16-bit engine rounds away most of
+a smaller effect: SmolLM2's applies 0.3 of one as large as rounding, 0.7 at five times, 0.99 at sixteen."""
+
+
+class Probe(Record):
+    """A few tokens and their log-probabilities under a step, by the trainer. The engine scores the same tokens before the
+    step serves. log-probabilities: nats, one for each token but the first, at temperature 1."""
+
+    token_ids: list[int] = []
+    """Empty until a job of the model changes weights."""
+    logprobs: list[float] = []
+    """Under the step, or under an earlier one if `num_skipped` says so."""
+    num_skipped: int = 0
+    """Steps since the one of `logprobs`, which the engine does not compare."""
+    base_logprobs: list[float] = []
+    """With the adapter off."""
+    rounding: float = 0.0
+    """Root mean square of the gaps that rounding to 16 bits explains; 0 if both sides compute in float32."""
+    factor: int = 1
+    """The multiple of the adapter's alpha in `scaled_logprobs`."""
+    scaled_logprobs: list[float] = []
+    """Empty if the adapter's own effect is large enough to be compared."""
+    age: int = 0
+    """Steps for which these tokens have been used."""
+    moved: list[float] = []
+    """For each of the newest steps, the last one last: root mean square of the change of the log-probabilities of its
+    probe since the probe before. A step without a probe has that of the step before it."""
+    seconds: float = 0.0
+    """What the trainer needed to score these tokens the last time."""
+    made_at: float = 0.0
+    """When it did that: seconds since 1970."""
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether the engine has something to compare."""
+        return bool(self.token_ids) and not self.num_skipped
+
+
+class LayersTask(Record):
+    """Writes adapters of random weights into folders of out_dir, each for one kind of layer and named after it, with the
+    base's weights for all others; scores a probe for each."""
+
+    kind: Literal["layers"] = "layers"
+    lora: LoRAConfig
+    out_dir: str
+    gap_bars: GapBars
+    max_seq_length: int | None = None
+
+
+class TrainTask(Record):
+    """Takes the optimizer steps of one job, from the adapter (and optimizer state, if any) in in_dir, into out_dir."""
+
+    kind: Literal["train"] = "train"
+    lora: LoRAConfig
+    in_dir: str
+    out_dir: str
+    config: TrainConfig
+    batch: Batch = Batch(groups=[])
+    """The server has it as JSON and inserts it without parsing (`TrainerProcess.run`)."""
+    start_step: int = 0
+    """The model's step in in_dir. Tokens sampled at this step measure the gap between engine and trainer."""
+    optimizer_steps: int | None = None
+    """Optimizer steps that made the adapter in in_dir. None, for a checkpoint of an earlier version: those of its
+    optimizer state."""
+    max_seq_length: int | None = None
+    """The engine's context, on which some rotary embeddings depend. None: the model's number of positions."""
+    seed: int = 0
+    """Fixes the order of groups when the job takes several optimizer steps."""
+    gap_bars: GapBars | None = None
+    """None: the gap is measured but not judged, and no probe is made."""
+    probe: Probe | None = None
+    """That of the step in in_dir, if its job made one."""
+    lost_layers: list[str] = []
+    """Kinds of layers whose adapters the engine does not apply (`trainer/layers.py`): they are not trained."""
+    budget_divisor: int = Field(default=1, ge=1)
+    """Divides the number of tokens per micro-batch, for a job during which the process died."""
+    checkpointing: bool = False
+    """Gradient checkpointing is on from the start, as in the job that `scripts/replay.py` repeats."""
+
+
+Task = Annotated[InitTask | CheckTask | LoadTask | LayersTask | TrainTask, Field(discriminator="kind")]
+
+
+class Ready(Record):
+    """The trainer's first line: it is ready for tasks."""
+
+    event: Literal["ready"] = "ready"
+
+
+class Progress(Record):
+    event: Literal["progress"] = "progress"
+    phase: str
+    completed: int
+    total: int
+
+
+class Done(Record):
+    event: Literal["done"] = "done"
+    metrics: dict[str, float]
+    unchanged: bool = False
+    """True if no token was trained: the weights are those of in_dir."""
+    optimizer_steps: int | None = None
+    """Of a train task: optimizer steps that made the adapter in out_dir."""
+    notes: list[str] = []
+    """Decisions and observations of the trainer, as sentences for the job's report."""
+    probe: Probe | None = None
+    """Of a train task with bars: what the engine must reproduce before the step serves."""
+    layer_probes: dict[str, Probe] = {}
+    """Of a layers task: what the engine must reproduce with each adapter, by kind of layer."""
+    environment: dict[str, str] = {}
+    """Of a train task: versions, device, thread count, number type, tokens at a time (at the start and, after memory ran
+    out, at the end), gradient checkpointing, the engine's context and optimizer steps before it, which decide its last
+    bits."""
+
+
+class Failed(Record):
+    event: Literal["failed"] = "failed"
+    code: str
+    message: str
+    retryable: bool = False
+    """The unchanged task may succeed later."""
+
+
+Answer = Annotated[Ready | Progress | Done | Failed, Field(discriminator="event")]

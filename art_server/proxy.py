@@ -1,0 +1,303 @@
+"""Sends inference requests to the engine: waits at the pause gate, resolves the adapter, informs the ledger."""
+
+import contextlib
+import functools
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from art_protocol.tracking import Span, Tracer, link_of
+from art_server.base_loader import BaseLoader
+from art_server.engine.engine import Engine
+from art_server.engine.pause_gate import PauseGate
+from art_server.errors import Conflict, Unavailable
+from art_server.ledger import conversation
+from art_server.ledger.conversation import PastAnswer
+from art_server.ledger.ledger import Ledger, OpenRequest
+from art_server.ledger.records import Request, choice_id
+from art_server.store.registry import Model, Registry
+
+METRICS_SECONDS = 2.0
+"""For vLLM's metrics."""
+OPERATIONS: Mapping[str, str] = {"completions": "text_completion"}
+"""OpenTelemetry's names of operations; those of the other APIs are "chat"."""
+
+
+@dataclass(slots=True)
+class InferenceRequest:
+    """One inference request, before and after it is resolved to an adapter."""
+
+    api: str
+    """chat, completions, responses or messages."""
+    path: str
+    requested_model: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    owner: str
+    projects: frozenset[str] | None
+    """The projects that the caller may use; None: all."""
+    only_model: str | None
+    """The only model ("PROJECT/NAME") that the caller may use; None: any."""
+    session: str | None
+    messages: list[dict[str, Any]]
+    """The conversation, as chat messages for every API."""
+    prefix_digest: bytes
+    """The digest of this conversation."""
+    is_first_turn: bool
+    """The request cannot continue an earlier answer: its conversation contains none, or its prompt consists of token
+    ids, which are used unchanged."""
+    answers: Sequence[PastAnswer] = ()
+    """The assistant's messages in the conversation."""
+    cited_choices: Sequence[str] = ()
+    """The ids of choices to which it refers by an earlier response."""
+    requested_at: int | None = None
+    """When the server received the request (`clock.tick`)."""
+    model: Model | None = None
+    step: int | None = None
+    adapter: str = ""
+    traceparent: str | None = None
+    """The header of that name, if spans are made."""
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether several choices are requested, so that each event of a stream belongs to one of them."""
+        return self.body.get("n") not in (None, 1)
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the answer contains token ids: for requests that ask for them or for log-probabilities, and for models of
+        programs that read both unasked."""
+        logprobs = self.body.get("logprobs")
+        is_asked = bool(self.body.get("return_token_ids")) or (logprobs is not None and logprobs is not False)
+        return is_asked or (self.model is not None and self.model.record.always_logprobs)
+
+    def art_field(self, opened: OpenRequest, index: int) -> dict[str, Any]:
+        """The `art` field of a choice, with the id of its record and the number of its tokens; without a record,
+        `unrecorded` is the reason."""
+        mark: dict[str, Any] = {
+            "id": choice_id(opened.request.request_id, index),
+            "step": self.step,
+            "model": self.model.id if self.model is not None else None,
+        }
+        if index in opened.records:
+            mark["num_tokens"] = len(opened.records[index].token_ids)
+        return mark | ({"unrecorded": opened.lost[index]} if index in opened.lost else {})
+
+
+class EngineLost(Unavailable):
+    """The engine ended during a request."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the engine ended during this request and is being restarted: repeat the request",
+            code="engine_restarted",
+        )
+
+
+@dataclass(eq=False)
+class Proxy:
+    """Sends requests to the engine and returns its answers; any number at a time."""
+
+    _registry: Registry
+    _ledger: Ledger
+    _engine: Engine
+    _gate: PauseGate
+    _base: BaseLoader
+    _wait_limit_seconds: float
+    _tracing: Tracer | None = None
+
+    def resolve(self, inference: InferenceRequest) -> None:
+        """Sets the model, step and adapter that answer a request at this moment.
+
+        Raises:
+            NotFound: no such model or step.
+            Conflict: several projects have a model of this name, or another base model is loaded.
+        """
+        base = self._engine.base
+        base_name = base.name if base is not None else None
+        found = self._registry.resolve(inference.requested_model, base_name, inference.projects, inference.only_model)
+        inference.model, inference.step = found.model, found.step
+        self._base.is_wanted = True
+        if found.model is None:
+            assert base_name is not None, "only a loaded base resolves to no model"
+            inference.adapter = base_name
+            return
+        if base_name is not None and base_name != found.model.record.base_model:
+            raise Conflict(
+                f"model '{found.model.id}' adapts base model '{found.model.record.base_model}'; this server has "
+                f"'{base_name}' loaded: send the request to a server of that base model",
+                code="base_model_differs",
+                param="model",
+            )
+        assert found.step is not None, "a model resolves to a step"
+        inference.adapter = found.model.adapter_name(found.step)
+
+    @contextlib.asynccontextmanager
+    async def answer(
+        self, inference: InferenceRequest, request_id: str
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, OpenRequest]]:
+        """Waits at the pause gate, sends the request to the engine, and yields its answer while the connection is open.
+        Thinking that the agent left out is sent with it; the chat template decides what of it is rendered.
+
+        Raises:
+            Unavailable: the wait is above the limit.
+            EngineLost: the engine died during the request.
+        """
+        limit = self._wait_limit_seconds
+        with contextlib.ExitStack() as stack:
+            span = None
+            if self._tracing is not None:
+                span = stack.enter_context(inference_span(self._tracing, inference))
+            await self._gate.wait_open(limit)
+            self.resolve(inference)
+            stack.enter_context(self._gate.inside(inference.adapter))
+            if inference.model is not None and inference.step is not None:
+                folder = inference.model.folder.checkpoint_dir(inference.step)
+                await self._engine.load_adapter(inference.adapter, folder, limit)
+            await self._engine.wait_ready(limit)
+            opened = stack.enter_context(self._ledger.open_request(self._to_record(inference, request_id)))
+            if span is not None:
+                stack.callback(describe, span, inference, opened)
+            sent = inference.headers | {
+                "x-request-id": request_id,
+                "content-type": "application/json",
+            }
+            post = functools.partial(self._engine.http.post, inference.path, headers=sent)
+            body = self._body(inference, request_id)
+            thoughts = self._ledger.recall_thinking(opened) if inference.answers else []
+            try:
+                if any(thoughts):
+                    restored = conversation.with_thinking(inference.api, body, thoughts)
+                    async with post(data=msgspec.json.encode(restored)) as response:
+                        # The context may have no room for it; then the request goes as the agent sent it.
+                        if response.status != 400:
+                            yield await self._checked(response), opened
+                            return
+                async with post(data=msgspec.json.encode(body)) as response:
+                    yield await self._checked(response), opened
+            except aiohttp.ClientError as error:
+                raise EngineLost from error
+
+    async def _checked(self, response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+        if response.status == 500:
+            await self.check_engine()
+        return response
+
+    def _to_record(self, inference: InferenceRequest, request_id: str) -> Request:
+        """A request as the ledger stores it."""
+        record = inference.model.record if inference.model is not None else None
+        return Request(
+            request_id=request_id,
+            api=inference.api,
+            project=record.project if record else None,
+            name=record.name if record else None,
+            step=inference.step,
+            owner=record.project if record else inference.owner,
+            session=inference.session,
+            prefix_digest=inference.prefix_digest,
+            answers=inference.answers,
+            cited_choices=inference.cited_choices,
+            requested_at=inference.requested_at,
+        )
+
+    @staticmethod
+    def _body(inference: InferenceRequest, request_id: str) -> dict[str, Any]:
+        body = inference.body | {"model": inference.adapter}
+        is_bare = inference.api == "chat" and body.get("logprobs") is None
+        if is_bare and inference.model is not None and inference.model.record.always_logprobs:
+            body["logprobs"] = True
+        if inference.api == "responses":
+            body["request_id"] = f"resp_{request_id}"
+        return body
+
+    async def engine_metrics(self) -> bytes:
+        """vLLM's own metrics, in Prometheus' text format; empty if it does not answer in time."""
+        if self._engine.state != "ready":
+            return b""
+        timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
+        try:
+            async with self._engine.http.get("/metrics", timeout=timeout) as response:
+                return await response.read() if response.status == 200 else b""
+        except (aiohttp.ClientError, TimeoutError):
+            return b""
+
+    async def check_engine(self) -> None:
+        """Checks that an error is the answer of a living engine.
+
+        Raises:
+            EngineLost: the engine is dead or dying.
+        """
+        if not await self._engine.is_alive():
+            raise EngineLost
+
+    async def was_engine_killed(self) -> bool:
+        """Whether somebody killed the engine, so that the request is not the cause. Call it after `EngineLost`; it
+        first waits until the supervisor has noticed the engine's end."""
+        await self._engine.notice_end()
+        return self._engine.was_killed
+
+
+@contextlib.contextmanager
+def inference_span(tracing: Tracer, inference: InferenceRequest) -> Iterator[Span]:
+    """The span of a request, from its arrival at the pause gate to the last byte of vLLM's answer. Its parent is named by
+    the header `traceparent`, or else by the session; if both name one, it is linked to the session's."""
+    session, header = link_of(inference.session), link_of(inference.traceparent)
+    operation = OPERATIONS.get(inference.api, "chat")
+    attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.request.model": inference.requested_model,
+        "art.api": inference.api,
+    }
+    span = tracing.start(
+        f"{operation} {inference.requested_model}",
+        header or session,
+        attributes,
+        kind="SERVER",
+        links=[session] if header is not None and session is not None else [],
+    )
+    try:
+        yield span
+    except BaseException as error:  # also a client that disconnects
+        span.end(type(error).__name__)
+        raise
+    span.end()
+
+
+def describe(span: Span, inference: InferenceRequest, opened: OpenRequest) -> None:
+    """Adds to a request's span what is known at its end."""
+    records = opened.records.values()
+    span.set(
+        {
+            "art.adapter": inference.adapter,
+            "art.request": opened.request.request_id,
+            "gen_ai.usage.input_tokens": max((len(r.prompt_token_ids) for r in records), default=0),
+            "gen_ai.usage.output_tokens": sum(len(r.token_ids) for r in records),
+        }
+    )
+    if inference.step is not None:
+        span.set({"art.step": inference.step})
+    if span.holds_contents:
+        answers = [{"role": "assistant", "content": record.text} for record in records]
+        span.set({"gen_ai.input.messages": parts_of(inference.messages)})
+        span.set({"gen_ai.output.messages": parts_of(answers)})
+
+
+def parts_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages in the JSON of OpenTelemetry's conventions."""
+    return json.dumps(
+        [
+            {
+                "role": each.get("role", ""),
+                "parts": [{"type": "text", "content": each.get("content") or ""}],
+            }
+            for each in messages
+        ]
+    )

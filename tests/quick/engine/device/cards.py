@@ -1,0 +1,37 @@
+"""Cards and models, as the device's plan sees them."""
+
+from art_server.engine.device.figures import read_figures
+from art_server.engine.device.model_size import ModelSize
+from art_server.engine.device.plan import GIB, Card, Demand
+
+FIGURES = read_figures()
+
+
+def size(billions: float, layers: int, hidden: int, inner: int, heads: int) -> ModelSize:
+    """A Qwen3 of this shape: eight heads of keys and values, 128 wide."""
+    query, kv = heads * 128, 8 * 128
+    lora = layers * (2 * (hidden + query) + 2 * (hidden + kv) + 3 * (hidden + inner))
+    measures = (int(billions * 1e9), layers, hidden, inner, layers * 2 * kv, lora, 40_960)
+    return ModelSize(*measures, kv_heads=8, vocabulary=151_936)
+
+
+SIZES = {
+    "0.6B": size(0.75, 28, 1024, 3072, 16),
+    "1.7B": size(2.03, 28, 2048, 6144, 16),
+    "4B": size(4.02, 36, 2560, 9728, 32),
+    "8B": size(8.19, 36, 4096, 12_288, 32),
+    "14B": size(14.77, 40, 5120, 17_408, 40),
+    "32B": size(32.76, 64, 5120, 25_600, 64),
+}
+
+
+CARDS = {"16 GB": 15.6, "24 GB": 23.6, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.7}
+"""Usable GiB of each card, with error correction on."""
+
+
+def card(name: str, host_gib: float = 256) -> Card:
+    return Card(name, int(CARDS[name] * GIB), int(host_gib * GIB))
+
+
+def demand(name: str) -> Demand:
+    return Demand(name, SIZES[name], 2, 2, lora_rank=16, max_loras=4)

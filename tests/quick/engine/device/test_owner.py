@@ -1,0 +1,577 @@
+"""The device owner: for any events in any order, memory stays below capacity, nothing gets stuck, every request is
+answered, and every job makes its step. Runs the real owner, plan, supervisor, pause gate and job runner on a fake
+device (`fake_device.py`)."""
+
+import asyncio
+import contextlib
+import errno
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
+from art_server.checkpoints.manage import Checkpoints
+from art_server.engine import engine as engine_module
+from art_server.engine.device.figures import read_figures
+from art_server.engine.device.owner import DeviceOwner
+from art_server.engine.device.plan import GIB, Card, Demand, make_plan
+from art_server.engine.engine import AdapterRefused, Engine, EngineDied
+from art_server.engine.pause_gate import PauseGate
+from art_server.errors import Unavailable
+from art_server.jobs import backoff
+from art_server.jobs import runner as runner_module
+from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs.runner import JobRunner
+from art_server.ledger.intake import RecordReceiver
+from art_server.ledger.ledger import Ledger
+from art_server.process import background as background_module
+from art_server.process.background import Background
+from art_server.process.shared.tasks import Batch, LoadTask
+from art_server.settings import ServerConfig
+from art_server.store.base_models import TINY_DIR, BaseModel
+from art_server.store.model_folder import CheckpointRecord, ModelRecord
+from art_server.store.registry import Registry
+from tests import fakes
+from tests.contracts import check_engine, check_vllm
+from tests.fakes import keep_all
+from tests.quick.engine.device.cards import SIZES
+from tests.quick.engine.device.fake_device import (
+    FakeEngine,
+    FakeProcess,
+    FakeTrainer,
+    Full,
+    World,
+    write_adapter,
+)
+
+pytestmark = pytest.mark.anyio
+
+MODELS = ("a", "b")
+SECONDS = 20.0
+"""Time limit of a whole story, because a stuck one never ends."""
+
+CASES = {
+    "none": ("4B", 79.1),
+    "kv_cache": ("14B", 79.1),
+    "sleep": ("8B", 23.6),
+    "own": ("8B", 23.6),
+}
+"""A model, and a card's GiB, for each way to share the card; in the last case the trainer has a second card."""
+
+
+CONTROLS = ("PAUSE_SECONDS", "SLEEP_SECONDS", "WAKE_SECONDS")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(engine_module, "HEALTH_SECONDS", 0.01)
+    for name in CONTROLS:
+        monkeypatch.setattr(engine_module, name, SECONDS)
+    monkeypatch.setattr(engine_module, "READY_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(backoff, "MAX_DOUBTFUL", 2)
+    monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
+    yield
+
+
+def make_world(case: str, happens: dict[str, list[str]]) -> World:
+    seconds = 0.3 if "hang" in itertools.chain(*happens.values()) else SECONDS
+    for name in CONTROLS:  # the fixture resets them
+        setattr(engine_module, name, seconds)
+    model, gib = CASES[case]
+    card = Card("a card", int(gib * GIB), 256 * GIB)
+    own = card if case == "own" else None
+    demand = Demand(model, SIZES[model], 2, 2, 16, 4, training_card=own)
+    plan = make_plan(card, demand, read_figures())
+    assert plan.handover == ("none" if own else case)
+    return World(card, demand, plan, happens)
+
+
+class House:
+    """The parts of a server that share a device."""
+
+    def __init__(self, world: World, folder: Path):
+        self.world = world
+        config = ServerConfig(path=folder)
+        self.owner, self.gate = DeviceOwner(), PauseGate()
+        self.background = Background()
+        self.engine: Engine = FakeEngine(
+            config,
+            "cuda",
+            {},
+            self.owner,
+            world.children,  # type: ignore[arg-type]
+            RecordReceiver(lambda *_: None, lambda _: None, lambda *_: None),
+            lambda: self.gate.num_inside > 0,
+            self.background,
+        )
+        self.engine.world = world  # type: ignore[attr-defined]
+        between = "stay" if world.plan.is_base_resident else "leave"
+        self.trainer: Any = FakeTrainer(world, between)
+        self.registry = Registry(folder)
+        for name in MODELS:
+            model_folder = self.registry.folder("p", name)
+            record = ModelRecord(name=name, project="p", base_model="base", lora=LoRAConfig())
+            first = model_folder.new_checkpoint_dir()
+            write_adapter(first)
+            model_folder.commit_checkpoint(first, CheckpointRecord(step=0))
+            model_folder.create(record, self.engine.log_path)
+            self.registry.add(model_folder, record)
+        self.queue = JobQueue(folder / "jobs.sqlite")
+        self.runner = JobRunner(
+            self.queue,
+            self.registry,
+            self.engine,
+            self.gate,
+            self.trainer,
+            self.owner if world.plan.training_card is None else None,
+            keep_all,
+        )
+
+    def start(self) -> None:
+        self.engine.start(BaseModel("base", TINY_DIR), {}, self.world.plan)
+        self.background.start("job runner", self.runner.run_forever)
+        if self.world.plan.is_base_resident:
+            self.world.background(self._warm())
+
+    async def _warm(self) -> None:
+        async with self.owner.held():
+            await self.trainer.run(LoadTask())
+
+    async def stop(self) -> None:
+        await self.background.stop("job runner")
+        await self.engine.stop()
+        assert self.background.num_faults == {}
+        await self.world.settle()
+        self.queue.close()
+
+    def add_job(self, name: str) -> str:
+        payload = Payload.make(Batch(groups=[]))
+        report = JobReport(num_rows=0)
+        return self.queue.add("p", name, None, "digest", TrainConfig(), payload, report).job_id
+
+    async def ask(self, name: str) -> str:
+        """Sends one request until it is answered, as the API does; returns the adapter that answered."""
+        model = self.registry.get("p", name)
+        while True:
+            try:
+                await self.gate.wait_open(SECONDS)
+                adapter = model.adapter_name(model.step)
+                folder = model.folder.checkpoint_dir(model.step)
+                await self.engine.load_adapter(adapter, folder, SECONDS)
+                await self.engine.wait_ready(SECONDS)
+                await self.gate.wait_open(SECONDS)
+                with self.gate.inside(adapter):
+                    async with self.engine.http.post("/v1/completions", json={"model": adapter}) as response:
+                        if response.status == 200:
+                            return (await response.json())["model"]
+            except (aiohttp.ClientError, Unavailable):
+                await asyncio.sleep(0.01)
+
+    async def keep_asking(self, name: str, until: asyncio.Event) -> int:
+        answered = 0
+        while not until.is_set():
+            await self.ask(name)
+            answered += 1
+            await asyncio.sleep(0.002)
+        return answered
+
+    async def wait_jobs(self, jobs: list[str]) -> None:
+        self.runner._wake()
+        while any(self.queue.get(job).state not in ("done", "failed") for job in jobs):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running(world: World, folder: Path) -> AsyncIterator[House]:
+    house = House(world, folder)
+    house.start()
+    try:
+        yield house
+    finally:
+        await house.stop()
+
+
+async def play(world: World, folder: Path, num_jobs: int = 3) -> House:
+    """Runs jobs of two models while both get requests. Returns when all jobs have ended and the newest step of each
+    model has answered a last request."""
+    async with running(world, folder) as house, asyncio.timeout(SECONDS):
+        over = asyncio.Event()
+        askers = [asyncio.create_task(house.keep_asking(name, over)) for name in MODELS * 2]
+        jobs = [house.add_job(MODELS[index % 2]) for index in range(num_jobs)]
+        await house.wait_jobs(jobs)
+        over.set()
+        answered = await asyncio.gather(*askers)
+        assert all(answered)
+        for name in MODELS:
+            model = house.registry.get("p", name)
+            assert await house.ask(name) == model.adapter_name(model.step)
+        done = [house.queue.get(job).state for job in jobs]
+        if world.num_trainer_deaths <= backoff.MAX_DOUBTFUL:
+            assert done == ["done"] * num_jobs, [house.queue.get(job).last_error for job in jobs]
+            steps = {name: house.registry.get("p", name).step for name in MODELS}
+            assert steps == {"a": (num_jobs + 1) // 2, "b": num_jobs // 2}
+        return house
+
+
+def assert_right(world: World) -> None:
+    for device in (world.device, world.trainer_device):
+        assert device.wrongs == []
+        assert device.highest <= world.card.total
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_steps_without_trouble(case: str, tmp_path: Path) -> None:
+    world = make_world(case, {})
+    await play(world, tmp_path)
+    assert_right(world)
+    told = {"none": "pause", "kv_cache": "release_kv_cache_memory", "sleep": "sleep"}
+    assert world.seen.count(told.get(case, "pause")) == (0 if case == "own" else 3)
+    assert world.seen.count("engine starts") == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_an_engine_that_dies_during_a_step_waits_for_the_device(case: str, tmp_path: Path) -> None:
+    happens = {"trains": ["kill engine"] * 3, "backward": ["slow"] * 3}
+    world = make_world(case, happens)
+    await play(world, tmp_path)
+    assert_right(world)
+    assert world.seen.count("engine starts") == 4
+
+
+async def test_an_engine_that_works_is_not_hung_and_one_that_does_not_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request ends meanwhile in either case."""
+    monkeypatch.setattr(engine_module, "HANG_SECONDS", 0.4)
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        with house.gate.inside("p/a@0"):
+            for num_tokens in range(30):
+                house.engine._work_file.write_text(f"{num_tokens} tokens")
+                await asyncio.sleep(0.04)
+            assert world.seen.count("engine starts") == 1
+            while world.seen.count("engine starts") < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert_right(world)
+
+
+async def test_the_engine_wakes_while_the_step_is_written(tmp_path: Path) -> None:
+    world = make_world("sleep", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        assert house.engine.max_seq_length == 4096, "what vLLM says that it took"
+        reach, awake = world.reach, asyncio.Event()
+
+        async def in_order(phase: str) -> str:
+            event = await reach(phase)
+            if phase == "wake_up":
+                awake.set()
+            if phase == "saves":
+                await awake.wait()
+            return event
+
+        world.reach = in_order  # type: ignore[method-assign]
+        await house.wait_jobs([house.add_job("a")])
+    assert_right(world)
+
+
+async def test_a_trainer_with_a_device_of_its_own_stops_nobody(tmp_path: Path) -> None:
+    """A request is answered while the trainer works."""
+    world = make_world("own", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        reach = world.reach
+
+        async def wait_in_training(phase: str) -> str:
+            if phase == "backward":
+                begun.set()
+                await go_on.wait()
+            return await reach(phase)
+
+        world.reach = wait_in_training  # type: ignore[method-assign]
+        job = house.add_job("a")
+        house.runner._wake()
+        await begun.wait()
+        assert await house.ask("a") == "p/a@0"
+        go_on.set()
+        await house.wait_jobs([job])
+        assert await house.ask("a") == "p/a@1"
+
+
+async def test_a_disk_without_room_delays_an_engines_restart_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_module, "FIRST_PAUSE_SECONDS", 0.01)
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        launch, num_full = house.engine._launch, 5
+
+        async def full(*arguments: Any) -> Any:
+            nonlocal num_full
+            if num_full:
+                num_full -= 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return await launch(*arguments)
+
+        monkeypatch.setattr(house.engine, "_launch", full)
+        assert world.process is not None
+        world.process.kill()
+        while not house.background.faults:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert house.engine.state == "starting"
+        assert await house.ask("a") == "p/a@0", "more failures than an engine of its own may have"
+        assert house.background.num_faults.pop("engine supervisor") == 5
+    assert_right(world)
+
+
+async def test_whoever_lost_the_engine_waits_until_its_end_is_noticed(tmp_path: Path) -> None:
+    """Else the request would be sent to the dying engine again, and be refused as the cause of two deaths."""
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        await house.engine.notice_end()  # it answers
+        assert house.engine.state == "ready" and world.process is not None
+        world.process.kill()
+        await world.process.wait()
+        await house.engine.notice_end()
+        assert house.engine.was_killed
+        assert await house.ask("a") == "p/a@0"
+
+
+async def test_an_adapter_that_does_not_load_at_a_restart_is_refused_alone(tmp_path: Path) -> None:
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        assert await house.ask("b") == "p/b@0"
+        (house.registry.get("p", "a").folder.checkpoint_dir(0) / "adapter").unlink()
+        assert world.process is not None
+        world.process.kill()
+        assert await house.ask("b") == "p/b@0"
+        assert house.engine.loaded_adapters() == ["p/b@0"]
+        with pytest.raises(AdapterRefused, match="no such adapter"):
+            folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
+            await house.engine.load_adapter("p/a@0", folder, SECONDS)
+        assert house.engine.state == "ready"
+
+
+async def test_a_step_that_is_made_again_is_loaded_again(tmp_path: Path) -> None:
+    """After a rollback the same name has other weights: the engine must not keep the old ones."""
+    world = make_world("kv_cache", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        checkpoints = Checkpoints(
+            house.registry,
+            house.queue,
+            house.gate,
+            house.engine,
+            Ledger(tmp_path / "ledger.sqlite"),
+            tmp_path / "incoming",
+            0,
+        )
+        model = house.registry.get("p", "a")
+        await house.wait_jobs([house.add_job("a"), house.add_job("a")])
+        assert await house.ask("a") == "p/a@2"
+        assert world.process is not None and "p/a@2" in world.process.adapters
+        await checkpoints.roll_back(model, 1)
+        assert await house.ask("a") == "p/a@1"
+        loads = world.seen.count("adapter loads")
+        await house.wait_jobs([house.add_job("a")])
+        assert world.seen.count("reset_prefix_cache") == 1
+        assert world.seen.count("adapter loads") == loads + 1
+        assert await house.ask("a") == "p/a@2" and model.folder.steps() == [0, 1, 2]
+        assert "p/a@2" in world.process.adapters
+        world.happens["reset_prefix_cache"] = ["refuse"]
+        await checkpoints.roll_back(model, 1)
+        await house.wait_jobs([house.add_job("a")])
+        assert await house.ask("a") == "p/a@2"
+        assert world.seen.count("engine starts") == 2, "one that keeps its prompts is ended"
+    assert_right(world)
+
+
+async def test_a_caller_that_leaves_during_a_load_leaves_no_trace(tmp_path: Path) -> None:
+    """vLLM goes on loading, and refuses a name that it has already."""
+    world = make_world("none", {"adapter loads": ["slow"]})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        folder = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        leaving = asyncio.create_task(house.engine.load_adapter("p/a@0", folder, SECONDS))
+        while "adapter loads" not in world.seen:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        leaving.cancel()
+        await asyncio.sleep(0)
+        assert leaving.cancelled() and house.owner._lock.locked(), "the device is vLLM's until it has loaded"
+        assert await house.ask("a") == "p/a@0"
+        assert world.seen.count("adapter loads") == 1
+        # The answer of a load can be lost, too.
+        house.engine._adapters.clear()
+        assert await house.ask("a") == "p/a@0"
+        assert world.process is not None and world.process.adapters == ["p/a@0"]
+    assert_right(world)
+
+
+async def test_a_request_whose_client_does_not_read_is_no_hung_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.05)
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        with house.gate.inside("p/a@0"):
+            await asyncio.sleep(4.0)
+        assert world.num_sampled > 3, "it is asked for tokens"
+        assert world.seen.count("engine starts") == 1
+    assert_right(world)
+
+
+async def test_an_engine_that_dies_while_it_renders_is_met_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world("none", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        await house.engine.wait_ready(SECONDS)
+
+        async def lose(*_: Any) -> None:
+            raise aiohttp.ServerDisconnectedError
+
+        monkeypatch.setattr(house.engine, "_post", lose)
+        with pytest.raises(EngineDied, match="repeat the request") as died:
+            await house.engine.tokenize({"prompt": "a"})
+        assert died.value.retryable
+
+
+PHASES = ("engine starts", "engine loads", "adapter loads", "pause", "sleep", "trains", "backward")
+PHASES += ("saves", "wake_up", "resume", "release_kv_cache_memory")
+EVENTS = ("", "slow", "kill engine")
+TOLD = ("pause", "sleep", "wake_up", "resume", "release_kv_cache_memory")
+
+
+@st.composite
+def troubles(draw: st.DrawFn) -> dict[str, list[str]]:
+    """Draws the events of each phase. The engine dies at most twice while it starts, because the server gives up after
+    three deaths."""
+    happens: dict[str, list[str]] = {}
+    for phase in draw(st.lists(st.sampled_from(PHASES), min_size=1, max_size=4, unique=True)):
+        events = EVENTS + (("refuse", "hang") if phase in TOLD else ())
+        events += ("die",) if phase == "trains" else ()
+        most = 1 if phase.startswith("engine") or phase == "adapter loads" else 2
+        happens[phase] = draw(st.lists(st.sampled_from(events), min_size=1, max_size=most))
+    return happens
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(
+    max_examples=15,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(happens=troubles())
+def test_all_orders(case: str, happens: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    world = make_world(case, {phase: list(events) for phase, events in happens.items()})
+    asyncio.run(play(world, tmp_path_factory.mktemp("story")))
+    assert_right(world)
+
+
+async def test_an_engine_wakes_whole_when_a_job_fails(tmp_path: Path) -> None:
+    world = make_world("sleep", {"trains": ["die"] * 5})
+    house = await play(world, tmp_path)
+    assert_right(world)
+    assert world.seen.count("engine starts") == 1
+    assert house.registry.get("p", "a").step == 1, "of two jobs one has failed"
+
+
+@pytest.mark.parametrize("path", ["refuse", "hang"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "own"])
+@pytest.mark.parametrize("told", ["before", "after"])
+async def test_an_engine_that_does_not_pause_or_wake_is_started_again(
+    case: str, told: str, path: str, tmp_path: Path
+) -> None:
+    before = {"none": "pause", "kv_cache": "release_kv_cache_memory", "sleep": "sleep"}
+    after = {"none": "resume", "kv_cache": "wake_up", "sleep": "wake_up"}
+    world = make_world(case, {(before if told == "before" else after)[case]: [path]})
+    house = await play(world, tmp_path)
+    assert_right(world)
+    assert world.seen.count("engine starts") == 2
+    assert not house.engine._paused
+
+
+# --- the fakes do what the real ones do ---
+
+
+async def test_the_fake_vllm_keeps_the_contract(tmp_path: Path) -> None:
+    """As the real one (tests/engine/integration/test_contracts.py)."""
+    async with running(make_world("none", {}), tmp_path) as house, asyncio.timeout(SECONDS):
+        await house.engine.wait_ready(SECONDS)
+        adapter = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        await check_vllm(house.engine.http, adapter, tmp_path / "nothing")
+
+
+async def test_the_fake_engine_keeps_the_contract_of_the_engine(tmp_path: Path) -> None:
+    async with running(make_world("none", {}), tmp_path) as house, asyncio.timeout(SECONDS):
+        adapter = house.registry.get("p", "a").folder.checkpoint_dir(0)
+        await check_engine(house.engine, adapter, "p/b@0", SECONDS)
+        house.engine.state = "ready"
+    fake: Any = fakes.FakeEngine()
+    fake.refused = {"p/b@0"}
+    await check_engine(fake, adapter, "p/b@0", SECONDS)
+
+
+# --- what the fake device detects ---
+
+
+async def test_the_device_names_what_does_not_fit(tmp_path: Path) -> None:
+    """A trainer whose base stays beside an engine that needs the whole card."""
+    world = make_world("sleep", {})
+    device = world.device
+    device.take("engine 1", "kv", device.card.total)
+    with pytest.raises(Full):
+        device.take("trainer", "base", GIB)
+    assert len(device.wrongs) == 1 and device.wrongs[0].startswith("trainer needs 1.0 GiB for base")
+    device.give("engine 1", "kv")
+    device.take("trainer", "base", GIB)
+    assert device.used == GIB
+
+
+async def test_an_adapter_loaded_into_unmapped_weights_ends_the_engine(tmp_path: Path) -> None:
+    world = make_world("sleep", {})
+    async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
+        assert await house.ask("a") == "p/a@0"
+        process = world.process
+        assert process is not None
+        process.gave_up.add("weights")
+        with pytest.raises(aiohttp.ClientError):
+            await house.engine.http.post(
+                "/v1/load_lora_adapter", json={"lora_name": "p/b@0", "lora_path": str(tmp_path)}
+            )
+        assert process.returncode == -11
+    assert world.device.wrongs == ["illegal memory access: an adapter is loaded into unmapped weights"]
+
+
+async def test_an_engine_started_without_the_free_memory_that_it_asks_for_is_wrong(
+    tmp_path: Path,
+) -> None:
+    world = make_world("sleep", {})
+    world.device.take("trainer", "base", world.device.card.total * 0.9)
+    process = FakeProcess(world, tmp_path / "socket", tmp_path / "work")
+    assert await process.wait() == 1
+    await world.settle()
+    assert len(world.device.wrongs) == 1
+
+
+# --- the lock ---
+
+
+async def test_the_same_story_with_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world("sleep", {"backward": ["slow"] * 3, "adapter loads": ["slow"] * 3})
+    monkeypatch.setattr(PauseGate, "wait_open", lambda *_: asyncio.sleep(0))
+    await play(world, tmp_path)
+    assert_right(world)

@@ -1,0 +1,211 @@
+"""The memory plan: models that must fit are planned; models that cannot are refused with the numbers."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from art_protocol.wire import LoRAConfig
+from art_server.engine.device.model_size import read_model_size
+from art_server.engine.device.plan import CASES, GIB, Card, Demand, Plan, make_plan
+from art_server.errors import InvalidInput
+from art_server.store.base_models import TINY_DIR, weight_bytes
+from art_server.trainer.policy import Policy
+from tests.quick.engine.device.cards import CARDS, FIGURES, SIZES, card, demand
+
+LARGEST = {"16 GB": "4B", "24 GB": "8B", "48 GB": "14B", "80 GB": "32B", "141 GB": "32B"}
+
+
+def check(card: Card, demand: Demand, plan: Plan) -> None:
+    sampling, training = plan.used()
+    assert sampling <= card.total and training <= card.total
+    assert plan.kv_tokens >= demand.kv_tokens and plan.checkpointed_tokens >= demand.row_tokens
+    assert plan.host <= card.host
+
+
+@pytest.mark.parametrize("host_gib", [64, 128, 256])
+@pytest.mark.parametrize("name", CARDS)
+def test_what_must_fit_fits(name: str, host_gib: int) -> None:
+    names = list(SIZES)
+    for model in names[: names.index(LARGEST[name]) + 1]:
+        if (name, model, host_gib) == ("80 GB", "32B", 64):
+            continue  # vLLM's backup in sleep alone is as large as main memory
+        here, wanted = card(name, host_gib), demand(model)
+        check(here, wanted, make_plan(here, wanted, FIGURES))
+    for model in names[names.index(LARGEST[name]) + 1 :]:
+        with pytest.raises(InvalidInput, match=rf"'{model}' \([\d.]+ GiB of weights\)") as refused:
+            make_plan(card(name, host_gib), demand(model), FIGURES)
+        assert refused.value.code == "does_not_fit"
+        assert "tokens" in refused.value.message and "larger card" in refused.value.message
+
+
+def test_main_memory_counts() -> None:
+    with pytest.raises(InvalidInput, match="97 GiB of main memory, of 64"):
+        make_plan(card("80 GB", 64), demand("32B"), FIGURES)
+    read_again = make_plan(card("80 GB", 128), demand("32B"), FIGURES)
+    assert not read_again.is_base_resident and not read_again.has_host_copy
+    assert make_plan(card("80 GB", 256), demand("32B"), FIGURES).has_host_copy
+
+
+def test_quantised_weights_are_read_again() -> None:
+    """bitsandbytes keeps references to them that a copy does not reach."""
+    packed = replace(SIZES["32B"], num_parameters=10**9, quantized_bytes=31 * 10**9)
+    wanted = replace(demand("32B"), size=packed, handover="sleep")
+    plan = make_plan(card("48 GB", 512), wanted, FIGURES)
+    assert not plan.is_base_resident and not plan.has_host_copy
+
+
+def test_as_little_leaves_the_card_as_fits() -> None:
+    assert make_plan(card("80 GB"), demand("8B"), FIGURES).handover == "none"
+    assert make_plan(card("80 GB"), demand("14B"), FIGURES).handover == "kv_cache"
+    assert make_plan(card("24 GB"), demand("8B"), FIGURES).handover == "sleep"
+
+
+def test_a_trainer_with_a_card_of_its_own_takes_no_turns() -> None:
+    own, wanted = card("24 GB"), replace(demand("8B"), training_card=card("24 GB"))
+    plan = make_plan(card("24 GB"), wanted, FIGURES)
+    check(own, wanted, plan)
+    assert (plan.handover, plan.is_base_resident) == ("none", True)
+    assert plan.utilization > 0.9 and plan.tokens > make_plan(own, demand("8B"), FIGURES).tokens / 2
+    assert "serving   trainer" in plan.table(own) and "to itself" in plan.table(own)
+    with pytest.raises(InvalidInput, match="training has room for 0 tokens"):
+        small = replace(demand("14B"), training_card=card("24 GB"), num_serving=2)
+        make_plan(card("48 GB"), small, FIGURES)
+
+
+def test_several_cards_share_the_engine() -> None:
+    wanted = replace(demand("32B"), training_card=card("80 GB"))
+    with pytest.raises(InvalidInput, match="KV cache"):
+        make_plan(card("48 GB"), wanted, FIGURES)
+    one = make_plan(card("80 GB"), wanted, FIGURES).kv_tokens
+    two = make_plan(card("80 GB"), replace(wanted, num_serving=2), FIGURES).kv_tokens
+    assert two > 4 * one
+    check(card("80 GB"), wanted, make_plan(card("48 GB"), replace(wanted, num_serving=2), FIGURES))
+
+
+def test_recurrent_states_have_room() -> None:
+    """By hand: 16 sequences of 10^7 numbers, four bytes each."""
+    hybrid = replace(SIZES["4B"], state_per_sequence=10**7)
+    wanted = replace(demand("4B"), utilization=0.6)
+    usual = make_plan(card("80 GB"), wanted, FIGURES)
+    plan = make_plan(card("80 GB"), replace(wanted, size=hybrid), FIGURES)
+    check(card("80 GB"), wanted, plan)
+    (line,) = (each for each in plan.lines if "recurrent states, 16 sequences" in each.what)
+    per_token = SIZES["4B"].kv_per_token * 2
+    assert line.sampling == 64e7
+    assert (usual.kv_tokens - plan.kv_tokens) * per_token == pytest.approx(64e7, abs=2 * per_token)
+
+
+def test_a_model_of_recurrent_layers_alone_is_planned() -> None:
+    recurrent = replace(SIZES["4B"], kv_per_token=0, state_per_sequence=10**7)
+    wanted = replace(demand("4B"), size=recurrent)
+    check(card("24 GB"), wanted, make_plan(card("24 GB"), wanted, FIGURES))
+    with pytest.raises(InvalidInput, match="KV cache"):
+        make_plan(card("16 GB"), replace(wanted, utilization=0.1), FIGURES)
+
+
+def test_each_card_of_a_sleeping_engine_copies_its_share() -> None:
+    wanted = replace(demand("32B"), handover="sleep")
+    one = make_plan(card("141 GB"), wanted, FIGURES)
+    two = make_plan(card("141 GB"), replace(wanted, num_serving=2), FIGURES)
+    assert one.host == pytest.approx(two.host)
+    with pytest.raises(InvalidInput, match="main memory"):
+        make_plan(card("141 GB", host_gib=64), replace(wanted, num_serving=2), FIGURES)
+
+
+def test_more_cards_than_heads_have_copies_of_the_cache() -> None:
+    wanted = replace(demand("8B"), utilization=0.9, training_card=card("80 GB"))
+
+    def kv_tokens(heads: int, cards: int) -> int:
+        model = replace(wanted.size, kv_heads=heads)
+        return make_plan(card("80 GB"), replace(wanted, size=model, num_serving=cards), FIGURES).kv_tokens
+
+    assert kv_tokens(8, 4) > 3.9 * kv_tokens(1, 4)
+    assert kv_tokens(2, 4) == pytest.approx(2 * kv_tokens(1, 4), rel=0.001)
+
+
+def test_sampling_takes_memory_by_vocabulary_and_sequences() -> None:
+    """By hand: 1,024 sequences of 151,936 tokens, 18 bytes each."""
+    small = replace(SIZES["8B"], vocabulary=32_000)
+    batches = [
+        next(
+            line.sampling
+            for line in make_plan(card("141 GB"), replace(demand("8B"), size=size), FIGURES).lines
+            if line.what == "engine: largest batch"
+        )
+        for size in (small, SIZES["8B"])
+    ]
+    assert batches == [1.5 * GIB, pytest.approx(1024 * 151_936 * 18)]
+
+
+@pytest.mark.parametrize("handover", [case[0] for case in CASES])
+def test_numbers_given_by_hand_count(handover: str) -> None:
+    wanted = Demand("4B", SIZES["4B"], 2, 2, 16, 4, utilization=0.4, handover=handover)  # type: ignore[arg-type]
+    plan = make_plan(card("80 GB"), wanted, FIGURES)
+    assert (plan.handover, plan.utilization) == (handover, 0.4)
+
+
+def test_the_table_is_for_people() -> None:
+    here = card("24 GB")
+    table = make_plan(here, demand("8B"), FIGURES).table(here)
+    assert "memory plan for 24 GB, 23.6 GiB (handover: sleep; the trainer's base leaves the card" in table
+    assert "engine: KV cache, 26,4" in table and "free" in table
+    assert len({line.rindex(".") for line in table.splitlines()[2:-1]}) == 1
+
+
+@given(
+    gib=st.floats(8, 200),
+    host=st.floats(16, 512),
+    model=st.sampled_from(sorted(SIZES)),
+    rank=st.sampled_from([8, 64, 256]),
+    length=st.sampled_from([None, 512, 16_384]),
+    itemsize=st.sampled_from([2.0, 4.0]),
+)
+def test_no_plan_is_above_the_card(
+    gib: float, host: float, model: str, rank: int, length: int | None, itemsize: float
+) -> None:
+    here = Card("a card", int(gib * GIB), int(host * GIB))
+    wanted = Demand(model, SIZES[model], itemsize, itemsize, rank, 4, max_seq_length=length)
+    try:
+        plan = make_plan(here, wanted, FIGURES)
+    except InvalidInput:
+        return
+    check(here, wanted, plan)
+
+
+def test_size_of_a_real_folder() -> None:
+    read = read_model_size(TINY_DIR)
+    policy = Policy(str(TINY_DIR), torch.float32)
+    assert read.num_parameters == policy.num_parameters
+    policy.init_adapter(LoRAConfig(rank=4), 0)
+    assert 4 * read.lora_width == sum(each.numel() for each in policy.parameters.values())
+    config = json.loads((TINY_DIR / "config.json").read_text())
+    of_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
+    assert read.kv_per_token == config["num_hidden_layers"] * of_layer
+
+
+def test_quantised_weights_keep_their_size(tmp_path: Path) -> None:
+    shutil.copy(TINY_DIR / "config.json", tmp_path / "config.json")
+    tensors = {
+        "model.layers.0.q_proj.weight": torch.zeros(32, 1, dtype=torch.uint8),
+        "model.norm": torch.zeros(8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    read = read_model_size(tmp_path)
+    assert (read.num_parameters, read.quantized_bytes) == (8, 32)
+    assert read.weights(2) == 8 * 2 + 32
+    assert read.lora_width == read_model_size(TINY_DIR).lora_width
+
+
+def test_weights_in_two_formats_count_once(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(TINY_DIR / name, tmp_path / name)
+    shutil.copy(TINY_DIR / "model.safetensors", tmp_path / "consolidated.safetensors")
+    assert read_model_size(tmp_path) == read_model_size(TINY_DIR)
+    assert weight_bytes(tmp_path) == weight_bytes(TINY_DIR)
