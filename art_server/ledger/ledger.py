@@ -403,17 +403,12 @@ class Ledger:
         return [prompt.number for each in opened for prompt in each.prompts.values()]
 
     def _prune_some(self) -> int:
-        now = clock.now()
         with self._lock:
             oldest = self._storage.db.execute(
                 "SELECT number, created_at FROM records ORDER BY number LIMIT ?",
                 (PRUNED_AT_A_TIME,),
             ).fetchall()
-            self._storage.db.execute(  # made while the clock was ahead: their age counts from now
-                "UPDATE records SET created_at = ? WHERE number <= ? AND created_at > ?",
-                (now, oldest[-1][0] if oldest else 0, now),
-            )
-            too_old = now - self._retention.max_age_seconds
+            too_old = clock.now() - self._retention.max_age_seconds
             doomed = [number for number, created_at in oldest if created_at < too_old]
             if not doomed and self._storage.size() > self._retention.max_bytes:
                 (newest,) = self._storage.db.execute("SELECT MAX(number) FROM records").fetchone()

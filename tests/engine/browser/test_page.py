@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from art_protocol.wire import ErrorDetail
+from art_server.api.keys import Keys
 from art_server.observe import rollouts
 from art_server.observe.runs import Runs
 from art_server.settings import ApiKey
@@ -416,8 +417,9 @@ def test_the_chosen_step_is_the_newest_again_after_a_rollback(page: Any, serve: 
 
 def test_a_server_with_keys_asks_for_one(page: Any, serve: Any, root: Path) -> None:
     app = make_view(root)
-    keys: Any = next(each.kwargs["keys"] for each in app.user_middleware)
-    keys.replace((ApiKey(key="right"), ApiKey(key="few", projects=frozenset({"other"}))))
+    authentication: Any = next(each for each in app.user_middleware if "keys" in each.kwargs)
+    few = ApiKey(key="few", projects=frozenset({"other"}))
+    authentication.kwargs["keys"] = Keys((ApiKey(key="right"), few))
     page.goto(f"{serve(app).url}{RUN}")
     page.wait_for_selector("#key-form:not([hidden])")
     assert page.inner_text("#status") == "The server needs an API key."

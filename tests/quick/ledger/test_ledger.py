@@ -2,7 +2,6 @@ import asyncio
 import contextlib
 import dataclasses
 import sqlite3
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
 from art_server.ledger.storage import MAX_EQUAL
 from art_server.process.background import Background
-from art_server.process.shared import clock
 from art_server.process.shared.kept_set import pack_set
 from art_server.process.shared.samples import Sample
 
@@ -356,20 +354,6 @@ def test_figures_of_what_was_sampled_travel_on_the_line() -> None:
         sample([7, 8]), sampled_logprobs=[float(np.float32(-0.1)), -2.0], kept=[0, -1], sets=[MASK]
     )
     assert msgspec.json.decode(msgspec.json.encode(told), type=Sample) == told
-
-
-def test_a_clock_that_is_set_drops_nothing_and_keeps_nothing_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger = Ledger(tmp_path / "l.sqlite")
-    kept = add(ledger, 1, [1])
-    ahead = add(ledger, 2, [2])
-    ledger._storage.db.execute("UPDATE records SET created_at = created_at + 1e9 WHERE choice_id = ?", (ahead,))
-    monkeypatch.setattr(time, "time", lambda: 4e9)
-    assert ledger.prune() == 0 and ledger.find(kept) is not None
-    later = clock.now() + 8 * 86400
-    monkeypatch.setattr(clock, "now", lambda: later)
-    assert ledger.prune() == 2, "what an earlier server made with a clock ahead ages from here"
 
 
 @pytest.mark.anyio
