@@ -189,7 +189,7 @@ def test_what_cannot_be_trained_says_why_in_the_stream(server: Server) -> None:
     choice = recorded(ask(base_url, "nat-wrong", [QUESTION]))
     unsampled = choice | {"logprobs": None, "message": choice["message"] | {"content": "unsaid"}}
     (row,) = train(server, train_body(model, [QUESTION, unsampled]))
-    assert "no log-probabilities" in row["error"] and "Sample from this server" in row["error"]
+    assert "not in the ledger" in row["error"] and "from this server" in row["error"]
     (row,) = train(server, train_body(model) | {"trajectory_groups": []})
     assert "no trajectories were collected" in row["error"]
     (row,) = train(server, train_body(model))
