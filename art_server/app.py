@@ -10,7 +10,7 @@ from art_server.api import art_wire, checkpoints, control, errors, look, metrics
 from art_server.api.auth import Authentication
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
-from art_server.api.openai import inference
+from art_server.api.openai import routes as openai_routes
 from art_server.observe.runs import Runs
 from art_server.server import Server
 
@@ -36,7 +36,7 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     app.state.is_stopping = False
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     errors.install(app)
-    inference.install(app, server)  # first, because routes are tried in order
+    openai_routes.install(app, server)  # first, because routes are tried in order
     for each in (control, checkpoints, art_wire, look, metrics):
         app.include_router(each.router, responses=errors.RESPONSES)
     app.add_middleware(

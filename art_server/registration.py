@@ -14,7 +14,7 @@ from art_server.errors import Conflict
 from art_server.jobs.resolve import Limits
 from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared.tasks import InitTask
+from art_server.process.shared.trainer_messages import InitTask
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry, check_lora, check_rank

@@ -16,6 +16,7 @@ from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.probe import Machine, probe
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
+from art_server.inference_proxy import Proxy
 from art_server.jobs.gap_bars import bars_of
 from art_server.jobs.layer_check import LayerCheck
 from art_server.jobs.queue import JobQueue
@@ -27,7 +28,6 @@ from art_server.ledger.intake import Intake
 from art_server.ledger.ledger import Ledger, Retention
 from art_server.process.background import Background, LoopWatch
 from art_server.process.children import Children
-from art_server.proxy import Proxy
 from art_server.registration import Registration
 from art_server.settings import ServerConfig
 from art_server.status import Status

@@ -38,7 +38,7 @@ from art_server.jobs.trainer_process import (
     worker_command,
     worker_environment,
 )
-from art_server.process.shared.tasks import Done, Progress, TrainTask, WorkerConfig
+from art_server.process.shared.trainer_messages import Done, Progress, TrainTask, WorkerConfig
 from art_server.store.base_models import CACHE_DIR, find_base_model
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
 

@@ -7,7 +7,7 @@ from fastapi.routing import APIRoute
 
 from art_server.api.auth import ART_PATHS, OPEN_PATHS
 from art_server.api.bodies import SMALL_MB, V1_BYTES_PER_TOKEN, V1_MB
-from art_server.api.openai.inference import PATHS
+from art_server.api.openai.routes import PATHS
 from art_server.settings import ServerConfig
 
 TRAJECTORIES = f"`--max-body-mb` ({ServerConfig.model_fields['max_body_mb'].default})"

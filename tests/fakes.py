@@ -9,7 +9,7 @@ from typing import Any
 from art_server.engine.engine import AdapterRefused, PolicyDiffers, State
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Done,
     GapBars,
     InitTask,

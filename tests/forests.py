@@ -11,7 +11,7 @@ import torch
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.kept_set import pack_set, unpack_set
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     Distribution,
     TokenSequence,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
 from art_server.jobs.resolve import Limits, Resolver, Sources
 from art_server.jobs.turns import TurnTrace
-from art_server.process.shared.tasks import Batch
+from art_server.process.shared.trainer_messages import Batch
 
 
 class Resolved(NamedTuple):

@@ -22,7 +22,7 @@ from art_server.engine.engine import Engine
 from art_server.errors import InvalidInput, TooLarge
 from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared.tasks import CheckTask
+from art_server.process.shared.trainer_messages import CheckTask
 from art_server.store import files
 from art_server.store.base_models import BaseModel
 from art_server.store.registry import Model, Registry, check_rank

@@ -32,9 +32,9 @@ from art_server.errors import InvalidInput, Unavailable
 from art_server.process.background import Background
 from art_server.process.children import Children, start_child
 from art_server.process.progress import StartProgress
-from art_server.process.shared.samples import new_request_id
-from art_server.process.shared.tasks import GapBars
-from art_server.process.shared.work import FILE_VARIABLE, make_file, read_work
+from art_server.process.shared.engine_messages import new_request_id
+from art_server.process.shared.trainer_messages import GapBars
+from art_server.process.shared.work_counters import FILE_VARIABLE, make_file, read_work
 from art_server.settings import Device, Handover, ServerConfig
 from art_server.store import files
 from art_server.store.base_models import BaseModel

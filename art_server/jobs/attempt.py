@@ -28,7 +28,7 @@ from art_server.jobs.layer_check import LayerCheck, note_lost
 from art_server.jobs.queue import Job, JobQueue
 from art_server.jobs.step_record import StepRecord, base_digests, write_record
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
-from art_server.process.shared.tasks import Done, Progress, TrainTask
+from art_server.process.shared.trainer_messages import Done, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
 from art_server.store.registry import Model
 

@@ -5,7 +5,7 @@ docs/precision.md has the measured gaps that the bars are derived from.
 
 import math
 
-from art_server.process.shared.tasks import GapBars
+from art_server.process.shared.trainer_messages import GapBars
 from art_server.settings import Device, ServerConfig
 from art_server.store.base_models import BaseModel
 

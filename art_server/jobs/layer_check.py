@@ -16,7 +16,7 @@ from pathlib import Path
 from art_protocol.wire import LoRAConfig
 from art_server.engine.engine import Engine, PolicyDiffers
 from art_server.jobs.trainer_process import TrainerProcess
-from art_server.process.shared.tasks import GapBars, LayersTask, Probe
+from art_server.process.shared.trainer_messages import GapBars, LayersTask, Probe
 from art_server.store import files
 from art_server.store.base_facts import facts_digest
 from art_server.store.base_models import BaseModel

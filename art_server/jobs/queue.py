@@ -31,7 +31,7 @@ from art_protocol.wire import (
 )
 from art_server.errors import Conflict, NotFound, TooMany
 from art_server.process.shared import clock
-from art_server.process.shared.tasks import Batch
+from art_server.process.shared.trainer_messages import Batch
 from art_server.store.database import (
     database_errors,
     insert,

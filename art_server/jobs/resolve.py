@@ -48,7 +48,7 @@ from art_server.process.shared.advantages import (
     is_masked,
     trained_tokens,
 )
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     Distribution,
     TokenSequence,

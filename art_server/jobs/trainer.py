@@ -7,7 +7,7 @@ from pathlib import Path
 from art_server.engine.device.plan import Plan
 from art_server.jobs.trainer_process import TrainerProcess, worker_command, worker_environment
 from art_server.process.children import Children
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     BetweenSteps,
     CheckTask,
     Done,

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from art_protocol.log_file import LogFile
 from art_server.errors import InvalidInput, ServerError, Unavailable
 from art_server.process.children import Children, start_child
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Answer,
     Done,
     Failed,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from art_server.process.shared.tasks import Distribution, Span, TokenSequence
+from art_server.process.shared.trainer_messages import Distribution, Span, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)

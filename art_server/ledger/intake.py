@@ -12,7 +12,7 @@ import msgspec
 
 from art_server.ledger.ledger import Ledger
 from art_server.process.background import Background
-from art_server.process.shared.samples import REQUEST_ID, EngineMessage, MessageName, Sample
+from art_server.process.shared.engine_messages import REQUEST_ID, EngineMessage, MessageName, Sample
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from art_server.ledger.splice import (
 )
 from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack
 from art_server.process.shared import clock
-from art_server.process.shared.samples import Sample
+from art_server.process.shared.engine_messages import Sample
 from art_server.store.base_facts import Facts, TemplateRules
 from art_server.store.database import database_errors, transaction
 

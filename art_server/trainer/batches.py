@@ -23,7 +23,7 @@ from art_server.process.shared.advantages import (
     trained_positions,
     trained_tokens,
 )
-from art_server.process.shared.tasks import Batch, TokenSequence, TrainableGroup
+from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup
 from art_server.trainer.distributions import RAW, SampledFrom, decode_distributions
 from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,

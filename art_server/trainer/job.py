@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from art_server.process.shared.tasks import BetweenSteps, Done, Probe, Progress, TrainTask
+from art_server.process.shared.trainer_messages import BetweenSteps, Done, Probe, Progress, TrainTask
 from art_server.trainer.batches import TrainBatch, drop_stale, make_train_batch, with_penalties
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
 from art_server.trainer.gap import judge_gap

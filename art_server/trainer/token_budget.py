@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from art_server.process.shared.tasks import TrainTask
+from art_server.process.shared.trainer_messages import TrainTask
 from art_server.store import files
 from art_server.trainer.memory import device_memory, is_out_of_memory
 from art_server.trainer.policy import Policy

@@ -1,4 +1,4 @@
-"""The trainer process: reads tasks from stdin and writes answers, one JSON line each (process/shared/tasks.py).
+"""The trainer process: reads tasks from stdin and writes answers, one JSON line each (process/shared/trainer_messages.py).
 
     python -m art_server.trainer.worker '{"base_model": "PATH", "dtype": "float32", "threads": 2}'   (WorkerConfig)
 
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from art_server import __version__
 from art_server.process.children import be_child, claim_stdout
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Done,
     Failed,
     LayersTask,

@@ -122,7 +122,7 @@ def prepare_ours(
 def prepare_step(policy: Any, groups: list[list[dict]], budget: int = 0) -> Callable[[], dict[str, float]]:
     """Returns a function that trains the policy on these groups for one step and returns the metrics."""
     from art_protocol.wire import LoRAConfig, TrainConfig
-    from art_server.process.shared.tasks import (
+    from art_server.process.shared.trainer_messages import (
         Batch,
         TokenSequence,
         TrainableGroup,

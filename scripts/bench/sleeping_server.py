@@ -11,7 +11,7 @@ from typing import Any
 def serve() -> None:
     from art_server import cli
     from art_server.jobs import trainer
-    from art_server.process.shared.tasks import WorkerConfig
+    from art_server.process.shared.trainer_messages import WorkerConfig
 
     seconds, command = sys.argv.pop(1), trainer.worker_command
 

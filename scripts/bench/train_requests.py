@@ -86,7 +86,7 @@ def fill(path: Path, case: list[int]) -> None:
     """Fills the ledger of a server that is not running."""
     from art_server.ledger.ledger import Ledger
     from art_server.ledger.records import Request
-    from art_server.process.shared.samples import Sample
+    from art_server.process.shared.engine_messages import Sample
     from art_server.store.base_facts import read_facts
     from art_server.store.base_models import TINY_DIR
 
@@ -138,7 +138,7 @@ def serve(is_trained: bool = False) -> None:
 def work() -> None:
     """A trainer whose steps are the step before, with a record of their tokens."""
     from art_server.process.children import claim_stdout
-    from art_server.process.shared.tasks import Done, Progress, TrainTask
+    from art_server.process.shared.trainer_messages import Done, Progress, TrainTask
     from art_server.store.model_folder import CONTENT_FILES
     from art_server.trainer import worker
     from art_server.trainer.token_record import TokenRecord

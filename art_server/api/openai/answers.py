@@ -21,11 +21,11 @@ from starlette.types import Receive
 
 from art_protocol.wire import STEP_HEADER
 from art_server.api.openai.grammars import FIELDS, name_grammar
+from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger import conversation
 from art_server.ledger.ledger import OpenRequest
 from art_server.ledger.records import choice_id
-from art_server.process.shared.samples import new_request_id
-from art_server.proxy import EngineLost, InferenceRequest, Proxy
+from art_server.process.shared.engine_messages import new_request_id
 
 logger = logging.getLogger(__name__)
 

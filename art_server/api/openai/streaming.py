@@ -27,9 +27,9 @@ from art_server.api.openai.answers import (
 )
 from art_server.api.openai.grammars import name_grammar
 from art_server.errors import ServerError
+from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger.ledger import OpenRequest
-from art_server.process.shared.samples import new_request_id
-from art_server.proxy import EngineLost, InferenceRequest, Proxy
+from art_server.process.shared.engine_messages import new_request_id
 
 PATIENCE_SECONDS = 3.0
 """A stream without an event by then begins with a comment line, so that its client sees a live connection."""

@@ -27,7 +27,7 @@ import msgspec
 
 from art_server.engine.vllm_process import plain_text, sampling_payload
 from art_server.process.children import be_child, collect_seldom
-from art_server.process.shared.samples import GRAMMAR_MARK, CutText, is_first_turn, whole_characters
+from art_server.process.shared.engine_messages import GRAMMAR_MARK, CutText, is_first_turn, whole_characters
 from art_server.process.shared.switches import RAW_SWITCH
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -32,7 +32,7 @@ from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.renderers.chat_utils import make_tool_call_id
 
-from art_server.process.shared.samples import CutText, whole_characters
+from art_server.process.shared.engine_messages import CutText, whole_characters
 
 CALL_MARKS = {
     "DeepSeekV3ToolParser": ("<｜tool▁calls▁begin｜>",),

@@ -18,7 +18,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
 from art_server.process.background import Background
 from art_server.process.children import Children
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,

@@ -19,7 +19,7 @@ from art_server.jobs.runner import JobRunner
 from art_server.jobs.step_record import FOLDER, StepRecord
 from art_server.jobs.trainer_process import TrainerProcess, worker_command
 from art_server.process.background import Background
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     InitTask,
     TokenSequence,

@@ -26,7 +26,7 @@ from art_server.engine.device.model_size import read_model_size
 from art_server.engine.device.plan import GIB, Card, Demand, make_plan
 from art_server.errors import InvalidInput
 from art_server.process.shared import switches
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,

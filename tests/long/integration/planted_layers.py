@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from art_server.engine.probe import find_fault
 from art_server.jobs.gap_bars import gap_bars
-from art_server.process.shared.tasks import Probe
+from art_server.process.shared.trainer_messages import Probe
 from art_server.trainer import layers
 from art_server.trainer.policy import Policy
 from art_server.trainer.probe import write_layer_probes

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.process.shared.tasks import TrainTask
+from art_server.process.shared.trainer_messages import TrainTask
 from art_server.trainer.base import outline
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train

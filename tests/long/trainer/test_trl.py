@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.advantages import group_advantages
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,

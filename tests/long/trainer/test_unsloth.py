@@ -24,7 +24,7 @@ from transformers import (
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import worker_environment
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     TokenSequence,
     TrainableGroup,

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from art_protocol.wire import Health
-from art_server.api.openai.inference import check_choices, num_choices
+from art_server.api.openai.routes import check_choices, num_choices
 from art_server.errors import BadRequest
 from art_server.settings import ApiKey
 from tests.quick.api.test_art_wire import MODEL, client, make

@@ -13,7 +13,7 @@ import art
 from art_protocol.wire import JobReport, TrainConfig
 from art_server.jobs.queue import Payload
 from art_server.jobs.trainer_process import TrainerError
-from art_server.process.shared.tasks import Batch
+from art_server.process.shared.trainer_messages import Batch
 from art_server.settings import ApiKey
 from tests.quick.server.served import Served, sample_group, serving
 

@@ -16,7 +16,7 @@ from art_server.app import make_app
 from art_server.jobs.queue import Payload
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.progress import StartProgress
-from art_server.process.shared.tasks import Batch, CheckTask, Done
+from art_server.process.shared.trainer_messages import Batch, CheckTask, Done
 from art_server.server import build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel

@@ -11,7 +11,7 @@ from art_server.checkpoints import manage as checkpoints_module
 from art_server.errors import NotFound
 from art_server.ledger.records import Request
 from art_server.observe.runs import Runs
-from art_server.process.shared.samples import Sample
+from art_server.process.shared.engine_messages import Sample
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
 from art_server.store.registry import Registry

@@ -10,7 +10,7 @@ from art_protocol.history import history_row
 from art_protocol.wire import LoRAConfig, RegisterRequest
 from art_server.errors import StorageFull
 from art_server.observe.runs import Runs
-from art_server.process.shared.tasks import Done, InitTask
+from art_server.process.shared.trainer_messages import Done, InitTask
 from art_server.store import files
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder

@@ -11,7 +11,7 @@ from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.jobs.gap_bars import gap_bars
 from art_server.process.background import Background
-from art_server.process.shared.tasks import Probe
+from art_server.process.shared.trainer_messages import Probe
 from art_server.settings import ServerConfig
 from art_server.store.base_models import BaseModel
 

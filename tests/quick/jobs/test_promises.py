@@ -32,7 +32,7 @@ from art_server.jobs.queue import Job, JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.process.shared import clock
-from art_server.process.shared.tasks import Batch, Done, Progress, Task, TrainTask
+from art_server.process.shared.trainer_messages import Batch, Done, Progress, Task, TrainTask
 from art_server.store.history import History
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry

@@ -17,7 +17,7 @@ from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavaila
 from art_server.jobs import queue as queue_module
 from art_server.jobs.queue import Job, JobQueue, Payload
 from art_server.process.shared import clock
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     Distribution,
     TokenSequence,

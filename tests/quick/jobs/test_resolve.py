@@ -16,7 +16,7 @@ from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
 from art_server.process.shared.advantages import trained_tokens
 from art_server.process.shared.kept_set import pack_set, unpack_set
-from art_server.process.shared.tasks import Batch
+from art_server.process.shared.trainer_messages import Batch
 from tests.resolving import resolve
 
 LIMITS = Limits(vocab_size=100, max_seq_length=50)

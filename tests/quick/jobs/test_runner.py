@@ -24,7 +24,7 @@ from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.process.background import Background
-from art_server.process.shared.tasks import Batch, GapBars, Probe, TrainTask
+from art_server.process.shared.trainer_messages import Batch, GapBars, Probe, TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Model, Registry

@@ -11,7 +11,7 @@ from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.device.plan import Plan, make_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
 from art_server.process.children import Children
-from art_server.process.shared.tasks import CheckTask, InitTask, Progress, TrainTask, WorkerConfig
+from art_server.process.shared.trainer_messages import CheckTask, InitTask, Progress, TrainTask, WorkerConfig
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
 from tests.quick.engine.device.cards import FIGURES, card, demand

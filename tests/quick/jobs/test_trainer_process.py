@@ -19,7 +19,7 @@ from art_server.jobs.trainer_process import (
     worker_command,
     worker_environment,
 )
-from art_server.process.shared.tasks import Batch, InitTask, Progress, TrainTask, WorkerConfig
+from art_server.process.shared.trainer_messages import Batch, InitTask, Progress, TrainTask, WorkerConfig
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
@@ -205,7 +205,7 @@ async def test_stop_under_a_task_ends_it_with_trainer_died(tmp_path: Path) -> No
 
 
 def test_the_servers_side_imports_no_torch() -> None:
-    code = "import sys, art_server.jobs.trainer_process, art_server.process.shared.tasks; print('torch' in sys.modules)"
+    code = "import sys, art_server.jobs.trainer_process, art_server.process.shared.trainer_messages; print('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "False"
 

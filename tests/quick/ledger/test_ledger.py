@@ -19,8 +19,8 @@ from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
 from art_server.ledger.storage import MAX_EQUAL
 from art_server.process.background import Background
+from art_server.process.shared.engine_messages import Sample
 from art_server.process.shared.kept_set import pack_set
-from art_server.process.shared.samples import Sample
 
 REQUEST = Request("f" * 32, "chat", "p", "a", 3, "me")
 

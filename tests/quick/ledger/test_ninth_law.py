@@ -27,7 +27,7 @@ from art_server.engine.vllm_process.child import with_prompt
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.process.shared.samples import Sample
+from art_server.process.shared.engine_messages import Sample
 from art_server.store.base_models import TINY_DIR
 from tests.toy_facts import facts_of
 

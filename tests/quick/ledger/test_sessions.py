@@ -20,7 +20,7 @@ from art_server.ledger.sessions import (
     session_trajectory,
 )
 from art_server.process.shared import clock
-from art_server.process.shared.samples import Sample
+from art_server.process.shared.engine_messages import Sample
 
 USER = {"role": "user", "content": "q"}
 

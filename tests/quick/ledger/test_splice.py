@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.process.shared.samples import Sample
+from art_server.process.shared.engine_messages import Sample
 from tests.toy_facts import facts_of
 
 CORPUS = [

@@ -16,7 +16,7 @@ from art_server.app import make_app
 from art_server.jobs.gap_bars import gap_bars
 from art_server.ledger.ledger import Ledger
 from art_server.process.progress import StartProgress
-from art_server.process.shared.samples import Sample
+from art_server.process.shared.engine_messages import Sample
 from art_server.server import build
 from art_server.settings import ServerConfig
 from tests.fakes import FakeEngine, FakeTrainer

@@ -14,7 +14,7 @@ from art_protocol.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
 from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger
-from art_server.process.shared.tasks import Batch
+from art_server.process.shared.trainer_messages import Batch
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from tests.quick.jobs.test_runner import quick, running  # noqa: F401 - a fixture

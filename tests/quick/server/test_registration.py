@@ -9,7 +9,7 @@ import pytest
 
 from art_protocol.wire import ForkRequest, LoRAConfig, RegisterRequest
 from art_server.errors import Conflict
-from art_server.process.shared.tasks import Done, InitTask
+from art_server.process.shared.trainer_messages import Done, InitTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import Model
 from art_server.trainer.checkpoint import write_first_checkpoint

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig
 from art_server.process.shared.advantages import trained_tokens
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     Span,
     TokenSequence,

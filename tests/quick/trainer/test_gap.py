@@ -5,7 +5,7 @@ import torch
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.gap_bars import EXACT, gap_bars
-from art_server.process.shared.tasks import Probe, TrainTask
+from art_server.process.shared.trainer_messages import Probe, TrainTask
 from art_server.settings import ServerConfig
 from art_server.trainer.batches import TrainSequence, make_sampled_tokens
 from art_server.trainer.gap import GapTooLarge, judge_gap

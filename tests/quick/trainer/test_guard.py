@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.probe import find_fault
 from art_server.jobs.gap_bars import gap_bars
-from art_server.process.shared.tasks import Probe, TrainTask
+from art_server.process.shared.trainer_messages import Probe, TrainTask
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy

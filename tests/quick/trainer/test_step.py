@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.advantages import group_advantages, trained_positions
 from art_server.process.shared.kept_set import pack_set
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     BetweenSteps,
     Distribution,

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.advantages import group_advantages
-from art_server.process.shared.tasks import Batch, TrainableGroup, TrainableTrajectory, TrainTask
+from art_server.process.shared.trainer_messages import Batch, TrainableGroup, TrainableTrajectory, TrainTask
 from art_server.store.model_folder import TOKENS_FILE
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train

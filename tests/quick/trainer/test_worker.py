@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import TrainerDied, TrainerProcess, worker_command
-from art_server.process.shared.tasks import (
+from art_server.process.shared.trainer_messages import (
     Batch,
     BetweenSteps,
     CheckTask,
@@ -461,7 +461,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from art_server.jobs.trainer_process import TrainerProcess, worker_command
-from art_server.process.shared.tasks import InitTask, TrainTask, WorkerConfig
+from art_server.process.shared.trainer_messages import InitTask, TrainTask, WorkerConfig
 
 async def main(base, folder):
     config = WorkerConfig(base_model=base, threads=1, max_tokens_per_micro_batch=32)

@@ -30,7 +30,7 @@ FLOORS = [
     {"api/openai"},
     {"api"},
     {"server"},
-    {"proxy", "checkpoints", "registration", "status", "terminal"},
+    {"inference_proxy", "checkpoints", "registration", "status", "terminal"},
     {"base_loader"},
     {"jobs"},
     {"ledger"},

@@ -11,7 +11,7 @@ import pytest
 from art_protocol.wire import TrainConfig
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
-from art_server.process.shared.tasks import Batch
+from art_server.process.shared.trainer_messages import Batch
 from art_server.store.registry import Registry
 from scripts.public_surface import FILE, surface
 

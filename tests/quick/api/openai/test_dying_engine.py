@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import art
-from art_server import proxy
+from art_server import inference_proxy
 from art_server.api.openai.streaming import answer_stream
 from art_server.errors import Unavailable
 from tests.quick.server.served import Served, serving
@@ -64,7 +64,7 @@ class Parts:
 
     async def readany(self) -> bytes:
         if not self._parts:
-            raise proxy.EngineLost
+            raise inference_proxy.EngineLost
         return self._parts.pop(0)
 
 
@@ -84,7 +84,7 @@ async def test_a_part_of_an_event_does_not_begin_a_stream() -> None:
         async def was_engine_killed(self) -> bool:
             return True
 
-    inference = proxy.InferenceRequest(
+    inference = inference_proxy.InferenceRequest(
         *("chat", "/v1/chat/completions", "p/a", {}, {}, "me", None, None, None, [], b"", True)
     )
     dying: Any = DyingProxy()

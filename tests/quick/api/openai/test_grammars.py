@@ -12,7 +12,7 @@ from art_server.api.errors import status_of
 from art_server.api.openai import grammars
 from art_server.api.openai.grammars import name_grammar
 from art_server.errors import BadRequest, InvalidInput
-from art_server.process.shared import samples
+from art_server.process.shared import engine_messages as samples
 from tests.quick.api.test_art_wire import client, make
 
 SCHEMA = {

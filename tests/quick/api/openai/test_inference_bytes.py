@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from art_server.api.openai.answers import with_requested_name
 from art_server.api.openai.streaming import take_events
-from art_server.proxy import InferenceRequest
+from art_server.inference_proxy import InferenceRequest
 
 
 def ask(**fields: Any) -> InferenceRequest:

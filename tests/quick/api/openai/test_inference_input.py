@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from art_server.api.errors import status_of
-from art_server.api.openai.inference import check_conversation
+from art_server.api.openai.routes import check_conversation
 from art_server.errors import BadRequest
 from tests.quick.server.served import serving
 

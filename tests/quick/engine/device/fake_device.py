@@ -22,7 +22,7 @@ from art_server.engine.device.figures import read_figures
 from art_server.engine.device.plan import GIB, Card, Demand, Plan
 from art_server.engine.engine import Engine
 from art_server.jobs.trainer_process import TrainerDied
-from art_server.process.shared.tasks import Done, InitTask, LoadTask, Progress, TrainTask
+from art_server.process.shared.trainer_messages import Done, InitTask, LoadTask, Progress, TrainTask
 from art_server.store.base_models import BaseModel
 
 

@@ -32,7 +32,7 @@ from art_server.ledger.intake import RecordReceiver
 from art_server.ledger.ledger import Ledger
 from art_server.process import background as background_module
 from art_server.process.background import Background
-from art_server.process.shared.tasks import Batch, LoadTask
+from art_server.process.shared.trainer_messages import Batch, LoadTask
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelRecord

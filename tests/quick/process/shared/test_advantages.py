@@ -15,7 +15,7 @@ from art_server.process.shared.advantages import (
     trained_tokens,
     turn_advantages,
 )
-from art_server.process.shared.tasks import TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.process.shared.trainer_messages import TokenSequence, TrainableGroup, TrainableTrajectory
 
 
 def group(*rewards_of_turns: list[float], rewards: list[float] | None = None) -> TrainableGroup:

@@ -19,9 +19,9 @@ from art_server.api.openai.answers import answer_json
 from art_server.api.openai.grammars import check_grammars
 from art_server.api.openai.streaming import answer_stream
 from art_server.errors import BadRequest, InvalidInput
+from art_server.inference_proxy import InferenceRequest
 from art_server.ledger import conversation
 from art_server.process.shared import clock
-from art_server.proxy import InferenceRequest
 from art_server.server import Server
 
 PATHS: Mapping[str, str] = {
