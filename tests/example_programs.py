@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.live import Server
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +21,7 @@ def run(arguments: list[str], folder: Path, **environment: str) -> str:
         env=known | environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]

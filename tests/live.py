@@ -210,7 +210,7 @@ def run_program(server: Server, folder: Path, *command: str | Path, **more: str)
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]

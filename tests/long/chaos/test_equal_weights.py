@@ -13,6 +13,7 @@ import pytest
 
 from tests.demo import rows_by_step
 from tests.long.chaos.server import POINTS, VARIABLE
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -32,7 +33,7 @@ def start(folder: Path, num_jobs: int, point: str | None = None) -> "subprocess.
 
 
 def finish(folder: Path, num_jobs: int) -> None:
-    assert start(folder, num_jobs).wait(timeout=600) == 0, (folder / "log").read_text()[-3000:]
+    assert start(folder, num_jobs).wait(timeout=PATIENCE_SECONDS) == 0, (folder / "log").read_text()[-3000:]
 
 
 def made(folder: Path, num_jobs: int) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
@@ -57,7 +58,7 @@ def test_weights_of_a_run_that_was_killed_equal_those_of_one_that_was_not(tmp_pa
         at_point = NUM_KILLS == 1 or chance.random() < 0.7
         process = start(killed, num_jobs, f"{chance.choice(WITHOUT_ENGINE)}:1" if at_point else None)
         try:
-            process.wait(timeout=120 if at_point else chance.uniform(3.0, 20.0))
+            process.wait(timeout=PATIENCE_SECONDS if at_point else chance.uniform(3.0, 20.0))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import PATIENCE_SECONDS
+
 LOAD = Path(__file__).parents[3] / "scripts" / "bench" / "load"
 MAY_HAPPEN = {"200", "hostile: 413", "hostile: 422", "steps", "stream ended by the engine's death"}
 MAX_MB_MORE = 100
@@ -13,7 +15,7 @@ MAX_MB_MORE = 100
 
 def test_a_minute_of_load_loses_nothing() -> None:
     command = [sys.executable, str(LOAD), "--seconds", "60", "--connections", "500"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[0])
     assert found["answers"].keys() <= MAY_HAPPEN, found

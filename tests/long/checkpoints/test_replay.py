@@ -33,9 +33,9 @@ from art_server.store.registry import Registry
 from art_server.trainer.token_budget import Budgets, budget_key
 from scripts import replay
 from tests.fakes import FakeEngine, keep_all
+from tests.waiting import PATIENCE_SECONDS
 
 LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
-SECONDS = 120.0
 
 
 def make_batch(seed: int) -> Batch:
@@ -88,7 +88,7 @@ async def train_two_steps(path: Path) -> ModelFolder:
     # Two mini-batches in an order that depends on the seed, so the optimizer state matters, too.
     config = TrainConfig(learning_rate=1e-3, passes=2, mini_batches=2)
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             for number in range(2):
                 payload = Payload.make(make_batch(number))
                 job = queue.add("p", "a", None, "digest", config, payload, JobReport())

@@ -9,6 +9,7 @@ from nbclient import NotebookClient
 
 from tests.fake_server import Answer, FakeArt
 from tests.pages import SERVERS, blocks
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +20,7 @@ def make_notebook(url: str, *more: str) -> NotebookClient:
     for address in SERVERS:
         cells = [cell.replace(address, url) for cell in cells]
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    return NotebookClient(made, kernel_name="python3", timeout=60, allow_errors=True)
+    return NotebookClient(made, kernel_name="python3", timeout=PATIENCE_SECONDS, allow_errors=True)
 
 
 def shown(client: NotebookClient, number: int) -> str:
@@ -66,7 +67,7 @@ async def test_an_interrupted_cell_leaves_the_backend_usable(fake: FakeArt) -> N
         for number in (0, 1):
             await client.async_execute_cell(client.nb.cells[number], number)
         training = asyncio.create_task(client.async_execute_cell(client.nb.cells[2], 2))
-        await asyncio.wait_for(arrived.wait(), 30)
+        await asyncio.wait_for(arrived.wait(), PATIENCE_SECONDS)
         kernel: Any = client.km  # traitlets have no types
         await kernel.interrupt_kernel()
         await training

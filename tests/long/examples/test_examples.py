@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 
 from tests.example_programs import ROOT, check_game, run
 from tests.live import BEFORE_AND_AFTER, Server, check_jobs, done_jobs
+from tests.waiting import PATIENCE_SECONDS
 
 SHORT = ["--steps", "2", "--groups", "3", "--group-size", "6", "--held-out", "8"]
 
@@ -74,7 +75,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(server: Server, tmp_p
         for cell in notebook.cells:
             cell.source = cell.source.replace(old, new)
     folder = {"metadata": {"path": str(ROOT / "examples")}}
-    NotebookClient(notebook, kernel_name="python3", timeout=200, resources=folder).execute()
+    NotebookClient(notebook, kernel_name="python3", timeout=PATIENCE_SECONDS, resources=folder).execute()
     shown = [str(cell.get("outputs", "")) for cell in notebook.cells]
     assert "@2: reward" in shown[-2] and "@0: reward" in shown[-2]
     assert "image/png" in "".join(shown)

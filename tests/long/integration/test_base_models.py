@@ -10,6 +10,7 @@ import pytest
 
 from art_server.store.base_models import TINY_DIR
 from tests.live import PROJECT, Server, chat
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_a_base_model_that_merely_served_last_gives_way(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ class SlowHub(BaseHTTPRequestHandler):
     go_on = threading.Event()
 
     def do_GET(self) -> None:
-        self.go_on.wait(60)
+        self.go_on.wait(PATIENCE_SECONDS)
         self.send_response(404)
         self.send_header("x-error-code", "RepoNotFound")
         self.send_header("content-length", "0")
@@ -70,7 +71,7 @@ def test_the_port_is_open_while_a_base_model_is_fetched(tmp_path: Path, monkeypa
             assert health["detail"] == "downloading org/large: 0.2 GB so far"
             assert client.get("/ready").status_code == 503
         SlowHub.go_on.set()
-        assert server.process is not None and server.process.wait(timeout=60) == 2
+        assert server.process is not None and server.process.wait(timeout=PATIENCE_SECONDS) == 2
         assert "base_model 'org/large' cannot be loaded" in server.log_tail()
     finally:
         SlowHub.go_on.set()

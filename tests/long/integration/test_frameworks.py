@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from art_server.jobs.resolve import TWICE
 from tests.collector import Collector, attributes
 from tests.live import BEFORE_AND_AFTER, Server, done_jobs, run_program
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "frameworks"
@@ -65,9 +65,8 @@ def test_one_trace_joins_a_langgraph_rollout_with_the_step_that_it_trained(
 ) -> None:
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "PYTHONPATH": str(FOLDER)}
     run_program(server, tmp_path, python, "-c", TRACED, *SHORT, **endpoint)
-    deadline = time.monotonic() + 20  # the server sends its spans every five seconds
-    while len(jobs := spans(collector, "job")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: len(spans(collector, "job")) >= 2)  # the server sends its spans every five seconds
+    jobs = spans(collector, "job")
     for step, done in enumerate(done_jobs(server, "traced"), 1):
         (job,) = [each for each in jobs if attributes(each)["art.step"] == step]
         assert attributes(job)["art.adapter"] == f"traced/art-tiny@{step}"

@@ -10,6 +10,7 @@ from tests.live import (
     register,
     train_one_step,
 )
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_a_step_is_made_again_bit_for_bit(server: Server) -> None:
@@ -22,7 +23,7 @@ def test_a_step_is_made_again_bit_for_bit(server: Server) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "step 2: bit-equal (adapter and optimizer state)" in ran.stdout

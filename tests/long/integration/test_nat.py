@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.live import Server
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 EQUAL = "all rewards in the group are equal: no signal"
@@ -49,7 +50,7 @@ def health_port() -> Iterator[None]:
 
 def run(command: list[str | Path], folder: Path = ROOT) -> str:
     variables = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
-    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

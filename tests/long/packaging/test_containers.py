@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.dockerfiles import KEY_FILE, ROOT, argument, entrypoint, free_port, instructions
+from tests.waiting import PATIENCE_SECONDS
 
 NEEDS_ROOT = ("apt-get", "useradd")
 
@@ -27,9 +28,6 @@ IMAGE_FOLDER = re.compile(r"(?<![\w.])(?=/(opt/art|data|cache|run/secrets)\b)")
 
 
 COMPILER = re.compile(r"(.*-)?(cc|gcc|g\+\+|c\+\+|clang|clang\+\+|nvcc)(-[\d.]+)?")
-
-
-START_SECONDS = 240
 
 
 def test_the_commands_of_the_cpu_image_end_in_a_server_that_answers(tmp_path: Path) -> None:
@@ -55,7 +53,7 @@ def test_the_commands_of_the_cpu_image_end_in_a_server_that_answers(tmp_path: Pa
         check_command[0] = f"{search}/{check_command[0]}"
         server = subprocess.Popen([*command, *flags], stdout=log, stderr=log, **run)
         try:
-            deadline = time.monotonic() + START_SECONDS
+            deadline = time.monotonic() + PATIENCE_SECONDS
             health, status = "", None
             while "ready" not in health:
                 assert server.poll() is None and time.monotonic() < deadline, (
@@ -70,7 +68,7 @@ def test_the_commands_of_the_cpu_image_end_in_a_server_that_answers(tmp_path: Pa
             assert ask(port, key="a-key")["choices"][0]["message"]["content"]
         finally:
             server.terminate()
-            server.wait(timeout=30)  # compose's stop_grace_period
+            server.wait(timeout=PATIENCE_SECONDS)
 
 
 def build_arguments() -> dict[str, str | None]:
@@ -146,5 +144,5 @@ def ask(port: int, key: str | None) -> Any:
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
         return json.load(answer)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import PATIENCE_SECONDS
+
 BENCH = Path(__file__).parents[3] / "scripts" / "bench"
 
 
@@ -15,7 +17,9 @@ def test_gpu_check_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH.parent / "gpu-check"), "--toy", "--out", str(out)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     only = "equality,compiles,memory,block_mask,lora,trees,walk,transfer,retry,unsloth"
-    done = subprocess.run([*command, "--only", only], capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(
+        [*command, "--only", only], capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["check"] for line in lines} == set(only.split(","))
@@ -23,5 +27,7 @@ def test_gpu_check_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     for line in lines:
         assert line.get("gradient_distance", 0.0) < 0.05, line
         assert line.get("is_equal", True) and line.get("is_shared", True), line
-    again = subprocess.run([*command, "--only", only], capture_output=True, text=True, timeout=60, env=environment)
+    again = subprocess.run(
+        [*command, "--only", only], capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment
+    )
     assert again.returncode == 0 and len(out.read_text().splitlines()) == len(lines), "resumable"

@@ -12,6 +12,7 @@ from art_server.ledger.ledger import Ledger
 from art_server.store.model_folder import ModelFolder
 from tests.demo import rows_by_step
 from tests.quick.jobs.test_runner import House
+from tests.waiting import PATIENCE_SECONDS
 
 NUM_REFUSED = 3
 """Calls of each thread that fail, one after another."""
@@ -41,7 +42,7 @@ def test_calls_that_fail_lose_nothing_acknowledged(tmp_path: Path, call: str, fi
         faults,
     ]
     program = [sys.executable, "-m", "tests.long.server.broken_disk", str(tmp_path)]
-    ran = subprocess.run([*strace, *program], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([*strace, *program], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert ran.returncode == 0, ran.stderr
     acknowledged = json.loads(ran.stdout)
     assert "INJECTED" in (tmp_path / "calls").read_text()
