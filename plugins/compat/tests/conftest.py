@@ -1,1 +1,1 @@
-from tests.quick.checkpoints.conftest import tiny_adapter  # noqa: F401
+from tests.quick.checkpoints.conftest import path, tiny_adapter  # noqa: F401

@@ -341,7 +341,7 @@ COVERED: dict[str, str] = {
         art.mcp.generate_scenarios (tools) (resources) (num_scenarios) (show_preview) (custom_instructions) (generator_model)
         (generator_api_key) (generator_base_url)
     """,
-    "plugins/compat/tests/test_compat_buckets.py::test_every_keyword_of_buckets_and_forks": f"""
+    "plugins/compat/tests/test_buckets.py::test_every_keyword_of_buckets_and_forks": f"""
         art.Backend: {_BUCKETS.format("art.Backend")} art.local.LocalBackend: ._experimental_pull_model_checkpoint
         {_BUCKETS.format("art.local.LocalBackend")} art.local.LocalBackend._experimental_pull_from_s3: (exclude) (latest_only)
         (step) art.local.LocalBackend._experimental_pull_model_checkpoint: (model) (step) (local_path) (s3_bucket) (prefix)

@@ -12,7 +12,7 @@ import pytest
 import art
 from art import tolerance
 from art_server.api.engine_args import read_engine_args
-from plugins.compat.tests.test_compatibility import ENTRIES, SCRIPT
+from plugins.compat.tests.surface import ENTRIES, SCRIPT
 
 pytestmark = pytest.mark.anyio
 

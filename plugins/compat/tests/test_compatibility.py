@@ -9,27 +9,13 @@ import inspect
 import re
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from plugins.compat.tests.surface import ENTRIES, SCRIPT, VERDICTS
 from plugins.compat.tests.table import COVERED, NO_EFFECT, REFUSED
 from scripts.art_surface import Release, Surface, Uses, programs, read_program
 from scripts.import_graph import ROOT
-
-
-def load_script(name: str) -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-SCRIPT = load_script("compatibility")
-ENTRIES = SCRIPT.read_surface()
-VERDICTS = {entry: SCRIPT.verdict(entry) for entry in ENTRIES}
 
 
 def test_the_page_is_what_the_script_writes() -> None:

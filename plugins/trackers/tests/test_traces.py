@@ -19,7 +19,7 @@ from art_server.jobs.reports import JobSpans
 from art_server.jobs.trainer_process import TrainerError
 from art_trackers.tracing import CONTENTS_VARIABLE, Tracing
 from tests.collector import Collector, attributes
-from tests.quick.jobs.test_queue import add
+from tests.quick.jobs.queued_jobs import add
 from tests.quick.server.served import Served, serving
 
 pytestmark = pytest.mark.anyio

@@ -15,8 +15,8 @@ from art_server.errors import ServerError
 from art_server.jobs import backoff
 from art_server.jobs import runner as runner_module
 from art_server.ledger.ledger import Ledger
-from tests.quick.jobs.test_runner import House
-from tests.quick.ledger.test_ledger import add
+from tests.quick.jobs.job_runner import House
+from tests.quick.ledger.recorded_choices import add
 
 NUM_JOBS = 6
 T = TypeVar("T")

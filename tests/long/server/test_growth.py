@@ -15,10 +15,9 @@ import pytest
 from art_server.jobs import queue as queue_module
 from art_server.process.shared import clock
 from art_server.store.registry import Model
-from tests.quick.jobs import test_runner
-from tests.quick.jobs.test_runner import House, quick, running  # noqa: F401 - a fixture
+from tests.quick.jobs.job_runner import House, running
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(3600), pytest.mark.usefixtures("quick_retries")]
 
 NUM_JOBS = 10_000 if os.environ.get("ART_TEST_FULL") else 400
 MAX_GROWTH_BYTES = 1 << 20
@@ -61,7 +60,6 @@ def memory_traced() -> Iterator[None]:
 @pytest.mark.usefixtures("memory_traced")
 async def test_jobs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "MAX_ENDED", 50)
-    monkeypatch.setattr(test_runner, "SECONDS", 120.0)
     async with running(tmp_path, "a", retain=keep_ten) as house:
         await make_steps(house, NUM_JOBS // 2)
         house.queue.prune()

@@ -32,7 +32,7 @@ from art_server.api.bodies import (
 from art_server.errors import InvalidInput, TooLarge
 from art_server.jobs.train_requests import NewJob
 from art_server.store.base_models import TINY_DIR, BaseModel
-from tests.quick.api.test_art_wire import DONE, choice, client, follow_with, make
+from tests.quick.api.idle_server import DONE, choice, client, follow_with, make
 
 # --- limits ---
 

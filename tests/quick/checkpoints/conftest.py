@@ -8,7 +8,7 @@ from art_server.store.base_models import TINY_DIR
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.optimizer import STATE_KEYS
 from art_server.trainer.policy import outline_adapter
-from tests.quick.checkpoints.house import TINY_LORA
+from tests.quick.checkpoints.house import TINY_LORA, add_model
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +30,10 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
             state |= {f"{name}.{key}": value for key, value in zip(STATE_KEYS, values, strict=True)}
     save_file(state, folder / "optimizer.safetensors")
     return folder
+
+
+@pytest.fixture
+def path(tmp_path: Path, tiny_adapter: Path) -> Path:
+    """A server's folder with p/a at step 2."""
+    add_model(tmp_path / "path", tiny_adapter, steps=3)
+    return tmp_path / "path"

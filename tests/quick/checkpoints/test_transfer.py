@@ -1,11 +1,9 @@
 """`art export`, `art import`, `art copy`: from a server's folder, and from one that runs and breaks its connections."""
 
 import base64
-import contextlib
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -15,15 +13,12 @@ import fsspec
 import httpx
 import pytest
 import torch
-import uvicorn
 from fsspec.implementations.local import LocalFileSystem
 from peft import PeftModel
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from art_server.checkpoints import http_transfer
 from art_server.checkpoints.export import public_name
-from art_server.cli import art
 from art_server.errors import Unavailable
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store.base_models import SMOLLM2_ID, TINY_DIR
@@ -33,11 +28,10 @@ from art_server.store.model_folder import (
     CONFIG_FILE,
     DESCRIPTION_FILE,
     OPTIMIZER_FILE,
-    ModelFolder,
 )
-from art_server.store.registry import Registry
 from art_server.trainer.policy import write_fresh_adapter
-from tests.quick.checkpoints.house import TINY_LORA, House, add_model
+from tests.quick.checkpoints.house import TINY_LORA, add_model
+from tests.quick.checkpoints.transfers import model, run, same_weights, serving
 from tests.toy_models import make_model
 
 IDS = torch.tensor([[5, 17, 300, 42]])
@@ -53,17 +47,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.umask(mask)
 
 
-@pytest.fixture
-def path(tmp_path: Path, tiny_adapter: Path) -> Path:
-    """A server's folder with p/a at step 2."""
-    add_model(tmp_path / "path", tiny_adapter, steps=3)
-    return tmp_path / "path"
-
-
-def run(*arguments: object) -> None:
-    art([str(argument) for argument in arguments])
-
-
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 2) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
@@ -72,81 +55,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
     said = capsys.readouterr().err
     assert said.startswith("art: ") and said.count("\n") == 1, said
     return said
-
-
-def model(root: Path, name: str, project: str = "q") -> ModelFolder:
-    return Registry(root).get(project, name).folder
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    return (one / ADAPTER_FILE).read_bytes() == (other / ADAPTER_FILE).read_bytes()
-
-
-PIECE_BYTES = 50_000
-
-
-class BreaksOnce:
-    """The first download and the first upload end after so many bytes, as when a connection is lost."""
-
-    def __init__(self, app: ASGIApp, after: int):
-        self.app, self.after = app, after
-        self.broken: set[str] = set()
-        self.seen: list[str] = []
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].endswith(".tar"):
-            return await self.app(scope, receive, send)
-        self.seen.append(scope["method"])
-        is_first = scope["method"] not in self.broken
-        count, held = 0, list[Message]()
-
-        async def counted_send(message: Message) -> None:
-            nonlocal count
-            if scope["method"] == "GET" and is_first:
-                count += len(message.get("body", b""))
-                if count > self.after:
-                    self.broken.add("GET")
-                    raise ConnectionResetError
-            await send(message)
-
-        async def counted_receive() -> Message:
-            nonlocal count
-            if scope["method"] == "PUT" and is_first and count > self.after:
-                self.broken.add("PUT")
-                return {"type": "http.disconnect"}
-            message = held.pop() if held else await receive()
-            if len(body := message.get("body", b"")) > PIECE_BYTES:  # however much came together
-                held.append({**message, "body": body[PIECE_BYTES:]})
-                message.update({"body": body[:PIECE_BYTES], "more_body": True})
-            count += len(message.get("body", b""))
-            return message
-
-        await self.app(scope, counted_receive, counted_send)
-
-
-@contextlib.contextmanager
-def serving(root: Path, after: int = 2**40, **config: Any) -> Iterator[tuple[str, BreaksOnce]]:
-    """A server on a real port. What its engine and trainer would do, the house's do."""
-    breaking: BreaksOnce | None = None
-    server: uvicorn.Server | None = None
-
-    def serve() -> None:
-        nonlocal breaking, server
-        breaking = BreaksOnce(House(root, **config).app, after)
-        server = uvicorn.Server(uvicorn.Config(breaking, port=0, log_level="critical", ws="none"))
-        server.run()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    while server is None or not server.started:
-        time.sleep(0.02)
-    assert breaking is not None
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}", breaking
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 # --- export -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 
-from art_protocol.history import pack_rows
 from art_protocol.wire import (
     ErrorDetail,
     JobReport,
@@ -15,30 +14,12 @@ from art_protocol.wire import (
 )
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
 from art_server.jobs import queue as queue_module
-from art_server.jobs.queue import Job, JobQueue, Payload
+from art_server.jobs.queue import Job, JobQueue
 from art_server.process.shared import clock
 from art_server.process.shared.trainer_messages import (
     Batch,
-    Distribution,
-    TokenSequence,
-    TrainableGroup,
-    TrainableTrajectory,
 )
-
-SEQUENCE = TokenSequence(token_ids=[1, 2, 3], logprobs=[None, -0.5, -0.25])
-GROUP = TrainableGroup(trajectories=[TrainableTrajectory(reward=1.0, sequences=[SEQUENCE])])
-PAYLOAD = Payload.make(
-    Batch(groups=[GROUP, GROUP], distributions=[Distribution(temperature=0.5)]),
-    pack_rows([{"trajectories": [{"reward": 1.0, "messages": []}], "metadata": {"a": 1}}]),
-)
-
-
-def request_digest(body: bytes) -> str:
-    return f"of {body!r}"
-
-
-def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x") -> Job:
-    return queue.add("p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1))
+from tests.quick.jobs.queued_jobs import GROUP, PAYLOAD, add, request_digest
 
 
 def test_jobs_and_payloads_survive_a_restart(tmp_path: Path) -> None:

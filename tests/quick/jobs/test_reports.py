@@ -27,7 +27,7 @@ from art_server.jobs.rollouts import Rollouts
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.store.registry import Model
-from tests.quick.jobs.test_queue import add
+from tests.quick.jobs.queued_jobs import add
 from tests.quick.server.served import sample_group, serving
 
 pytestmark = pytest.mark.anyio

@@ -10,89 +10,13 @@ from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
-from art_server.jobs.resolve import Limits, Sources
 from art_server.jobs.turns import ResolvedTurn, join_turns
 from art_server.ledger import conversation
-from art_server.ledger.records import Match, Record, Request
+from art_server.ledger.records import Record
 from art_server.process.shared.advantages import trained_tokens
 from art_server.process.shared.kept_set import pack_set, unpack_set
 from art_server.process.shared.trainer_messages import Batch
-from tests.resolving import resolve
-
-LIMITS = Limits(vocab_size=100, max_seq_length=50)
-
-
-def choice(prompt: list[int], tokens: list[int], identity: str | None = None, model: str = "p/a") -> dict[str, Any]:
-    """A choice that carries its tokens."""
-    entries = [{"token": str(token), "logprob": -token / 100} for token in tokens]
-    made: dict[str, Any] = {
-        "index": 0,
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": "x"},
-        "logprobs": {"content": entries},
-        "token_ids": tokens,
-        "prompt_token_ids": prompt,
-    }
-    if identity:
-        made["art"] = {"id": identity, "step": 0, "model": model}
-    return made
-
-
-def bare(identity: str, **mark: Any) -> dict[str, Any]:
-    """A choice that only names its record."""
-    message = {"role": "assistant", "content": "x"}
-    return {"message": message, "finish_reason": "stop", "art": {"id": identity, **mark}}
-
-
-def record(
-    identity: str,
-    prompt: list[int],
-    tokens: list[int],
-    name: str = "a",
-    prefix: bytes = conversation.EMPTY,
-    text: str = "yes",
-) -> Record:
-    request = Request("r", "chat", "p", name, 0, "me", prefix_digest=prefix)
-    made = Record(identity, request, prompt, tokens, [-0.5] * len(tokens), "stop", {}, 0.0)
-    return dataclasses.replace(made, answer_digest=conversation.text_digest(text))
-
-
-def sources(**given: Any) -> Sources:
-    """Knows nothing but what is given; renders a conversation before an answer as one token, a text as one a word."""
-
-    def tokenize(text: str) -> list[int]:
-        return [20 + len(word) for word in text.split()]
-
-    def render(messages: list[dict[str, Any]], tools: Any, has_header: bool) -> list[int]:
-        if has_header:
-            return [10 + len(messages)]
-        return [9 + len(messages), *tokenize(messages[-1]["content"]), 99]
-
-    known: dict[str, Any] = {
-        "find_record": lambda _: None,
-        "find_by_logprobs": lambda logprobs: [],
-        "find_by_conversation": lambda prefix, answer: [],
-        "render": render,
-        "tokenize": tokenize,
-        "decode": lambda tokens: None,
-        "end_id": 99,
-        "end_ids": {99},
-        "stop_ids": {99},
-    }
-    known |= given
-    for name in ("find_by_logprobs", "find_by_conversation"):
-        known[name] = matches_of(known[name])
-    return Sources(**known)
-
-
-def matches_of(find: Callable[..., list[Record]]) -> Callable[..., list[Match]]:
-    return lambda *asked: [as_match(each) for each in find(*asked)]
-
-
-def as_match(found: Record) -> Match:
-    prompt, tokens = tuple(found.prompt_token_ids), tuple(found.token_ids)
-    digests = (found.request.prefix_digest, found.answer_digest)
-    return Match(found.choice_id, found.request.step, prompt, tokens, *digests, lambda: found)
+from tests.resolving import LIMITS, bare, choice, record, resolve, sources
 
 
 def of_groups(report: Any) -> list[str]:

@@ -1,119 +1,27 @@
 """What becomes of jobs when engine, trainer, disk and database fail: only a job's own fault ends it."""
 
 import asyncio
-import contextlib
 import errno
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from art_protocol.history import pack_rows, read_rows
-from art_protocol.wire import JobEvent, JobReport, LoRAConfig, TrainConfig
-from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.pause_gate import PauseGate
+from art_protocol.history import read_rows
+from art_protocol.wire import JobEvent
 from art_server.errors import Conflict, StorageFull
 from art_server.jobs import backoff
-from art_server.jobs import runner as runner_module
-from art_server.jobs.layer_check import LayerCheck
-from art_server.jobs.queue import JobQueue, Payload
-from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
-from art_server.process.background import Background
-from art_server.process.shared.trainer_messages import Batch, GapBars, Probe, TrainTask
+from art_server.process.shared.trainer_messages import TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
-from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
-from art_server.store.registry import Model, Registry
-from tests.fakes import FakeEngine, FakeTrainer, keep_all
+from art_server.store.model_folder import CheckpointRecord, ModelFolder
+from tests.quick.jobs.job_runner import PROBE, House, running
+from tests.waiting import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.anyio
-
-SECONDS = 10.0
-BARS = GapBars(high=1e-4, wrong=4e-4)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(backoff, "LONGEST_PAUSE_SECONDS", 0.04)
-    monkeypatch.setattr(backoff, "MAX_DOUBTFUL", 3)
-    monkeypatch.setattr(runner_module, "REST_SECONDS", 0.01)
-    monkeypatch.setattr(runner_module, "HEARTBEAT_SECONDS", 0.02)
-
-
-class House:
-    """A job runner over real folders and a real queue."""
-
-    def __init__(self, folder: Path, retain: Callable[[Model], Awaitable[None]] = keep_all):
-        self.folder = folder
-        self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), PauseGate()
-        self.background = Background()
-        self.registry = Registry(folder)
-        self.queue = JobQueue(folder / "jobs.sqlite")
-        self.runner = JobRunner(
-            self.queue,
-            self.registry,
-            self.engine,  # type: ignore[arg-type]
-            self.gate,
-            self.trainer,  # type: ignore[arg-type]
-            DeviceOwner(),
-            retain,
-        )
-
-    def check_layers(self) -> None:
-        layers = LayerCheck(self.folder / "layers")
-        self.runner._layers, self.engine.gap_bars = layers, BARS
-        self.trainer.layer_probes = {"attn.q_proj": PROBE, "attn.kv_b_proj": PROBE}
-
-    def add_model(self, name: str, base_model: str = "base") -> Model:
-        folder = self.registry.folder("p", name)
-        record = ModelRecord(name=name, project="p", base_model=base_model, lora=LoRAConfig())
-        first = folder.new_checkpoint_dir()
-        folder.commit_checkpoint(first, CheckpointRecord(step=0, optimizer_steps=0))
-        folder.create(record, self.folder / "engine.log")
-        return self.registry.add(folder, record)
-
-    def add_job(
-        self,
-        name: str,
-        key: str | None = None,
-        reward: float = 0.25,
-        sampled_step: int | None = None,
-    ) -> str:
-        payload = Payload.make(Batch(groups=[]), pack_rows([{"trajectories": []}]))
-        report = JobReport(sampled_steps={} if sampled_step is None else {sampled_step: 8})
-        metrics = {"train/reward": reward}
-        return self.queue.add("p", name, key, "digest", TrainConfig(), payload, report, metrics).job_id
-
-    def state(self, job: str) -> str:
-        return self.queue.get(job).state
-
-    async def until(self, is_so: Callable[[], object]) -> None:
-        async with asyncio.timeout(SECONDS):
-            while not is_so():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-    async def wait(self, *jobs: str) -> list[str]:
-        await self.until(lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs))
-        await self.until(lambda: self.runner._attempt is None)
-        return [self.state(job) for job in jobs]
-
-
-@contextlib.asynccontextmanager
-async def running(
-    folder: Path, *models: str, retain: Callable[[Model], Awaitable[None]] = keep_all
-) -> AsyncIterator[House]:
-    house = House(folder, retain)
-    for name in models:
-        house.add_model(name)
-    house.background.start("job runner", house.runner.run_forever)
-    yield house
-    await house.background.stop()
-    house.queue.close()
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_retries")]
 
 
 async def test_steps_count_the_optimizers_steps_and_keep_the_best_steps_state(
@@ -209,9 +117,6 @@ async def test_a_step_that_the_engine_refuses_is_done_and_said(tmp_path: Path) -
         assert "its rank is too high" in house.queue.get(job).report.notes[-1]
         assert await house.wait(house.add_job("a")) == ["done"]
         assert house.registry.get("p", "a").step == 2
-
-
-PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], base_logprobs=[-1.5], moved=[0.5])
 
 
 async def test_a_step_that_the_engine_computes_differently_does_not_serve_and_ends_the_next_job(
@@ -369,7 +274,7 @@ async def test_jobs_are_cancelled_in_the_queue_and_between_micro_batches(tmp_pat
     async with running(tmp_path, "a") as house:
         house.trainer.events = [house.trainer.wait_to_be_cancelled]
         runs, waits, other = (house.add_job("a") for _ in range(3))
-        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), PATIENCE_SECONDS)
         await house.runner.cancel(waits)
         await house.runner.cancel(runs)
         assert await house.wait(runs, waits, other) == ["cancelled", "cancelled", "done"]
@@ -386,7 +291,7 @@ async def test_cancelling_a_job_that_has_ended_leaves_the_running_one_alone(tmp_
         assert await house.wait(ended) == ["done"]
         house.trainer.events = [house.trainer.wait_to_be_cancelled]
         runs = house.add_job("a")
-        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), PATIENCE_SECONDS)
         with pytest.raises(Conflict, match="it is done"):
             await house.runner.cancel(ended)
         await asyncio.sleep(0.05)
@@ -425,7 +330,7 @@ async def test_a_server_that_stops_during_a_commit_lets_it_end(tmp_path: Path, m
 
     def slow(*given: Any) -> None:
         begun.set()
-        may_end.wait(SECONDS)
+        may_end.wait(PATIENCE_SECONDS)
         commit(*given)
 
     async with running(tmp_path, "a") as house:
@@ -450,7 +355,7 @@ async def test_events_are_numbered_and_taken_up_behind_a_number(tmp_path: Path) 
     async with running(tmp_path, "a") as house:
         house.trainer.events = [house.trainer.wait_to_be_cancelled]
         job, waits = house.add_job("a"), house.add_job("a")
-        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), PATIENCE_SECONDS)
         seen: list[JobEvent] = []
         async for event in house.runner.follow(job):
             seen.append(event)
@@ -468,7 +373,7 @@ async def test_what_a_job_waits_for_is_said(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as house:
         house.trainer.events = [house.trainer.wait_to_be_cancelled]
         job, waits = house.add_job("a"), house.add_job("b")
-        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), PATIENCE_SECONDS)
         assert (await house.runner.info(waits)).waits_for == "1 earlier job, of p/a"
         assert house.gate.waits_for == "a step of 'p/a', which trains"
         waiting = (await asyncio.to_thread(house.queue.waiting))[:1]
@@ -482,7 +387,7 @@ async def test_a_job_killed_while_it_ran_goes_on_under_a_new_server(tmp_path: Pa
     async with running(tmp_path, "a") as house:
         house.trainer.events = [house.trainer.wait_to_be_cancelled]
         job = house.add_job("a")
-        await asyncio.wait_for(house.trainer.is_waiting.wait(), SECONDS)
+        await asyncio.wait_for(house.trainer.is_waiting.wait(), PATIENCE_SECONDS)
     async with running(tmp_path) as house:
         assert await house.wait(job) == ["done"]
         assert house.queue.get(job).attempts == {}, "a kill is no error"

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.jobs.rollouts import Rollouts
 from art_server.jobs.turns import ResolvedTurn, TurnTrace, join_turns
-from tests.quick.jobs.test_resolve import LIMITS, bare, choice, record, sources
-from tests.resolving import Resolved, resolve
+from tests.resolving import LIMITS, Resolved, bare, choice, record, resolve, sources
 
 
 def run(*trajectories: dict, find=lambda _: None) -> tuple[Resolved, TrajectoryGroupBody]:

@@ -13,7 +13,7 @@ from art_server.errors import InvalidInput
 from art_server.jobs.resolve import Limits, Sources
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
-from tests.quick.ledger.test_ninth_law import CHATML, CHATML_PLAIN, FAMILIES, Family, said, user
+from tests.quick.ledger.chat_families import CHATML, CHATML_PLAIN, FAMILIES, Family, said, user
 from tests.resolving import resolve
 from tests.toy_facts import facts_of
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from art_server.ledger import conversation
 from art_server.store.base_models import TINY_DIR
-from tests.quick.ledger.test_splice import spell
+from tests.quick.ledger.spelled_tokens import spell
 
 TOKENIZER: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(TINY_DIR)
 

@@ -18,7 +18,7 @@ from art_server.jobs.queue import JobQueue, Payload
 from art_server.ledger.ledger import Ledger
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
-from tests.quick.ledger.test_ledger import add
+from tests.quick.ledger.recorded_choices import add
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from art_server.ledger.ledger import Ledger
 from art_server.process.shared.trainer_messages import Batch
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
-from tests.quick.jobs.test_runner import quick, running  # noqa: F401 - a fixture
-from tests.quick.ledger.test_ledger import REQUEST, add, sample
+from tests.quick.jobs.job_runner import running
+from tests.quick.ledger.recorded_choices import REQUEST, add, sample
 
 SIZE_MB = 6
 
@@ -48,6 +48,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("quick_retries")
 async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
     async with running(small_disk, "a") as house:
         first = house.add_job("a")

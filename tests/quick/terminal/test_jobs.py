@@ -14,8 +14,8 @@ from art_server.server import Server
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder
 from art_server.terminal.tables import job_progress, print_jobs, print_status
-from tests.quick.api.test_art_wire import make
-from tests.quick.jobs.test_queue import add
+from tests.quick.api.idle_server import make
+from tests.quick.jobs.queued_jobs import add
 from tests.quick.terminal.conftest import Ran, screen, served, shown
 
 Run = Callable[..., Ran]

@@ -20,7 +20,7 @@ from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_server.view import make_view
 from tests.demo import log
-from tests.quick.api.test_art_wire import make
+from tests.quick.api.idle_server import make
 from tests.quick.terminal.conftest import Ran, served
 
 Run = Callable[..., Ran]

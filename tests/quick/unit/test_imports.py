@@ -124,6 +124,12 @@ def test_the_client_imports_what_it_declares() -> None:
             assert foreign_packages(file) <= declared | EXTRAS | BUILT_IN, module
 
 
+def test_no_test_imports_from_a_test() -> None:
+    """Fixtures stand in conftest files, helpers in modules whose name says what they make."""
+    for file in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]:
+        assert not [name for name in imported_names(file) if re.match(r"(tests|plugins)\..*\btest_", name)], file
+
+
 def is_python(file: Path) -> bool:
     with open(file, "rb") as script:
         first = script.readline()

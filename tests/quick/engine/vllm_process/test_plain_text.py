@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from art_server.engine.inspection_process.template import template_renderer
 from art_server.engine.vllm_process.plain_text import ControlTokens, Held, Rendering, render
 from art_server.store.base_models import TINY_DIR
-from tests.quick.ledger.test_ninth_law import FAMILIES, Family
+from tests.quick.ledger.chat_families import FAMILIES, Family
 
 Message = dict[str, Any]
 

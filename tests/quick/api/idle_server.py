@@ -1,0 +1,98 @@
+"""A server that knows model p/run and runs no process, and requests to it as NVIDIA's plugin sends them."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from art_protocol.wire import JobEvent, LoRAConfig
+from art_server.api.art_wire import _log_note_once
+from art_server.app import make_app
+from art_server.server import Server, build
+from art_server.settings import ServerConfig
+from art_server.store.base_models import TINY_DIR, BaseModel
+from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+
+MODEL: dict[str, Any] = {
+    "name": "run",
+    "project": "p",
+    "entity": None,
+    "id": None,
+    "run_id": None,
+    "config": None,
+    "trainable": True,
+    "inference_api_key": None,
+    "inference_base_url": None,
+    "inference_model_name": "run@0",
+    "base_path": ".art",
+    "report_metrics": None,
+    "base_model": "art/tiny",
+    "_internal_config": {"init_args": None, "engine_args": None, "trainer_args": None},
+}
+
+
+def choice(number: int = 5, **more: Any) -> dict[str, Any]:
+    entry = {"token": "ok", "bytes": [111, 107], "logprob": -0.25, "top_logprobs": []}
+    message = {"content": "ok", "refusal": None, "role": "assistant", "annotations": None}
+    message |= {"audio": None, "function_call": None, "tool_calls": None}
+    made = {"finish_reason": "stop", "index": 0, "message": message}
+    made |= {"logprobs": {"content": [entry], "refusal": None}}
+    return made | {"token_ids": [number], "prompt_token_ids": [1, 2]} | more
+
+
+def train_body(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
+    trajectories = [
+        {
+            "messages_and_choices": [{"role": "user", "content": "hi"}, each],
+            "tools": None,
+            "additional_histories": [],
+            "reward": float(reward),
+            "initial_policy_version": None,
+            "final_policy_version": None,
+            "metrics": {},
+            "metadata": {},
+            "logs": [],
+        }
+        for reward, each in enumerate(choices)
+    ]
+    group = {"trajectories": trajectories, "exceptions": [], "metadata": {}, "metrics": {}}
+    body = {"model": MODEL, "trajectory_groups": [group | {"logs": []}]}
+    body |= {"config": {"learning_rate": 5e-05, "kl_penalty_coef": 0.0}, "dev_config": {}}
+    return body | {"verbose": False} | more
+
+
+def make(path: Path, **settings: Any) -> tuple[FastAPI, Server]:
+    """A server that knows model p/run at step 0, on a base model whose engine does not run."""
+    folder = ModelFolder(path, "p", "run")
+    folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
+    record = ModelRecord(name="run", project="p", base_model="art/tiny", lora=LoRAConfig())
+    folder.create(record, path / "engine.log")
+    server = build(ServerConfig(path=path, **settings))
+    server.engine.base, server.engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
+    _log_note_once.cache_clear()
+    return make_app(server, inference_port=8000), server
+
+
+def follow_with(server: Server, *events: JobEvent) -> None:
+    """Has every job end with these events."""
+
+    async def follow(job_id: str, after: int = -1) -> AsyncIterator[JobEvent]:
+        for event in events:
+            yield event
+
+    server.runner.follow = follow  # type: ignore[method-assign]
+
+
+def client(app: FastAPI, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}:7623", **options)
+
+
+DONE = JobEvent(
+    event="done",
+    job_id="j",
+    step=1,
+    metrics={"loss/train": 0.5, "data/step_num_gradient_steps": 1.0},
+)

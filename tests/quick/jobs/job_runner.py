@@ -1,0 +1,96 @@
+"""A job runner over real folders and a real queue, with a fake engine and a fake trainer."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from art_protocol.history import pack_rows
+from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
+from art_server.engine.device.owner import DeviceOwner
+from art_server.engine.pause_gate import PauseGate
+from art_server.jobs.layer_check import LayerCheck
+from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs.runner import JobRunner
+from art_server.process.background import Background
+from art_server.process.shared.trainer_messages import Batch, GapBars, Probe
+from art_server.store.model_folder import CheckpointRecord, ModelRecord
+from art_server.store.registry import Model, Registry
+from tests.fakes import FakeEngine, FakeTrainer, keep_all
+from tests.waiting import PATIENCE_SECONDS
+
+BARS = GapBars(high=1e-4, wrong=4e-4)
+
+
+class House:
+    """A job runner over real folders and a real queue."""
+
+    def __init__(self, folder: Path, retain: Callable[[Model], Awaitable[None]] = keep_all):
+        self.folder = folder
+        self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), PauseGate()
+        self.background = Background()
+        self.registry = Registry(folder)
+        self.queue = JobQueue(folder / "jobs.sqlite")
+        self.runner = JobRunner(
+            self.queue,
+            self.registry,
+            self.engine,  # type: ignore[arg-type]
+            self.gate,
+            self.trainer,  # type: ignore[arg-type]
+            DeviceOwner(),
+            retain,
+        )
+
+    def check_layers(self) -> None:
+        layers = LayerCheck(self.folder / "layers")
+        self.runner._layers, self.engine.gap_bars = layers, BARS
+        self.trainer.layer_probes = {"attn.q_proj": PROBE, "attn.kv_b_proj": PROBE}
+
+    def add_model(self, name: str, base_model: str = "base") -> Model:
+        folder = self.registry.folder("p", name)
+        record = ModelRecord(name=name, project="p", base_model=base_model, lora=LoRAConfig())
+        first = folder.new_checkpoint_dir()
+        folder.commit_checkpoint(first, CheckpointRecord(step=0, optimizer_steps=0))
+        folder.create(record, self.folder / "engine.log")
+        return self.registry.add(folder, record)
+
+    def add_job(
+        self,
+        name: str,
+        key: str | None = None,
+        reward: float = 0.25,
+        sampled_step: int | None = None,
+    ) -> str:
+        payload = Payload.make(Batch(groups=[]), pack_rows([{"trajectories": []}]))
+        report = JobReport(sampled_steps={} if sampled_step is None else {sampled_step: 8})
+        metrics = {"train/reward": reward}
+        return self.queue.add("p", name, key, "digest", TrainConfig(), payload, report, metrics).job_id
+
+    def state(self, job: str) -> str:
+        return self.queue.get(job).state
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not is_so():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    async def wait(self, *jobs: str) -> list[str]:
+        await self.until(lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs))
+        await self.until(lambda: self.runner._attempt is None)
+        return [self.state(job) for job in jobs]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path, *models: str, retain: Callable[[Model], Awaitable[None]] = keep_all
+) -> AsyncIterator[House]:
+    house = House(folder, retain)
+    for name in models:
+        house.add_model(name)
+    house.background.start("job runner", house.runner.run_forever)
+    yield house
+    await house.background.stop()
+    house.queue.close()
+
+
+PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], base_logprobs=[-1.5], moved=[0.5])

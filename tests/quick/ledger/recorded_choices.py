@@ -1,0 +1,24 @@
+"""Choices in a ledger, without an engine."""
+
+import dataclasses
+
+from art_server.ledger.ledger import Ledger
+from art_server.ledger.records import Request
+from art_server.process.shared.engine_messages import Sample
+
+REQUEST = Request("f" * 32, "chat", "p", "a", 3, "me")
+
+
+def sample(tokens: list[int] | None = None, text: str = "yes") -> Sample:
+    tokens = [7, 8, 9] if tokens is None else tokens
+    logprobs = [-0.1 * (i + 1) for i in range(len(tokens))]
+    return Sample("x", 0, text, tokens, logprobs, "stop", None, {"n": 1})
+
+
+def add(ledger: Ledger, number: int, prompt: list[int], text: str = "yes", **request: object) -> str:
+    """One recorded choice; returns its id."""
+    made = dataclasses.replace(REQUEST, request_id=f"{number:032x}", **request)  # type: ignore[arg-type]
+    with ledger.open_request(made) as opened:
+        ledger.take_prompt(made.request_id, 0, prompt)
+        ledger.take_samples([(made.request_id, 0, 0, sample(text=text))])
+        return opened.records[0].choice_id
