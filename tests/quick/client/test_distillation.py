@@ -130,16 +130,16 @@ async def test_what_cannot_be_scored_is_said(teacher: Teacher) -> None:
         {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "x"}}
     )
     group = art.TrajectoryGroup([art.Trajectory(messages_and_choices=[user(), bare], reward=0.0)])
-    with pytest.raises(ValueError, match="no token ids or log-probabilities: sample with"):
+    with pytest.raises(ValueError, match="logprobs"):
         await art.distill([group], teacher.model)
     teacher.knows_prompts = False
     full = art.Trajectory(messages_and_choices=[user(), choice([1], [2])], reward=0.0)
-    with pytest.raises(art.ArtError, match="'big' gives no prompt_logprobs: it must be served"):
+    with pytest.raises(art.ArtError, match="prompt_logprobs"):
         await art.distill([art.TrajectoryGroup([full])], teacher.model)
 
 
 async def test_no_concurrency_is_refused(teacher: Teacher) -> None:
-    with pytest.raises(ValueError, match="max_concurrent must be at least 1"):
+    with pytest.raises(ValueError, match="max_concurrent"):
         await art.distill([], teacher.model, max_concurrent=0)
 
 

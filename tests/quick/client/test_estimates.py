@@ -73,7 +73,7 @@ def test_the_interval_holds_the_true_mean_in_95_of_100_samples() -> None:
 
 def test_one_value_has_no_known_error_and_none_has_no_mean() -> None:
     assert estimate([0.25]) == Estimate(0.25, 1, math.nan, (-math.inf, math.inf))
-    with pytest.raises(ValueError, match="at least one value"):
+    with pytest.raises(ValueError):
         estimate([])
 
 

@@ -15,14 +15,16 @@ def make_model(**fields: Any) -> art.TrainableModel:
 
 @pytest.mark.parametrize("field", ["name", "project"])
 @pytest.mark.parametrize("value", ["", "a/b", ".hidden", "a b", "ü", "x" * 129, "name\n"])
-def test_name_that_cannot_be_a_folder_is_refused_with_the_remedy(field: str, value: str):
-    with pytest.raises(ValidationError, match=f"(?s){field}.*use 1 to 128 letters, digits"):
+def test_name_that_cannot_be_a_folder_is_refused(field: str, value: str):
+    with pytest.raises(ValidationError) as caught:
         make_model(**{field: value})
+    assert [each["loc"] for each in caught.value.errors()] == [(field,)]
 
 
 def test_misspelt_field_is_refused():
-    with pytest.raises(ValidationError, match="basemodel"):
+    with pytest.raises(ValidationError) as caught:
         make_model(basemodel="x")
+    assert [each["loc"] for each in caught.value.errors()] == [("basemodel",)]
 
 
 def test_inference_name_is_project_and_name_with_an_optional_step():
@@ -36,11 +38,11 @@ def test_inference_name_is_project_and_name_with_an_optional_step():
 
 async def test_unregistered_model_says_what_to_do():
     model = make_model()
-    with pytest.raises(ValueError, match="not registered"):
+    with pytest.raises(ValueError, match="register"):
         model.openai_client()
-    with pytest.raises(ValueError, match="not registered"):
+    with pytest.raises(ValueError, match="register"):
         await model.get_step()
-    with pytest.raises(ValueError, match="pass inference_base_url"):
+    with pytest.raises(ValueError, match="inference_base_url"):
         art.Model(name="judge", project="demo").openai_client()
     assert await art.Model(name="judge", project="demo").get_step() == 0
 

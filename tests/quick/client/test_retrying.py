@@ -1,5 +1,4 @@
 import asyncio
-import itertools
 import time
 
 import pytest
@@ -44,10 +43,11 @@ async def test_async_function_is_called_again_after_each_failure():
 
 
 def test_last_failure_is_raised():
-    flaky = Flaky(ValueError("a"), ValueError("b"), ValueError("c"))
-    with pytest.raises(ValueError, match="b"):
+    failures = [ValueError(), ValueError(), ValueError()]
+    flaky = Flaky(*failures)
+    with pytest.raises(ValueError) as caught:
         art.retry(max_attempts=2, delay=0.001)(flaky.call)(7)
-    assert flaky.num_calls == 2
+    assert caught.value is failures[1] and flaky.num_calls == 2
 
 
 def test_other_exceptions_are_not_retried():
@@ -65,19 +65,14 @@ def test_cancellation_and_interrupts_pass_even_when_everything_is_retried(error:
     assert flaky.num_calls == 1
 
 
-def test_waits_grow_by_the_factor():
-    times = []
+def test_waits_grow_by_the_factor(monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
     flaky = Flaky(ValueError(), ValueError(), ValueError())
-
-    def note_time(error: BaseException, attempt: int) -> None:
-        times.append(time.perf_counter())
-
-    art.retry(4, delay=0.01, backoff_factor=4.0, on_retry=note_time)(flaky.call)(7)
-    end = time.perf_counter()
-    waits = [after - before for before, after in itertools.pairwise([*times, end])]
-    assert waits[0] >= 0.01 and waits[1] >= 0.04 and waits[2] >= 0.16
+    art.retry(4, delay=0.5, backoff_factor=4.0)(flaky.call)(7)
+    assert waits == [0.5, 2.0, 8.0]
 
 
 def test_no_attempt_at_all_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="max_attempts"):
         art.retry(max_attempts=0)

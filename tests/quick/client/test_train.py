@@ -1,6 +1,7 @@
 import asyncio
 import hashlib
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 from openai.types.chat.chat_completion import Choice
 
 import art
+from tests.refusals import refused
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -119,7 +122,7 @@ async def test_choices_whose_records_are_missing_are_sent_whole_under_the_same_k
 async def test_a_server_that_keeps_asking_for_the_same_choices_ends_the_call(server, answer, model):
     error = {"message": "gone", "code": "records_missing", "ids": ["c-0"]}
     server.on("POST", TRAIN, answer(409, {"error": error}))
-    with pytest.raises(art.ArtStatusError, match="gone"):
+    with refused(art.ArtStatusError, "records_missing"):
         await model.train(of_choices(sampled(0)))
     assert len(server.sent("POST", TRAIN)) == 2
 
@@ -159,7 +162,7 @@ async def test_request_lost_before_acceptance_is_repeated_under_its_key(server, 
     assert len(jobs) == 1 and len(keys(server)) == 2
 
 
-async def test_train_survives_a_restart_of_the_server(server, answer, model, groups):
+async def test_train_survives_a_restart_of_the_server(server, answer, model, groups, caplog):
     accepted = asyncio.Event()
 
     def accept(request):
@@ -171,7 +174,7 @@ async def test_train_survives_a_restart_of_the_server(server, answer, model, gro
     train = asyncio.create_task(model.train(groups))
     await accepted.wait()
     await server.stop()
-    await asyncio.sleep(0.1)
+    await until(lambda: caplog.records)
     await server.start()
     assert (await train).step == 4
 
@@ -187,16 +190,16 @@ async def test_unavailable_server_is_asked_again(server, answer, model, groups, 
 async def test_refused_request_is_raised_at_once(server, answer, model, groups):
     error = {"message": "too large", "code": "too_large", "retryable": False}
     server.on("POST", TRAIN, answer(413, {"error": error}))
-    with pytest.raises(art.ArtStatusError, match="too large") as caught:
+    with refused(art.ArtStatusError, "too_large"):
         await model.train(groups)
-    assert caught.value.code == "too_large" and len(server.sent("POST", TRAIN)) == 1
+    assert len(server.sent("POST", TRAIN)) == 1
 
 
 async def test_failed_job_is_an_error_with_its_code(server, answer, model, groups):
     error = {"message": "out of memory", "code": "oom", "retryable": True}
     failed = {"event": "error", "job_id": "j1", "error": error}
     server.on("POST", TRAIN, answer(lines=[ACCEPTED, failed]))
-    with pytest.raises(art.ArtJobError, match="job j1 failed: out of memory") as caught:
+    with pytest.raises(art.ArtJobError, match="out of memory") as caught:
         await model.train(groups)
     assert (caught.value.job_id, caught.value.code, caught.value.retryable) == ("j1", "oom", True)
 
@@ -206,13 +209,13 @@ async def test_server_that_stays_away_ends_the_call(server, answer, groups):
     async with art.Backend(server.url, reconnect_seconds=0.2) as backend:
         model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
         await model.register(backend)
-        with pytest.raises(art.ArtConnectionError, match="lost the connection"):
+        with pytest.raises(art.ArtConnectionError):
             await model.train(groups)
 
 
 async def test_line_that_is_no_event_is_an_error(server, answer, model, groups):
     server.on("POST", TRAIN, answer(lines=[{"hello": 1}]))
-    with pytest.raises(art.ArtError, match="not a job event"):
+    with pytest.raises(art.ArtError):
         await model.train(groups)
 
 
@@ -222,28 +225,22 @@ async def test_unknown_fields_of_events_are_ignored(server, answer, model, group
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("spoil", "place"),
     [
-        ({"reward": math.nan}, r"groups\[0\].trajectories\[1\].reward: .*finite"),
-        ({"reward": None}, r"groups\[0\].trajectories\[1\].reward: "),
-        ({"metrics": {"m": math.inf}}, r"groups\[0\].trajectories\[1\].metrics.m"),
-        ({"metrics": {"m": "high"}}, r"groups\[0\].trajectories\[1\].metrics.m"),
-        ({"metrics": {"m": 10**400}}, r"groups\[0\].trajectories\[1\].metrics.m.*finite"),
-        (
-            {"metadata": {"m": np.arange(3)}},
-            r"groups\[0\].trajectories\[1\].metadata: .*numpy.ndarray",
-        ),
-        (
-            {"messages_and_choices": [{"role": "tool", "content": "\ud83d"}]},
-            r"groups\[0\].trajectories\[1\].messages_and_choices: .*surrogates",
-        ),
-        ({"messages_and_choices": ["hi"]}, "holds a str"),
+        ({"reward": math.nan}, ".reward"),
+        ({"reward": None}, ".reward"),
+        ({"metrics": {"m": math.inf}}, ".metrics.m"),
+        ({"metrics": {"m": "high"}}, ".metrics.m"),
+        ({"metrics": {"m": 10**400}}, ".metrics.m"),
+        ({"metadata": {"m": np.arange(3)}}, ".metadata"),
+        ({"messages_and_choices": [{"role": "tool", "content": "\ud83d"}]}, ".messages_and_choices"),
+        ({"messages_and_choices": ["hi"]}, ".messages_and_choices"),
     ],
 )
-async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(server, model, groups, spoil: dict, message: str):
+async def test_what_cannot_be_trained_on_is_named_before_it_is_sent(server, model, groups, spoil: dict, place: str):
     for name, value in spoil.items():
         setattr(groups[0].trajectories[1], name, value)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(f"groups[0].trajectories[1]{place}")):
         await model.train(groups)
     assert server.sent("POST", TRAIN) == []
 
@@ -258,11 +255,11 @@ async def test_an_error_with_half_a_surrogate_pair_loses_no_group(server, answer
 
 
 async def test_no_groups_and_empty_groups_are_refused(model):
-    with pytest.raises(ValueError, match="no groups"):
+    with pytest.raises(ValueError, match="groups"):
         await model.train([])
-    with pytest.raises(ValueError, match=r"groups\[0\] has neither"):
+    with pytest.raises(ValueError, match=r"groups\[0\]"):
         await model.train([art.TrajectoryGroup([])])
-    with pytest.raises(TypeError, match=r"groups\[0\] is Trajectory"):
+    with pytest.raises(TypeError, match=r"groups\[0\]"):
         await model.train([art.Trajectory()])
 
 
@@ -271,7 +268,7 @@ async def test_group_that_was_not_awaited_is_refused(model):
         return art.Trajectory()
 
     group = art.TrajectoryGroup([rollout()])
-    with pytest.raises(RuntimeError, match="have not run: await it"):
+    with pytest.raises(RuntimeError, match="await"):
         await model.train([group])
     await group
 

@@ -1,9 +1,8 @@
-import asyncio
-
 import pytest
 
 import art
 from art import waiting
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -15,14 +14,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_known", {})
 
 
-async def said_with(text: str, capsys) -> str:
-    """What was printed until the text was there."""
+async def said_with(text: str, capsys, times: int = 1) -> str:
+    """What was printed until the text was there so many times."""
     said = ""
-    async with asyncio.timeout(10):
-        while text not in said:
-            await asyncio.sleep(0.02)
-            said += capsys.readouterr().err
+
+    def is_there() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return said.count(text) >= times
+
+    await until(is_there)
     return said
+
+
+async def server_was_asked(server, times: int = 3) -> None:
+    """Until the server was asked so many more times what a call waits for."""
+    before = len(server.sent("GET", "/health"))
+    await until(lambda: len(server.sent("GET", "/health")) >= before + times)
 
 
 async def test_what_a_request_waits_for_is_said_once_a_minute(server, answer, capsys) -> None:
@@ -31,7 +39,7 @@ async def test_what_a_request_waits_for_is_said_once_a_minute(server, answer, ca
     calls = waiting.waiting_for(server.url, "secret")
     with calls.call("a request"), calls.call("a request"):
         told = await said_with("which trains", capsys)
-        await asyncio.sleep(0.3)
+        await server_was_asked(server)
     told += capsys.readouterr().err
     assert told.count("art: a request has waited 0 s for a step of 'p/b', which trains") == 1
     assert server.sent("GET", "/health")[0].headers["authorization"] == "Bearer secret"
@@ -50,7 +58,7 @@ async def test_each_of_consecutive_calls_is_watched(server, answer, capsys) -> N
 async def test_a_request_that_is_worked_on_waits_for_nothing(server, answer, capsys) -> None:
     server.on("GET", "/health", answer(200, {"engine": "ready"}))
     with waiting.waiting_for(server.url, None).call("a request"):
-        await asyncio.sleep(0.2)
+        await server_was_asked(server)
     assert capsys.readouterr().err == ""
 
 
@@ -64,14 +72,9 @@ async def test_a_start_is_told_line_by_line_and_never_silent(server, answer, cap
     server.on("GET", "/health", answer(200, {**starting, "progress": lines[:1]}))
     text = ""
     with waiting.waiting_for(server.url, None).call("registering 'a'"):
-        async with asyncio.timeout(10):
-            while text.count("waiting for the engine") < 2:
-                await asyncio.sleep(0.02)
-                text += capsys.readouterr().err
-            server.on("GET", "/health", answer(200, {"engine": "ready", "progress": lines}))
-            while "vLLM answers" not in text:
-                await asyncio.sleep(0.02)
-                text += capsys.readouterr().err
+        text += await said_with("waiting for the engine", capsys, times=2)
+        server.on("GET", "/health", answer(200, {"engine": "ready", "progress": lines}))
+        text += await said_with("vLLM answers", capsys)
     told = text.splitlines()
     assert told[0] == "art:    0 s  base model art/tiny: 0.0094 GB of weights"
     assert told[1] == "art:    0 s  waiting for the engine, which is starting"
@@ -84,7 +87,7 @@ async def test_an_earlier_start_is_not_told(server, answer, capsys) -> None:
     line = {"number": 9, "seconds": 40.0, "text": "engine: ready"}
     server.on("GET", "/health", answer(200, {"engine": "ready", "progress": [line]}))
     with waiting.waiting_for(server.url, None).call("a request"):
-        await asyncio.sleep(0.2)
+        await server_was_asked(server)
     assert capsys.readouterr().err == ""
 
 
