@@ -9,7 +9,7 @@ a stream would pass through it, and nothing behind the proxy needs it. Texts of 
 (`plain_text.py`). Streams say what whole answers say (`whole_answers.py`).
 
 Only this file, these two, and `vllm_plugin.py` with the modules that it installs touch vLLM's internals (0.32.0);
-`tests/engine/integration/test_inference.py` and `tests/in_vllm` fail when they change.
+`tests/engine/integration/test_inference.py` and `tests/quick/engine/vllm_process` fail when they change.
 """
 
 import asyncio
