@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import art_wire, checkpoints, control, errors, look, metrics
+from art_server.api import art_wire, checkpoints, control, errors
 from art_server.api.auth import Authentication
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
 from art_server.api.openai import routes as openai_routes
-from art_server.observe.runs import Runs
 from art_server.server import Server
+from art_watch import metrics, routes
+from art_watch.runs import Runs
 
 
 def make_app(server: Server, inference_port: int | None) -> FastAPI:
@@ -37,7 +38,7 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
     errors.install(app)
     openai_routes.install(app, server)  # first, because routes are tried in order
-    for each in (control, checkpoints, art_wire, look, metrics):
+    for each in (control, checkpoints, art_wire, routes, metrics):
         app.include_router(each.router, responses=errors.RESPONSES)
     app.add_middleware(
         Authentication,

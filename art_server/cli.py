@@ -1,6 +1,5 @@
-"""The commands `art-server`, which opens the ports and runs the application, and `art`."""
+"""The command `art-server`: opens the ports and runs the application."""
 
-import argparse
 import asyncio
 import logging
 import os
@@ -11,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from art_server import __version__
-from art_server.checkpoints import commands as checkpoints
-from art_server.errors import NotFound, ServerError, Unavailable, UsageError
+from art_server.errors import ServerError, UsageError, missing_extra
 from art_server.flags import parse
 from art_server.process.children import collect_seldom, take_turns_often, wake_in_batches
 from art_server.process.installation import check_builds, check_system, installed_builds
 from art_server.settings import ServerConfig
 from art_server.store import files
-from art_server.terminal import commands as terminal
 
 logger = logging.getLogger("art_server")
 
@@ -35,8 +32,6 @@ UVICORN: Mapping[str, Any] = {
     "timeout_keep_alive": IDLE_CONNECTION_SECONDS,
 }
 """Any: uvicorn's settings have several types. A proxy on this machine says in its headers that a request came by HTTPS."""
-NOTHING_TO_COPY = 3
-"""Exit code of `art copy` if its source is an address without a checkpoint, which programs tell from a failure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,62 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UsageError, ServerError) as error:
         print(f"art-server: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def art(arguments: Sequence[str] | None = None) -> None:
-    """The command `art`, as users of ART know it. Exits with 2 after an error, with 1 if there is no such thing to
-    show or no server, with 3 if there is no checkpoint to copy, and with 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="art", description="Train LLM agents with reinforcement learning.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("run", help="run a server: the same as art-server", add_help=False)
-    terminal.add_commands(commands)
-    checkpoints.add_commands(commands)
-    command, flags = parser.parse_known_args(arguments)
-    if command.command == "run":
-        return main(flags)
-    command = parser.parse_args(arguments)
-    try:
-        run_command(command)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # what reads the output has ended, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (UsageError, ServerError, OSError) as error:
-        print(f"art: {error}", file=sys.stderr)
-        sys.exit(exit_status(error, command.command))
-
-
-def exit_status(error: Exception, command: str) -> int:
-    """Of a command of `art` that ended with an error."""
-    if isinstance(error, NotFound) and error.code == "no_checkpoint":
-        return NOTHING_TO_COPY
-    is_missing = isinstance(error, NotFound | Unavailable)
-    return 1 if is_missing and command in terminal.SHOWN else 2
-
-
-def run_command(command: argparse.Namespace) -> None:
-    """Runs a command of `art` other than `art run`."""
-    # Imported here: each needs another extra, and `art-server --help` none of them.
-    try:
-        if command.command in terminal.SHOWN:
-            terminal.run_command(command)
-        elif command.command == "view":
-            from art_server import view
-
-            open_port("127.0.0.1", command.port, "--port").close()
-            view.view(command.dir, command.port, opens_browser=not command.no_browser)
-        else:
-            checkpoints.run_command(command)
-    except ModuleNotFoundError as error:
-        raise missing_extra(error, terminal.EXTRAS.get(command.command)) from error
-
-
-def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> UsageError:
-    """An error that names the extra with a missing package; None: that of the server."""
-    named = [extra] if extra is not None else ["server", "gpu"]
-    extras = [f"'agent-reinforcement-trainer[{each}]'" for each in named]
-    return UsageError(f"'{error.name}' is not installed: pip install {' (CPU) or '.join(extras)}")
 
 
 def open_port(host: str, port: int, flag: str) -> socket.socket:

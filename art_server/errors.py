@@ -69,3 +69,10 @@ class StorageFull(ServerError):
 
 class UsageError(Exception):
     """The command line cannot be executed; the message contains the reason and the remedy."""
+
+
+def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> UsageError:
+    """An error that names the extra with a missing package; None: that of the server."""
+    named = [extra] if extra is not None else ["server", "gpu"]
+    extras = [f"'agent-reinforcement-trainer[{each}]'" for each in named]
+    return UsageError(f"'{error.name}' is not installed: pip install {' (CPU) or '.join(extras)}")

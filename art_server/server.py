@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from art_server.base_loader import BaseLoader
-from art_server.checkpoints.manage import Checkpoints
-from art_server.checkpoints.uploads import Uploads
+from art_server.checkpoints import Checkpoints
 from art_server.engine.device.assignment import check_devices, device_environment
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.device.probe import Machine, probe
@@ -33,6 +32,7 @@ from art_server.settings import ServerConfig
 from art_server.status import Status
 from art_server.store import files
 from art_server.store.registry import Registry
+from art_server.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from art_protocol.wire import Health
 from art_server import __version__
+from art_server.activity import Activity, Doing
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
-from art_server.observe import machine
-from art_server.observe.activity import Activity, Doing
+from art_server.process import machine
 from art_server.process.background import Background, LoopWatch
 
 

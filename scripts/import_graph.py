@@ -11,6 +11,7 @@ PACKAGES = {
     "art": ROOT / "art_client" / "art",
     "art_protocol": ROOT / "art_client" / "art_protocol",
     "art_server": ROOT / "art_server",
+    "art_watch": ROOT / "art_watch",
 }
 """The core."""
 ANNEXES = {each.name: each for each in sorted((ROOT / "plugins").iterdir()) if each.is_dir()}
@@ -18,6 +19,8 @@ ANNEXES = {each.name: each for each in sorted((ROOT / "plugins").iterdir()) if e
 
 PROCESSES = {"the server": "", "the trainer's process": "trainer", "vLLM's processes": "engine/vllm_process"}
 """Each process with the folder that runs only in it. All other folders belong to the server or are shared."""
+
+WATCH = ("art_watch", "art_watch/terminal")
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -69,17 +72,18 @@ def foreign_packages(file: Path) -> set[str]:
 
 def room(module: str) -> str:
     """The folder of the server that contains the module (a file at its top is a room of its own), the module's annex, or
-    else its package."""
+    else its package; of `art_watch` the terminal, which runs in processes of its own, is a second room."""
     if module not in modules() or module == "art_server":
         return module.partition(".")[0]
     file = modules()[module]
     for annex, folder in ANNEXES.items():
         if file.is_relative_to(folder):
             return annex
+    package = module.partition(".")[0]
     server = PACKAGES["art_server"]
-    if not file.is_relative_to(server):
-        return module.partition(".")[0]
-    return file.stem if file.parent == server else file.parent.relative_to(server).as_posix()
+    if file.is_relative_to(server):
+        return file.stem if file.parent == server else file.parent.relative_to(server).as_posix()
+    return f"{package}/terminal" if file.parent.name == "terminal" else package
 
 
 def circles(graph: Graph) -> list[set[str]]:
@@ -112,12 +116,13 @@ def picture() -> str:
         "server",
         "art",
         "art_protocol",
+        *WATCH,
         *ANNEXES,
     }
     arrows = {each: frozenset(rooms[each] & drawn) - {each} for each in sorted(drawn)}
     lines = ["```mermaid", "flowchart TD"]
     for process, alone in PROCESSES.items():
-        of_server = drawn - {*PROCESSES.values(), "process/shared", *PACKAGES, *ANNEXES}
+        of_server = drawn - {*PROCESSES.values(), "process/shared", *PACKAGES, *WATCH, *ANNEXES}
         inside = [alone] if alone else sorted(of_server)
         lines += [f'    subgraph {_node(alone) or "server"}_process["{process}"]']
         lines += [*(f'        {_node(each)}["{each}"]' for each in inside), "    end"]

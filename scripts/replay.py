@@ -22,7 +22,6 @@ from pathlib import Path
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from art_server.checkpoints.transfer import find_folder
 from art_server.errors import InvalidInput, NotFound, ServerError, Unavailable
 from art_server.jobs.step_record import (
     BATCH_FILE,
@@ -41,6 +40,7 @@ from art_server.jobs.trainer_process import (
 from art_server.process.shared.trainer_messages import Done, Progress, TrainTask, WorkerConfig
 from art_server.store.base_models import CACHE_DIR, find_base_model
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
+from art_transfer.transfer import find_folder
 
 COMPARED = {ADAPTER_FILE: "adapter", OPTIMIZER_FILE: "optimizer state"}
 

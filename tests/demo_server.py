@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 
 from art_protocol.wire import ErrorDetail, Health, JobInfo, JobReport, JobState
+from art_server.activity import Activity, Doing
 from art_server.api import control
-from art_server.observe.activity import Activity, Doing
-from art_server.observe.machine import memory
+from art_server.process.machine import memory
 from art_server.process.shared import clock
-from art_server.view import make_view
+from art_watch.view import make_view
 
 
 class DemoServer:

@@ -20,10 +20,11 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from art_protocol.wire import SESSION_HEADER
+from art_protocol.wire import SESSION_HEADER, Health
 from art_server.api.errors import answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
+from art_server.engine.pause_gate import unnamed
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError, Unauthorized
 from art_server.settings import ApiKey, ServerConfig
 from art_server.settings import Scope as KeyScope
@@ -82,6 +83,16 @@ STRANGER = Caller(owner="stranger", projects=frozenset())
 SESSION_MARK = "::"
 FOREIGN_SESSION_HEADER = "x-session-id"
 """verifiers and other programs name their rollouts by it, with any text."""
+
+
+def visible_health(state: Health, caller: Caller) -> Health:
+    """Callers without a valid key see only the engine's state: the rest may contain file names and log lines. Keys of
+    some projects see no model's name."""
+    if caller is STRANGER:
+        return Health(engine=state.engine)
+    if caller.projects is None:
+        return state
+    return state.model_copy(update={"waits_for": unnamed(state.waits_for)})
 
 
 class Authentication:

@@ -26,11 +26,11 @@ from art_server.api.parameters import (
     TheRegistration,
     TheUploads,
 )
-from art_server.checkpoints.archive import MAX_CHECKPOINT_BYTES, describe, write_tar
-from art_server.checkpoints.uploads import too_large
 from art_server.errors import InvalidInput, Unavailable
 from art_server.store import files
+from art_server.store.archive import MAX_CHECKPOINT_BYTES, describe, write_tar
 from art_server.store.registry import check_name
+from art_server.uploads import too_large
 
 TAR = {"requestBody": {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}}
 MAX_STEP_DIGITS = 9

@@ -25,9 +25,9 @@ from art_protocol.wire import (
     SessionReply,
     TrainRequest,
 )
+from art_server.api.auth import visible_health
 from art_server.api.bodies import SmallBodies, described_body
 from art_server.api.engine_args import no_effect, read_engine_args
-from art_server.api.look import visible
 from art_server.api.parameters import (
     Groups,
     PathJob,
@@ -59,14 +59,14 @@ router = APIRouter(route_class=SmallBodies)
 
 @router.get("/health")
 async def health(status: TheStatus, caller: TheCaller) -> Health:
-    return visible(status.health(), caller)
+    return visible_health(status.health(), caller)
 
 
 @router.get("/ready")
 async def ready(status: TheStatus, caller: TheCaller) -> JSONResponse:
     state = status.health()
     is_ready = state.engine == "ready" and not state.faults
-    body = visible(state, caller).model_dump(mode="json")
+    body = visible_health(state, caller).model_dump(mode="json")
     return JSONResponse(body, status_code=200 if is_ready else 503)
 
 

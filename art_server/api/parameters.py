@@ -10,8 +10,7 @@ from fastapi import Depends, Request
 from art_server.api.auth import TheCaller
 from art_server.api.bodies import GroupLines
 from art_server.base_loader import BaseLoader
-from art_server.checkpoints.manage import Checkpoints
-from art_server.checkpoints.uploads import Uploads
+from art_server.checkpoints import Checkpoints
 from art_server.engine.device.probe import Machine
 from art_server.engine.engine import Engine
 from art_server.errors import ServerError
@@ -25,6 +24,7 @@ from art_server.server import Server
 from art_server.settings import ServerConfig
 from art_server.status import Status
 from art_server.store.registry import Model, Registry
+from art_server.uploads import Uploads
 
 
 def part(find: Callable[[Server], object]) -> Any:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import pytest
 
-from art_server.view import make_view
+from art_watch.view import make_view
 from tests.demo_groups import HOSTILE
 from tests.demo_server import make_live
 

@@ -10,11 +10,11 @@ import pytest
 
 from art_protocol.wire import ErrorDetail
 from art_server.api.keys import Keys
-from art_server.observe import rollouts
-from art_server.observe.runs import Runs
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ModelFolder
-from art_server.view import make_view
+from art_watch import rollouts
+from art_watch.runs import Runs
+from art_watch.view import make_view
 from tests.demo import HOSTILE_METRIC, log, rows_by_step
 from tests.demo_server import make_live
 from tests.engine.browser.charts import captions

@@ -22,7 +22,7 @@ SERVER_BYTES = 300e6
 SERVER = """
 import sys, uvicorn
 from pathlib import Path
-from art_server.view import make_view
+from art_watch.view import make_view
 uvicorn.run(make_view(Path(sys.argv[1])), host="127.0.0.1", port=0, access_log=False, timeout_graceful_shutdown=1)
 """
 

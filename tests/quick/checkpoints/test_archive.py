@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from art_server.checkpoints.adapter import read_lora
-from art_server.checkpoints.archive import Description, describe, read_tar, write_tar
 from art_server.errors import InvalidInput, NotFound
+from art_server.store.adapter import read_lora
+from art_server.store.archive import Description, describe, read_tar, write_tar
 from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import (
     ADAPTER_FILE,

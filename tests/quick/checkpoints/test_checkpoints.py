@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from art_server.checkpoints import manage as checkpoints_module
+from art_server import checkpoints as checkpoints_module
 from art_server.errors import NotFound
 from art_server.ledger.records import Request
-from art_server.observe.runs import Runs
 from art_server.process.shared.engine_messages import Sample
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
 from art_server.store.registry import Registry
+from art_watch.runs import Runs
 from tests.demo import rows_by_step
 from tests.quick.checkpoints.house import House, add_model, commit, house, until
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from starlette.requests import ClientDisconnect
 
 from art_protocol.wire import LoRAConfig
+from art_server import uploads as uploads_module
 from art_server.api.checkpoints import download
-from art_server.checkpoints import uploads as uploads_module
-from art_server.checkpoints.archive import Description, describe, read_tar, write_tar
+from art_server.store.archive import Description, describe, read_tar, write_tar
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     OPTIMIZER_FILE,

@@ -9,13 +9,13 @@ import pytest
 from art_protocol.history import history_row
 from art_protocol.wire import LoRAConfig, RegisterRequest
 from art_server.errors import StorageFull
-from art_server.observe.runs import Runs
 from art_server.process.shared.trainer_messages import Done, InitTask
 from art_server.store import files
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_server.trainer.checkpoint import check_checkpoint, write_first_checkpoint
+from art_watch.runs import Runs
 from tests.quick.checkpoints.house import House, add_model, commit, house
 
 pytestmark = pytest.mark.anyio

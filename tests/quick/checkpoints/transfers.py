@@ -10,12 +10,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from art_server.cli import art
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     ModelFolder,
 )
 from art_server.store.registry import Registry
+from art_watch.terminal.cli import main as art
 from tests.quick.checkpoints.house import House
 
 

@@ -1,7 +1,6 @@
 """Commands, links and numbers of the how-to pages are those of the code. Nothing that needs a server runs here; the
 commands that need one run in `tests/engine/integration`."""
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -14,10 +13,9 @@ import yaml
 
 from art import openai_client
 from art_server import flags
-from art_server.checkpoints import commands as checkpoint_commands
 from art_server.jobs.gap_bars import gap_bars
 from art_server.settings import ServerConfig
-from art_server.terminal import commands as terminal_commands
+from art_watch.terminal.cli import make_parser
 from tests.pages import HOWTO, PAGES, ROOT, blocks, commands
 
 PROGRAMS = {
@@ -60,10 +58,7 @@ def test_every_program_is_checked() -> None:
 
 
 def test_art_has_the_commands() -> None:
-    parser = argparse.ArgumentParser("art")
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    checkpoint_commands.add_commands(subparsers)
-    terminal_commands.add_commands(subparsers)
+    parser = make_parser()
     found = [parser.parse_args(words) for words in calls("art")]
     assert {each.command for each in found} == {"export", "jobs", "show"}
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from art_protocol.history import pack_rows
 from art_protocol.wire import ErrorDetail, JobReport, LoRAConfig, TrainConfig
-from art_server.checkpoints.manage import Checkpoints
+from art_server.checkpoints import Checkpoints
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable

@@ -108,13 +108,17 @@ def test_what_the_client_imports_is_declared() -> None:
     of_extras = {"jsonschema", "polars", "matplotlib", "verifiers"}
     of_type_checkers = {"typing_extensions"}  # which contain it
     ours = {"art", "art_protocol", "art_trackers"}
-    needed = {*imported("art_client"), *imported("plugins")} - ours
+    of_programs = (
+        f"plugins/{each.name}" for each in (ROOT / "plugins").iterdir() if each.is_dir() and each.name != "transfer"
+    )
+    needed = {name for folder in ("art_client", *of_programs) for name in imported(folder)} - ours
     assert needed - of_extras - of_type_checkers <= declared()
 
 
 def test_what_the_server_imports_is_declared() -> None:
     of_vllm = {"xgrammar"}  # in modules that only vLLM's processes import
-    needed = set(imported("art_server")) - {"art_protocol", "art_server"} - of_vllm
+    ours = {"art_protocol", "art_server", "art_watch", "art_transfer"}
+    needed = {*imported("art_server"), *imported("art_watch"), *imported("plugins/transfer")} - ours - of_vllm
     assert needed <= declared("gpu")
     # On a CPU vLLM has another name, and there is neither Unsloth nor NVIDIA's driver.
     of_cuda = {"vllm", "unsloth", "unsloth-zoo", "accelerate", "nvidia-ml-py"}

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from art_server.cli import art, main, open_port
+from art_server.cli import main, open_port
 from art_server.errors import Conflict, UsageError
 from art_server.flags import make_parser, parse, settings_table
 from art_server.store.files import lock_folder
+from art_watch.terminal.cli import main as art
 
 ROOT = Path(__file__).parents[3]
 
@@ -193,7 +194,7 @@ def test_a_command_that_looks_stops_no_server(tmp_path: Path) -> None:
 )
 def test_without_its_extra_a_command_says_what_to_install(package: str, call: str, extra: str, tmp_path: Path) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name='{package}')")
-    code = f"from art_server.cli import art, main; {call}"
+    code = f"from art_server.cli import main; from art_watch.terminal.cli import main as art; {call}"
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'art_client'}", "PATH": ""},

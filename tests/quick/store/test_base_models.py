@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from art_server.checkpoints.export import public_name
 from art_server.errors import InvalidInput
 from art_server.store.base_models import TINY_DIR, find_base_model, find_folder
+from art_transfer.export import public_name
 
 
 @pytest.mark.parametrize("name", ["~0", "~nobody-here/x", "a\0b", "x" * 1024, "\ud800", "-"])

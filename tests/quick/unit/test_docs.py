@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
-NAMED = re.compile(r"`((?:art_server|art_client|plugins|scripts|tests|examples|docs|docker)/[\w./-]+)`")
+NAMED = re.compile(r"`((?:art_server|art_client|art_watch|plugins|scripts|tests|examples|docs|docker)/[\w./-]+)`")
 SHORT = re.compile(r"`([a-z_]+/[a-z_]+\.py)`")
 """Of the server or the client."""
 PACKAGES = (ROOT, ROOT / "art_server", ROOT / "art_client" / "art", *ROOT.glob("plugins/*/art"))

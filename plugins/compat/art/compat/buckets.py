@@ -25,7 +25,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-COMMAND = "from art_server.cli import art; art()"
+COMMAND = "from art_watch.terminal.cli import main; main()"
 NOTHING_FOUND = 3
 """Exit code of `art copy` if its source is an address without a checkpoint."""
 NO_BUCKET = (

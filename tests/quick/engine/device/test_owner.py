@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
-from art_server.checkpoints.manage import Checkpoints
+from art_server.checkpoints import Checkpoints
 from art_server.engine import engine as engine_module
 from art_server.engine.device.figures import read_figures
 from art_server.engine.device.owner import DeviceOwner

@@ -1,0 +1,308 @@
+"""Lists, prunes, forks, rolls back and deletes the checkpoints of registered models.
+
+A step is removed in this order: it is marked, so that no request resolves to it; the engine stops serving its adapter;
+its folder is deleted or set aside. No step is removed while requests use it. Nothing here waits for the trainer or the
+device: a running step may take hours.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from art_protocol.wire import (
+    CheckpointInfo,
+    CheckpointList,
+    DeleteCheckpointsReply,
+    DeleteCheckpointsRequest,
+    ForkRequest,
+)
+from art_server.engine.engine import Engine
+from art_server.engine.pause_gate import PauseGate
+from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.jobs.queue import JobQueue
+from art_server.ledger.ledger import Ledger
+from art_server.store import files
+from art_server.store.archive import check_content, describe
+from art_server.store.model_folder import ModelFolder, copy_content, create_model
+from art_server.store.registry import Model, Registry
+
+logger = logging.getLogger(__name__)
+
+IN_USE_SECONDS, POLL_SECONDS = 60.0, 0.05
+"""How long a rollback waits for requests that still sample from a later step, and how often it checks."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Checkpoints:
+    """Changes steps and models on disk, and keeps engine and registry consistent with the disk."""
+
+    _registry: Registry
+    _queue: JobQueue
+    _gate: PauseGate
+    _engine: Engine
+    _ledger: Ledger
+    _incoming: Path
+    """Folder for unfinished checkpoints; empty at start."""
+    _keep_last: int
+    _locks: defaultdict[str, asyncio.Lock] = field(init=False, default_factory=lambda: defaultdict(asyncio.Lock))
+    """By model id: one change of its steps at a time."""
+
+    async def overview(self, model: Model) -> CheckpointList:
+        """The kept steps, oldest first, with their metrics."""
+        return await asyncio.to_thread(list_checkpoints, model)
+
+    # --- pruning ---
+
+    async def delete(self, model: Model, request: DeleteCheckpointsRequest) -> DeleteCheckpointsReply:
+        """Deletes all steps except the newest, the serving one, those in use, and the named steps or the best one.
+
+        Raises:
+            InvalidInput: the history does not have the metric; nothing was deleted.
+        """
+        async with self._locks[model.id]:
+            keep = await asyncio.to_thread(steps_to_keep, model, request)
+            deleted = await self._delete_steps(model, keep)
+        return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
+
+    async def retain(self, model: Model) -> None:
+        """Deletes old steps after a train step: all but the newest `--keep-last`, the serving, the best, those in use.
+        An error of the disk is logged; the next step tries again."""
+        if not self._keep_last:
+            return
+        async with self._locks[model.id]:
+            try:
+                keep = set(model.folder.steps()[-self._keep_last :])
+                if len(keep) == len(model.folder.steps()):
+                    return
+                best = await asyncio.to_thread(model.history.best_step)
+                await self._delete_steps(model, keep | ({best} if best is not None else set()))
+            except OSError as error:
+                logger.error("old steps of %s could not be deleted: %s", model.id, error)
+
+    async def _delete_steps(self, model: Model, keep: set[int]) -> list[int]:
+        steps = model.folder.steps()
+        keep = keep | {model.step, *steps[-1:]}
+        # Nothing is awaited between the check of the pause gate and the mark, so no request can start in between.
+        leaving = [step for step in steps if step not in keep and not self._gate.uses(model.adapter_name(step))]
+        with marked_for_deletion(model, leaving):
+            self._unload(model, leaving)
+            await asyncio.to_thread(model.folder.remove_steps, leaving)
+        if leaving:
+            logger.info("%s: deleted steps %s", model.id, leaving)
+        return leaving
+
+    def _unload(self, model: Model, steps: Iterable[int]) -> None:
+        names = {model.adapter_name(step) for step in steps}
+        for name in names & set(self._engine.loaded_adapters()):
+            self._engine.unload_adapter(name)
+
+    # --- changing what a model is ---
+
+    @contextlib.asynccontextmanager
+    async def changed(self, model_id: str) -> AsyncIterator[None]:
+        """Inside the block nobody else creates or deletes a model, or changes the steps of this one."""
+        async with self._registry.models_lock, self._locks[model_id]:
+            yield
+
+    async def fork(self, source: Model, request: ForkRequest) -> Model:
+        """Creates a model from a step of another model, with its adapter and, if it is kept, its optimizer state. The
+        step keeps its number; the new model's history is empty.
+
+        Raises:
+            NotFound: the source has no such step.
+            Conflict: the new model exists already.
+            InvalidInput: the step's files are damaged.
+        """
+        async with self.changed(source.id):
+            if self._registry.find(request.project, request.name) is not None:
+                raise model_exists(f"{request.project}/{request.name}")
+            step = source.step if request.step is None else request.step
+            folder = self._registry.folder(request.project, request.name)
+            await asyncio.to_thread(self._fork, source, step, folder)
+            model = self._registry.add(folder, folder.read())
+        logger.info("%s was forked from %s", model.id, source.adapter_name(step))
+        return model
+
+    def _fork(self, source: Model, step: int, folder: ModelFolder) -> None:
+        content = self._incoming / uuid.uuid4().hex
+        try:
+            description = describe(source.folder, source.record, step)
+            copy_content(source.folder.checkpoint_dir(step), content)
+            check_content(content, description)
+            record = source.record.model_copy(update={"project": folder.project, "name": folder.name})
+            create_model(folder, record, self._engine.log_path, content, description.record())
+        finally:
+            shutil.rmtree(content, ignore_errors=True)
+
+    async def roll_back(self, model: Model, step: int) -> None:
+        """Makes an earlier step the newest. It serves at once. The later steps and their history rows are set aside
+        when all requests that sample from these steps have ended.
+
+        Raises:
+            NotFound: the model has no such step.
+            Conflict: jobs wait or run, or requests did not end in time; the model is unchanged.
+        """
+        async with self._locks[model.id]:
+            model.folder.read_checkpoint(step)
+            await self._while_idle(model, lambda: None)
+            later = [each for each in model.folder.steps() if each > step]
+            before, model.step = model.step, step
+            with marked_for_deletion(model, later):
+                try:
+                    await self._wait_unused(model, later)
+                    self._unload(model, later)
+                    self._engine.forget_prompts()
+                    await self._while_idle(model, lambda: self._set_aside(model, step, later))
+                finally:
+                    if model.step == step:  # a job in between may have made a newer step
+                        model.step = min(before, model.folder.steps()[-1])
+        logger.info("%s was rolled back; set aside: steps %s", model.adapter_name(step), later)
+
+    async def _wait_unused(self, model: Model, steps: list[int]) -> None:
+        try:
+            async with asyncio.timeout(IN_USE_SECONDS):
+                while any(self._gate.uses(model.adapter_name(step)) for step in steps):  # noqa: ASYNC110 - the gate has no event for it
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError as error:
+            raise Conflict(
+                f"requests still sample from later steps of '{model.id}' after {IN_USE_SECONDS:.0f} s: repeat the request "
+                "when they have ended",
+                code="in_use",
+                param="step",
+            ) from error
+
+    async def delete_model(self, model: Model) -> None:
+        """Deletes a model with its history and trajectories.
+
+        Raises:
+            NotFound: another request has deleted it.
+            Conflict: jobs wait or run, or requests sample from it; the model is unchanged.
+        """
+        async with self.changed(model.id):
+            model = self._registry.get(model.record.project, model.record.name)
+            await self._while_idle(model, lambda: None)
+            steps = model.folder.steps()
+            if any(self._gate.uses(model.adapter_name(step)) for step in steps):
+                raise Conflict(
+                    f"requests sample from model '{model.id}': repeat the request when they have ended",
+                    code="in_use",
+                    param="name",
+                )
+            model.is_leaving = True
+            try:
+                self._unload(model, steps)
+                self._engine.forget_prompts()
+                trash = await self._while_idle(model, lambda: self._move_to_trash(model))
+            finally:
+                model.is_leaving = False
+            await asyncio.to_thread(shutil.rmtree, trash)
+        logger.info("%s was deleted", model.id)
+
+    async def _while_idle(self, model: Model, change: Callable[[], T]) -> T:
+        """Runs `change` in a thread while the model has no jobs and cannot get any.
+
+        Raises:
+            Conflict: jobs of the model wait or run.
+        """
+
+        def held() -> T:
+            with self._queue.held_idle(model.record.project, model.record.name):
+                return change()
+
+        return await asyncio.to_thread(held)
+
+    def _set_aside(self, model: Model, step: int, later: list[int]) -> None:
+        if model.folder.newest_step() not in (step, *later):
+            raise Conflict(
+                f"a job made a newer step of '{model.id}' meanwhile: roll back again if this step is to go, too",
+                code="step_moved",
+                param="step",
+            )
+        # Before the folders change: a server that dies in between has only forgotten who sampled what.
+        self._ledger.forget_steps(model.record.project, model.record.name, after=step)
+        self._queue.forget_keys(model.record.project, model.record.name, after=step)
+        model.history.roll_back(step)
+        model.folder.roll_back(step)
+
+    def _move_to_trash(self, model: Model) -> Path:
+        self._ledger.forget_steps(model.record.project, model.record.name)
+        self._queue.forget_keys(model.record.project, model.record.name)
+        model.history.delete()
+        trash = model.folder.move_to_trash()
+        self._registry.remove(model)
+        return trash
+
+
+@contextlib.contextmanager
+def marked_for_deletion(model: Model, steps: Iterable[int]) -> Iterator[None]:
+    """Inside the block no request resolves to these steps."""
+    model.deleting.update(steps)
+    try:
+        yield
+    finally:
+        model.deleting.difference_update(steps)
+
+
+def model_exists(model_id: str) -> Conflict:
+    return Conflict(
+        f"model '{model_id}' exists already: choose another name, or delete it first",
+        code="model_exists",
+        param="name",
+    )
+
+
+def steps_to_keep(model: Model, request: DeleteCheckpointsRequest) -> set[int]:
+    """Returns the steps that a deletion request keeps, besides the newest and the serving one.
+
+    Raises:
+        InvalidInput: there are steps to delete, and the history does not have the metric.
+    """
+    steps = model.folder.steps()
+    if request.keep is not None:
+        return set(request.keep)
+    metric, known = request.best_metric or model.history.ranking()[0], model.history.names()
+    if set(steps) <= {model.step, *steps[-1:]}:
+        return set()  # no error: programs delete before their first step, when no metric exists
+    if metric is None or metric not in known:
+        asked = f"'{metric[:200]}'" if metric else "'val/reward' or 'train/reward'"
+        raise InvalidInput(
+            f"the history of '{model.id}' has no metric {asked}; it has: {', '.join(known) or 'none'}. "
+            "Nothing was deleted; name one of these, or the steps to keep",
+            code="unknown_metric",
+            param="best_metric",
+        )
+    best = model.history.best_step(metric)
+    return {best} if best is not None else set()
+
+
+def list_checkpoints(model: Model) -> CheckpointList:
+    """Returns the kept steps of a model. Blocking: reads their descriptions and the history."""
+    folder = model.folder
+    best = model.history.best_step()
+    steps = [step for step in folder.steps() if step not in model.deleting]
+    values = model.history.values(steps)
+    infos: list[CheckpointInfo] = []
+    for step in steps:
+        with contextlib.suppress(NotFound, FileNotFoundError):  # deleted meanwhile
+            record = folder.read_checkpoint(step)
+            infos.append(
+                CheckpointInfo(
+                    step=step,
+                    created_at=record.created_at,
+                    metrics=values[step],
+                    size_bytes=files.folder_size(folder.checkpoint_dir(step)),
+                    unchanged=record.unchanged,
+                    is_serving=step == model.step,
+                    is_best=step == best,
+                )
+            )
+    return CheckpointList(checkpoints=infos, best_metric=model.history.ranking()[0])

@@ -1,1 +1,0 @@
-"""Checkpoints: list, fork, roll back, delete, upload, import, export, copy."""

@@ -1,0 +1,134 @@
+"""Receives checkpoint uploads: one request with one tar becomes a step of a model, or changes nothing.
+
+The tar is written to a file and unpacked into a temporary folder. The digests and the adapter's configuration are checked,
+and the trainer checks that the tensors fit the base model. One rename then makes the folder a step.
+"""
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from art_server.checkpoints import Checkpoints
+from art_server.engine.engine import Engine
+from art_server.errors import InvalidInput, TooLarge
+from art_server.jobs.trainer import Trainer
+from art_server.jobs.trainer_process import TrainerError
+from art_server.process.shared.trainer_messages import CheckTask
+from art_server.store import files
+from art_server.store.archive import (
+    MAX_CHECKPOINT_BYTES,
+    Description,
+    place_checkpoint,
+    read_tar,
+)
+from art_server.store.base_models import BaseModel
+from art_server.store.registry import Model, Registry, check_rank
+
+
+@dataclass(eq=False)
+class Uploads:
+    """Receives tars and stores them as steps."""
+
+    _registry: Registry
+    _engine: Engine
+    _trainer: Trainer
+    _checkpoints: Checkpoints
+    _incoming: Path
+    """Folder for unfinished checkpoints; empty at start."""
+    _max_rank: int
+    _load_base: Callable[[str], Awaitable[BaseModel]]
+
+    async def receive(
+        self,
+        project: str,
+        name: str,
+        step: int,
+        base_model: str | None,
+        body: AsyncIterator[bytes],
+    ) -> Model:
+        """Stores a tar as the first step of a new model, or as an older step that a model lacks. Does nothing if the
+        model has the step with the same weights.
+
+        Raises:
+            TooLarge: the tar exceeds the size limit.
+            InvalidInput: the checkpoint is incomplete, or does not fit the base model.
+            Conflict: the model has the step with other weights, its newest step is older, or base model or LoRA differ.
+            StorageFull: the disk has no room.
+        """
+        content = self._incoming / uuid.uuid4().hex
+        tar = content.with_suffix(".tar")
+        try:
+            await write_body(body, tar)
+            description = await asyncio.to_thread(unpack, tar, content)
+            if description.step != step:
+                raise InvalidInput(
+                    f"this is the checkpoint of step {description.step}: send it to .../checkpoints/{description.step}.tar",
+                    code="other_step",
+                    param="step",
+                )
+            model = self._registry.find(project, name)
+            base = base_model or (model.record.base_model if model else description.base_model)
+            description = description.model_copy(update={"base_model": (await self._load_base(base)).name})
+            await self._check_on_base(description, content)
+            async with self._checkpoints.changed(f"{project}/{name}"):
+                return await self._store(project, name, description, content)
+        finally:
+            await asyncio.to_thread(clear, tar, content)
+
+    async def _check_on_base(self, description: Description, content: Path) -> None:
+        check_rank(description.lora, self._max_rank)
+        try:
+            await self._trainer.run(CheckTask(lora=description.lora, folder=str(content)))
+        except TrainerError as error:
+            what = f"the adapter does not fit base model '{description.base_model}'"
+            raise error.for_client(what, "adapter") from error
+
+    async def _store(self, project: str, name: str, description: Description, content: Path) -> Model:
+        model = self._registry.find(project, name)
+        folder = self._registry.folder(project, name)
+        log = self._engine.log_path
+        await asyncio.to_thread(place_checkpoint, folder, description, content, log)
+        if model is None:
+            return self._registry.add(folder, description.of_model(project, name))
+        # The cache may hold prompts of a deleted step with this number.
+        self._engine.forget_prompts()
+        return model
+
+
+async def write_body(body: AsyncIterator[bytes], tar: Path) -> None:
+    """Writes a request's body to a new file.
+
+    Raises:
+        TooLarge: it exceeds the size limit.
+        StorageFull: the disk has no room.
+    """
+    num_bytes = 0
+    with files.disk_errors("the upload"):
+        tar.parent.mkdir(parents=True, exist_ok=True)
+        with await asyncio.to_thread(open, tar, "xb") as file:
+            async for piece in body:
+                num_bytes += len(piece)
+                if num_bytes > MAX_CHECKPOINT_BYTES:
+                    raise too_large()
+                await asyncio.to_thread(file.write, piece)
+
+
+def unpack(tar: Path, content: Path) -> Description:
+    with open(tar, "rb") as file:
+        return read_tar(file, content)
+
+
+def clear(tar: Path, content: Path) -> None:
+    tar.unlink(missing_ok=True)
+    shutil.rmtree(content, ignore_errors=True)
+
+
+def too_large() -> TooLarge:
+    return TooLarge(
+        f"the upload has more than {MAX_CHECKPOINT_BYTES} bytes",
+        code="checkpoint_too_large",
+        param="body",
+    )

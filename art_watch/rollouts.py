@@ -1,0 +1,264 @@
+"""Rollouts of a step as people read them: groups, and one rollout with its turns, tools and tokens.
+
+Reads a step's trajectories file and, for trained steps, the record of its tokens (`tokens.py`).
+"""
+
+import functools
+import itertools
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from art_protocol.history import open_rows, whole_row
+from art_protocol.signal import group_has_signal
+from art_server.errors import NotFound
+from art_server.store.files import file_mark
+from art_server.store.history import number, read_json
+from art_server.store.model_folder import ModelFolder
+from art_watch.tokens import opened_tokens
+
+MAX_PREVIEW = 240
+"""Characters of a rollout's last answer in the table of its group."""
+MESSAGES = "messages_and_choices"
+Row = dict[str, Any]
+
+
+def groups(folder: ModelFolder, split: str, step: int, text: str = "") -> list[Row]:
+    """The groups of a step, with one line for each rollout. With `text`, only rollouts that contain it. A group whose
+    line cannot be read has `is_unreadable` and no rollouts.
+
+    Raises:
+        NotFound: the step has no rollouts in this split.
+    """
+    found: list[Row] = []
+    for index, group in enumerate(_read_groups(folder, split, step)):
+        trajectories = _list(group or {}, "trajectories")
+        rows = [_line(each, number) for number, each in enumerate(trajectories)]
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        if text:
+            rows = [row for row, each in zip(rows, trajectories, strict=True) if _contains(each, text.casefold())]
+            if not rows:
+                continue
+        row = _group_row(group or {}, index, rows, rewards)
+        is_dead = split == "train" and not _has_signal(trajectories)
+        found.append(row | {"is_dead": is_dead, "is_unreadable": group is None})
+    return found
+
+
+def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) -> Row:
+    return {
+        "index": index,
+        "rollouts": rows,
+        "failures": _list(group, "exceptions"),
+        "metadata": _dict(group, "metadata"),
+        "metrics": _dict(group, "metrics"),
+        "logs": [str(each) for each in _values(group, "logs")],
+        "mean": statistics.fmean(rewards) if rewards else None,
+        "std": statistics.pstdev(rewards) if rewards else None,
+    }
+
+
+def _has_signal(trajectories: list[Row]) -> bool:
+    histories = [each for row in trajectories for each in (row, *_list(row, "additional_histories"))]
+    return group_has_signal(
+        [row.get("reward") for row in trajectories],
+        [_values(each, "turn_rewards") for each in histories],
+        [_values(each, "turn_advantages") for each in histories],
+    )
+
+
+def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) -> Row:
+    """One rollout: conversations with the trace of each turn, and its token sequences.
+
+    Raises:
+        NotFound: the step has no such rollout.
+    """
+    row = _group(folder, split, step, group)
+    trajectories = _list(row, "trajectories")
+    if not 0 <= index < len(trajectories):
+        raise NotFound(
+            f"group {group} of step {step} has no rollout {index}: it has {len(trajectories)}",
+            code="unknown_rollout",
+            param="rollout",
+        )
+    trajectory = trajectories[index]
+    histories = _histories(trajectory)
+    turns = {f"{each.get('history')} {each.get('entry')}": each for each in _list(trajectory, "turns")}
+    with opened_tokens(folder, split, step) as tokens:
+        sequences = [] if tokens is None else tokens.sequences(group, index)
+    return {
+        "num_rollouts": len(trajectories),
+        "reward": number(trajectory.get("reward")),
+        "metrics": _dict(trajectory, "metrics"),
+        "metadata": _dict(trajectory, "metadata"),
+        "logs": [str(each) for each in _values(trajectory, "logs")],
+        "histories": [
+            {
+                "entries": [
+                    entry_row(entry, turns.get(f"{place} {position}"))
+                    for position, entry in enumerate(_list(history, MESSAGES))
+                ],
+                "tools": history.get("tools"),
+            }
+            for place, history in enumerate(histories)
+        ],
+        "sequences": sequences,
+        "has_token_record": tokens is not None,
+    }
+
+
+def _histories(trajectory: Row) -> list[Row]:
+    """The rollout's conversation and its additional ones."""
+    own = {MESSAGES: _list(trajectory, "messages"), "tools": trajectory.get("tools")}
+    return [own, *_list(trajectory, "additional_histories")]
+
+
+def entry_row(entry: Row, trace: Row | None) -> Row:
+    """A message, or a choice with its finish reason, in the form that people read. `logprobs` are those that earlier
+    versions stored with a choice."""
+    message = entry["message"] if isinstance(entry.get("message"), dict) else entry
+    row: Row = {
+        "role": str(message.get("role", "?")),
+        "text": plain_text(message.get("content")),
+        "reasoning": plain_text(message.get("reasoning_content") or message.get("reasoning")),
+        "tool_calls": [
+            {"name": call.get("name"), "arguments": call.get("arguments")}
+            for call in (_dict(each, "function") for each in _list(message, "tool_calls"))
+        ],
+        "name": message.get("name"),
+        "tool_call_id": message.get("tool_call_id"),
+        "finish_reason": entry.get("finish_reason"),
+        "turn": trace,
+    }
+    if message is not entry:
+        row["sampled_by"] = _dict(entry, "art") or None
+        row["logprobs"] = [
+            [str(each.get("token")), number(each.get("logprob"))] for each in _list(_dict(entry, "logprobs"), "content")
+        ]
+    return row
+
+
+def plain_text(content: object) -> str:
+    """A message's content as text; parts that are not text by their type, in brackets."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return json.dumps(content)
+    parts = (part if isinstance(part, dict) else {"text": str(part)} for part in content)
+    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)
+
+
+def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | None]:
+    """The groups of a step, one line at a time; None for a line that cannot be read.
+
+    Raises:
+        NotFound: the step has no rollouts in this split.
+    """
+    try:
+        lines = open_rows(folder.trajectories_file(split, step))
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"model '{folder.project}/{folder.name}' has no rollouts of split '{split}' at step {step}",
+            code="unknown_step",
+            param="step",
+        ) from error
+    with lines:
+        for line in lines:
+            yield _read_group(line)
+
+
+def _read_group(line: bytes) -> Row | None:
+    try:
+        group = whole_row(read_json(line))
+    except ValueError:  # a crash cut it short
+        return None
+    return group if isinstance(group, dict) else None
+
+
+def _group(folder: ModelFolder, split: str, step: int, index: int) -> Row:
+    """One group; lines before it are not parsed.
+
+    Raises:
+        NotFound: there is no such group, or its line cannot be read.
+    """
+    file = folder.trajectories_file(split, step)
+    group = _group_at(file, index, file_mark(file))
+    if group is not None:
+        return group
+    raise NotFound(
+        f"model '{folder.project}/{folder.name}' has no readable group {index} of split '{split}' at step {step}",
+        code="unknown_group",
+        param="group",
+    )
+
+
+@functools.lru_cache(1)
+def _group_at(file: Path, index: int, mark: tuple[int, int]) -> Row | None:
+    """The group of a line; None if it cannot be read. Kept for the group's other rollouts while the file has this mark."""
+    if index < 0 or not any(mark):
+        return None
+    with open_rows(file) as lines:
+        line = next(itertools.islice(lines, index, None), None)
+    return None if line is None else _read_group(line)
+
+
+def _line(trajectory: Row, index: int) -> Row:
+    """A rollout in the table of its group: its counts, and the last answer of its first conversation."""
+    answers, *others = map(_answers, _histories(trajectory))
+    last = entry_row(answers[-1], None) if answers else {}
+    answers = list(itertools.chain(answers, *others))
+    calls = ", ".join(str(call["name"]) for call in last.get("tool_calls", []))
+    text = last.get("text") or last.get("reasoning") or (f"→ {calls}" if calls else "")
+    turns = _list(trajectory, "turns")
+    return {
+        "index": index,
+        "reward": number(trajectory.get("reward")),
+        "metrics": _dict(trajectory, "metrics"),
+        "num_turns": len(answers),
+        "num_tokens": sum(map(_num_tokens, answers)) or None,
+        "finish_reason": last.get("finish_reason"),
+        "num_dropped": sum("dropped" in turn for turn in turns),
+        "origins": sorted({str(turn["origin"]) for turn in turns if "origin" in turn}),
+        "text": text[:MAX_PREVIEW],
+    }
+
+
+def _num_tokens(answer: Row) -> int:
+    """The number of a choice's tokens; earlier versions stored its token ids instead of the number."""
+    known = _dict(answer, "art").get("num_tokens")
+    return known if isinstance(known, int) else len(_values(answer, "token_ids"))
+
+
+def _answers(history: Row) -> list[Row]:
+    """The choices of a conversation; without any, its assistant messages."""
+    entries = _list(history, MESSAGES)
+    choices = [each for each in entries if isinstance(each.get("message"), dict)]
+    return choices or [each for each in entries if each.get("role") == "assistant"]
+
+
+def _contains(trajectory: Row, text: str) -> bool:
+    """Whether a message or a tool call of the rollout contains the text, which is casefolded."""
+    for history in _histories(trajectory):
+        for row in (entry_row(entry, None) for entry in _list(history, MESSAGES)):
+            calls = (f"{call['name']} {call['arguments']}" for call in row["tool_calls"])
+            if any(text in each.casefold() for each in (row["text"], row["reasoning"], *calls)):
+                return True
+    return False
+
+
+def _values(row: Row, name: str) -> list[Any]:
+    value = row.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _list(row: Row, name: str) -> list[Row]:
+    return [each for each in _values(row, name) if isinstance(each, dict)]
+
+
+def _dict(row: Row, name: str) -> Row:
+    value = row.get(name)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,149 @@
+"""What the words of a command line name: a source, a model, a step, a job."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from art_server.errors import NotFound, ServerError, UsageError
+from art_watch.terminal.sources import FolderSource, HttpSource, Row, Source
+from art_watch.terminal.text import visible
+
+MAX_NAMED = 12
+"""Models and steps that an error lists."""
+MAX_DIGITS = 9
+"""Of a step."""
+JOB_DIGITS = 32
+"""Of a job's id."""
+
+
+def open_source(url: str | None, path: Path) -> Source:
+    """The server at `url`; without one, the server that works in the folder `path`, or else the folder.
+
+    Raises:
+        NotFound: there is no such folder.
+        UsageError: the address or the key cannot be sent.
+    """
+    if url is not None:
+        return HttpSource(url)
+    if not path.is_dir():
+        raise NotFound(
+            f"there is no folder {path}: name the folder of a server with --path, or a server with --url",
+            code="unknown_folder",
+        )
+    address = running_address(path)
+    if address is not None:
+        source = HttpSource(address)
+        try:
+            source.overview()
+            return source
+        except ServerError as error:
+            source.close()
+            print(f"art: {error}. Reading the files in {path}", file=sys.stderr)
+    return FolderSource(path)
+
+
+def running_address(path: Path) -> str | None:
+    """The address of the server that works in a folder; None if none does. A server holds the lock of its folder: a
+    file from another machine names no server that gets the key."""
+    if sys.platform != "linux":  # a server runs on Linux only
+        return None
+    import fcntl  # which other systems lack
+
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        descriptor = os.open(path / ".server" / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return str(json.loads((path / ".server" / "address.json").read_bytes())["url"])
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def need_server(source: Source) -> HttpSource:
+    """The source as a running server.
+
+    Raises:
+        NotFound: it is a folder.
+    """
+    if isinstance(source, FolderSource):
+        raise NotFound(
+            f"only a running server has jobs: start art-server in {source.where}, or name a server with --url",
+            code="no_server",
+        )
+    return source
+
+
+def find_model(source: Source, text: str) -> tuple[Row, str]:
+    """The summary of the model that [PROJECT/]NAME[@STEP] names, and the text behind "@".
+
+    Raises:
+        NotFound: there is no such model, or several have this name.
+    """
+    name, _, step = text.partition("@")
+    models = source.overview()["models"]
+    found = [each for each in models if name in (each["id"], each["name"])]
+    if len(found) != 1:
+        known = [each["id"] for each in found or models]
+        raise NotFound(
+            f"'{name}' is {'one of several models' if found else 'no model'} of {source.where}; models: "
+            f"{listed(known)}. Write PROJECT/NAME, and name a server's folder with --path "
+            "or a server with --url",
+            code="unknown_model",
+        )
+    return found[0], step
+
+
+def find_step(source: Source, model: Row, text: str, split: str) -> int:
+    """The step that the text behind "@" names; without one, the newest that has rollouts of the split.
+
+    Raises:
+        NotFound: the step has no rollouts of this split; the message lists those that have.
+        UsageError: the text is no step.
+    """
+    splits = source.splits(model["id"])
+    steps = splits.get(split, [])
+    if text in ("", "latest"):
+        step = max(steps, default=None)
+    elif text == "best":
+        step = model["best"] and model["best"]["step"]
+    elif text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS:
+        step = int(text)
+    else:
+        raise UsageError(f"'{text}' is no step: write {model['id']}@NUMBER, @best or @latest")
+    if step not in steps:
+        raise NotFound(
+            f"model '{model['id']}' has no rollouts of split '{split}'"
+            f"{'' if step is None else f' at step {step}'}; newest steps with rollouts: {listed(steps[::-1])}; splits: "
+            f"{listed(list(splits))}",
+            code="unknown_step",
+        )
+    return step
+
+
+def find_job(server: HttpSource, digits: str) -> str:
+    """The id of the job in the queue that begins with these digits. A whole id may be that of another job.
+
+    Raises:
+        NotFound: no job's id does, or several.
+    """
+    if len(digits) == JOB_DIGITS and digits.isalnum():
+        return digits
+    known = [job["job_id"] for job in server.jobs(with_ended=False)]
+    found = [each for each in known if digits and each.startswith(digits)]
+    if len(found) != 1:
+        raise NotFound(
+            f"'{digits}' begins {'the ids of several jobs' if found else 'the id of no job'} in the queue of "
+            f"{server.where}: `art jobs` lists them",
+            code="unknown_job",
+        )
+    return found[0]
+
+
+def listed(values: Sequence[object]) -> str:
+    """The first of some names, for an error. They come from files or a server."""
+    more = f" and {len(values) - MAX_NAMED} more" if len(values) > MAX_NAMED else ""
+    return (", ".join(map(visible, values[:MAX_NAMED])) or "none") + more

@@ -1,0 +1,69 @@
+"""The command `art`: those that show runs, `art run`, and those of annexes (entry points `art.commands`)."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+
+from art_server.errors import NotFound, ServerError, Unavailable, UsageError, missing_extra
+from art_watch.terminal import commands
+
+NOTHING_TO_COPY = 3
+"""Exit code of `art copy` if its source is an address without a checkpoint, which programs tell from a failure."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `art`, as users of ART know it. Exits with 2 after an error, with 1 if there is no such thing to
+    show or no server, with 3 if there is no checkpoint to copy, and with 130 after Ctrl-C."""
+    parser = make_parser()
+    command, flags = parser.parse_known_args(arguments)
+    if command.command == "run":
+        from art_server import cli
+
+        return cli.main(flags)
+    command = parser.parse_args(arguments)
+    try:
+        run(command)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # what reads the output has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (UsageError, ServerError, OSError) as error:
+        print(f"art: {error}", file=sys.stderr)
+        sys.exit(exit_status(error, command.command))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `art`. An annex adds commands by a function of the group `art.commands`, which gets argparse's
+    subparsers, and sets for each parser the defaults `run`, a function of the parsed flags, and `extra`, the extra with
+    the packages that it needs (None: a server's)."""
+    parser = argparse.ArgumentParser(prog="art", description="Train LLM agents with reinforcement learning.")
+    added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    added.add_parser("run", help="run a server: the same as art-server", add_help=False)
+    commands.add_commands(added)
+    for each in entry_points(group="art.commands"):
+        each.load()(added)
+    return parser
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Runs a parsed command.
+
+    Raises:
+        ServerError, UsageError: the command failed; the message has the reason and the remedy.
+    """
+    command: Callable[[argparse.Namespace], None] = flags.run
+    try:
+        command(flags)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, flags.extra) from error
+
+
+def exit_status(error: Exception, command: str) -> int:
+    """Of a command that ended with an error."""
+    if isinstance(error, NotFound) and error.code == "no_checkpoint":
+        return NOTHING_TO_COPY
+    is_missing = isinstance(error, NotFound | Unavailable)
+    return 1 if is_missing and command in commands.SHOWN else 2

@@ -1,0 +1,100 @@
+"""The parsers of the commands that show runs, which `run.py` implements, and of `art view`.
+
+What implements them is imported when a command runs: `art --help` needs none of its packages.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SHOWN = ("status", "runs", "show", "plot", "jobs")
+"""The commands that `run.py` implements."""
+FROM_WHERE = "without --url: the folder of a server (%(default)s), or the server that runs in it"
+MODEL = "[PROJECT/]NAME"
+PICTURES = (".png", ".svg", ".html")
+VIEW_PORT = 7624
+
+
+def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
+    """Adds the parsers."""
+    commands.add_parser("status", help="what a server does now, where its time goes, its jobs and models")
+    runs = commands.add_parser("runs", help="all models in one table")
+    runs.add_argument("--sort", choices=("name", "reward", "time"), default="name")
+    _add_show(commands.add_parser("show", help="the rollouts of a step, as people read them"))
+    _add_plot(commands.add_parser("plot", help="metrics by step, in the terminal or as a file"))
+    jobs = commands.add_parser("jobs", help="the queue of a running server")
+    jobs.add_argument("--all", action="store_true", help="also the newest jobs that have ended")
+    jobs.add_argument("--cancel", metavar="JOB", help="cancel this job; the first digits are enough")
+    for name in SHOWN:
+        parser = commands.choices[name]
+        parser.add_argument("--path", type=Path, default=Path(".art"), help=FROM_WHERE)
+        parser.add_argument("--url", help="a running server; its key is read from ART_API_KEY")
+        parser.add_argument("--json", action="store_true", help="JSON in place of tables")
+        parser.set_defaults(run=run_shown, extra="terminal")
+    page = commands.add_parser("view", help="the page over a folder, in a browser")
+    page.add_argument("dir", type=Path, nargs="?", default=Path(".art"), metavar="DIR")
+    page.add_argument("--port", type=integer(1, 65535), default=VIEW_PORT)
+    page.add_argument("--no-browser", action="store_true", help="open no browser")
+    page.set_defaults(run=run_view, extra="view")
+
+
+def run_shown(flags: argparse.Namespace) -> None:
+    """Runs one of SHOWN.
+
+    Raises:
+        ServerError, UsageError: the command failed; the message has the reason and the remedy.
+        ModuleNotFoundError: the extra is not installed.
+    """
+    from art_watch.terminal.run import run_command
+
+    run_command(flags)
+
+
+def run_view(flags: argparse.Namespace) -> None:
+    """Runs `art view`. Raises as `run_shown` does."""
+    from art_server.cli import open_port
+    from art_watch import view
+
+    open_port("127.0.0.1", flags.port, "--port").close()
+    view.view(flags.dir, flags.port, opens_browser=not flags.no_browser)
+
+
+def _add_show(show: argparse.ArgumentParser) -> None:
+    show.add_argument(
+        "model",
+        metavar="MODEL[@k]",
+        help=f"{MODEL}; @k, @best or @latest selects a step (default: the newest with rollouts)",
+    )
+    show.add_argument("--split", default="train", help="default: %(default)s")
+    show.add_argument("--group", type=integer(0), metavar="G", help="show this group in full")
+    show.add_argument("--rollout", type=integer(0), metavar="I", help="only this one of the group")
+    show.add_argument("--sort", choices=("reward",), help="the highest reward of a group first")
+    show.add_argument("--limit", type=integer(1), metavar="N", help="this number of rollouts of each group")
+    show.add_argument("--text", default="", help="only rollouts that contain this text")
+
+
+def _add_plot(plot: argparse.ArgumentParser) -> None:
+    plot.add_argument("models", nargs="+", metavar="MODEL", help=MODEL)
+    plot.add_argument("--metric", metavar="NAME,NAME", help="default: train/reward,val/reward, where they exist")
+    plot.add_argument("--out", type=picture, metavar="FILE", help=f"write a file: {', '.join(PICTURES)}")
+
+
+def integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """A parser of integers in a range."""
+
+    def number(text: str) -> int:
+        found = int(text)
+        if found < lowest or (highest is not None and found > highest):
+            allowed = f"at least {lowest}" if highest is None else f"from {lowest} to {highest}"
+            raise argparse.ArgumentTypeError(f"{found} must be {allowed}")
+        return found
+
+    return number
+
+
+def picture(text: str) -> Path:
+    file = Path(text)
+    if file.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"'{text}' must end with {', '.join(PICTURES)}")
+    return file

@@ -1,0 +1,180 @@
+"""Runs the commands that `commands.py` parsed: reads from a source, and prints tables or JSON."""
+
+import argparse
+import contextlib
+import difflib
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from art_server.errors import NotFound, UsageError
+from art_server.store.registry import check_name
+from art_watch.terminal.addresses import (
+    find_job,
+    find_model,
+    find_step,
+    listed,
+    need_server,
+    open_source,
+)
+from art_watch.terminal.sources import Row, Source
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+REWARDS = ("train/reward", "val/reward")
+PLAIN_WIDTH = 10_000
+"""Of tables that no terminal shows: nothing is cut off."""
+PLAIN_CHART_WIDTH = 80
+
+
+def run_command(flags: argparse.Namespace) -> None:
+    """See `commands.run_command`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale without these characters
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with contextlib.closing(open_source(flags.url, flags.path)) as source:
+        COMMANDS[flags.command](source, flags)
+
+
+def status(source: Source, flags: argparse.Namespace) -> None:
+    overview = source.overview()
+    if flags.json:
+        return print_json(overview)
+    from art_watch.terminal import tables
+
+    tables.print_status(make_console(), source.where, overview)
+
+
+def runs(source: Source, flags: argparse.Namespace) -> None:
+    models = sorted(source.overview()["models"], key=lambda each: each["id"])
+    if flags.sort == "time":
+        models.sort(key=lambda each: each["last_at"] or "", reverse=True)
+    elif flags.sort == "reward":
+        models.sort(key=_reward, reverse=True)
+    if flags.json:
+        return print_json({"models": models})
+    from art_watch.terminal import tables
+
+    tables.print_runs(make_console(), models)
+
+
+def _reward(row: Mapping[str, Any]) -> float:
+    return -math.inf if row["reward"] is None else row["reward"]
+
+
+def jobs(source: Source, flags: argparse.Namespace) -> None:
+    server = need_server(source)
+    if flags.cancel is not None:
+        found = [server.cancel(find_job(server, flags.cancel))]
+    else:
+        found = server.jobs(with_ended=flags.all)
+    if flags.json:
+        return print_json({"jobs": found})
+    from art_watch.terminal import tables
+
+    tables.print_jobs(make_console(), found)
+
+
+def show(source: Source, flags: argparse.Namespace) -> None:
+    if flags.group is None and flags.rollout is not None:
+        raise UsageError("--rollout shows one rollout of a group in full: add --group G")
+    document = show_document(source, flags)
+    if flags.json:
+        return print_json(document)
+    from art_watch.terminal.show import print_show
+
+    print_show(make_console(), document)
+
+
+def show_document(source: Source, flags: argparse.Namespace) -> Row:
+    """A step's groups with one line for each rollout and, of one group, `rollouts` in full.
+
+    Raises:
+        NotFound: there is no such model, step, group or rollout.
+    """
+    model, text = find_model(source, flags.model)
+    split = check_name(flags.split, "--split")
+    step = find_step(source, model, text, split)
+    groups = source.groups(model["id"], split, step, flags.text)
+    document: Row = {"model": model["id"], "split": split, "step": step, "groups": groups}
+    if flags.group is not None:
+        groups = document["groups"] = [each for each in groups if each["index"] == flags.group]
+    for group in groups:
+        if flags.sort is not None:
+            group["rollouts"].sort(key=_reward, reverse=True)
+        chosen = [each for each in group["rollouts"] if flags.rollout in (None, each["index"])]
+        group["rollouts"] = chosen[: flags.limit]
+    if flags.group is None:
+        return document
+    if not groups or not groups[0]["rollouts"]:
+        what = f"group {flags.group}" + ("" if flags.rollout is None else f", rollout {flags.rollout}")
+        raise NotFound(
+            f"step {step} of {model['id']} has no {what}{' with this text' if flags.text else ''}: `art show "
+            f"{model['id']}@{step} --split {split}` lists what there is",
+            code="unknown_group",
+        )
+    document["rollouts"] = [
+        {"group": flags.group, "index": index} | source.rollout(model["id"], split, step, flags.group, index)
+        for index in (each["index"] for each in groups[0]["rollouts"])
+    ]
+    return document
+
+
+def plot(source: Source, flags: argparse.Namespace) -> None:
+    wanted = flags.metric.split(",") if flags.metric else REWARDS
+    models: dict[str, Row] = {}
+    names: set[str] = set()
+    for each in flags.models:
+        model, step = find_model(source, each)
+        if step:
+            raise UsageError(f"a chart shows all steps: write {model['id']} without '@{step}'")
+        history = source.history(model["id"], wanted)
+        names |= set(history.pop("names"))
+        models[model["id"]] = history
+    metrics = [each for each in wanted if each in names]
+    if not metrics or (flags.metric and len(metrics) < len(wanted)):
+        missing = next(each for each in wanted if each not in names)
+        close = difflib.get_close_matches(missing, names) or sorted(names)
+        raise NotFound(
+            f"{listed(list(models))}: no metric '{missing}'; metrics: {listed(close)}",
+            code="unknown_metric",
+        )
+    if flags.json:
+        print_json({"models": models, "metrics": metrics})
+    if flags.out is not None or not flags.json:
+        from art_watch.terminal import plot as charts
+
+        if flags.out is None:
+            charts.print_plot(make_console(PLAIN_CHART_WIDTH), models, metrics)
+        else:
+            charts.save_plot(models, metrics, flags.out)
+            print(f"{flags.out} is written", file=sys.stderr)
+
+
+COMMANDS = {"status": status, "runs": runs, "show": show, "plot": plot, "jobs": jobs}
+
+
+def make_console(plain_width: int = PLAIN_WIDTH) -> "Console":
+    """Writes to the terminal in its width; into a pipe without colours, in one line what is one."""
+    from rich.console import Console  # comes with the extra `terminal`; JSON needs none
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = plain_width
+    return console
+
+
+def print_json(document: Row) -> None:
+    """Prints one JSON document in one line. Numbers that JSON cannot hold are null."""
+    print(json.dumps(_finite(document), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:  # Any: JSON
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,114 @@
+"""`art show`: rollouts as people read them."""
+
+import json
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from art_watch.terminal.sources import Row
+from art_watch.terminal.tables import beginning, make_table, plain, say
+from art_watch.terminal.text import number, visible
+
+ROLES = {"user": "cyan", "assistant": "green", "tool": "yellow", "system": "bright_black"}
+
+
+def print_show(console: Console, document: Row) -> None:
+    """Prints groups as tables or, where the document has rollouts, these in full."""
+    console.print(plain(f"{document['model']}, step {document['step']}, {document['split']}", "bold"))
+    if not document["groups"]:
+        console.print("no rollouts")
+    for group in document["groups"]:
+        _print_group(console, group, is_table="rollouts" not in document)
+    for rollout in document.get("rollouts", ()):
+        _print_rollout(console, rollout)
+
+
+def _print_group(console: Console, group: Row, *, is_table: bool) -> None:
+    parts = [f"group {group['index']}"]
+    if group["mean"] is not None:
+        parts += [f"mean {number(group['mean'])}", f"deviation {number(group['std'])}"]
+    parts += ["no signal"] if group["is_dead"] else []
+    parts += ["its line in the file cannot be read"] if group.get("is_unreadable") else []
+    console.print()
+    console.print(plain(", ".join(parts), "bold"))
+    for failure in group["failures"]:
+        say(console, plain(f"failed: {failure.get('type')}: {failure.get('message')}", "red"))
+    _print_details(console, group)
+    if not is_table:
+        return
+    table = make_table("#", "reward", "turns", "tokens", "end", "origin", "text")
+    for each in group["rollouts"]:
+        dropped = f" {each['num_dropped']} dropped" if each["num_dropped"] else ""
+        table.add_row(
+            plain(each["index"]),
+            plain(number(each["reward"])),
+            plain(each["num_turns"]),
+            plain(each["num_tokens"] or ""),
+            plain(each["finish_reason"] or ""),
+            plain(",".join(each["origins"]) + dropped, "red" if dropped else ""),
+            beginning(each["text"]),
+        )
+    console.print(table)
+
+
+def _print_details(console: Console, row: Row) -> None:
+    """The metrics, metadata and logs of a group or a rollout."""
+    for name in ("metrics", "metadata", "logs"):
+        if row[name]:
+            text = json.dumps(row[name], ensure_ascii=False)
+            say(console, plain(f"{name}: {text}", "bright_black"))
+
+
+def _print_rollout(console: Console, rollout: Row) -> None:
+    title = f"rollout {rollout['index']} of group {rollout['group']}, reward {number(rollout['reward'])}"
+    console.print()
+    console.print(plain(title, "bold"))
+    _print_details(console, rollout)
+    for place, history in enumerate(rollout["histories"]):
+        if place:
+            console.print(plain(f"conversation {place + 1}", "bold"))
+        for entry in history["entries"]:
+            _print_entry(console, entry)
+
+
+def _print_entry(console: Console, entry: Row) -> None:
+    body = Text("\n").join(_body(entry))
+    names = [entry["role"], entry["name"], entry["tool_call_id"]]
+    title = plain(" ".join(str(name) for name in names if name))
+    note, style = _note(entry)
+    if not console.is_terminal:
+        say(console, Text.assemble("\n--- ", title, f" ({note})" if note else ""))
+        say(console, body)
+        return
+    colour = ROLES.get(entry["role"], "white")
+    panel = Panel(body, title=title, title_align="left", border_style=colour)
+    panel.subtitle, panel.subtitle_align = Text(note, style), "left"
+    console.print(panel)
+
+
+def _body(entry: Row) -> Iterable[Text]:
+    """What a message says: its thinking, its text and its tool calls."""
+    if entry["reasoning"]:
+        yield plain(entry["reasoning"], "italic bright_black")
+    if entry["text"]:
+        yield plain(entry["text"])
+    for call in entry["tool_calls"]:
+        yield plain(f"→ {call['name']}({call['arguments']})", "magenta")
+
+
+def _note(entry: Row) -> tuple[str, str]:
+    """Where a turn's tokens come from or why they are not trained, and the style of this note."""
+    turn, parts = entry["turn"] or {}, []
+    if entry["finish_reason"] is not None:
+        parts.append(str(entry["finish_reason"]))
+    if "origin" in turn:
+        parts += [f"tokens from {turn['origin']}", f"{turn['stop'] - turn['start']} tokens"]
+    if "step" in turn:
+        parts.append(f"sampled by step {turn['step']}")
+    if "continues" in turn:
+        parts.append(turn["continues"])
+    if "dropped" in turn:
+        parts.append(f"not trained: {turn['dropped']}")
+    return visible(", ".join(parts)), "red" if "dropped" in turn else "bright_black"

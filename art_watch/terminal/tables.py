@@ -1,0 +1,160 @@
+"""The tables of `art status`, `art runs` and `art jobs`."""
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from art_watch.terminal.sources import Row
+from art_watch.terminal.text import NOTHING, age, number, size, small_bars, visible
+
+NUMBERS = {"step", "reward", "val", "best", "age", "#", "turns", "tokens"}
+"""Columns that are aligned on the right."""
+FREE = {"model", "base", "progress", "text"}
+"""Columns that are made narrower on a terminal that is too narrow: the widest first."""
+BAR_WIDTH = 40
+NUM_BARS = 12
+MAX_JOBS, MAX_MODELS = 6, 10
+"""In `art status`: the first jobs and the newest models."""
+COLOURS = {
+    "rollouts": "green",
+    "training": "cyan",
+    "swap": "yellow",
+    "starting": "magenta",
+    "waiting": "red",
+}
+STATES = {"ready": "green", "running": "green", "failed": "red", "starting": "yellow"}
+
+
+def plain(value: object, style: str = "") -> Text:
+    """A value that came from files or from a server, as text without markup and without a terminal's commands."""
+    return Text(visible(value), style)
+
+
+def beginning(value: object) -> Text:
+    """The same for a cell that shows one line: what does not fit is left out."""
+    return Text(visible(value).replace("\n", "⏎"), no_wrap=True, overflow="ellipsis")
+
+
+def say(console: Console, text: Text) -> None:
+    """Prints text in the terminal's width; into a pipe without new line breaks."""
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def make_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in columns:
+        justify = "right" if name in NUMBERS else "left"
+        table.add_column(name, justify=justify, no_wrap=name not in FREE, overflow="fold")
+    return table
+
+
+def print_runs(console: Console, models: Sequence[Row]) -> None:
+    if not models:
+        console.print("no models yet")
+        return
+    table = make_table("model", "base", "step", "reward", "trend", "val", "best", "age")
+    for each in models:
+        table.add_row(
+            plain(each["id"]),
+            beginning(each["base_model"] or NOTHING),
+            plain(NOTHING if each["step"] is None else each["step"]),
+            plain(number(each["reward"])),
+            plain(small_bars(each["rewards"][-NUM_BARS:]), "cyan"),
+            plain(number(each["val_reward"])),
+            plain(NOTHING if each["best"] is None else each["best"]["step"]),
+            plain(age(seconds_since(each["last_at"]))),
+        )
+    console.print(table)
+
+
+def print_jobs(console: Console, jobs: Sequence[Row]) -> None:
+    if not jobs:
+        console.print("no jobs")
+        return
+    table = make_table("job", "state", "model", "step", "age", "progress")
+    for job in jobs:
+        table.add_row(
+            plain(job["job_id"][:8]),
+            plain(job["state"], STATES.get(job["state"], "")),
+            plain(f"{job['project']}/{job['name']}"),
+            plain(NOTHING if job["step"] is None else job["step"]),
+            plain(age(time.time() - job["created_at"])),
+            plain(job_progress(job)),
+        )
+    console.print(table)
+
+
+def job_progress(job: Row) -> str:
+    """What a job waits for, how far it is, or why it failed. A job that is repeated keeps the error of its last start."""
+    if job["waits_for"] is not None:
+        return f"waits for {job['waits_for']}"
+    if job["error"] is not None and job["state"] != "running":
+        return job["error"]["message"]
+    if job["state"] != "running":
+        return ""
+    of = f" {job['completed']} of {job['total']}" if job["total"] else ""
+    return f"{job['phase']}{of}"
+
+
+def print_status(console: Console, where: str, status: Row) -> None:
+    """One screen: the server, its time, jobs and memory, and the newest models."""
+    live = status["live"]
+    if live is None:
+        say(console, plain(f"{where}: no server runs here"))
+    else:
+        _print_server(console, where, live)
+    newest = sorted(status["models"], key=lambda each: each["last_at"] or "", reverse=True)
+    console.print()
+    print_runs(console, newest[:MAX_MODELS])
+    if len(newest) > MAX_MODELS:
+        console.print(f"and {len(newest) - MAX_MODELS} older models: art runs")
+
+
+def _print_server(console: Console, where: str, live: Row) -> None:
+    health, activity = live["health"], live["activity"]
+    say(console, plain(f"art-server {health['version']} at {where}", "bold"))
+    engine = plain(health["engine"], STATES.get(health["engine"], ""))
+    base = plain(f", base model {health['base_model'] or 'none'}")
+    say(console, Text.assemble("engine ", engine, base))
+    lines: list[tuple[str, object]] = [
+        ("engine", health["detail"]),
+        ("requests wait for", health["waits_for"]),
+        *((f"fault of {name}", text) for name, text in health["faults"].items()),
+    ]
+    for name, value in lines:
+        if value:
+            say(console, plain(f"{name}: {value}", "yellow"))
+    _print_shares(console, activity["shares"])
+    say(console, plain(activity["sentence"]))
+    if "machine" in live:
+        used = live["machine"]["resident_bytes"]
+        memory = ", ".join(f"{name} {size(used[name])}" for name in sorted(used))
+        free = size(live["machine"]["disk_free_bytes"])
+        say(console, plain(f"memory: {memory}; free on disk: {free}"))
+    console.print()
+    print_jobs(console, live["jobs"][:MAX_JOBS])
+    if len(live["jobs"]) > MAX_JOBS:
+        console.print(f"and {len(live['jobs']) - MAX_JOBS} more jobs: art jobs")
+
+
+def _print_shares(console: Console, shares: dict[str, float]) -> None:
+    """The share of each activity. With separate devices they overlap, and the bar is longer."""
+    bar, legend = Text(), Text()
+    for name, share in shares.items():
+        if share > 0:
+            style = COLOURS.get(name, "bright_black")
+            bar.append(("░" if name == "idle" else "█") * math.ceil(share * BAR_WIDTH), style)
+            legend.append(f"{visible(name)} {share:.0%}  ", style)
+    say(console, bar)
+    say(console, legend)
+
+
+def seconds_since(recorded_at: str | None) -> float | None:
+    if recorded_at is None:
+        return None
+    return time.time() - datetime.fromisoformat(recorded_at).timestamp()

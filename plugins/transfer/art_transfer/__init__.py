@@ -1,0 +1,1 @@
+"""Checkpoints to and from other places: `art export`, `art import`, `art copy`."""

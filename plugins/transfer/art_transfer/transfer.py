@@ -1,0 +1,335 @@
+"""`art export`, `art import`, `art copy`: move a checkpoint from a source to a target.
+
+Sources and targets are a server's folder, a server's URL, a PEFT folder, and any address that fsspec opens. In between,
+a checkpoint is a folder of files and a description with their digests (`checkpoints/archive.py`). A target gets the
+complete checkpoint or none.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from art_server.errors import Conflict, InvalidInput, NotFound, ServerError
+from art_server.store import base_models, files
+from art_server.store.adapter import read_lora
+from art_server.store.archive import (
+    MAX_CHECKPOINT_BYTES,
+    MAX_DESCRIPTION_BYTES,
+    Description,
+    check_content,
+    describe,
+    place_checkpoint,
+    read_description,
+)
+from art_server.store.base_models import find_base_model
+from art_server.store.model_folder import (
+    ADAPTER_FILE,
+    DESCRIPTION_FILE,
+    OPTIMIZER_FILE,
+    ModelFolder,
+    content_digests,
+    copy_content,
+    list_model_folders,
+)
+from art_server.store.registry import check_case, check_name
+from art_transfer.export import push_folder, write_adapter, write_merged
+from art_transfer.http_transfer import Server
+
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+"""Schemes without folders. fsspec would create a missing bucket as if it were one."""
+MAX_STEP_DIGITS = 12
+"""Length of the name of a checkpoint's folder in a folder of checkpoints."""
+
+
+def export_model(flags: argparse.Namespace) -> None:
+    target = flags.dir.absolute()
+    is_there = target.exists()
+    if is_there and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidInput(f"{flags.dir} exists already: name a new folder", code="target_exists")
+    # An empty folder stays: it may be a mount point or the current folder, which no rename replaces.
+    temporary = (target if is_there else target.parent) / f".{uuid.uuid4().hex}.tmp"
+    write = write_merged if flags.merge else write_adapter
+    try:
+        with opened_model(flags, flags.model) as (content, description):
+            temporary.mkdir(parents=True)
+            write(content, description, temporary)
+        if is_there:
+            for file in temporary.iterdir():
+                os.rename(file, target / file.name)
+        else:
+            os.rename(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"{flags.model}, step {description.step}: {flags.dir}")
+    if flags.push is not None:
+        print(push_folder(flags.dir, flags.push))
+
+
+def import_folder(flags: argparse.Namespace) -> None:
+    if not flags.dir.is_dir():
+        raise InvalidInput(f"there is no folder {flags.dir}", code="unknown_folder")
+    with tempfile.TemporaryDirectory() as temporary:
+        content = Path(temporary) / "content"
+        copy_content(flags.dir, content)
+        store_model(flags, flags.model, content, describe_folder(flags.dir, content, flags.base_model))
+
+
+def copy_checkpoint(flags: argparse.Namespace) -> None:
+    """Copies a checkpoint from a model to an address, or from an address to a model.
+
+    Raises:
+        InvalidInput: source and target are two models or two addresses, or --not-after is given for a model.
+    """
+    if ("://" in flags.source) == ("://" in flags.target):
+        raise InvalidInput(
+            "one of SOURCE and TARGET must be a model and the other an address with '://', such as s3://bucket/folder",
+            code="bad_address",
+        )
+    if "://" in flags.target:
+        if flags.not_after is not None:
+            raise InvalidInput(
+                "--not-after chooses among the checkpoints at an address: write MODEL@k for a model's step k",
+                code="bad_address",
+            )
+        with (
+            opened_model(flags, flags.source) as (content, description),
+            address_errors(flags.target),
+        ):
+            write_address(flags.target, content, description)
+        print(f"{flags.source}, step {description.step}: {flags.target}")
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        with address_errors(flags.source):
+            description = read_address(flags.source, Path(temporary), flags.not_after)
+        store_model(flags, flags.target, Path(temporary), description)
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened_model(flags: argparse.Namespace, text: str) -> Iterator[tuple[Path, Description]]:
+    """Yields folder and description of the checkpoint [PROJECT/]NAME[@k], from a server or from its folder.
+
+    Raises:
+        InvalidInput: there is no such model, or its files are damaged.
+    """
+    path, _, step = text.partition("@")
+    project, _, name = path.rpartition("/")
+    if step and not (step.isascii() and step.isdecimal()):
+        raise InvalidInput(f"'{step}' is not a step: write {path}@NUMBER", code="unknown_step")
+    if flags.url is not None:
+        with Server(flags.url) as server, tempfile.TemporaryDirectory() as temporary:
+            content = Path(temporary) / "content"
+            yield content, server.download(project, name, int(step) if step else None, content)
+        return
+    folder = find_folder(flags.path, project, name)
+    newest = folder.newest_step()
+    number = int(step) if step else newest if newest is not None else 0
+    description = describe(folder, folder.read(), number)
+    check_content(folder.checkpoint_dir(number), description)
+    yield folder.checkpoint_dir(number), description
+
+
+def find_folder(root: Path, project: str, name: str) -> ModelFolder:
+    folders = list_model_folders(root.absolute())
+    found = [each for each in folders if each.name == name and project in ("", each.project)]
+    if len(found) != 1:
+        known = ", ".join(f"{each.project}/{each.name}" for each in found or folders) or "none"
+        raise InvalidInput(
+            f"'{project + '/' if project else ''}{name}' is {'one of several models' if found else 'no model'} in {root}; "
+            f"models: {known}. Write PROJECT/NAME, and name the server's folder with --path or a server with --url",
+            code="unknown_model",
+        )
+    return found[0]
+
+
+def store_model(flags: argparse.Namespace, text: str, content: Path, description: Description) -> None:
+    """Stores a checkpoint as PROJECT/NAME, on a running server or in the folder of a stopped one."""
+    project, slash, name = text.partition("/")
+    if not slash:
+        raise InvalidInput(f"'{text}' names no project: write PROJECT/NAME", code="bad_name", param="model")
+    folder = ModelFolder(flags.path.absolute(), check_name(project, "project"), check_name(name, "name"))
+    check_content(content, description)
+    if flags.url is not None:
+        with Server(flags.url) as server:
+            server.upload(project, name, content, description)
+    else:
+        store_in_folder(flags.path, folder, content, description)
+    print(f"{text}: step {description.step}, on {description.base_model}")
+
+
+def store_in_folder(root: Path, folder: ModelFolder, content: Path, description: Description) -> None:
+    # Imported here, because torch and the server's parts take seconds to load.
+    from art_server.settings import ServerConfig
+    from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
+
+    check_case(list_model_folders(root.absolute()), folder)
+    base = find_base_model(description.base_model, base_models.CACHE_DIR)
+    try:
+        check_checkpoint(str(base.path), description.lora, content)
+    except BadCheckpoint as error:
+        raise InvalidInput(
+            f"the adapter does not fit base model '{base.name}': {error}", code="bad_checkpoint"
+        ) from error
+    config = ServerConfig(path=root)
+    try:
+        lock = files.lock_folder(config.server_dir)
+    except Conflict as error:
+        raise Conflict(f"an art-server works in {root}: pass its address with --url", code=error.code) from error
+    files.keep_private(root)
+    ready = config.server_dir / "incoming" / uuid.uuid4().hex
+    try:
+        copy_content(content, ready)
+        place_checkpoint(folder, description, ready, config.log_dir / "engine.log")
+    finally:
+        shutil.rmtree(ready, ignore_errors=True)
+        os.close(lock)
+
+
+def describe_folder(source: Path, content: Path, base_model: str | None) -> Description:
+    """Describes a PEFT folder as a checkpoint: of the step in its checkpoint.json, else of step 0.
+
+    Raises:
+        InvalidInput: the folder holds no plain LoRA adapter in safetensors, or no base model is named.
+    """
+    lora, named = read_lora(content)
+    if not (content / ADAPTER_FILE).exists():
+        raise InvalidInput(
+            f"{source} has no {ADAPTER_FILE}: save the adapter with safe_serialization=True",
+            code="bad_adapter",
+        )
+    base = base_model or named
+    if base is None:
+        raise InvalidInput("the adapter names no base model: pass --base-model", code="unknown_base_model")
+    known: dict[str, Any] = {"step": 0}  # Any: arbitrary JSON; `read_description` checks it
+    if (source / DESCRIPTION_FILE).exists():
+        try:
+            known = dict(json.loads((source / DESCRIPTION_FILE).read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise InvalidInput(
+                f"{source / DESCRIPTION_FILE} cannot be read: {error}", code="broken_checkpoint"
+            ) from error
+    known["files"] = known.get("files") or content_digests(content)
+    description = read_description(json.dumps(known | {"base_model": base, "lora": lora.model_dump()}).encode())
+    if not (content / OPTIMIZER_FILE).exists():  # deleted when newer steps were made
+        description.files.pop(OPTIMIZER_FILE, None)
+    return description
+
+
+# --- addresses ----------------------------------------------------------------------------------------------------
+
+
+def open_address(address: str) -> tuple[Any, str]:
+    """Returns the file system of an address and the folder in it. Any: fsspec is untyped."""
+    # Imported here, because only this command needs it.
+    from fsspec.core import url_to_fs
+
+    system, root = url_to_fs(address)
+    return system, root.rstrip("/")
+
+
+@contextlib.contextmanager
+def address_errors(address: str) -> Iterator[None]:
+    """Translates what fsspec and the packages below it raise, which may be anything.
+
+    Raises:
+        InvalidInput: the scheme is unknown, its package or the credentials are missing, or the store failed.
+    """
+    try:
+        yield
+    except ServerError:
+        raise
+    except Exception as error:
+        raise InvalidInput(f"{address} cannot be used: {type(error).__name__}: {error}", code="bad_address") from error
+
+
+def write_address(address: str, content: Path, description: Description) -> None:
+    """Writes a checkpoint to an address. Writes the description last: without it the files are no checkpoint.
+
+    Raises:
+        InvalidInput: the address holds another checkpoint.
+    """
+    system, root = open_address(address)
+    data = description.model_dump_json(indent=2).encode()
+    last = f"{root}/{DESCRIPTION_FILE}"
+    if system.exists(last):
+        if identity(read_description(system.cat_file(last))) == identity(description):
+            return
+        raise InvalidInput(f"{address} holds another checkpoint: name another folder", code="target_exists")
+    scheme = address.partition("://")[0]
+    if scheme not in OBJECT_STORES:
+        system.makedirs(root, exist_ok=True)
+    for name in description.files:
+        system.put_file(str(content / name), f"{root}/{name}")
+    system.pipe_file(last, data)
+
+
+def read_address(address: str, folder: Path, not_after: int | None = None) -> Description:
+    """Downloads a checkpoint from an address into a folder and returns its description. Of several checkpoints it takes
+    the newest one that is not after step `not_after`.
+
+    Raises:
+        NotFound: the address holds no complete checkpoint up to this step.
+        InvalidInput: a file of the checkpoint is missing or damaged.
+    """
+    system, root = open_address(address)
+    root = newest_in(system, root, address, not_after)
+    try:
+        check_size(system, f"{root}/{DESCRIPTION_FILE}", MAX_DESCRIPTION_BYTES)
+        description = read_description(system.cat_file(f"{root}/{DESCRIPTION_FILE}"))
+        if not_after is not None and description.step > not_after:
+            raise no_checkpoint(address, not_after)
+        for name in description.files:
+            check_size(system, f"{root}/{name}", MAX_CHECKPOINT_BYTES)
+            system.get_file(f"{root}/{name}", str(folder / name))
+    except FileNotFoundError as error:
+        raise InvalidInput(
+            f"{address} holds no complete checkpoint: {error} is missing",
+            code="broken_checkpoint",
+        ) from error
+    check_content(folder, description)
+    return description
+
+
+def check_size(system: Any, file: str, limit: int) -> None:
+    if (system.size(file) or 0) > limit:  # None: a web server does not tell
+        raise InvalidInput(f"{file} has more than {limit} bytes", code="broken_checkpoint")
+
+
+def identity(description: Description) -> tuple[object, ...]:
+    """What two copies of a checkpoint have in common, also if one was made after its optimizer state was deleted."""
+    return description.step, description.base_model, description.files.get(ADAPTER_FILE)
+
+
+def newest_in(system: Any, root: str, address: str, not_after: int | None) -> str:
+    """The folder of the checkpoint at an address, or of the newest one in its folders, which are named by their steps.
+    Steps after `not_after` are left out.
+
+    Raises:
+        NotFound: there is none.
+    """
+    if system.exists(f"{root}/{DESCRIPTION_FILE}"):
+        return root
+    names = (
+        [each.rstrip("/").rpartition("/")[2] for each in system.ls(root, detail=False)] if system.exists(root) else []
+    )
+    steps = [name for name in names if name.isdecimal() and len(name) <= MAX_STEP_DIGITS]
+    for name in sorted(steps, key=int, reverse=True):
+        is_early_enough = not_after is None or int(name) <= not_after
+        if is_early_enough and system.exists(f"{root}/{name}/{DESCRIPTION_FILE}"):
+            return f"{root}/{name}"
+    raise no_checkpoint(address, not_after)
+
+
+def no_checkpoint(address: str, not_after: int | None) -> NotFound:
+    is_any = not_after is None
+    reason = f": {DESCRIPTION_FILE} is missing" if is_any else f" up to step {not_after}"
+    return NotFound(f"{address} holds no complete checkpoint{reason}", code="no_checkpoint")

@@ -1,0 +1,97 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_protocol.wire import LoRAConfig
+from art_server.store.model_folder import ModelFolder, ModelRecord
+from art_watch.terminal.plot import HEIGHT, draw, points, print_plot
+from tests.demo import HOSTILE_METRIC, log
+from tests.quick.watch.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown
+
+Run = Callable[..., Ran]
+
+
+def history(*values: float | None, first: int = 1) -> dict[str, Any]:
+    return {
+        "steps": list(range(first, first + len(values))),
+        "metrics": {"train/reward": list(values)},
+    }
+
+
+def test_a_curve_is_drawn_from_corner_to_corner_with_whole_steps() -> None:
+    rising = [(1.0, 0.0), (4.0, 1.0)]
+    title, top, *rows, bottom, ticks = draw("p/a m", rising, rising, 40).splitlines()
+    assert title.strip() == "p/a m" and top.strip().startswith("┌") and bottom.strip()[0] == "└"
+    assert rows[0].startswith("1.0") and rows[-1].startswith("0.0")
+    left, right = rows[0].index("┤") + 1, rows[0].rindex("│") - 1
+    assert rows[0][right] != " " and rows[0][left] == " "
+    assert rows[-1][left] != " " and rows[-1][right] == " "
+    assert ticks.split() == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("curve", [[(3.0, 0.5)], [(1.0, 2.0), (2.0, 2.0)]])
+def test_one_point_and_equal_values_can_be_drawn(
+    curve: list[tuple[float, float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert len(draw("m", curve, curve, 40).splitlines()) == HEIGHT
+    assert capfd.readouterr() == ("", ""), "the library has no complaint"
+
+
+def test_what_a_terminal_would_obey_is_shown_in_the_title() -> None:
+    title = draw(f"a\n{ESCAPES}", [(1.0, 1.0)], [(1.0, 1.0)], 100).splitlines()[0]
+    assert title.strip() == f"a⏎{SHOWN_ESCAPES}"
+
+
+def test_missing_and_infinite_values_are_left_out() -> None:
+    row = {"steps": [1, None, 3, 4], "metrics": {"m": [0.5, 1.0, None, float("inf")]}}
+    assert points(row, "m") == [(1.0, 0.5)] and points(row, "other") == []
+
+
+def test_charts_of_a_metric_share_their_axes() -> None:
+    console = screen(40)
+    models = {"p/a": history(0.0, 1.0), "p/b": history(0.5, 0.25, None, first=2), "p/c": history()}
+    print_plot(console, models, ["train/reward"])
+    charts = shown(console).strip("\n").split("\n\n")
+    lines = [chart.splitlines() for chart in charts]
+    assert [each[0].strip() for each in lines] == ["p/a train/reward", "p/b train/reward"]
+    assert [each[-2].split() for each in lines] == [["1", "2", "3"]] * 2
+    assert [each[-1] for each in lines] == [
+        "last 1.000, highest 1.000 at step 2",
+        "last 0.250, highest 0.500 at step 2",
+    ]
+    labels = [[line[:3] for line in each[1:-3]] for each in lines]
+    assert labels[0] == labels[1] and max(map(len, shown(console).splitlines())) <= 40
+
+
+def test_pictures_and_pages_are_written(run: Run, folder: Path, tmp_path: Path) -> None:
+    for name, beginning in (
+        ("a.png", b"\x89PNG"),
+        ("a.svg", b"<?xml"),
+        ("a.HTML", b"<!doctype html>"),
+    ):
+        out = tmp_path / name
+        ran = run("plot", "webnav-8b", "webnav-lr2e5", "--out", out, "--path", folder)
+        assert (ran.code, ran.out) == (0, "") and f"{name} is written" in ran.err
+        assert out.read_bytes().startswith(beginning)
+    page = (tmp_path / "a.HTML").read_text()
+    assert "demo\\u002fwebnav-8b" in page or "demo/webnav-8b" in page
+
+
+def test_names_are_no_formulas_and_no_markup(run: Run, tmp_path: Path) -> None:
+    record = ModelRecord(name="a", project="p", base_model="b", lora=LoRAConfig())
+    model = ModelFolder(tmp_path, "p", "a")
+    model.create(record, tmp_path / "engine.log")
+    name = "train/$\\frac{</script><script>alert(1)"
+    log(model, 1, {name: 1.0, HOSTILE_METRIC: 1.0})
+    for suffix in ("svg", "html", "png"):
+        out = tmp_path / f"x.{suffix}"
+        assert run("plot", "a", "--metric", name, "--out", out, "--path", tmp_path).code == 0
+        assert b"<script>alert(1)" not in out.read_bytes()
+
+
+def test_a_file_that_cannot_be_written_is_an_error(run: Run, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "none" / "x.svg"
+    code, _, err = run("plot", "webnav-8b", "--out", out, "--path", folder)
+    assert code == 2 and str(out) in err

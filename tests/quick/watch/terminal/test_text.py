@@ -1,0 +1,46 @@
+import unicodedata
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from art_watch.terminal.text import age, number, size, small_bars, visible
+from tests.quick.watch.terminal.conftest import ESCAPES, SHOWN_ESCAPES
+
+
+@given(st.text(st.characters(codec=None)))
+def test_no_text_gives_a_terminal_a_command(text: str) -> None:
+    shown = visible(text)
+    shown.encode()
+    for each in shown:
+        assert unicodedata.category(each) not in ("Cc", "Cs", "Zl", "Zp") or each in "\n\t"
+        assert unicodedata.bidirectional(each) not in ("RLO", "LRO", "RLE", "LRE", "RLI", "LRI")
+
+
+def test_control_characters_become_pictures_or_escapes() -> None:
+    assert visible(ESCAPES) == SHOWN_ESCAPES
+    assert visible("a\r\nb\tc\x7f") == "a␍\nb\tc␡"
+    assert visible("\ud800 \u200b") == "\\ud800 \\u200b"
+
+
+def test_letters_of_all_scripts_and_joined_pictures_stay() -> None:
+    for text in ("naïve 日本語 עברית العربية", "👩‍👩‍👧", "می‌خواهم", "a\u00a0b"):
+        assert visible(text) == text
+
+
+def test_numbers_fit_their_column() -> None:
+    shown = [number(each) for each in (None, 0.5, -2.0, 123456.0, float("nan"))]
+    assert shown == ["-", "0.500", "-2.000", "1.23e+05", "nan"]
+    assert [age(each) for each in (None, -3.0, 59.0, 3600.0, 200_000.0)] == [
+        "-",
+        "0 s",
+        "59 s",
+        "1 h",
+        "2 d",
+    ]
+    assert size(3 * 2**29) == "1.5 GiB"
+
+
+def test_bars_span_lowest_to_highest_and_skip_what_is_missing() -> None:
+    assert small_bars([0.0, None, 0.5, 1.0, float("nan")]) == "▁ ▅█ "
+    assert small_bars([3.0, 3.0]) == "▁▁"
+    assert small_bars([]) == "" and small_bars([None]) == " "

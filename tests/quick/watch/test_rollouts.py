@@ -1,0 +1,343 @@
+"""The readers of rollouts and of token records, against the files and against independent computations."""
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from art_server.errors import NotFound
+from art_server.store.model_folder import ModelFolder
+from art_watch import rollouts, tokens
+from tests.demo import make_demo
+from tests.demo_groups import CHANGED, DEAD, FAILED, HOSTILE, HOSTILE_GROUP
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    (made,) = make_demo(tmp_path_factory.mktemp("demo"), runs=1, steps=5, rollouts=48)
+    return made
+
+
+def lines_of(folder: ModelFolder, split: str = "train", step: int = 1) -> list[dict[str, Any]]:
+    text = folder.trajectories_file(split, step).read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def write(tmp_path: Path, *lines: bytes) -> ModelFolder:
+    folder = ModelFolder(tmp_path, "p", "a")
+    file = folder.trajectories_file("train", 1)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"".join(line + b"\n" for line in lines))
+    return folder
+
+
+def test_groups_have_the_rewards_of_the_file(folder: ModelFolder) -> None:
+    found, written = rollouts.groups(folder, "train", 1), lines_of(folder)
+    assert [each["index"] for each in found] == list(range(len(written)))
+    for group, line in zip(found, written, strict=True):
+        rewards = [each["reward"] for each in line["trajectories"]]
+        assert [each["reward"] for each in group["rollouts"]] == rewards
+        assert group["mean"] == pytest.approx(statistics.fmean(rewards))
+        assert group["std"] == pytest.approx(statistics.pstdev(rewards))
+        assert group["metadata"] == line["metadata"]
+        assert group["failures"] == line["exceptions"]
+    assert [each["index"] for each in found if each["is_dead"]] == [DEAD]
+    assert [each["index"] for each in found if each["failures"]] == [FAILED]
+    first = found[0]["rollouts"][3]
+    assert first["finish_reason"] == "length" and first["num_turns"] == 2
+    assert first["origins"] == ["ids", "ledger"]
+    choices = [each for each in written[0]["trajectories"][3]["messages"] if "message" in each]
+    assert first["num_tokens"] == sum(len(each["token_ids"]) for each in choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_dead"),
+    [
+        ({}, True),
+        ({"turn_rewards": [0.5, None, 0.5]}, True),
+        ({"turn_rewards": [0.5, 1.0]}, False),
+        ({"reward": 1.0000001}, True),
+        ({"reward": 1.00001}, False),
+        ({"turn_rewards": [0.5, 0.50000003]}, True),
+        ({"turn_advantages": [[0.0, 0.0]]}, True),
+        ({"turn_advantages": [0.0, None]}, True),
+        ({"turn_advantages": [1.0]}, False),
+        ({"additional_histories": [{"turn_advantages": [[0.5, -0.5]]}]}, False),
+    ],
+    ids=str,
+)
+def test_a_training_group_is_dead_where_nothing_in_it_trains(
+    tmp_path: Path, fields: dict[str, Any], is_dead: bool
+) -> None:
+    line = json.dumps({"trajectories": [{"reward": 1.0}, {"reward": 1.0, **fields}]}).encode()
+    folder = write(tmp_path, line)
+    (group,) = rollouts.groups(folder, "train", 1)
+    assert group["is_dead"] == is_dead
+    (folder.path / "trajectories" / "train").rename(folder.path / "trajectories" / "val")
+    (group,) = rollouts.groups(folder, "val", 1)
+    assert not group["is_dead"], "it was not meant to train"
+
+
+def test_turns_and_tokens_of_additional_histories_count(tmp_path: Path) -> None:
+    def choice(text: str, *token_ids: int) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text}
+        return {"message": message, "finish_reason": text, "token_ids": token_ids}
+
+    more = [{"messages_and_choices": [choice("b", 3), choice("c", 4, 5)]}, {}]
+    trajectory = {"messages": [choice("a", 1, 2)], "additional_histories": more}
+    (group,) = rollouts.groups(write(tmp_path, json.dumps({"trajectories": [trajectory]}).encode()), "train", 1)
+    (row,) = group["rollouts"]
+    assert (row["num_turns"], row["num_tokens"]) == (3, 5)
+    assert (row["text"], row["finish_reason"]) == ("a", "a")
+
+
+def test_text_is_searched_in_messages_and_tool_calls_in_any_case(folder: ModelFolder) -> None:
+    found = rollouts.groups(folder, "train", 1, text="WINDOW.washit")
+    assert [each["index"] for each in found] == [HOSTILE_GROUP]
+    assert len(found[0]["rollouts"]) == 8
+    assert len(rollouts.groups(folder, "train", 1, text="search {")) == 6, "a call's name"
+    some = rollouts.groups(folder, "train", 1, text="TP 1276 at 143")
+    wanted = [
+        (index, number)
+        for index, line in enumerate(lines_of(folder))
+        for number, each in enumerate(line["trajectories"])
+        if "TP 1276 at 143" in each["messages"][-1]["message"]["content"]
+    ]
+    assert [(g["index"], each["index"]) for g in some for each in g["rollouts"]] == wanted
+    assert wanted and rollouts.groups(folder, "train", 1, text="nowhere") == []
+
+
+def test_a_rollout_has_its_messages_traces_and_tokens(folder: ModelFolder) -> None:
+    found = rollouts.rollout(folder, "train", 1, CHANGED, 1)
+    written = lines_of(folder)[CHANGED]["trajectories"][1]
+    assert found["reward"] == written["reward"] and found["num_rollouts"] == 8
+    (history,) = found["histories"]
+    roles = [each["role"] for each in history["entries"]]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    call = history["entries"][2]
+    assert call["tool_calls"][0]["name"] == "search"
+    assert call["sampled_by"]["step"] == 11
+    assert call["turn"] == written["turns"][0] and history["entries"][0]["turn"] is None
+    assert history["entries"][4]["turn"]["continues"] == "changed"
+    for entry in (history["entries"][2], history["entries"][4]):
+        turn = entry["turn"]
+        sequence = found["sequences"][turn["sequence"]]
+        span = slice(turn["start"], turn["stop"])
+        written_entry = written["messages"][turn["entry"]]
+        assert sequence["ids"][span] == written_entry["token_ids"]
+        assert all(value is not None for value in sequence["sampled_logprobs"][span])
+        assert "".join(sequence["texts"][span]).startswith(entry["text"][:20])
+
+
+def test_numbers_of_tokens_are_those_of_the_record(folder: ModelFolder) -> None:
+    tensors = load_file(folder.tokens_file(1))
+    found = rollouts.rollout(folder, "train", 1, 0, 2)
+    with tokens.opened_tokens(folder, "train", 1) as record:
+        assert record is not None
+        ((start, stop),) = record.groups[0][2]
+    (sequence,) = found["sequences"]
+    assert sequence["ids"] == tensors["token_ids_T"][start:stop].tolist()
+    for name in tokens.NUMBERS:
+        written = tensors[f"{name}_T"][start:stop]
+        assert [value is None for value in sequence[name]] == np.isnan(written).tolist()
+        shown = [np.nan if value is None else value for value in sequence[name]]
+        np.testing.assert_allclose(shown, written, atol=1e-5)
+    assert sequence["is_clipped"] == tensors["is_clipped_T"][start:stop].astype(bool).tolist()
+
+
+def test_a_dead_group_was_sampled_and_not_trained(folder: ModelFolder) -> None:
+    (sequence,) = rollouts.rollout(folder, "train", 1, DEAD, 0)["sequences"]
+    assert any(value is not None for value in sequence["sampled_logprobs"])
+    assert all(value is None for value in sequence["trainer_logprobs"])
+
+
+def test_a_rollout_without_a_record_has_its_own_logprobs(folder: ModelFolder) -> None:
+    found = rollouts.rollout(folder, "val", 5, 0, 0)
+    assert not found["has_token_record"] and found["sequences"] == []
+    entry = found["histories"][0]["entries"][4]
+    content = lines_of(folder, "val", 5)[0]["trajectories"][0]["messages"][4]["logprobs"]["content"]
+    assert entry["logprobs"] == [[each["token"], each["logprob"]] for each in content]
+    assert entry["turn"] is None
+
+
+def test_what_is_not_there_is_not_found(folder: ModelFolder, tmp_path: Path) -> None:
+    for call in (
+        lambda: rollouts.groups(folder, "train", 99),
+        lambda: rollouts.groups(folder, "test", 1),
+        lambda: rollouts.rollout(folder, "train", 99, 0, 0),
+        lambda: rollouts.rollout(folder, "train", 1, 99, 0),
+        lambda: rollouts.rollout(folder, "train", 1, 0, 99),
+        lambda: tokens.tree(folder, 99, 0),
+        lambda: tokens.tree(folder, 1, 99),
+        lambda: tokens.tree(ModelFolder(tmp_path, "p", "a"), 1, 0),
+    ):
+        with pytest.raises(NotFound):
+            call()
+
+
+def test_a_line_that_a_crash_cut_short_keeps_its_place(tmp_path: Path) -> None:
+    good = json.dumps({"trajectories": [{"messages": [], "reward": 0.5}]}).encode()
+    folder = write(tmp_path, good[:20], b"[]", good)
+    found = rollouts.groups(folder, "train", 1)
+    assert [(each["index"], each["is_unreadable"]) for each in found] == [
+        (0, True),
+        (1, True),
+        (2, False),
+    ]
+    assert found[2]["rollouts"][0]["reward"] == 0.5
+    assert rollouts.rollout(folder, "train", 1, 2, 0)["reward"] == 0.5
+    with pytest.raises(NotFound, match="no readable group 0"):
+        rollouts.rollout(folder, "train", 1, 0, 0)
+
+
+def test_the_rollouts_of_a_group_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = json.dumps({"trajectories": [{"messages": [], "reward": n} for n in range(8)]}).encode()
+    folder, parsed = write(tmp_path, line), list[bytes]()
+    read = rollouts.read_json
+    monkeypatch.setattr(rollouts, "read_json", lambda line: (parsed.append(line), read(line))[1])
+    found = [rollouts.rollout(folder, "train", 1, 0, index)["reward"] for index in range(8)]
+    assert found == list(range(8)) and len(parsed) == 1
+    folder.trajectories_file("train", 1).write_bytes(line.replace(b"7", b"7.5"))
+    assert rollouts.rollout(folder, "train", 1, 0, 7)["reward"] == 7.5
+    folder.trajectories_file("train", 1).unlink()
+    with pytest.raises(NotFound):
+        rollouts.rollout(folder, "train", 1, 0, 7)
+
+
+FIELDS = [
+    "additional_histories",
+    "arguments",
+    "art",
+    "content",
+    "entry",
+    "exceptions",
+    "finish_reason",
+    "function",
+    "history",
+    "logprobs",
+    "logs",
+    "message",
+    "messages",
+    "messages_and_choices",
+    "metrics",
+    "name",
+    "origin",
+    "reward",
+    "role",
+    "text",
+    "token",
+    "token_ids",
+    "tool_calls",
+    "trajectories",
+    "turn_advantages",
+    "turn_rewards",
+    "turns",
+]
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(FIELDS),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=25,
+)
+
+
+@given(json_values)
+@settings(max_examples=200)
+def test_any_json_in_a_trajectories_file_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, value: Any
+) -> None:
+    line = json.dumps({"trajectories": [value, {"messages": [value], "turns": [value]}]})
+    folder = write(tmp_path_factory.mktemp("any"), json.dumps(value).encode(), line.encode())
+    for group in rollouts.groups(folder, "train", 1, text=""):
+        for each in group["rollouts"]:
+            found = rollouts.rollout(folder, "train", 1, group["index"], each["index"])
+            assert found["num_rollouts"] == len(group["rollouts"])
+    rollouts.groups(folder, "train", 1, text="x")
+
+
+def test_contents_of_several_parts_are_text() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert rollouts.plain_text([{"type": "text", "text": HOSTILE}, image]) == f"{HOSTILE}\n[image_url]"
+    assert rollouts.plain_text(None) == "" and rollouts.plain_text({"a": 1}) == '{"a": 1}'
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"junk" * 100])
+def test_a_broken_record_is_named_with_the_remedy(tmp_path: Path, content: bytes) -> None:
+    folder = write(tmp_path, b'{"trajectories": [{"messages": [], "reward": 1}]}')
+    file = folder.tokens_file(1)
+    file.parent.mkdir()
+    file.write_bytes(content)
+    for read in (
+        lambda: rollouts.rollout(folder, "train", 1, 0, 0),
+        lambda: tokens.tree(folder, 1, 0),
+    ):
+        with pytest.raises(NotFound, match=r"move 0001\.safetensors away"):
+            read()
+
+
+groups_of_sequences = st.lists(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=2), max_size=6)
+
+
+def write_record(root: Path, group: list[list[list[int]]], trained: list[bool]) -> ModelFolder:
+    folder = ModelFolder(root, "p", "a")
+    folder.tokens_file(1).parent.mkdir(parents=True)
+    ids = [token for trajectory in group for sequence in trajectory for token in sequence]
+    lengths = [len(sequence) for trajectory in group for sequence in trajectory]
+    bounds = list(itertools.accumulate(lengths, initial=0))
+    spans = iter(itertools.pairwise(bounds))
+    described = [{"number": 4, "trajectories": [[next(spans) for _ in each] for each in group]}]
+    marks = [0.5 if is_trained else np.nan for is_trained in trained[: len(ids)]]
+    numbers = dict.fromkeys((f"{name}_T" for name in tokens.NUMBERS), np.array(marks, np.float32))
+    tensors = {"token_ids_T": np.array(ids, np.int32), "is_clipped_T": np.zeros(len(ids), np.uint8)}
+    texts = {0: "a", 1: "b"}
+    metadata = {"groups": json.dumps(described), "texts": json.dumps(texts)}
+    save_file(tensors | numbers, folder.tokens_file(1), metadata)
+    return folder
+
+
+@given(groups_of_sequences, st.lists(st.booleans(), min_size=108, max_size=108))
+@settings(max_examples=150)
+def test_a_tree_has_each_shared_prefix_once(
+    tmp_path_factory: pytest.TempPathFactory, group: list[list[list[int]]], trained: list[bool]
+) -> None:
+    folder = write_record(tmp_path_factory.mktemp("tree"), group, trained)
+    found = tokens.tree(folder, 1, 4)
+    sequences = [(r, each) for r, trajectory in enumerate(group) for each in trajectory]
+    prefixes = {tuple(each[: n + 1]) for _, each in sequences for n in range(len(each))}
+    assert found["num_tree_tokens"] == len(prefixes)
+    assert found["num_sequence_tokens"] == sum(len(each) for _, each in sequences)
+    nodes = found["nodes"]
+    marks = iter(trained)
+    trained_prefixes = {tuple(each[: n + 1]) for _, each in sequences for n in range(len(each)) if next(marks)}
+    assert sum(node["num_trained"] for node in nodes) == len(trained_prefixes)
+    paths = {None: ""}
+    for node in nodes:
+        parent = node["parent"]
+        assert node["start"] == (0 if parent is None else nodes[parent]["stop"])
+        assert parent is None or parent < node["id"], "the parent comes first"
+        paths[node["id"]] = paths[parent] + node["text"]
+    spelled = {2: "⟨2⟩", 0: "a", 1: "b"}
+    for number, sequence in sequences:
+        text = "".join(spelled[token] for token in sequence)
+        on_path = [n for n in nodes if number in n["rollouts"] and text.startswith(paths[n["id"]])]
+        assert sum(node["stop"] - node["start"] for node in on_path) >= len(sequence)
+    for node in nodes:
+        size = node["stop"] - node["start"]
+        spans = node["trained"]
+        assert all(node["start"] <= a < b <= node["stop"] for a, b in spans)
+        assert sum(b - a for a, b in spans) == node["num_trained"] <= size
+        of_node = [r for r, each in sequences if "".join(spelled[t] for t in each[: node["stop"]]) == paths[node["id"]]]
+        assert node["rollouts"] == sorted(set(of_node))

@@ -1,0 +1,172 @@
+"""The reader of a server's folder, against its files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art_server.errors import InvalidInput, NotFound
+from art_server.store.history import HistoryTable
+from art_server.store.model_folder import ModelFolder
+from art_watch.runs import Runs
+from tests.demo import HOSTILE_METRIC, KEPT_STEPS, log, make_demo
+
+
+def rows_of(folder: ModelFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder.path / "history.jsonl").read_text().splitlines()]
+
+
+def test_columns_are_the_values_of_the_file(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=12, rollouts=8)
+    rows, runs = rows_of(folder), Runs(tmp_path)
+    history = runs.history(folder)
+    names = history.names()
+    assert {"train/reward", "val/reward", "sampled_step", HOSTILE_METRIC} <= set(names)
+    assert not {"step", "training_step", "job_id", "recorded_at"} & set(names)
+    found = history.columns(names)
+    assert found["steps"] == [row["step"] for row in rows]
+    assert found["recorded_at"] == [row["recorded_at"] for row in rows]
+    for name in names:
+        assert found["metrics"][name] == [row.get(name) for row in rows], name
+
+
+def test_a_summary_has_the_newest_values_and_the_best_kept_step(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=12, rollouts=8)
+    rows, found = rows_of(folder), Runs(tmp_path).summary(folder)
+    assert (found["id"], found["base_model"], found["rank"]) == (
+        f"demo/{folder.name}",
+        "Qwen/Qwen3-8B",
+        16,
+    )
+    assert (found["step"], found["num_rows"]) == (12, 12)
+    assert found["reward"] == rows[-1]["train/reward"]
+    assert found["val_reward"] == rows[9]["val/reward"], "the newest row that has it"
+    assert found["rewards"] == [row["train/reward"] for row in rows]
+    assert found["best"] == {
+        "step": Runs(tmp_path).history(folder).best_step("val/reward"),
+        "metric": "val/reward",
+    }
+    assert (found["first_at"], found["last_at"]) == (
+        rows[0]["recorded_at"],
+        rows[-1]["recorded_at"],
+    )
+
+
+def test_a_line_that_is_appended_is_read(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=3, rollouts=8)
+    runs = Runs(tmp_path)
+    before, made = runs.marks(), rows_of(folder)[2]["recorded_at"]
+    assert runs.history(folder).columns(())["steps"] == [1, 2, 3]
+    log(folder, 4, {"train/reward": 0.25})
+    log(folder, 3, {"val/reward": 0.125})
+    assert runs.marks() != before
+    found = runs.history(folder).columns(["train/reward", "val/reward"])
+    assert found["steps"] == [1, 2, 3, 4]
+    assert found["metrics"]["train/reward"][3] == 0.25
+    assert found["metrics"]["val/reward"] == [None, None, 0.125, None]
+    assert found["recorded_at"][2] == made, "the step's time, not that of its late evaluation"
+    assert runs.summary(folder)["val_reward"] == 0.125
+    folder.roll_back(2)
+    assert runs.history(folder).columns(())["steps"] == [1, 2]
+
+
+def test_a_running_server_s_histories_come_from_its_table_and_others_from_their_files(
+    tmp_path: Path,
+) -> None:
+    (served,) = make_demo(tmp_path, runs=1, steps=3, rollouts=8)
+    unserved = ModelFolder(tmp_path, "demo", "judge")
+    log(unserved, 0, {"val/reward": 1.0})
+    table = HistoryTable(None)
+    table.of(served).add(7, {"train/reward": 0.5})
+    runs = Runs(tmp_path, table)
+    assert runs.history(served).columns(())["steps"] == [7]
+    assert runs.history(unserved).columns(())["steps"] == [0]
+    assert [each["num_rows"] for each in map(runs.summary, runs.folders())] == [1, 1]
+
+
+def test_a_changed_description_is_read(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=1, rollouts=8)
+    runs = Runs(tmp_path)
+    before = runs.marks()
+    assert runs.summary(folder)["base_model"] == "Qwen/Qwen3-8B"
+    record = json.loads((folder.path / "model.json").read_text())
+    (folder.path / "model.json").write_text(json.dumps(record | {"base_model": "art/tiny"}))
+    assert runs.summary(folder)["base_model"] == "art/tiny"
+    assert runs.marks() != before
+
+
+def test_a_checkpoint_has_the_reward_that_it_earned(tmp_path: Path) -> None:
+    """That of the rollouts it sampled, by which the best is chosen, not that of the step that made it."""
+    (folder,) = make_demo(tmp_path, runs=1, steps=3, rollouts=8)
+    rows = [
+        {"step": 2, "train/reward": 0.9, "sampled_step": 1.0},
+        {"step": 3, "train/reward": 0.2, "sampled_step": 2.0},
+        {"step": 4, "train/reward": 0.4, "sampled_step": 2.0},
+    ]
+    (folder.path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {each["step"]: each for each in Runs(tmp_path).checkpoints(folder)}
+    assert [found[step]["reward"] for step in (1, 2, 3)] == [0.9, pytest.approx(0.3), None]
+    assert [step for step, each in found.items() if each["is_best"]] == [1]
+
+
+@pytest.mark.parametrize("content", [b"not JSON", b"\xff\xfe JSON"])
+def test_a_model_without_files_is_empty_and_an_unreadable_one_is_listed(tmp_path: Path, content: bytes) -> None:
+    bare = tmp_path / "p" / "models" / "bare"
+    bare.mkdir(parents=True)
+    (bare / "model.json").write_bytes(content)
+    runs = Runs(tmp_path)
+    (folder,) = runs.folders()
+    found = runs.summary(folder)
+    assert (found["base_model"], found["num_rows"], found["step"], found["best"]) == (
+        None,
+        0,
+        None,
+        None,
+    )
+    assert runs.checkpoints(folder) == [] and runs.splits(folder) == {}
+    assert runs.marks()["p/bare"].startswith(f"0-0-0-0-0-0-{len(content)}-")
+
+
+def test_only_the_models_of_the_given_projects_are_read(tmp_path: Path) -> None:
+    make_demo(tmp_path, runs=2, steps=1, rollouts=8)
+    runs = Runs(tmp_path)
+    assert len(runs.folders()) == len(runs.folders(frozenset({"demo"}))) == 2
+    assert runs.folders(frozenset({"other"})) == [] and runs.marks(frozenset()) == {}
+
+
+def test_checkpoints_have_sizes_rewards_and_one_best(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=12, rollouts=8)
+    rows = {row["step"]: row for row in rows_of(folder)}
+    (folder.checkpoint_dir(8) / "checkpoint.json").write_bytes(b"\xff")
+    (folder.checkpoint_dir(9) / "checkpoint.json").write_text("{")
+    found = Runs(tmp_path).checkpoints(folder)
+    assert [each["step"] for each in found] == [7, 10, 11, 12], "8 and 9 cannot be read"
+    assert len(folder.steps()) == KEPT_STEPS
+    for each in found:
+        files = folder.checkpoint_dir(each["step"]).iterdir()
+        assert each["size_bytes"] == sum(file.stat().st_size for file in files)
+        earned = [r["train/reward"] for r in rows.values() if r["sampled_step"] == each["step"]]
+        assert each["reward"] == (earned[0] if earned else None) and len(earned) < 2
+        assert each["val_reward"] == rows[each["step"]].get("val/reward")
+        assert each["is_best"] == (each["step"] == Runs(tmp_path).history(folder).best_step("val/reward"))
+
+
+def test_splits_list_the_steps_with_rollouts(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=10, rollouts=8)
+    (folder.path / "trajectories" / "train" / "notes.jsonl").write_text("")
+    assert Runs(tmp_path).splits(folder) == {"train": list(range(1, 11)), "val": [5, 10]}
+
+
+@pytest.mark.parametrize("name", ["..", "../../etc", "a/b", "", ".hidden", "a" * 200, "a\0b"])
+def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    make_demo(tmp_path, runs=1, steps=1, rollouts=8)
+    runs = Runs(tmp_path)
+    for project, model in ((name, "a"), ("demo", name)):
+        with pytest.raises(InvalidInput):
+            runs.folder(project, model)
+
+
+def test_an_unknown_model_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no model 'demo/nothing'"):
+        Runs(tmp_path).folder("demo", "nothing")
