@@ -3,12 +3,12 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
 from typing import IO
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from art_protocol.wire import (
     CheckpointList,
@@ -37,6 +37,21 @@ MAX_STEP_DIGITS = 9
 CHUNK_BYTES = 2**20
 
 router = APIRouter(prefix="/api/models/{project}/{name}", route_class=SmallBodies)
+
+
+class TarResponse(StreamingResponse):
+    """Sends a tar, and closes it when the answer ends, however that ends."""
+
+    def __init__(self, tar: IO[bytes]):
+        size = tar.seek(0, os.SEEK_END)
+        tar.seek(0)
+        pieces = iter(lambda: tar.read(CHUNK_BYTES), b"")
+        super().__init__(pieces, headers={"content-length": str(size)}, media_type="application/x-tar")
+        self._tar = tar
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._tar:
+            await super().__call__(scope, receive, send)
 
 
 @router.delete("")
@@ -83,7 +98,7 @@ async def delete_checkpoints(
 
 
 @router.get("/checkpoints/{step}.tar")
-def download(model: PathModel, step: str) -> StreamingResponse:
+def download(model: PathModel, step: str) -> TarResponse:
     number = read_step(step)
     if number in model.deleting:
         raise model.folder.unknown_step(number)
@@ -93,9 +108,8 @@ def download(model: PathModel, step: str) -> StreamingResponse:
         with files.disk_errors("the tar"):
             tar = opened.enter_context(tempfile.TemporaryFile(dir=model.folder.checkpoints_dir))
         write_tar(model.folder.checkpoint_dir(number), description, tar)
-        size = tar.seek(0, os.SEEK_END)
         opened.pop_all()
-    return StreamingResponse(pieces(tar), headers={"content-length": str(size)}, media_type="application/x-tar")
+    return TarResponse(tar)
 
 
 @router.put("/checkpoints/{step}.tar", status_code=201, openapi_extra=TAR)
@@ -122,14 +136,6 @@ async def upload(
             code="upload_interrupted",
         ) from error
     return registration.info(model)
-
-
-def pieces(tar: IO[bytes]) -> Iterator[bytes]:
-    """The content of a file, which is closed at the end."""
-    with tar:
-        tar.seek(0)
-        while piece := tar.read(CHUNK_BYTES):
-            yield piece
 
 
 def read_step(text: str) -> int:

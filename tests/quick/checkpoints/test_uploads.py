@@ -4,16 +4,17 @@ import asyncio
 import io
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
 from art_protocol.wire import LoRAConfig
 from art_server import uploads as uploads_module
-from art_server.api.checkpoints import download
+from art_server.api.checkpoints import CHUNK_BYTES, TarResponse, download
 from art_server.store.archive import Description, describe, read_tar, write_tar
 from art_server.store.model_folder import (
     ADAPTER_FILE,
@@ -73,8 +74,18 @@ async def test_a_download_outlives_its_step(tmp_path: Path, folder: ModelFolder)
         model, whole = here.registry.get("p", "a"), tar_of(folder)
         response = download(model, "1")
         folder.remove_steps([1])
-        body = [cast(bytes, piece) async for piece in response.body_iterator]
-        assert b"".join(body) == whole
+        body = b""
+
+        async def send(message: Message) -> None:
+            nonlocal body
+            body += message.get("body", b"")
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        await response({"type": "http"}, receive, send)
+        assert body == whole
 
 
 async def test_a_step_that_is_not_there_is_not_downloaded(tmp_path: Path, folder: ModelFolder) -> None:
@@ -259,3 +270,19 @@ async def test_uploads_that_are_not_taken_in(
 async def test_a_rank_above_the_engine_s_is_refused(tmp_path: Path, folder: ModelFolder) -> None:
     async with house(tmp_path, max_lora_rank=1) as here:
         assert await refusal(here, tar_of(folder)) == (422, "rank_too_high")
+
+
+async def test_a_download_that_breaks_off_closes_its_file() -> None:
+    tar = io.BytesIO()
+    tar.write(b"a" * 3 * CHUNK_BYTES)
+    answer = TarResponse(tar)
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            await asyncio.Event().wait()
+
+    await answer({"type": "http"}, receive, send)
+    assert tar.closed
