@@ -75,6 +75,7 @@ def test_a_base_has_the_name_by_which_others_find_it(tmp_path: Path) -> None:
     assert public_name("smollm2") == SMOLLM2_ID
     assert public_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert public_name(str(tmp_path)) == str(tmp_path)
+    assert public_name(name := "x" * 1024) == name  # longer than a folder can be called
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,13 +1,14 @@
 """What a server reports of its jobs and logs: to trackers, from the files of a step, and in totals."""
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import art
+from art_protocol import tracking
 from art_protocol.history import pack_rows, trajectory_row
 from art_protocol.tracking import RolloutRow, StepRecord
 from art_protocol.wire import (
@@ -35,28 +36,26 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def got(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepRecord, list[RolloutRow]]]:
-    """What a tracker in the place of TensorBoard gets: records, and their rollouts at that moment."""
+    """What a tracker named `memory` gets: records, and their rollouts at that moment."""
     found: list[tuple[StepRecord, list[RolloutRow]]] = []
 
-    class Run:
-        def __init__(self, record: StepRecord, folder: Path):
-            self.folder = folder
+    class Memory:
+        def __init__(self, names: Sequence[str], folder: Path) -> None: ...
 
-        def log(self, record: StepRecord) -> None:
+        def report(self, record: StepRecord) -> None:
             found.append((record, list(record.rollouts())))
 
         def close(self) -> None: ...
 
-    module = ModuleType("art_trackers.tensorboard")
-    module.open_run = Run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "art_trackers.tensorboard", module)
+    entry = SimpleNamespace(value="memory:Memory", load=lambda: Memory)
+    monkeypatch.setattr(tracking, "_found", lambda group: {"memory": entry} if group == "art.trackers" else {})
     return found
 
 
 async def test_a_server_reports_the_steps_and_logs_of_all_clients(
     got: list[tuple[StepRecord, list[RolloutRow]]], tmp_path: Path
 ) -> None:
-    async with serving(tmp_path, trackers=("tensorboard",)) as served:
+    async with serving(tmp_path, trackers=("memory",)) as served:
         model = art.TrainableModel(name="agent", project="demo", base_model="base")
         await model.register(art.Backend(served.url))
         group = await sample_group(model)

@@ -7,12 +7,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from art_server.errors import InvalidInput
 from art_server.store.base_models import TINY_DIR, find_base_model, find_folder
-from art_transfer.export import public_name
 
 
 @pytest.mark.parametrize("name", ["~0", "~nobody-here/x", "a\0b", "x" * 1024, "\ud800", "-"])
 def test_a_name_that_no_folder_can_have_is_an_unknown_model(name: str, tmp_path: Path) -> None:
-    assert find_folder(name) is None and public_name(name) == name
+    assert find_folder(name) is None
     with pytest.raises(InvalidInput, match="cannot be loaded; tried: the folder"):
         find_base_model(name, tmp_path)
 
@@ -20,7 +19,6 @@ def test_a_name_that_no_folder_can_have_is_an_unknown_model(name: str, tmp_path:
 def test_a_folder_is_found_below_the_home_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(TINY_DIR.parent))
     assert find_folder(f"~/{TINY_DIR.name}") == TINY_DIR == find_folder(str(TINY_DIR))
-    assert public_name(f"~/{TINY_DIR.name}") == str(TINY_DIR)
 
 
 class HubError(Exception):
