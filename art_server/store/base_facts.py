@@ -8,6 +8,7 @@ refused before its download. Records are kept on disk by the content of the file
 
 import functools
 import hashlib
+import json
 import logging
 import os
 import subprocess
@@ -129,6 +130,14 @@ def read_facts(folder: Path, template: Path | None = None) -> Facts:
             code="unknown_base_model",
             param="base_model",
         )
+    try:
+        json.loads((folder / "config.json").read_bytes())
+    except ValueError as error:
+        raise InvalidInput(
+            f"{folder}/config.json is no JSON ({error}): download the model again",
+            code="unknown_base_model",
+            param="base_model",
+        ) from error
     own = str(template) if template is not None else ""
     return _kept_facts(str(folder), own, facts_digest(folder, template))
 

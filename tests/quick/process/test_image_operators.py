@@ -26,14 +26,11 @@ def test_no_torchvision_is_no_foreign_one() -> None:
 
 
 def test_a_process_of_ours_imports_classes_that_read_images() -> None:
-    program = (
-        "import art_server, torchvision.transforms.v2\n"
-        "from transformers import Gemma3Processor, Qwen3VLProcessor\n"
-        "import torchvision\n"
-        "print(torchvision.__version__)"
-    )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
-    assert done.stdout.startswith("0."), done.stderr[-2000:]
+    """This is one: conftest.py imports art_server before anything else."""
+    import torchvision.transforms.v2
+    from transformers import Gemma3Processor, Qwen3VLProcessor
+
+    assert torchvision.__version__.startswith("0.") and Gemma3Processor and Qwen3VLProcessor
 
 
 def test_our_package_alone_imports_no_torch() -> None:

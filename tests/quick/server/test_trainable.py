@@ -2,9 +2,7 @@
 
 import json
 import re
-import shutil
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,9 @@ import pytest
 from transformers import AutoConfig
 
 from art_server.base_loader import check_number_types
-from art_server.engine.inspection_process.model import inspect
 from art_server.engine.inspection_process.tested import TESTED
 from art_server.errors import InvalidInput
 from art_server.settings import ServerConfig
-from art_server.store import base_facts
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR, BaseModel, check_on_cpu, check_trainable
 from art_server.trainer.base import find_class
@@ -30,8 +26,9 @@ from tests.toy_models import (
     toy_config,
 )
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 TINY = json.loads((TINY_DIR / "config.json").read_text())
-NO_TOOLS = "its chat template renders no tools, so the model does not see them"
 INDEXED = {
     "architectures": None,
     "kv_lora_rank": 512,
@@ -39,12 +36,6 @@ INDEXED = {
     "qk_rope_head_dim": 64,
 }
 BNB = {"quant_method": "bitsandbytes"}
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process of its own for each record, which takes seconds to import torch."""
-    monkeypatch.setattr(base_facts, "_inspect", lambda folder, _: inspect(Path(folder)).model_dump_json())
 
 
 def base(folder: Path, name: str = "a base", **config: Any) -> BaseModel:
@@ -61,7 +52,6 @@ def refusal(model: BaseModel, trainer: str = "auto") -> str:
     return refused.value.message
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "awq", "gptq", "compressed-tensors"])
 @pytest.mark.parametrize("place", ["quantization_config", "text_config", "compression_config"])
 def test_a_quantised_base_is_refused_wherever_it_says_so(method: str, place: str, tmp_path: Path) -> None:
@@ -72,20 +62,17 @@ def test_a_quantised_base_is_refused_wherever_it_says_so(method: str, place: str
     assert f"quantised by '{method}'" in message and "bitsandbytes" in message
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_quantised_base_that_only_modelopt_describes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text("{}")
     assert "quantised by 'modelopt'" in refusal(base(tmp_path))
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("file", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
 def test_a_quantised_base_of_which_only_a_file_says_so_is_refused(file: str, method: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text("{}")
     assert f"quantised by '{method}'" in refusal(base(tmp_path))
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_quantised_base_that_could_not_be_trained_anyway_says_so(tmp_path: Path) -> None:
     """Else its user takes the copy without quantisation, and is refused again."""
     config = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
@@ -93,7 +80,6 @@ def test_a_quantised_base_that_could_not_be_trained_anyway_says_so(tmp_path: Pat
     assert "serves no adapters of its class" in message and "gemma-3-4b-it" in message
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("name", "family", "instead"),
     [
@@ -117,7 +103,6 @@ def test_the_refusal_of_a_quantised_base_names_the_one_to_take(
     assert instead in refusal(base(tmp_path, name, **config))
 
 
-@pytest.mark.usefixtures("in_process")
 def test_bitsandbytes_trains_but_8_bits_not_with_unsloth(tmp_path: Path) -> None:
     check_trainable(base(tmp_path, quantization_config=BNB | {"load_in_4bit": True}))
     check_trainable(base(tmp_path, quantization_config={"load_in_4bit": True}), "unsloth")
@@ -127,7 +112,6 @@ def test_bitsandbytes_trains_but_8_bits_not_with_unsloth(tmp_path: Path) -> None
     check_trainable(BaseModel("art/tiny", TINY_DIR))
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("config", "words", "instead"),
     [
@@ -207,7 +191,6 @@ def test_a_family_that_cannot_be_trained_and_served_is_refused(
     assert words in message and instead in message
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_refusal_of_a_published_model_names_one_to_take(name: str, tmp_path: Path) -> None:
     message = refusal(refused_model(name, tmp_path))
@@ -221,7 +204,6 @@ def test_the_refusal_of_a_published_model_names_one_to_take(name: str, tmp_path:
     )
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("toy", [*FAMILIES, *PUBLISHED])
 def test_each_published_layout_is_interpreted(toy: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
@@ -241,7 +223,6 @@ USELESS = {
 """Families of which transformers cannot make a useful model by its own defaults."""
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("family", sorted(TESTED))
 def test_a_file_may_leave_out_all_that_transformers_knows(family: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(family)
@@ -261,7 +242,6 @@ def test_a_file_may_leave_out_all_that_transformers_knows(family: str, tmp_path:
     )
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("toy", "place"), [("mistral3 whose queries grow", "text_config"), ("ministral3 yarn", None)])
 def test_how_queries_grow_with_the_position_is_known(toy: str, place: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_file(toy)))
@@ -270,7 +250,6 @@ def test_how_queries_grow_with_the_position_is_known(toy: str, place: str | None
     assert BaseModel("art/tiny", TINY_DIR).facts.overrides == {}
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("suffix", ["bnb-4bit", "unsloth-bnb-4bit"])
 def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
     model = base(tmp_path, f"unsloth/Qwen3-4B-{suffix}", quantization_config=BNB)
@@ -280,7 +259,6 @@ def test_a_cpu_serves_no_quantised_base(suffix: str, tmp_path: Path) -> None:
     check_on_cpu(BaseModel("art/tiny", TINY_DIR))
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("toy", "is_refused"),
     [
@@ -304,7 +282,6 @@ def test_a_cpu_serves_no_layers_that_vllm_computes_otherwise(toy: str, is_refuse
 LONG = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("family", "rope", "trainer", "is_refused"),
     [
@@ -327,46 +304,6 @@ def test_positions_that_would_depend_on_neighbours_are_refused(
         check_trainable(model, trainer)
 
 
-def test_facts_are_kept_by_the_content_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_facts, "CACHE_DIR", tmp_path / "cache")
-    folder = tmp_path / "base"
-    folder.mkdir()
-    shutil.copy(TINY_DIR / "config.json", folder)
-    made = read_facts(folder)
-    assert (made.vocabulary, made.max_positions) == (
-        TINY["vocab_size"],
-        TINY["max_position_embeddings"],
-    )
-    (kept,) = (tmp_path / "cache" / "facts").iterdir()
-    kept.write_text(kept.read_text().replace(f'"vocabulary": {made.vocabulary}', '"vocabulary": 7'))
-    base_facts._kept_facts.cache_clear()
-    assert read_facts(folder).vocabulary == 7, "from the disk"
-    base(folder, vocab_size=1500)
-    assert read_facts(folder).vocabulary == 1500
-
-
-def test_a_damaged_configuration_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    for folder in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(InvalidInput) as refused:
-            read_facts(folder)
-        assert (refused.value.code, refused.value.param) == ("unknown_base_model", "base_model")
-
-
-def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
-    file = tmp_path / "mine.jinja"
-    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}")
-    bare = base(tmp_path)
-    assert [note for note in bare.facts.notes if "--chat-template FILE" in note]
-    mine = replace(bare, template=file).facts
-    assert mine.notes == (NO_TOOLS,) and mine.parsers.tool is None
-    assert mine.rules.behind_answer == "<end><user>question<end>"
-    file.write_text("{% for m in messages %}")
-    with pytest.raises(InvalidInput, match=r"mine\.jinja, line 1: Unexpected end of template"):
-        _ = replace(bare, template=file).facts
-
-
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("given", "flag"),
     [({"exact": True}, "--exact"), ({"dtype": "float32"}, "--dtype float32"), ({}, None)],
@@ -385,7 +322,6 @@ def test_gated_delta_layers_on_a_cpu_want_bfloat16(given: dict[str, Any], flag: 
     assert f"without {flag}," in refused.value.message
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_family_that_no_toy_has_is_called_untested(tmp_path: Path) -> None:
     assert {toy_config(name).model_type for name in (*FAMILIES, *PUBLISHED)} == TESTED
     *_, note = base(tmp_path, model_type="mistral4").facts.notes
@@ -393,7 +329,6 @@ def test_a_family_that_no_toy_has_is_called_untested(tmp_path: Path) -> None:
     assert "untested" not in str(base(tmp_path, model_type="qwen3").facts.notes)
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("toy", ["olmo_hybrid", "qwen3_next"])
 def test_a_recurrent_layer_keeps_nothing_for_a_token(toy: str, tmp_path: Path) -> None:
     text = toy_config(toy).get_text_config()
@@ -404,7 +339,6 @@ def test_a_recurrent_layer_keeps_nothing_for_a_token(toy: str, tmp_path: Path) -
     assert BaseModel(toy, tmp_path).facts.kv_per_token == num_attention * of_layer
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
 def test_quantisation_by_mlx_is_called_so(key: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {key: {"bits": 4, "group_size": 64}}
@@ -412,14 +346,12 @@ def test_quantisation_by_mlx_is_called_so(key: str, tmp_path: Path) -> None:
     assert "is quantised by 'mlx'" in message
 
 
-@pytest.mark.usefixtures("in_process")
 def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "blt"}))
     message = refusal(BaseModel("a base", tmp_path))
     assert "its layers are of an unknown kind: 'BltConfig' object has no attribute" in message
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_field_may_have_a_number_for_each_layer(tmp_path: Path) -> None:
     config = AutoConfig.for_model("ernie4_5_vl_moe")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_vl_moe"}))
@@ -428,7 +360,6 @@ def test_a_field_may_have_a_number_for_each_layer(tmp_path: Path) -> None:
     assert facts.intermediate == max(text.moe_intermediate_size) * text.moe_k
 
 
-@pytest.mark.usefixtures("in_process")
 def test_numbers_are_those_of_the_layers(tmp_path: Path) -> None:
     """By hand: LFM2's feed-forward network has two thirds of the file's width, rounded up to `block_multiple_of`; JetMoE's
     layers make keys and values at once; Jamba's have Mamba's first state."""
@@ -445,7 +376,6 @@ def test_numbers_are_those_of_the_layers(tmp_path: Path) -> None:
     assert read_facts(tmp_path).state_per_sequence == 7 * 128 * (3 + 16)
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("toy", "state"),
     [

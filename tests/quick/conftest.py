@@ -1,0 +1,19 @@
+"""What quick tests share."""
+
+from pathlib import Path
+
+import pytest
+
+from art_server.store import base_facts
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process of its own for each record of a base model, which takes many seconds to import torch and transformers."""
+
+    def inspected(folder: str, template: str) -> str:
+        from art_server.engine.inspection_process.model import inspect  # loads torch
+
+        return inspect(Path(folder), Path(template) if template else None).model_dump_json()
+
+    monkeypatch.setattr(base_facts, "_inspect", inspected)
