@@ -42,7 +42,8 @@ def our_packages() -> set[str]:
     return {module.partition(".")[0] for module in modules()}
 
 
-def imported_names(file: Path) -> set[str]:
+@functools.cache
+def imported_names(file: Path) -> frozenset[str]:
     """The dotted names that a file imports: modules, and names inside modules."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -50,9 +51,10 @@ def imported_names(file: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
+@functools.cache
 def import_graph() -> Graph:
     """Maps each of our modules to those of our modules that it imports."""
     files = modules()

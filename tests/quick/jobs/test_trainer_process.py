@@ -204,12 +204,6 @@ async def test_stop_under_a_task_ends_it_with_trainer_died(tmp_path: Path) -> No
     await _wait_for_end(child)
 
 
-def test_the_servers_side_imports_no_torch() -> None:
-    code = "import sys, art_server.jobs.trainer_process, art_server.process.shared.trainer_messages; print('torch' in sys.modules)"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert output.stdout.strip() == "False"
-
-
 def test_command_names_only_what_is_set() -> None:
     command = worker_command(WorkerConfig(base_model="base", trainer="peft", threads=2))
     assert command[1:3] == ["-m", "art_server.trainer.worker"]

@@ -1,8 +1,5 @@
 """torchvision of any build is there for transformers and vLLM, beside the torch of a CPU."""
 
-import subprocess
-import sys
-
 import pytest
 
 from art_server.image_operators import is_foreign
@@ -31,8 +28,3 @@ def test_a_process_of_ours_imports_classes_that_read_images() -> None:
     from transformers import Gemma3Processor, Qwen3VLProcessor
 
     assert torchvision.__version__.startswith("0.") and Gemma3Processor and Qwen3VLProcessor
-
-
-def test_our_package_alone_imports_no_torch() -> None:
-    program = "import sys, art_server\nassert not {'torch', 'torchvision'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)

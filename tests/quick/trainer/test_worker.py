@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import weakref
@@ -17,7 +16,7 @@ import torch
 from pydantic import BaseModel
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.jobs.trainer_process import TrainerDied, TrainerProcess, worker_command
+from art_server.jobs.trainer_process import worker_command
 from art_server.process.shared.trainer_messages import (
     Batch,
     BetweenSteps,
@@ -431,30 +430,6 @@ def test_a_full_disk_is_no_fault_of_the_task(
     monkeypatch.setattr(os, "fsync", full)
     _, failed = serve(Worker, base_dir, train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
     assert (failed["code"], failed["retryable"]) == ("no_disk_space", True)
-
-
-@pytest.mark.anyio
-async def test_worker_killed_under_a_task_is_reported_and_replaced(base_dir: Path, tmp_path: Path, make_batch) -> None:
-    config = WorkerConfig(base_model=str(base_dir), threads=1, max_tokens_per_micro_batch=32)
-    trainer = TrainerProcess(worker_command(config), tmp_path / "log")
-    assert trainer.pid is None
-    await trainer.run(InitTask(lora=LORA, out_dir=str(tmp_path / "0")))
-    first = trainer.pid
-    assert first is not None
-
-    async def kill(_: Progress) -> None:
-        os.kill(first, signal.SIGKILL)
-
-    with pytest.raises(TrainerDied, match="-9") as died:
-        await trainer.run(train_task(tmp_path / "0", tmp_path / "1", make_batch(1, num_groups=20)), kill)
-    assert died.value.retryable
-    assert not (tmp_path / "1").exists()
-
-    done = await trainer.run(train_task(tmp_path / "0", tmp_path / "1", make_batch(1)))
-    assert done.metrics["data/step_num_gradient_steps"] == 1
-    assert trainer.pid not in (None, first)
-    await trainer.stop()
-    assert trainer.pid is None
 
 
 PARENT = """
