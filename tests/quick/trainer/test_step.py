@@ -103,8 +103,10 @@ def plain_loss_and_gradients(
             for sequence in trajectory.sequences:
                 ids = torch.tensor([sequence.token_ids])
                 logprobs_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
-                with torch.no_grad(), model.disable_adapter():
-                    reference_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
+                reference_TV = logprobs_TV.detach()
+                if config.beta:
+                    with torch.no_grad(), model.disable_adapter():
+                        reference_TV = torch.log_softmax(model(input_ids=ids).logits[0], -1)
                 for index, sampled in enumerate(sequence.logprobs):
                     if sampled is None or index == 0:
                         continue

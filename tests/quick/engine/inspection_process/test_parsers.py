@@ -1,10 +1,10 @@
 """Parsers and rules follow from the chat template."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-import trl
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -29,7 +29,9 @@ QWEN3 = ASK + (  # thinks unless told not to
 OFF = ASK + "{% if enable_thinking %}<think>{% endif %}"
 
 
-TRL = Path(trl.__file__).parent / "chat_templates"
+SPEC = importlib.util.find_spec("trl")  # its import takes seconds, and only its files are read
+assert SPEC is not None and SPEC.origin is not None
+TRL = Path(SPEC.origin).parent / "chat_templates"
 """TRL's copies of published templates."""
 
 FAMILIES: list[tuple[str, str, str, Parsers]] = [
