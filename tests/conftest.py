@@ -1,7 +1,8 @@
 """What all tests share: one real art-server with real vLLM, which starts when the first test asks for it."""
 
 import art_server  # noqa: F401  # isort: skip - first, for torchvision
-from collections.abc import Iterator
+import gc
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,17 @@ from tests.live import Server
 # Machines that are busy with other tests are slow now and then; examples are the same in each run.
 settings.register_profile("busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What tests import lives until the end. Each collection of garbage would look at all of it, half a second long."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture
