@@ -17,6 +17,7 @@ import pytest
 import art
 from tests.fake_server import Answer, FakeArt
 from tests.pages import PAGES, blocks, run
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -73,7 +74,7 @@ async def test_a_program_that_was_interrupted_makes_the_missing_steps(fake: Fake
     fake.on("POST", path, accept_and_go_away)
     fake.on("GET", "/api/jobs/j/events", Answer(503, {}))
     process = await start_program(program, fake.url)
-    await asyncio.wait_for(arrived.wait(), 30)
+    await asyncio.wait_for(arrived.wait(), PATIENCE_SECONDS)
     process.send_signal(signal.SIGINT)
     output, errors = await process.communicate()
     assert output.decode().splitlines() == [
