@@ -1,5 +1,6 @@
 """What a fake and the real thing both do. tests/quick runs these with the fakes, tests/engine with a real server and vLLM."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import art
 from art_server.engine.engine import AdapterRefused, Engine
 from art_server.errors import Unavailable
+from art_server.process.shared.engine_messages import new_request_id
 
 
 async def check_server(url: str) -> None:
@@ -77,10 +79,34 @@ async def check_vllm(http: aiohttp.ClientSession, adapter: Path, no_adapter: Pat
     assert (await post("/resume"))[0] == 200
     status, body = await post("/v1/completions", model="c@1", prompt=[1], max_tokens=1)
     assert (status, body["model"]) == (200, "c@1")
+    await check_chat(http)
+    async with http.get("/metrics") as response:
+        assert "vllm:num_requests_running" in await response.text()
 
     assert (await post("/v1/unload_lora_adapter", lora_name="c@1"))[0] == 200
     status, body = await post("/v1/unload_lora_adapter", lora_name="c@1")
     assert (status, body["error"]["type"]) == (404, "NotFoundError")
+
+
+async def check_chat(http: aiohttp.ClientSession) -> None:
+    """What the server reads of an answer, whole and streamed."""
+    headers = {"x-request-id": new_request_id(is_first_turn=True)}
+    body: dict[str, Any] = {"model": "c@1", "messages": [{"role": "user", "content": "q"}], "max_tokens": 2}
+    body |= {"logprobs": True}
+    async with http.post("/v1/chat/completions", json=body, headers=headers) as response:
+        assert response.status == 200
+        answer = await response.json()
+    (choice,) = answer["choices"]
+    assert answer["id"] == f"chatcmpl-{headers['x-request-id']}"
+    assert (answer["object"], answer["model"]) == ("chat.completion", "c@1")
+    assert (choice["index"], choice["message"]["role"]) == (0, "assistant") and choice["finish_reason"]
+    assert {"token", "logprob"} <= choice["logprobs"]["content"][0].keys()
+    async with http.post("/v1/chat/completions", json=body | {"stream": True}) as response:
+        assert response.status == 200 and response.content_type == "text/event-stream"
+        *events, end, rest = (await response.text()).split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "") and all(each.startswith("data: {") for each in events)
+    chunk = json.loads(events[0].removeprefix("data: "))
+    assert chunk["object"] == "chat.completion.chunk" and chunk["choices"][0]["delta"]["role"] == "assistant"
 
 
 async def check_engine(engine: Engine, adapter: Path, refused: str, seconds: float) -> None:
@@ -99,6 +125,12 @@ async def check_engine(engine: Engine, adapter: Path, refused: str, seconds: flo
     engine.unload_adapter("p/a@0")
     engine.unload_adapter("p/a@0")
     assert engine.loaded_adapters() == []
+    base = engine.base
+    await engine.load_adapter("p/a@0", adapter, seconds)
+    await engine.stop()
+    assert (engine.state, engine.base, engine.loaded_adapters()) == ("none", None, [])
+    engine.start(base, {})
+    await engine.wait_ready(seconds)
     engine.state = "failed"
     with pytest.raises(Unavailable) as failed:
         await engine.wait_ready(seconds)

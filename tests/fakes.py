@@ -1,14 +1,19 @@
-"""Fakes of the engine and the trainer, without processes. Tests set what they do next."""
+"""A fake engine and a fake trainer, without processes. Tests set what they do next; tests/contracts.py holds the engine to
+the real one."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
+from art_server.engine.device.plan import Plan
 from art_server.engine.engine import AdapterRefused, PolicyDiffers, State
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
+from art_server.process.progress import StartProgress
 from art_server.process.shared.trainer_messages import (
     Done,
     GapBars,
@@ -20,6 +25,7 @@ from art_server.process.shared.trainer_messages import (
     TrainTask,
 )
 from art_server.store.base_models import TINY_DIR, BaseModel
+from tests.fake_vllm import FakeVllm
 
 BASE = BaseModel("base", TINY_DIR)
 
@@ -29,22 +35,53 @@ async def keep_all(_: object) -> None:
 
 
 class FakeEngine:
-    """Has the interface of `engine.Engine`."""
+    """Has the interface of `engine.Engine`. It is ready at once; after `listen`, a fake vLLM answers at its `http`."""
 
     def __init__(self) -> None:
         self.state: State = "ready"
         self.detail: str | None = None
         self.base: BaseModel | None = BASE
+        self.progress = StartProgress()
+        self.num_starts = 1
+        self.was_killed = False
+        self.pid: int | None = None
+        self.log_path = Path("engine.log")
         self.gap_bars: GapBars | None = None
         self.max_seq_length = 4096
         self.is_paused = False
+        self.vllm = FakeVllm()
+        self.http: Any = None
         self.refused: set[str] = set()
         """Names of adapters that it refuses."""
         self.differs: set[str] = set()
         """Names of adapters with which it computes another policy."""
         self.adapters: dict[str, Path] = {}
+        self.started: list[dict[str, str]] = []
+        """The requested arguments of each start."""
+        self.asked: list[str] = []
+        """What it was asked to unload and to forget."""
+        self.when_unloading: Callable[[], object] = lambda: None
 
-    def ignored_args(self, requested: dict[str, str]) -> list[str]:
+    def holds(self, *names: str) -> None:
+        self.adapters = {name: Path(name) for name in names}
+
+    async def listen(self) -> None:
+        self.http = aiohttp.ClientSession(await self.vllm.listen())
+
+    def start(self, base: BaseModel, requested: Mapping[str, str], plan: Plan | None = None) -> None:
+        del plan
+        assert self.base is None, "an engine serves one base model"
+        self.started.append(dict(requested))
+        self.base, self.state = base, "ready"
+
+    async def stop(self) -> None:
+        if self.http is not None:
+            await self.http.close()
+        await self.vllm.stop()
+        self.base, self.state = None, "none"
+        self.adapters.clear()
+
+    def ignored_args(self, requested: Mapping[str, str]) -> list[str]:
         return []
 
     @property
@@ -58,7 +95,11 @@ class FakeEngine:
             raise Unavailable("the engine could not be started", code="engine_failed")
 
     async def is_alive(self) -> bool:
-        return self.state == "ready"
+        """Not if vLLM died in its last request. It is back after this."""
+        was_dead, self.vllm.is_dead = self.vllm.is_dead, False
+        return self.state == "ready" and not was_dead
+
+    async def notice_end(self) -> None: ...
 
     async def pause(self) -> None:
         self.is_paused = True
@@ -81,7 +122,12 @@ class FakeEngine:
             self.adapters[name] = path
 
     def unload_adapter(self, name: str) -> None:
+        self.asked.append(f"unload {name}")
+        self.when_unloading()
         self.adapters.pop(name, None)
+
+    def forget_prompts(self) -> None:
+        self.asked.append("forget")
 
     def loaded_adapters(self) -> list[str]:
         return list(self.adapters)
@@ -100,7 +146,10 @@ class FakeTrainer:
         self.batches: list[Any] = []
         self.is_waiting = asyncio.Event()
         """Set when a task waits to be cancelled."""
+        self.pid: int | None = None
         self._cancelled = asyncio.Event()
+
+    async def stop(self) -> None: ...
 
     async def run(
         self,

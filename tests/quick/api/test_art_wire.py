@@ -20,6 +20,7 @@ from art_server.server import Server
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder
+from tests.fakes import FakeEngine
 from tests.quick.api.idle_server import DONE, MODEL, choice, client, follow_with, make, train_body
 
 pytestmark = pytest.mark.anyio
@@ -192,30 +193,12 @@ def test_requested_arguments_fill_up_what_the_command_line_left_open() -> None:
     assert ServerConfig(max_seq_length=512).with_requested(requested, 2048).max_seq_length == 512
 
 
-class FailedEngine:
-    """Was given up; keeps the arguments with which it is started again."""
-
-    state, base, max_seq_length, log_path = "failed", None, 512, Path("engine.log")
-
-    def __init__(self) -> None:
-        self.started: list[dict[str, str]] = []
-
-    async def stop(self) -> None:
-        self.state, self.base = "none", None
-
-    def start(self, base: Any, requested: dict[str, str], plan: Any) -> None:
-        self.state, self.base = "starting", base
-        self.started.append(requested)
-
-    def ignored_args(self, requested: dict[str, str]) -> list[str]:
-        return []
-
-
 async def test_registering_again_starts_a_failed_engine_with_the_new_arguments(
     tmp_path: Path,
 ) -> None:
     app, server = make(tmp_path)
-    engine: Any = FailedEngine()
+    engine: Any = FakeEngine()
+    engine.state, engine.base, engine.max_seq_length = "failed", None, 512
     server = dataclasses.replace(server, engine=engine)
     server.base._engine = server.registration._engine = engine
     app = make_app(server, inference_port=None)

@@ -8,7 +8,8 @@ import pytest
 from aiohttp import web
 
 import art
-from tests.quick.server.served import FakeVllm, serving
+from tests.fake_vllm import FakeVllm
+from tests.quick.server.served import serving
 
 pytestmark = pytest.mark.anyio
 

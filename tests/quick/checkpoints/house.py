@@ -15,8 +15,7 @@ from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.app import make_app
 from art_server.jobs.queue import Payload
 from art_server.jobs.trainer_process import TrainerError
-from art_server.process.progress import StartProgress
-from art_server.process.shared.trainer_messages import Batch, CheckTask, Done
+from art_server.process.shared.trainer_messages import Batch, CheckTask, Done, Task
 from art_server.server import build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
@@ -27,7 +26,7 @@ from art_server.store.model_folder import (
     copy_content,
 )
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, FakeTrainer
 
 TINY_LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
 
@@ -55,38 +54,16 @@ def commit(folder: ModelFolder, adapter: Path, step: int, **fields: Any) -> None
     folder.commit_checkpoint(content, described)
 
 
-class RecordingEngine(FakeEngine):
-    """One that remembers what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = BaseModel("art/tiny", TINY_DIR)
-        self.log_path = Path("engine.log")
-        self.progress = StartProgress()
-        self.asked: list[str] = []
-        self.when_unloading: Callable[[], object] = lambda: None
-
-    def holds(self, *names: str) -> None:
-        self.adapters = {name: Path(name) for name in names}
-
-    def unload_adapter(self, name: str) -> None:
-        self.asked.append(f"unload {name}")
-        self.when_unloading()
-        super().unload_adapter(name)
-
-    def forget_prompts(self) -> None:
-        self.asked.append("forget")
-
-    async def stop(self) -> None: ...
-
-
-class CheckingTrainer:
+class CheckingTrainer(FakeTrainer):
     """Checks as the trainer's process does, one at a time: a model is built under torch's global default type."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = asyncio.Lock()
 
-    async def run(self, task: CheckTask) -> Done:
+    async def run(self, task: Task, on_progress: Any = None, batch: bytes | None = None) -> Done:
+        if not isinstance(task, CheckTask):
+            return await super().run(task, on_progress, batch)
         folder = Path(task.folder)
         try:
             async with self._lock:
@@ -101,11 +78,12 @@ class House:
 
     def __init__(self, root: Path, **settings: Any):
         config = ServerConfig(path=root, **settings)
-        self.engine = RecordingEngine()
+        self.engine = FakeEngine()
+        self.engine.base = BaseModel("art/tiny", TINY_DIR)
         engine: Any = self.engine
-        self.server = build(config, make_engine=lambda *_: engine)
+        trainer: Any = CheckingTrainer()
+        self.server = build(config, make_engine=lambda *_: engine, make_trainer=lambda *_: trainer)
         self.checkpoints, self.uploads = self.server.checkpoints, self.server.uploads
-        self.uploads._trainer = CheckingTrainer()  # type: ignore[assignment]
         self.registry = self.server.registry
         self.gate, self.queue = self.server.gate, self.server.queue
         self.app: FastAPI = make_app(self.server, inference_port=None)

@@ -118,10 +118,6 @@ class Trainer:
             self.say(TrainerError("cancelled", "the job was cancelled", retryable=True))
 
 
-class Engine(FakeEngine):
-    def forget_prompts(self) -> None: ...
-
-
 class NoLedger:
     def forget_steps(self, project: str, name: str, after: int = -1) -> None: ...
 
@@ -130,7 +126,7 @@ class Server:
     """The parts of a server that jobs need, on a folder that may be a dead server's."""
 
     def __init__(self, folder: Path):
-        self.folder, self.engine, self.trainer = folder, Engine(), Trainer()
+        self.folder, self.engine, self.trainer = folder, FakeEngine(), Trainer()
         gate = PauseGate()
         self.registry, self.queue = Registry(folder), JobQueue(folder / "jobs.sqlite")
         self.checkpoints = Checkpoints(

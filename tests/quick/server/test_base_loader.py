@@ -27,18 +27,10 @@ class Loading:
         self.loader = here.server.base
         self.engine = here.engine
         self.engine.base, self.engine.state = None, "none"
-        self.engine.start = self._start  # type: ignore[attr-defined]
-        self.engine.stop = self._stop_engine
         self.plans: list[Any] = []
         self.loader._trainer = self  # type: ignore[assignment]
         self.trained: Path | None = None
         """The base model of the trainer's process; None while there is none."""
-
-    def _start(self, base: Any, *_: Any) -> None:
-        self.engine.base, self.engine.state = base, "ready"
-
-    async def _stop_engine(self) -> None:
-        self.engine.base, self.engine.state = None, "none"
 
     def set_base(self, path: Path, plan: object) -> None:
         self.plans.append(plan)

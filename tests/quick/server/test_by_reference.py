@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 import art
-from tests.quick.server.served import ANSWER, PROMPT, Served, sample_group, serving
+from tests.fake_vllm import ANSWER, PROMPT
+from tests.quick.server.served import Served, sample_group, serving
 
 pytestmark = pytest.mark.anyio
 

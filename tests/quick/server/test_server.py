@@ -9,17 +9,16 @@ import pytest
 from art_server.errors import Conflict
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
-from tests.quick.server.served import FakeVllm, StoppedTrainer
+from tests.fakes import FakeEngine, FakeTrainer
 
 pytestmark = pytest.mark.anyio
 
 
-def make(folder: Path) -> tuple[Server, FakeVllm]:
-    engine, trainer = FakeVllm(), StoppedTrainer()
+def make(folder: Path) -> tuple[Server, FakeEngine]:
+    engine, trainer = FakeEngine(), FakeTrainer()
     made: Any = engine, trainer
     config = ServerConfig(path=folder)
     server = build(config, make_engine=lambda *_: made[0], make_trainer=lambda *_: made[1])
-    engine.ledger = server.ledger
     return server, engine
 
 
@@ -42,7 +41,7 @@ async def test_a_folder_has_one_server_at_a_time(tmp_path: Path) -> None:
 async def test_a_server_that_was_stopped_leaves_its_folder_and_no_task(tmp_path: Path) -> None:
     before = asyncio.all_tasks()
     server, engine = make(tmp_path)
-    await engine.start()
+    await engine.listen()
     await server.start()
     assert len(asyncio.all_tasks()) > len(before)
     await server.stop()

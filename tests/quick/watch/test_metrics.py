@@ -91,7 +91,7 @@ async def test_waiting_requests_and_queued_jobs_are_counted(tmp_path: Path) -> N
 
 async def test_an_engine_that_does_not_answer_leaves_the_servers_numbers(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
-        await served.engine.die()
+        await served.engine.vllm.stop()
         response = await fetch(served)
         assert response.status_code == 200 and "vllm:" not in response.text
         assert samples(response.text)["art_engine_state", "ready"] == 1

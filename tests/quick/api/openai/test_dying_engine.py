@@ -29,7 +29,7 @@ async def ask(served: Served, stream: bool) -> httpx.Response:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_request_is_sampled_again(tmp_path: Path, stream: bool) -> None:
     async with serving(tmp_path) as served:
-        served.engine.num_dying = 1
+        served.engine.vllm.num_dying = 1
         response = await ask(served, stream)
         assert response.status_code == 200 and "a private answer" in response.text
         assert "EngineCore" not in response.text
@@ -38,15 +38,15 @@ async def test_the_request_is_sampled_again(tmp_path: Path, stream: bool) -> Non
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_kills_two_engines_is_refused(tmp_path: Path, stream: bool) -> None:
     async with serving(tmp_path) as served:
-        served.engine.num_dying = 9
+        served.engine.vllm.num_dying = 9
         response = await ask(served, stream)
         assert response.status_code == 503 and response.json()["error"]["retryable"]
-        assert served.engine.num_dying == 7
+        assert served.engine.vllm.num_dying == 7
 
 
 async def test_an_error_of_a_living_engine_is_passed_on(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
-        served.engine.num_dying = 1
+        served.engine.vllm.num_dying = 1
         served.engine.is_alive = lambda: _true()  # type: ignore[method-assign]
         response = await ask(served, stream=False)
         assert response.status_code == 500 and "EngineCore" in response.text

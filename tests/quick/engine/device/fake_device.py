@@ -1,5 +1,5 @@
-"""A fake GPU that counts bytes, and fake processes that allocate on it what vLLM and the trainer would. Their answers are
-held to those of the real vLLM by tests/contracts.py. Tests run the real owner, plan, supervisor, pause gate and job runner on it.
+"""A fake GPU that counts bytes, and fake processes that allocate on it what vLLM and the trainer would. Tests run the real
+owner, plan, supervisor, pause gate and job runner on it.
 
 The fakes imitate vLLM 0.32.0 and torch: vLLM does not start when less than utilization x total is free; its KV cache
 takes the rest of that share, and is restored as a whole or not at all; loading an adapter into unmapped weights kills
@@ -24,6 +24,7 @@ from art_server.engine.engine import Engine
 from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.shared.trainer_messages import Done, InitTask, LoadTask, Progress, TrainTask
 from art_server.store.base_models import BaseModel
+from tests.fake_vllm import FakeVllm
 
 
 class Full(Exception):
@@ -66,26 +67,24 @@ TURNS = 10
 """Turns of the event loop; setting up a connection takes fewer."""
 
 
-class FakeProcess:
-    """A fake vLLM process: what the supervisor uses of the process, and its HTTP server."""
+class FakeProcess(FakeVllm):
+    """A process of the fake vLLM, and the bytes that it holds: what the supervisor uses of the process."""
 
     numbers = itertools.count(1000)
 
     def __init__(self, world: "World", socket: Path, work_file: Path):
+        super().__init__()
         self.work_file = work_file
         self.pid = next(self.numbers)
         self.returncode: int | None = None
         self.world, self.device, self.plan = world, world.device, world.plan
         self.name = f"engine {self.pid}"
-        self.adapters: list[str] = []
-        self.is_paused = False
         self.gave_up: set[str] = set()
         self._ended = asyncio.Event()
         self._go_on = asyncio.Event()
         self._go_on.set()
         self._socket = socket
         self._loop = asyncio.get_running_loop()
-        self._site: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
         self._starting = asyncio.create_task(self._start())
 
@@ -114,26 +113,7 @@ class FakeProcess:
             self.kill(1)
             return
         app = web.Application(middlewares=[self._while_it_lives])
-        app.add_routes(
-            [
-                web.get("/health", self._ok),
-                web.get("/v1/models", self._models),
-                web.post("/v1/completions", self._complete),
-                web.post("/v1/load_lora_adapter", self._load),
-                web.post("/v1/unload_lora_adapter", self._unload),
-                *(
-                    web.post(f"/{route}", self._control)
-                    for route in (
-                        "pause",
-                        "resume",
-                        "sleep",
-                        "release_kv_cache_memory",
-                        "reset_prefix_cache",
-                        "wake_up",
-                    )
-                ),
-            ]
-        )
+        app.add_routes(self.routes())
         self._site = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._site.setup()
         assert self._site.server is not None
@@ -194,14 +174,7 @@ class FakeProcess:
             raise ConnectionResetError
         return event
 
-    async def _ok(self, _: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"max_model_len": 4096}]})
-
     async def _complete(self, request: web.Request) -> web.Response:
-        body = await request.json()
         ended = asyncio.create_task(self._ended.wait())
         while self.returncode is None:  # a step of the engine; repeated after a pause
             go_on = asyncio.create_task(self._go_on.wait())
@@ -217,29 +190,15 @@ class FakeProcess:
             self.device.wrongs.append(f"sampled without {self.gave_up}")
         self.world.num_sampled += 1
         self.work_file.write_bytes(self.world.num_sampled.to_bytes(8, "little"))
-        return web.json_response({"model": body["model"]})
+        return await super()._complete(request)
 
     async def _load(self, request: web.Request) -> web.Response:
-        body = await request.json()
         await self._reach("adapter loads")
         if "weights" in self.gave_up:
             self.device.wrongs.append("illegal memory access: an adapter is loaded into unmapped weights")
             self.kill(-11)
             await self.wait()
-        if body["lora_name"] in self.adapters:
-            text = f"The lora adapter '{body['lora_name']}' has already been loaded."
-            return refusal(400, "InvalidUserInput", text)
-        if not (Path(body["lora_path"]) / "adapter").exists():
-            return refusal(404, "NotFoundError", "no such adapter")
-        self.adapters.append(body["lora_name"])
-        return web.Response(text="loaded")
-
-    async def _unload(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if body["lora_name"] not in self.adapters:
-            return refusal(404, "NotFoundError", "no such adapter")
-        self.adapters.remove(body["lora_name"])
-        return web.Response(text="unloaded")
+        return await super()._load(request)
 
     async def _control(self, request: web.Request) -> web.Response:
         route = request.path.strip("/")
@@ -280,10 +239,6 @@ class FakeProcess:
         self.device.give(self.name, *parts)
 
 
-def refusal(status: int, kind: str, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
-
-
 class FakeChildren:
     """Has the interface of `Children`, with fake processes."""
 
@@ -299,8 +254,8 @@ class FakeChildren:
     end = remove
 
 
-class FakeEngine(Engine):
-    """The real engine class, with fake processes."""
+class EngineOnDevice(Engine):
+    """The real engine, with fake processes."""
 
     world: "World"
 
@@ -312,7 +267,7 @@ class FakeEngine(Engine):
         return process
 
 
-class FakeTrainer:
+class TrainerOnDevice:
     """A trainer's process that allocates the bytes of the memory plan."""
 
     def __init__(self, world: "World", between_steps: str):
@@ -371,7 +326,6 @@ class FakeTrainer:
 
 def write_adapter(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter").write_text("weights")
     (folder / "adapter_config.json").write_text(json.dumps({}))
 
 

@@ -37,15 +37,14 @@ from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
-from tests import fakes
 from tests.contracts import check_engine, check_vllm
 from tests.fakes import keep_all
 from tests.quick.engine.device.cards import SIZES
 from tests.quick.engine.device.fake_device import (
-    FakeEngine,
+    EngineOnDevice,
     FakeProcess,
-    FakeTrainer,
     Full,
+    TrainerOnDevice,
     World,
     write_adapter,
 )
@@ -102,7 +101,7 @@ class House:
         config = ServerConfig(path=folder)
         self.owner, self.gate = DeviceOwner(), PauseGate()
         self.background = Background()
-        self.engine: Engine = FakeEngine(
+        self.engine: Engine = EngineOnDevice(
             config,
             "cuda",
             {},
@@ -114,7 +113,7 @@ class House:
         )
         self.engine.world = world  # type: ignore[attr-defined]
         between = "stay" if world.plan.is_base_resident else "leave"
-        self.trainer: Any = FakeTrainer(world, between)
+        self.trainer: Any = TrainerOnDevice(world, between)
         self.registry = Registry(folder)
         for name in MODELS:
             model_folder = self.registry.folder("p", name)
@@ -353,7 +352,7 @@ async def test_an_adapter_that_does_not_load_at_a_restart_is_refused_alone(tmp_p
     async with running(world, tmp_path) as house, asyncio.timeout(SECONDS):
         assert await house.ask("a") == "p/a@0"
         assert await house.ask("b") == "p/b@0"
-        (house.registry.get("p", "a").folder.checkpoint_dir(0) / "adapter").unlink()
+        (house.registry.get("p", "a").folder.checkpoint_dir(0) / "adapter_config.json").unlink()
         assert world.process is not None
         world.process.kill()
         assert await house.ask("b") == "p/b@0"
@@ -504,25 +503,20 @@ async def test_an_engine_that_does_not_pause_or_wake_is_started_again(
     assert not house.engine._paused
 
 
-# --- the fakes do what the real ones do ---
+# --- as the real ones (tests/engine/integration/test_contracts.py) ---
 
 
-async def test_the_fake_vllm_keeps_the_contract(tmp_path: Path) -> None:
-    """As the real one (tests/engine/integration/test_contracts.py)."""
+async def test_the_fake_process_keeps_the_contract_of_vllm(tmp_path: Path) -> None:
     async with running(make_world("none", {}), tmp_path) as house, asyncio.timeout(SECONDS):
         await house.engine.wait_ready(SECONDS)
         adapter = house.registry.get("p", "a").folder.checkpoint_dir(0)
         await check_vllm(house.engine.http, adapter, tmp_path / "nothing")
 
 
-async def test_the_fake_engine_keeps_the_contract_of_the_engine(tmp_path: Path) -> None:
+async def test_the_engine_keeps_the_contract_of_its_fake(tmp_path: Path) -> None:
     async with running(make_world("none", {}), tmp_path) as house, asyncio.timeout(SECONDS):
         adapter = house.registry.get("p", "a").folder.checkpoint_dir(0)
         await check_engine(house.engine, adapter, "p/b@0", SECONDS)
-        house.engine.state = "ready"
-    fake: Any = fakes.FakeEngine()
-    fake.refused = {"p/b@0"}
-    await check_engine(fake, adapter, "p/b@0", SECONDS)
 
 
 # --- what the fake device detects ---

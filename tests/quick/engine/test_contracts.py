@@ -1,0 +1,42 @@
+"""The fakes of vLLM and of the engine do what the real ones do (tests/engine/integration/test_contracts.py, device/test_owner.py)."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from art_server.engine.engine import Engine
+from tests.contracts import check_engine, check_vllm
+from tests.fake_vllm import FakeVllm
+from tests.fakes import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    return tmp_path / "adapter"
+
+
+async def test_the_fake_vllm_keeps_the_contract(adapter: Path) -> None:
+    vllm = FakeVllm()
+    async with aiohttp.ClientSession(await vllm.listen()) as http:
+        await check_vllm(http, adapter, adapter.parent / "nothing")
+    await vllm.stop()
+
+
+async def test_the_fake_engine_keeps_the_contract(adapter: Path) -> None:
+    fake: Any = FakeEngine()
+    fake.refused = {"p/b@0"}
+    await check_engine(fake, adapter, "p/b@0", 1.0)
+
+
+def test_the_fake_engine_takes_what_the_engine_takes() -> None:
+    for name in vars(FakeEngine).keys() & vars(Engine).keys():
+        ours, theirs = (inspect.getattr_static(each, name) for each in (FakeEngine, Engine))
+        if inspect.isfunction(ours) and not name.startswith("_"):
+            assert inspect.signature(ours) == inspect.signature(theirs), name
