@@ -8,4 +8,5 @@ from tests.quick.client.conftest import (  # noqa: F401
     make_server,
     model,
     server,
+    server_trains,
 )

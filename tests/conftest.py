@@ -63,7 +63,5 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
         "--tracker",
         "otlp",
     ]
-    server.start()
-    server.wait_ready()
-    yield server
-    server.stop()
+    with server.running():
+        yield server

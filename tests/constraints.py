@@ -1,11 +1,21 @@
 """The versions that the constraints name for an extra."""
 
+import tomllib
 from pathlib import Path
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+ALIASES = {
+    extra: requirements[0]
+    for extra, requirements in EXTRAS.items()
+    if len(requirements) == 1 and requirements[0].startswith(PROJECT["name"])
+}
+LOCKED = sorted(set(EXTRAS) - set(ALIASES))
+PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def constraints(extra: str) -> list[str]:

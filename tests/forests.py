@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.kept_set import pack_set, unpack_set
@@ -23,6 +25,19 @@ from art_server.trainer.checkpoint import save_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.optimizer import make_optimizer
 from art_server.trainer.policy import Policy
+
+EXAMPLES = {
+    "deadline": None,
+    # Shrinking would take minutes, and a seed shrinks to nothing telling.
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate],
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+FORESTS = {
+    "seed": st.integers(0, 100_000),
+    "budget": st.integers(3, 600),
+    "noise": st.sampled_from([1e-4, 0.05, 0.5]),
+    "is_plain": st.booleans(),
+}
 
 VOCABULARY = 128
 

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -68,6 +69,16 @@ class Server:
             assert self.process is not None and self.process.poll() is None, self.log_tail()
             time.sleep(0.2)
         raise AssertionError(f"not ready in {READY_SECONDS:.0f} s: {self.log_tail()}")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """The server, ready, until the block ends."""
+        self.start()
+        try:
+            self.wait_ready()
+            yield self
+        finally:
+            self.stop()
 
     def kill(self) -> None:
         """Sends SIGKILL, as the out-of-memory killer does."""

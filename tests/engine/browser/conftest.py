@@ -1,43 +1,19 @@
 """Chromium, and the page of a demo folder served by uvicorn in a thread. Without Chromium these tests are skipped."""
 
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from tests.demo import make_demo
+from tests.http_server import Served
 from tests.waiting import PATIENCE_SECONDS
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NUM_STEPS = 12
-
-
-class Served:
-    """An application on a free port of this machine, until `stop`."""
-
-    def __init__(self, app: FastAPI, port: int = 0):
-        self.app = app
-        config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=3)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self._server.started:
-            assert self._thread.is_alive() and time.monotonic() < deadline
-            time.sleep(0.01)
-        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/"
-
-    def stop(self) -> None:
-        self.app.state.is_stopping = True  # ends the streams of open pages
-        self._server.should_exit = True
-        self._thread.join()
 
 
 @pytest.fixture(scope="module")

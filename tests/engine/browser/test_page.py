@@ -323,14 +323,14 @@ def test_a_job_that_runs_again_shows_its_progress(page: Any, serve: Any, root: P
     infos = served.app.state.server.infos
     error = ErrorDetail(message="the trainer died")
     infos["job-0"] = infos["job-0"].model_copy(update={"error": error})
-    page.goto(f"{served.url}#/jobs")
+    page.goto(f"{served.url}/#/jobs")
     page.wait_for_selector("[data-job='job-0'] >> text=31 of 48")
     assert "the trainer died" not in page.inner_text("main")
 
 
 def test_a_click_survives_a_refresh_while_the_button_is_pressed(page: Any, serve: Any, root: Path) -> None:
     served = serve(make_live(root))
-    page.goto(f"{served.url}#/jobs")
+    page.goto(f"{served.url}/#/jobs")
     cancel = page.get_by_role("button", name="Cancel the job of demo/sql-repair")
     cancel.hover()
     page.mouse.down()
@@ -345,7 +345,7 @@ def test_cells_that_do_not_change_are_the_same_elements_after_a_refresh(page: An
     """A pointer on its way to a button still meets it, whatever the other cells of its row do."""
     served = serve(make_live(root))
     infos = served.app.state.server.infos
-    page.goto(f"{served.url}#/jobs")
+    page.goto(f"{served.url}/#/jobs")
     page.get_by_role("button", name="Cancel the job of demo/sql-repair").click()
     yes = page.get_by_role("button", name="Yes, cancel it").element_handle()
     for waits_for in ("2 earlier jobs", "nothing"):

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.art_wire_bodies import train_body
 from tests.engine.integration.answers import WEATHER_TOOL, has_one_whole_call
 from tests.live import PROJECT, Server, find_process, train_one_step
 from tests.waiting import wait_until
@@ -68,32 +69,6 @@ def recorded(choice: dict[str, Any]) -> dict[str, Any]:
     message |= {"annotations": None, "audio": None, "function_call": None, "tool_calls": None}
     logprobs = {"content": choice["logprobs"]["content"], "refusal": None}
     return {"finish_reason": "stop", "index": 0, "logprobs": logprobs, "message": message}
-
-
-def train_body(model: dict[str, Any], *episodes: list[dict[str, Any]]) -> dict[str, Any]:
-    trajectories = [
-        {
-            "messages_and_choices": episode,
-            "tools": None,
-            "additional_histories": [],
-            "reward": float(reward),
-            "initial_policy_version": None,
-            "final_policy_version": None,
-            "metrics": {},
-            "metadata": {},
-            "logs": [],
-        }
-        for reward, episode in enumerate(episodes)
-    ]
-    group = {"trajectories": trajectories, "exceptions": [], "metadata": {}, "metrics": {}}
-    config = {"learning_rate": 5e-05, "kl_penalty_coef": 0.0}
-    return {
-        "model": model,
-        "trajectory_groups": [group | {"logs": []}],
-        "config": config,
-        "dev_config": {},
-        "verbose": False,
-    }
 
 
 def train(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -49,12 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     own = ScaledServer(tmp_path_factory.mktemp("hung"))
     own.arguments = ["--base-model", "art/tiny", "--engine-arg", "max_num_seqs=128"]
     own.arguments += ["--kv-cache-gb", "4" if IS_FULL else "1"]
-    own.start()
-    try:
-        own.wait_ready()
+    with own.running():
         yield own
-    finally:
-        own.stop()
 
 
 def processes(server: Server) -> dict[str, int]:

@@ -17,12 +17,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         pytest.skip("the extra `smollm2` is not installed")
     own = Server(tmp_path_factory.mktemp("smollm2"))
     own.arguments = ["--base-model", "smollm2", "--dtype", "float32", "--max-seq-length", "1024"]
-    own.start()
-    try:
-        own.wait_ready()
+    with own.running():
         yield own
-    finally:
-        own.stop()
 
 
 def test_trainer_scores_each_token_as_it_was_sampled_at_step_0(server: Server) -> None:

@@ -4,30 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.constraints import ROOT, pins
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-
-
-ALIASES = {
-    extra: requirements[0]
-    for extra, requirements in EXTRAS.items()
-    if len(requirements) == 1 and requirements[0].startswith(PROJECT["name"])
-}
-
-
-LOCKED = sorted(set(EXTRAS) - set(ALIASES))
-
-
-PYTHONS = ("3.11", "3.12", "3.13")
+from tests.constraints import LOCKED, PYTHONS, ROOT, pins
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 from fastapi import FastAPI
 
 from art_protocol.wire import JobEvent, LoRAConfig
@@ -14,6 +13,7 @@ from art_server.server import Server, build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+from tests import art_wire_bodies
 
 MODEL: dict[str, Any] = {
     "name": "run",
@@ -43,24 +43,8 @@ def choice(number: int = 5, **more: Any) -> dict[str, Any]:
 
 
 def train_body(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
-    trajectories = [
-        {
-            "messages_and_choices": [{"role": "user", "content": "hi"}, each],
-            "tools": None,
-            "additional_histories": [],
-            "reward": float(reward),
-            "initial_policy_version": None,
-            "final_policy_version": None,
-            "metrics": {},
-            "metadata": {},
-            "logs": [],
-        }
-        for reward, each in enumerate(choices)
-    ]
-    group = {"trajectories": trajectories, "exceptions": [], "metadata": {}, "metrics": {}}
-    body = {"model": MODEL, "trajectory_groups": [group | {"logs": []}]}
-    body |= {"config": {"learning_rate": 5e-05, "kl_penalty_coef": 0.0}, "dev_config": {}}
-    return body | {"verbose": False} | more
+    episodes = [[{"role": "user", "content": "hi"}, each] for each in choices]
+    return art_wire_bodies.train_body(MODEL, *episodes) | more
 
 
 def make(path: Path, **settings: Any) -> tuple[FastAPI, Server]:
@@ -83,11 +67,6 @@ def follow_with(server: Server, *events: JobEvent) -> None:
             yield event
 
     server.runner.follow = follow  # type: ignore[method-assign]
-
-
-def client(app: FastAPI, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}:7623", **options)
 
 
 DONE = JobEvent(

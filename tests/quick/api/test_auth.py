@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -11,6 +10,7 @@ from fastapi.routing import APIRoute
 from art_server.app import make_app
 from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
+from tests.asgi_client import client
 
 OPEN = {"/health", "/ready"}
 KEYS = (
@@ -34,11 +34,6 @@ def guarded(tmp_path: Path) -> FastAPI:
 @pytest.fixture
 def keyless(tmp_path: Path) -> FastAPI:
     return make(tmp_path / "keyless", ())
-
-
-def client(app: FastAPI, host: str = "127.0.0.1") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url=f"http://{host}:7623")
 
 
 def all_routes(app: FastAPI) -> Iterator[tuple[str, str]]:

@@ -32,7 +32,8 @@ from art_server.api.bodies import (
 from art_server.errors import InvalidInput, TooLarge
 from art_server.jobs.train_requests import NewJob
 from art_server.store.base_models import TINY_DIR, BaseModel
-from tests.quick.api.idle_server import DONE, choice, client, follow_with, make
+from tests.asgi_client import client
+from tests.quick.api.idle_server import DONE, choice, follow_with, make
 
 # --- limits ---
 
@@ -53,8 +54,7 @@ def test_a_body_that_tells_its_length_is_refused_before_it_is_read() -> None:
                 sent += 1024
                 yield b"x" * 1024
 
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        async with client(app) as http:
             return await http.post("/", content=parts(), headers=headers)
 
     assert asyncio.run(post(512 * 1024, {})).json() == 512 * 1024

@@ -11,7 +11,8 @@ from art_protocol.wire import Health
 from art_server.api.openai.routes import check_choices, num_choices
 from art_server.errors import BadRequest
 from art_server.settings import ApiKey
-from tests.quick.api.idle_server import MODEL, client, make
+from tests.asgi_client import client
+from tests.quick.api.idle_server import MODEL, make
 
 pytestmark = pytest.mark.anyio
 

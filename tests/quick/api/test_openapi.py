@@ -21,6 +21,7 @@ from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from scripts.route_table import route_table
+from tests.asgi_client import client
 
 KEY = {"authorization": "Bearer all"}
 PAGE = (Path(__file__).parents[3] / "docs" / "routes.md").read_text()
@@ -55,12 +56,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def send(app: FastAPI, method: str, path: str, **more: Any) -> httpx.Response:
     async def request() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with (
-            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
-            asyncio.timeout(SECONDS),
-        ):
-            return await client.request(method, path, **more)
+        async with client(app) as http, asyncio.timeout(SECONDS):
+            return await http.request(method, path, **more)
 
     return asyncio.run(request())
 

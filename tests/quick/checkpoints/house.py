@@ -26,6 +26,7 @@ from art_server.store.model_folder import (
     copy_content,
 )
 from art_server.trainer.checkpoint import BadCheckpoint, check_checkpoint
+from tests.asgi_client import client
 from tests.fakes import FakeEngine, FakeTrainer
 
 TINY_LORA = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"])
@@ -89,8 +90,7 @@ class House:
         self.app: FastAPI = make_app(self.server, inference_port=None)
 
     def client(self, **options: Any) -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7623", **options)
+        return client(self.app, **options)
 
     def add_job(self, name: str = "a", key: str | None = None) -> str:
         payload = Payload.make(Batch(groups=[]))

@@ -1,14 +1,12 @@
 """A server over HTTP whose connections can break, and the command `art` in this process."""
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from art_server.store.model_folder import (
     ADAPTER_FILE,
@@ -16,6 +14,7 @@ from art_server.store.model_folder import (
 )
 from art_server.store.registry import Registry
 from art_watch.terminal.cli import main as art
+from tests.http_server import served
 from tests.quick.checkpoints.house import House
 
 
@@ -37,8 +36,8 @@ PIECE_BYTES = 50_000
 class BreaksOnce:
     """The first download and the first upload end after so many bytes, as when a connection is lost."""
 
-    def __init__(self, app: ASGIApp, after: int):
-        self.app, self.after = app, after
+    def __init__(self, app: FastAPI, after: int):
+        self.app, self.state, self.after = app, app.state, after
         self.broken: set[str] = set()
         self.seen: list[str] = []
 
@@ -76,23 +75,6 @@ class BreaksOnce:
 @contextlib.contextmanager
 def serving(root: Path, after: int = 2**40, **config: Any) -> Iterator[tuple[str, BreaksOnce]]:
     """A server on a real port. What its engine and trainer would do, the house's do."""
-    breaking: BreaksOnce | None = None
-    server: uvicorn.Server | None = None
-
-    def serve() -> None:
-        nonlocal breaking, server
-        breaking = BreaksOnce(House(root, **config).app, after)
-        server = uvicorn.Server(uvicorn.Config(breaking, port=0, log_level="critical", ws="none"))
-        server.run()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    while server is None or not server.started:
-        time.sleep(0.02)
-    assert breaking is not None
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}", breaking
-    finally:
-        server.should_exit = True
-        thread.join()
+    breaking = BreaksOnce(House(root, **config).app, after)
+    with served(breaking) as url:
+        yield url, breaking

@@ -6,6 +6,7 @@ import pytest
 
 import art
 from tests.fake_server import MODEL_INFO, Answer, FakeServer, Request
+from tests.quick.client.demonstrations import TRAIN
 
 __all__ = ["MODEL_INFO", "Answer", "FakeServer", "Request"]
 
@@ -50,3 +51,10 @@ def groups() -> list[art.TrajectoryGroup]:
         return art.Trajectory(messages_and_choices=[{"role": "user", "content": "hi"}], reward=reward)
 
     return [art.TrajectoryGroup([trajectory(0.0), trajectory(1.0)])]
+
+
+@pytest.fixture
+def server_trains(server: FakeServer) -> None:
+    """Each train call makes step 4."""
+    done = {"event": "done", "job_id": "j", "step": 4, "metrics": {"loss/train": 0.5}}
+    server.on("POST", TRAIN, Answer(lines=[done]))

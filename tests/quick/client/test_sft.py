@@ -6,29 +6,9 @@ import pytest
 
 import art
 from art.types import Choice
+from tests.quick.client.demonstrations import example, sent
 
-pytestmark = pytest.mark.anyio
-
-TRAIN = "/api/models/demo/agent/train"
-
-
-@pytest.fixture
-def model(server: Any, answer: Any, model: art.TrainableModel) -> art.TrainableModel:
-    """With a server that trains."""
-    lines = [{"event": "done", "job_id": "j", "step": 4, "metrics": {"loss/train": 0.5}}]
-    server.on("POST", TRAIN, answer(lines=lines))
-    return model
-
-
-def example(text: str, *answers: str) -> art.Trajectory:
-    messages: list[Any] = [{"role": "user", "content": text}]
-    for each in answers:
-        messages += [{"role": "assistant", "content": each}, {"role": "user", "content": "more"}]
-    return art.Trajectory(messages_and_choices=messages[: 2 * len(answers)])
-
-
-def sent(server: Any) -> dict[str, Any]:
-    return server.sent("POST", TRAIN)[-1].json()
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("server_trains")]
 
 
 async def test_every_assistant_message_is_trained(server: Any, model: art.TrainableModel) -> None:

@@ -20,7 +20,7 @@ from art_server.jobs.trainer_process import (
     worker_environment,
 )
 from art_server.process.shared.trainer_messages import Batch, InitTask, Progress, TrainTask, WorkerConfig
-from tests.waiting import wait_until
+from tests.processes import wait_until_gone
 
 pytestmark = pytest.mark.anyio
 
@@ -189,7 +189,7 @@ async def test_cancelled_task_ends_the_process_and_its_children(tmp_path: Path) 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert trainer.pid is None
-    await _wait_for_end(child)
+    await asyncio.to_thread(wait_until_gone, {child})
     done = await trainer.run(order("a"))
     assert done.metrics
     await trainer.stop()
@@ -201,7 +201,7 @@ async def test_stop_under_a_task_ends_it_with_trainer_died(tmp_path: Path) -> No
     await trainer.stop()
     with pytest.raises(TrainerDied, match="-9"):
         await task
-    await _wait_for_end(child)
+    await asyncio.to_thread(wait_until_gone, {child})
 
 
 def test_command_names_only_what_is_set() -> None:
@@ -230,18 +230,6 @@ def test_the_workers_environment_allows_no_statistics_and_names_where_code_is_ke
     assert environment["A"] == "b"
     assert environment["DO_NOT_TRACK"] == environment["UNSLOTH_DISABLE_STATISTICS"] == "1"
     assert environment["UNSLOTH_COMPILE_LOCATION"] == str(tmp_path / "data/unsloth")
-
-
-async def _wait_for_end(pid: int) -> None:
-    await asyncio.to_thread(wait_until, lambda: not _runs(pid), lambda: f"process {pid} goes on")
-
-
-def _runs(pid: int) -> bool:
-    """A zombie has ended: whoever inherits it may reap it later."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def test_a_process_that_shows_nothing_for_much_longer_than_its_pace_is_ended(

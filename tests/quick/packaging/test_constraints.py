@@ -3,33 +3,15 @@
 import ast
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.constraints import ROOT, constraints, pins
+from tests.constraints import ALIASES, EXTRAS, LOCKED, PROJECT, PYTHONS, ROOT, constraints, pins
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TRACKERS = [*PROJECT["entry-points"]["art.trackers"], *PROJECT["entry-points"]["art.tracers"]]
-
-
-EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-
-
-ALIASES = {
-    extra: requirements[0]
-    for extra, requirements in EXTRAS.items()
-    if len(requirements) == 1 and requirements[0].startswith(PROJECT["name"])
-}
-
-
-LOCKED = sorted(set(EXTRAS) - set(ALIASES))
-
-
-PYTHONS = ("3.11", "3.12", "3.13")
 
 
 PACKAGES = {

@@ -38,6 +38,7 @@ from art_server.process.shared.trainer_messages import (
 from art_server.trainer.job import train
 from art_server.trainer.policy import Policy
 from art_server.trainer.worker import Worker, find_device
+from tests.processes import is_alive
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 LORA = LoRAConfig(rank=4)
@@ -463,13 +464,5 @@ def test_worker_dies_with_its_parent_in_the_middle_of_a_task(base_dir: Path, tmp
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not _runs(pid), lambda: f"worker {pid} outlived its parent")
+    wait_until(lambda: not is_alive(pid), lambda: f"worker {pid} outlived its parent")
     assert not (tmp_path / "1").exists()
-
-
-def _runs(pid: int) -> bool:
-    """A zombie has ended: whoever inherits it may reap it later."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -1,7 +1,5 @@
 """The changes of scripts/notebooks and its world, on texts of our own: no notebook is in this repository."""
 
-import importlib.machinery
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,17 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.scripts import load_script
+
 SCRIPT = Path(__file__).parents[3] / "scripts" / "notebooks"
 
 
 @pytest.fixture(scope="module")
 def notebooks() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("notebooks", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("notebooks", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_script("notebooks")
 
 
 def test_commands_do_nothing_and_skipped_cells_are_named(notebooks: ModuleType) -> None:

@@ -17,6 +17,7 @@ from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
 from art_watch import routes as look
 from art_watch.view import make_view
+from tests import asgi_client
 from tests.demo import HOSTILE_METRIC, log, make_demo
 from tests.demo_server import make_live
 
@@ -41,8 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def client(app: FastAPI, key: str | None = None) -> httpx.AsyncClient:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7623", headers=headers)
+    return asgi_client.client(app, headers=headers)
 
 
 async def get(app: FastAPI, path: str, key: str | None = None) -> Any:

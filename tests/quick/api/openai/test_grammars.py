@@ -13,7 +13,8 @@ from art_server.api.openai import grammars
 from art_server.api.openai.grammars import name_grammar
 from art_server.errors import BadRequest, InvalidInput
 from art_server.process.shared import engine_messages as samples
-from tests.quick.api.idle_server import client, make
+from tests.asgi_client import client
+from tests.quick.api.idle_server import make
 
 SCHEMA = {
     "type": "object",

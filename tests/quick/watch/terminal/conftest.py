@@ -1,22 +1,17 @@
 """A folder of runs with hostile texts, the same served over HTTP, and the command `art` in this process."""
 
-import contextlib
 import io
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from rich.console import Console
 
 from art_watch.terminal.cli import main as art
 from art_watch.view import make_view
 from tests.demo import make_demo
+from tests.http_server import served
 
 ESCAPES = "\x1b[31mred\x1b[0m\x07\x9b2J\u202eltr\x00 [bold]no markup[/] :smile:"
 SHOWN_ESCAPES = "␛[31mred␛[0m␇\\u009b2J\\u202eltr␀ [bold]no markup[/] :smile:"
@@ -61,25 +56,6 @@ def url(folder: Path) -> Iterator[str]:
     """The page's routes over the same folder."""
     with served(make_view(folder)) as address:
         yield address
-
-
-@contextlib.contextmanager
-def served(app: FastAPI, lifespan: Any = "on", port: int = 0) -> Iterator[str]:
-    """The address of an application that another thread serves."""
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
-        config = uvicorn.Config(app, log_level="error", lifespan=lifespan, timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            app.state.is_stopping = server.should_exit = True
-            thread.join()
 
 
 def screen(width: int = 80, **options: Any) -> Console:

@@ -14,9 +14,10 @@ from art_server.server import Server
 from art_server.store import files
 from art_server.store.model_folder import ModelFolder
 from art_watch.terminal.tables import job_progress, print_jobs, print_status
+from tests.http_server import served
 from tests.quick.api.idle_server import make
 from tests.quick.jobs.queued_jobs import add
-from tests.quick.watch.terminal.conftest import Ran, screen, served, shown
+from tests.quick.watch.terminal.conftest import Ran, screen, shown
 
 Run = Callable[..., Ran]
 

@@ -20,8 +20,9 @@ from art_server.store import files
 from art_server.store.model_folder import ModelFolder, ModelRecord
 from art_watch.view import make_view
 from tests.demo import log
+from tests.http_server import served
 from tests.quick.api.idle_server import make
-from tests.quick.watch.terminal.conftest import Ran, served
+from tests.quick.watch.terminal.conftest import Ran
 
 Run = Callable[..., Ran]
 ROOT = Path(__file__).parents[4]
