@@ -6,9 +6,11 @@ family's headers, and compares each with the message that the agent sent.
 """
 
 import functools
+import inspect
 import itertools
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
 from art_server.process.shared.engine_messages import Sample
+from tests.quick.ledger import spelled_tokens
 from tests.quick.ledger.chat_families import (
     CHATML,
     CHATML_PLAIN,
@@ -38,11 +41,15 @@ from tests.toy_facts import facts_of
 NUMBERS = itertools.count(1)
 
 
-@functools.cache
-def ledger_of(family: Family) -> Ledger:
-    ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.sqlite")
+def ledger_in(file: Path, family: Family, is_splicing: bool = True) -> Ledger:
+    ledger = Ledger(file, is_splicing=is_splicing)
     ledger.use_tokenizer(family.folder, facts_of(family.folder))
     return ledger
+
+
+@functools.cache
+def ledger_of(family: Family) -> Ledger:
+    return ledger_in(Path(tempfile.mkdtemp()) / "ledger.sqlite", family)
 
 
 @dataclass
@@ -52,6 +59,7 @@ class Talk:
     family: Family
     model: str = field(default_factory=lambda: f"model-{next(NUMBERS)}")
     """Its own, so that nothing of another talk is continued."""
+    owner: str = "me"
 
     def __post_init__(self) -> None:
         self.ledger = ledger_of(self.family)
@@ -64,17 +72,18 @@ class Talk:
         session: str | None = None,
         names: Sequence[str] = (),
         end: str | None = None,
-        api: str = "chat",
     ) -> list[Record]:
         """One request with as many answers as are given; each ends with the family's token, unless `end` says otherwise."""
         request_id = f"{next(NUMBERS):032x}"
         messages = with_ids(messages, names)
         prefix_digest, answers = conversation.past_answers(messages)
-        request = Request(request_id, api, "p", self.model, 0, "me", session, prefix_digest, answers=answers)
+        request = Request(request_id, "chat", "p", self.model, 0, self.owner, session, prefix_digest, answers=answers)
         end = (self.family.sampled_end or self.family.end) if end is None else end
         with self.ledger.open_request(request) as opened:
             thoughts = self.ledger.recall_thinking(opened)
-            sent = conversation.with_thinking("chat", {"messages": messages}, thoughts)["messages"]
+            sent = messages
+            if any(thoughts):
+                sent = conversation.with_thinking("chat", {"messages": messages}, thoughts)["messages"]
             sent = [  # as vLLM renders it
                 {**each, "reasoning_content": each["reasoning"]} if "reasoning" in each else each for each in sent
             ]
@@ -113,15 +122,12 @@ def with_ids(messages: Sequence[Message], names: Sequence[str]) -> list[Message]
     return made
 
 
-def spell(family: Family, text: str, cuts: Sequence[int]) -> list[int]:
+def spell(family: Family, text: str, cuts: list[int]) -> list[int]:
     """Tokens of a text as a policy may sample them: pieces that are encoded one by one, special tokens whole."""
     ids: list[int] = []
     for part in re.split(r"(<\|[^|]*\|>|</?think>)", text):
-        places = sorted({0, len(part), *(cut % (len(part) + 1) for cut in cuts)})
-        if part.startswith("<") and part.endswith(">"):
-            places = [0, len(part)]
-        for start, stop in itertools.pairwise(places):
-            ids += family.encode(part[start:stop])
+        is_special = part.startswith("<") and part.endswith(">")
+        ids += spelled_tokens.spell(family.tokenizer, part, [] if is_special else cuts)
     return ids
 
 
@@ -231,26 +237,35 @@ def test_the_policy_reads_what_the_agent_sent(
         assert_law(family, talk.text(record), path, own[i])
 
 
+TEXTS = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>{}|"), max_size=20)
+
+
 @pytest.mark.parametrize("name", list(FAMILIES))
 @settings(deadline=None, max_examples=30)
-@given(answers=st.lists(ANSWER, min_size=2, max_size=3))
-def test_an_unedited_conversation_goes_on_from_the_sampled_tokens(name: str, answers: list[dict[str, Any]]) -> None:
-    """However they were split. Thinking is left out: what a template drops cannot go on."""
+@given(answers=st.lists(ANSWER, min_size=2, max_size=3), texts=st.lists(TEXTS, min_size=3), cut_at=st.integers(0, 5))
+def test_an_unedited_conversation_goes_on_from_the_sampled_tokens(
+    name: str, answers: list[dict[str, Any]], texts: list[str], cut_at: int
+) -> None:
+    """However they were split, and also where max_tokens cut them. Thinking is left out: what a template drops cannot go on."""
     family = FAMILIES[name]
     talk = Talk(family)
     messages = [user("question")]
-    past: list[int] = []
-    for answer in answers:
-        text, message, _ = write(family, {**answer, "thinking": None, "edit": ""})
+    past, before = list[int](), None
+    for number, answer in enumerate(answers):
+        content = {"content": texts[number]} if answer["is_compact"] and texts[number].strip() else {}
+        text, message, _ = write(family, {**answer, **content, "thinking": None, "edit": ""})
         if name == "GLM-4.5":  # an answer without thinking is rendered behind an empty block
             text = f"\n<think></think>{text}"
-        (record,) = talk.ask(messages, [spell(family, text, answer["cuts"])])
-        assert record.prompt_token_ids[: len(past)] == past
-        is_same_end = not family.sampled_end
-        past = record.prompt_token_ids + (record.token_ids if is_same_end else record.token_ids[:-1])
+        is_cut = number == cut_at
+        (record,) = talk.ask(messages, [spell(family, text, answer["cuts"])], end="" if is_cut else None)
+        assert record.prompt_token_ids[: len(past)] == past and record.continues == before
+        has_same_end = is_cut or not family.sampled_end
+        past = record.prompt_token_ids + (record.token_ids if has_same_end else record.token_ids[:-1])
+        before = record.choice_id
         messages += [message, user("and now?")]
     (record,) = talk.ask(messages, [[5]])
-    assert record.prompt_token_ids[: len(past)] == past
+    assert record.prompt_token_ids[: len(past)] == past and record.link in ("exact", "spliced")
+    assert record.prompt_token_ids[-1] == family.encode(family.render(messages))[-1]
 
 
 # --- the cases that were found, and what must not pass for a harmless difference ----------------------------------------
@@ -408,15 +423,13 @@ def test_an_answer_that_matches_less_closely_is_not_continued_behind_other_thoug
 def test_names_count_after_a_restart_and_among_thousands(tmp_path: Path) -> None:
     talk = Talk(QWEN)
     file = tmp_path / "ledger.sqlite"
-    talk.ledger = Ledger(file)
-    talk.ledger.use_tokenizer(talk.family.folder, facts_of(talk.family.folder))
+    talk.ledger = ledger_in(file, QWEN)
     spelled = [talk.family.encode(f"<think>\nplan {i}\n</think>\n\n{CALLING}") for i in range(300)]
     siblings = talk.ask([user("q")], spelled)
     talk.ledger.name_calls(siblings[0].choice_id, ["call-0"])
     talk.ledger.name_calls(siblings[1].choice_id, ["functions.look:0"])
     talk.ledger.close()
-    talk.ledger = Ledger(file)
-    talk.ledger.use_tokenizer(talk.family.folder, facts_of(talk.family.folder))
+    talk.ledger = ledger_in(file, QWEN)
     talk.ledger.name_calls(siblings[2].choice_id, ["functions.look:0"])
     path = [user("q"), said("", None, [("look", {"a": 1})]), TOOL_RESULT]
     (named,) = talk.ask(path, [[5]], names=["call-0"])
@@ -589,21 +602,82 @@ def test_a_choice_that_was_sampled_from_another_prompt_is_not_continued() -> Non
     assert record.link == "spliced"
 
 
-def test_a_restarted_ledger_knows_what_melts_and_where_thinking_opens() -> None:
-    opening = Family(CHATML_PLAIN.replace("assistant\n'", "assistant\n<think>\n'"), **CHATML)
-    for family, text, answer, link in (
-        (PLAIN, "\n\nmaybe", "\n\nmaybe", "spliced"),
-        (opening, "hm</think>\n\nmaybe", "maybe", "dropped"),
-    ):
-        talk, file = Talk(family), Path(tempfile.mkdtemp()) / "ledger.sqlite"
-        talk.ledger = Ledger(file)
-        talk.ledger.use_tokenizer(family.folder, facts_of(family.folder))
-        talk.ask([user("q")], [spell(family, text, [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("opening", "sampled", "answer", "link"),
+    [
+        ("", "\n\nmaybe", "\n\nmaybe", "spliced"),  # its white space is one token with the header's
+        ("<think>\n", "hm\n</think>\n\nmaybe", "maybe", "dropped"),
+        ("<think>\n\n</think>\n\n", "maybe", "maybe", "dropped"),
+    ],
+)
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_melts_and_where_thinking_opens_is_known(
+    opening: str, sampled: str, answer: str, link: str, is_restarted: bool, tmp_path: Path
+) -> None:
+    """The opening stands in the prompt and in no later rendering."""
+    family = Family(CHATML_PLAIN.replace("assistant\n'", f"assistant\n{opening}'"), **CHATML)
+    talk = Talk(family)
+    talk.ledger = ledger_in(tmp_path / "ledger.sqlite", family)
+    (first,) = talk.ask([user("q")], [spell(family, sampled, [1, 2, 3])])
+    if is_restarted:
         talk.ledger.close()
-        talk.ledger = Ledger(file)
-        talk.ledger.use_tokenizer(family.folder, facts_of(family.folder))
-        (record,) = talk.ask([user("q"), said(answer), user("more")], [[5]])
-        assert record.link == link
+        talk.ledger = ledger_in(tmp_path / "ledger.sqlite", family)
+    path = [user("q"), said(answer), user("more")]
+    (record,) = talk.ask(path, [[5]])
+    assert (record.link, record.continues) == (link, first.choice_id)
+    assert link == "spliced" or talk.text(record) == talk.rendering(path)
+
+
+AMBIGUOUS = spell(PLAIN, "maybe", [1, 2, 3, 4])
+"""A spelling of "maybe" that no tokenizer would choose."""
+
+
+def test_without_splicing_the_difference_is_marked_and_nothing_is_replaced(tmp_path: Path) -> None:
+    talk = Talk(PLAIN)
+    talk.ledger = ledger_in(tmp_path / "ledger.sqlite", PLAIN, is_splicing=False)
+    talk.ask([user("q")], [AMBIGUOUS])
+    path = [user("q"), said("maybe"), user("more")]
+    (record,) = talk.ask(path, [[5]])
+    assert record.link == "retokenized" and record.prompt_token_ids == PLAIN.encode(PLAIN.render(path))
+
+
+def test_a_conversation_of_many_spliced_turns_is_loaded_after_a_restart(tmp_path: Path) -> None:
+    talk, num_turns = Talk(PLAIN), 60
+    talk.ledger = ledger_in(tmp_path / "ledger.sqlite", PLAIN)
+    path = [user("q")]
+    for _ in range(num_turns):
+        (last,) = talk.ask(path, [AMBIGUOUS])
+        path += [said("maybe"), user("q")]
+    talk.ledger.close()
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    (number,) = ledger._storage.db.execute("SELECT MAX(prompt) FROM records").fetchone()
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + num_turns - 20)  # as with a thousand turns
+    try:
+        rendering = ledger._storage.load_rendering(number)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert rendering.tolist() == PLAIN.encode(PLAIN.render(path[:-2]))
+    assert last.prompt_token_ids != rendering.tolist()
+
+
+def test_of_equal_answers_the_one_of_the_same_session_is_continued() -> None:
+    talk = Talk(PLAIN)
+    cuts = {"one": [1, 3], "two": [2, 4]}
+    first = {each: talk.ask([user("q")], [spell(PLAIN, "maybe", cuts[each])], session=each)[0] for each in cuts}
+    assert first["one"].token_ids != first["two"].token_ids
+    for session in cuts:
+        (record,) = talk.ask([user("q"), said("maybe"), user("more")], [[5]], session=session)
+        assert record.continues == first[session].choice_id
+
+
+def test_other_keys_and_models_are_never_spliced_in() -> None:
+    talk = Talk(PLAIN)
+    own = talk.model
+    (first,) = talk.ask([user("q")], [AMBIGUOUS])
+    for talk.owner, talk.model, link in (("you", own, None), ("me", "b", None), ("me", own, "spliced")):
+        (found,) = talk.ask([user("q"), said("maybe"), user("more")], [[5]])
+        assert (found.link, found.continues) == (link, link and first.choice_id)
 
 
 @dataclass
