@@ -6,14 +6,14 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from art_protocol.wire import JobEvent, LoRAConfig
+from art_protocol.wire import JobEvent
 from art_server.api.art_wire import _log_note_once
 from art_server.app import make_app
 from art_server.server import Server, build
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
-from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from tests import art_wire_bodies
+from tests.new_models import add_model
 
 MODEL: dict[str, Any] = {
     "name": "run",
@@ -49,11 +49,8 @@ def train_body(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def make(path: Path, **settings: Any) -> tuple[FastAPI, Server]:
     """A server that knows model p/run at step 0, on a base model whose engine does not run."""
-    folder = ModelFolder(path, "p", "run")
-    folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
-    record = ModelRecord(name="run", project="p", base_model="art/tiny", lora=LoRAConfig())
-    folder.create(record, path / "engine.log")
     server = build(ServerConfig(path=path, **settings))
+    add_model(server.registry, "run", "art/tiny")
     server.engine.base, server.engine.state = BaseModel("art/tiny", TINY_DIR), "ready"
     _log_note_once.cache_clear()
     return make_app(server, inference_port=8000), server

@@ -15,13 +15,12 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from art_protocol.wire import LoRAConfig
 from art_server.app import make_app
 from art_server.server import build
 from art_server.settings import ApiKey, ServerConfig
-from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from scripts.route_table import route_table
 from tests.asgi_client import client
+from tests.new_models import add_model
 
 KEY = {"authorization": "Bearer all"}
 PAGE = (Path(__file__).parents[3] / "docs" / "routes.md").read_text()
@@ -41,11 +40,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
     keys = (ApiKey(key="all"), ApiKey(key="infer-only", scopes=frozenset({"infer"})))
     config = ServerConfig(path=tmp_path_factory.mktemp("art"), api_keys=keys)
     server = build(config)
-    folder = server.registry.folder("p", "a")
-    folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
-    record = ModelRecord(name="a", project="p", base_model="base", lora=LoRAConfig())
-    folder.create(record, server.engine.log_path)
-    server.registry.add(folder, record)
+    add_model(server.registry)
     return make_app(server, inference_port=None)
 
 

@@ -3,7 +3,7 @@ nothing."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,6 @@ class House:
     def add_job(self, name: str = "a", key: str | None = None) -> str:
         payload = Payload.make(Batch(groups=[]))
         return self.queue.add("p", name, key, "digest", TrainConfig(), payload, JobReport()).job_id
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,8 @@ from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
 from art_server.store.registry import Registry
 from art_watch.runs import Runs
 from tests.demo import rows_by_step
-from tests.quick.checkpoints.house import House, add_model, commit, house, until
+from tests.quick.checkpoints.house import House, add_model, commit, house
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -24,7 +24,8 @@ from art_server.store.model_folder import (
     copy_content,
 )
 from art_server.store.registry import Registry
-from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house, until
+from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -1,12 +1,11 @@
 """A job runner over real folders and a real queue, with a fake engine and a fake trainer."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from art_protocol.history import pack_rows
-from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
+from art_protocol.wire import JobReport, TrainConfig
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.jobs.layer_check import LayerCheck
@@ -14,10 +13,10 @@ from art_server.jobs.queue import JobQueue, Payload
 from art_server.jobs.runner import JobRunner
 from art_server.process.background import Background
 from art_server.process.shared.trainer_messages import Batch, GapBars, Probe
-from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Model, Registry
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
-from tests.waiting import PATIENCE_SECONDS
+from tests.new_models import add_model
+from tests.waiting import until
 
 BARS = GapBars(high=1e-4, wrong=4e-4)
 
@@ -47,12 +46,7 @@ class House:
         self.trainer.layer_probes = {"attn.q_proj": PROBE, "attn.kv_b_proj": PROBE}
 
     def add_model(self, name: str, base_model: str = "base") -> Model:
-        folder = self.registry.folder("p", name)
-        record = ModelRecord(name=name, project="p", base_model=base_model, lora=LoRAConfig())
-        first = folder.new_checkpoint_dir()
-        folder.commit_checkpoint(first, CheckpointRecord(step=0, optimizer_steps=0))
-        folder.create(record, self.folder / "engine.log")
-        return self.registry.add(folder, record)
+        return add_model(self.registry, name, base_model)
 
     def add_job(
         self,
@@ -69,14 +63,9 @@ class House:
     def state(self, job: str) -> str:
         return self.queue.get(job).state
 
-    async def until(self, is_so: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while not is_so():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
     async def wait(self, *jobs: str) -> list[str]:
-        await self.until(lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs))
-        await self.until(lambda: self.runner._attempt is None)
+        await until(lambda: all(self.state(job) in ("done", "failed", "cancelled") for job in jobs))
+        await until(lambda: self.runner._attempt is None)
         return [self.state(job) for job in jobs]
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from art_protocol.history import pack_rows
-from art_protocol.wire import ErrorDetail, JobReport, LoRAConfig, TrainConfig
+from art_protocol.wire import ErrorDetail, JobReport, TrainConfig
 from art_server.checkpoints import Checkpoints
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
@@ -34,9 +34,10 @@ from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.process.shared import clock
 from art_server.process.shared.trainer_messages import Batch, Done, Progress, Task, TrainTask
 from art_server.store.history import History
-from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
+from art_server.store.model_folder import ModelFolder
 from art_server.store.registry import Model, Registry
 from tests.fakes import FakeEngine, keep_all
+from tests.new_models import add_model
 
 SECONDS = 120.0
 """Until a server that neither trains nor rests counts as hung."""
@@ -176,13 +177,7 @@ class Server:
         self.queue.close()
 
     async def create(self, name: str) -> None:
-        folder = self.registry.folder("p", name)
-        first = folder.new_checkpoint_dir()
-        (first / WEIGHTS).write_text("")
-        folder.commit_checkpoint(first, CheckpointRecord(step=0, optimizer_steps=0))
-        record = ModelRecord(name=name, project="p", base_model="base", lora=LoRAConfig())
-        folder.create(record, self.folder / "engine.log")
-        self.registry.add(folder, record)
+        add_model(self.registry, name, write=lambda checkpoint: (checkpoint / WEIGHTS).write_text(""))
 
     async def accept(self, model: Model, key: str | None, body: str, number: int) -> Job:
         """What the train route does, with a batch instead of trajectories."""

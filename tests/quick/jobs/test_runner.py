@@ -19,7 +19,7 @@ from art_server.process.shared.trainer_messages import TrainTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.model_folder import CheckpointRecord, ModelFolder
 from tests.quick.jobs.job_runner import PROBE, House, running
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_retries")]
 
@@ -65,8 +65,8 @@ async def test_an_error_of_the_environment_leaves_a_job_queued(error: Exception,
     async with running(tmp_path, "a", "b") as house:
         house.trainer.events = [error] * 8
         first, second, other = house.add_job("a"), house.add_job("a"), house.add_job("b")
-        await house.until(lambda: house.queue.get(first).last_error is not None)
-        await house.until(lambda: house.state(first) == "queued" and not house.engine.is_paused)
+        await until(lambda: house.queue.get(first).last_error is not None)
+        await until(lambda: house.state(first) == "queued" and not house.engine.is_paused)
         assert await house.wait(first, second, other) == ["done"] * 3
         model = house.registry.get("p", "a")
         assert model.step == 2 and model.history.span()[0] == 2
@@ -77,7 +77,7 @@ async def test_an_engine_that_was_given_up_costs_no_job(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
         house.engine.state = "failed"
         jobs = [house.add_job("a") for _ in range(3)]
-        await house.until(lambda: house.queue.get(jobs[0]).last_error is not None)
+        await until(lambda: house.queue.get(jobs[0]).last_error is not None)
         info = await house.runner.info(jobs[0])
         assert info.state == "queued" and "another try in" in (info.waits_for or "")
         house.engine.state = "ready"
@@ -225,7 +225,7 @@ async def test_one_error_of_the_database_does_not_end_the_runner(
 
         monkeypatch.setattr(house.queue, "waiting", fail_thrice)
         job = house.add_job("a")
-        await house.until(lambda: house.background.faults)
+        await until(lambda: house.background.faults)
         assert "disk I/O error" in house.background.faults["job runner"]
         assert await house.wait(job) == ["done"]
 
@@ -318,7 +318,7 @@ async def test_a_failed_attempt_leaves_no_files(tmp_path: Path, monkeypatch: pyt
     async with running(tmp_path, "a") as house:
         house.trainer.events = [fill]
         job = house.add_job("a")
-        await house.until(lambda: house.queue.get(job).next_attempt_at)
+        await until(lambda: house.queue.get(job).next_attempt_at)
         assert house.state(job) != "done"
         assert not await asyncio.to_thread(lambda: list(tmp_path.rglob(".*.tmp")))
 
@@ -341,7 +341,7 @@ async def test_a_server_that_stops_during_a_commit_lets_it_end(tmp_path: Path, m
 
         house.trainer.events = [fill]
         house.add_job("a")
-        await house.until(begun.is_set)
+        await until(begun.is_set)
         stopping = asyncio.create_task(house.background.stop())
         await asyncio.sleep(0.05)
         assert not stopping.done()

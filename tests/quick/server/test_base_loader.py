@@ -15,7 +15,8 @@ from art_server.engine.device.probe import Gpu, Machine
 from art_server.errors import Conflict, InvalidInput
 from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
 from art_server.trainer.checkpoint import write_first_checkpoint
-from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house, until
+from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house
+from tests.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_process")]
 

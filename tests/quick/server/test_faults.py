@@ -19,6 +19,7 @@ from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from tests.quick.jobs.job_runner import running
 from tests.quick.ledger.recorded_choices import REQUEST, add, sample
+from tests.waiting import until
 
 SIZE_MB = 6
 
@@ -57,7 +58,7 @@ async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
         acknowledged = house.add_job("a")
         with filled(small_disk):
             house.background.start("job runner", house.runner.run_forever)
-            await house.until(lambda: house.background.faults or house.queue.get(acknowledged).next_attempt_at)
+            await until(lambda: house.background.faults or house.queue.get(acknowledged).next_attempt_at)
             with pytest.raises(StorageFull, match="free some space"):
                 for _ in range(100):
                     big = Payload(os.urandom(100_000), b"")

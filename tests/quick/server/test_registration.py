@@ -14,6 +14,7 @@ from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import Model
 from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, House, house
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -55,8 +56,7 @@ async def test_nothing_waits_for_the_step_0_of_another_model(tmp_path: Path) -> 
         known = await register(here, "known")
         trainer.aside.clear()
         new = asyncio.create_task(register(here, "new"))
-        while len(trainer.shapes) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(trainer.shapes) == 2)
         assert await register(here, "known") is known
         fork = await here.server.checkpoints.fork(known, ForkRequest(project="p", name="fork"))
         assert fork.folder.steps() == [0]
@@ -70,8 +70,7 @@ async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> N
     async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
         loras = (TINY_LORA, TINY_LORA, LoRAConfig(rank=8))
         tasks = [asyncio.create_task(register(here, "a", lora)) for lora in loras]
-        while len(trainer.shapes) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(trainer.shapes) == 3)
         trainer.aside.set()
         found = await asyncio.gather(*tasks, return_exceptions=True)
         model = here.registry.get("p", "a")
@@ -87,8 +86,7 @@ async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> N
 async def test_of_names_that_differ_by_case_the_first_is_registered(tmp_path: Path) -> None:
     async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
         tasks = [asyncio.create_task(register(here, name)) for name in ("Agent", "agent")]
-        while len(trainer.shapes) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(trainer.shapes) == 2)
         trainer.aside.set()
         found = await asyncio.gather(*tasks, return_exceptions=True)
         (refused,) = (each for each in found if isinstance(each, Conflict))

@@ -10,17 +10,15 @@ from art_protocol.wire import LoRAConfig
 from art_server.api.openai.grammars import check_grammars
 from art_server.errors import ServerError
 from art_server.store.base_facts import read_facts
-from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from art_server.store.registry import Registry, check_lora
+from tests.new_models import add_model
 
 
 def two_projects(root: Path) -> Registry:
+    registry = Registry(root)
     for project in ("Demo", "q"):
-        folder = ModelFolder(root, project, "a")
-        folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=0))
-        record = ModelRecord(name="a", project=project, base_model="art/tiny", lora=LoRAConfig())
-        folder.create(record, root / "engine.log")
-    return Registry(root)
+        add_model(registry, project=project)
+    return registry
 
 
 SENTENCES: dict[str, tuple[Callable[[Path], Any], str]] = {

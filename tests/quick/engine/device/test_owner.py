@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
+from art_protocol.wire import JobReport, TrainConfig
 from art_server.checkpoints import Checkpoints
 from art_server.engine import engine as engine_module
 from art_server.engine.device.figures import read_figures
@@ -35,10 +35,10 @@ from art_server.process.background import Background
 from art_server.process.shared.trainer_messages import Batch, LoadTask
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR, BaseModel
-from art_server.store.model_folder import CheckpointRecord, ModelRecord
 from art_server.store.registry import Registry
 from tests.contracts import check_engine, check_vllm
 from tests.fakes import keep_all
+from tests.new_models import add_model
 from tests.quick.engine.device.cards import SIZES
 from tests.quick.engine.device.fake_device import (
     EngineOnDevice,
@@ -48,6 +48,7 @@ from tests.quick.engine.device.fake_device import (
     World,
     write_adapter,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -116,13 +117,7 @@ class House:
         self.trainer: Any = TrainerOnDevice(world, between)
         self.registry = Registry(folder)
         for name in MODELS:
-            model_folder = self.registry.folder("p", name)
-            record = ModelRecord(name=name, project="p", base_model="base", lora=LoRAConfig())
-            first = model_folder.new_checkpoint_dir()
-            write_adapter(first)
-            model_folder.commit_checkpoint(first, CheckpointRecord(step=0))
-            model_folder.create(record, self.engine.log_path)
-            self.registry.add(model_folder, record)
+            add_model(self.registry, name, write=write_adapter)
         self.queue = JobQueue(folder / "jobs.sqlite")
         self.runner = JobRunner(
             self.queue,
@@ -184,8 +179,7 @@ class House:
 
     async def wait_jobs(self, jobs: list[str]) -> None:
         self.runner._wake()
-        while any(self.queue.get(job).state not in ("done", "failed") for job in jobs):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: all(self.queue.get(job).state in ("done", "failed") for job in jobs))
 
 
 @contextlib.asynccontextmanager
@@ -258,8 +252,7 @@ async def test_an_engine_that_works_is_not_hung_and_one_that_does_not_is(
                 house.engine._work_file.write_text(f"{num_tokens} tokens")
                 await asyncio.sleep(0.04)
             assert world.seen.count("engine starts") == 1
-            while world.seen.count("engine starts") < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: world.seen.count("engine starts") == 2)
     assert_right(world)
 
 
@@ -325,8 +318,7 @@ async def test_a_disk_without_room_delays_an_engines_restart_and_no_more(
         monkeypatch.setattr(house.engine, "_launch", full)
         assert world.process is not None
         world.process.kill()
-        while not house.background.faults:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: house.background.faults)
         assert house.engine.state == "starting"
         assert await house.ask("a") == "p/a@0", "more failures than an engine of its own may have"
         assert house.background.num_faults.pop("engine supervisor") == 5
