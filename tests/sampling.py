@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.live import PROJECT, Server, train
+from tests.live import PROJECT, Server, register, train
 
 GUESS = {
     "type": "function",
@@ -89,11 +89,6 @@ def roll_out(client: httpx.Client, name: str, sampling: dict[str, Any]) -> list[
     return groups
 
 
-def register(client: httpx.Client, name: str, base_model: str) -> None:
-    body = {"name": name, "project": PROJECT, "base_model": base_model}
-    assert client.post("/api/models", json=body).status_code == 200
-
-
 def assert_scored_as_sampled(client: httpx.Client, name: str, case: str) -> None:
     """Samples groups of a case, trains on them, and checks the report."""
     done = train(client, name, roll_out(client, name, SAMPLING[case]), learning_rate=1e-3)[-1]
@@ -109,14 +104,14 @@ def check_step_0(server: Server, base_model: str) -> None:
     with server.client() as client:
         for case in SAMPLING:
             name = f"fresh-{base_model}-{case}".translate(str.maketrans("/ ,", "---"))
-            register(client, name, base_model)
+            register(server, name, base_model=base_model)
             assert_scored_as_sampled(client, name, case)
 
 
 def check_after_five_steps(server: Server, base_model: str) -> None:
     name = f"trained-{base_model.replace('/', '-')}"
     with server.client() as client:
-        register(client, name, base_model)
+        register(server, name, base_model=base_model)
         for _ in range(5):
             groups = roll_out(client, name, {})
             assert train(client, name, groups, learning_rate=1e-3)[-1]["event"] == "done"
@@ -127,7 +122,7 @@ def check_after_five_steps(server: Server, base_model: str) -> None:
 def check_gspo_with_strict_tools(server: Server, base_model: str) -> None:
     name = f"gspo-tools-{base_model.replace('/', '-')}"
     with server.client() as client:
-        register(client, name, base_model)
+        register(server, name, base_model=base_model)
         groups = roll_out(client, name, STRICT)
         response = client.post(
             f"/api/models/{PROJECT}/{name}/train",

@@ -14,7 +14,6 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import art
-from art import tolerance
 from art.compat.internal_config import Settings, with_defaults
 from art_protocol.history import read_rows
 
@@ -25,11 +24,6 @@ REGISTER = "/api/models"
 
 class Scenario(BaseModel):
     difficulty: int = 1
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tolerance, "_said", set[tuple[str, str]]())
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

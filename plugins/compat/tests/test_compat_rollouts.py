@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 import art
-from art import tolerance, types
+from art import types
 from art.gather import (
     GatherContext,
     get_gather_context,
@@ -34,11 +34,6 @@ pytestmark = pytest.mark.anyio
 
 MESSAGES: art.Messages = [{"role": "user", "content": "hi"}]
 TOOLS: art.Tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tolerance, "_said", set[tuple[str, str]]())
 
 
 def choice(text: str) -> Any:

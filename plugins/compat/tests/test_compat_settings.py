@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import art
-from art import tolerance
 from art_server.api.engine_args import read_engine_args
 from plugins.compat.tests.surface import ENTRIES, SCRIPT
 
@@ -30,11 +29,6 @@ SWITCHES = {"allow_training_without_logprobs", "plot_tensors", "ppo", "precalcul
 """Their defaults differ: one of both values has an effect."""
 NO_DIFFERENCE = {"kl_penalty_source", "truncated_importance_sampling"}
 """The learner is the sampler; a cap needs precalculate_logprobs=True (plugins/compat/tests/test_options.py)."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tolerance, "_said", set[tuple[str, str]]())
 
 
 def verdicts(owner: str) -> dict[str, str]:

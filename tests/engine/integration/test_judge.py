@@ -9,6 +9,7 @@ import pytest
 import art
 from art.rewards import Judge, JudgeError, ruler_score_group
 from art.rewards.answers import schema_of
+from tests.engine.integration.judged_answers import group_of
 from tests.live import PROJECT, Server
 
 pytestmark = pytest.mark.anyio
@@ -22,18 +23,6 @@ SHORT = json.loads(
 
 
 FORM = {"type": "json_schema", "json_schema": {"name": "scores", "strict": True, "schema": SHORT}}
-
-
-def group_of(words: list[str]) -> art.TrajectoryGroup:
-    return art.TrajectoryGroup(
-        art.Trajectory(
-            messages_and_choices=[
-                {"role": "user", "content": "respond with yes, no, maybe"},
-                {"role": "assistant", "content": word},
-            ]
-        )
-        for word in words
-    )
 
 
 @pytest.fixture

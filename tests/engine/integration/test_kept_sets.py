@@ -16,6 +16,7 @@ from art_server.process.shared.kept_set import unpack_set
 from art_server.store.base_models import TINY_DIR
 from tests.engine.integration.answers import WEATHER_TOOL, records_of, sse_data
 from tests.live import Server, chat, register
+from tests.sampling import SAMPLING
 
 STRICT_TOOL = {**WEATHER_TOOL, "function": {**WEATHER_TOOL["function"], "strict": True}}
 STRICT_TOOLS = {
@@ -30,13 +31,7 @@ SCHEMA = {
 }
 JSON_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "temperature 0.3": {"temperature": 0.3},
-    "temperature 0.7": {"temperature": 0.7},
-    "temperature 1.3": {"temperature": 1.3},
-    "top_p": {"top_p": 0.8},
-    "top_k": {"top_k": 20},
-    "min_p": {"min_p": 0.1},
+    **{case: sampling for case, sampling in SAMPLING.items() if not {"tools", "response_format"} & sampling.keys()},
     "strict tools": STRICT_TOOLS,
     "JSON schema": JSON_SCHEMA,
     "bias": {"logit_bias": {"5": 3.0, "300": -100.0}},

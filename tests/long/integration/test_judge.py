@@ -11,24 +11,13 @@ import pytest
 import art
 from art.rewards import Judge, ruler_score_group
 from art.rewards.judge import Messages
+from tests.engine.integration.judged_answers import group_of
 from tests.live import PROJECT, Server
 
 pytestmark = pytest.mark.anyio
 
 VALUES = {"yes": 0.5, "no": 0.0, "maybe": 1.0}
 """Answers, and what they are worth."""
-
-
-def group_of(words: list[str]) -> art.TrajectoryGroup:
-    return art.TrajectoryGroup(
-        art.Trajectory(
-            messages_and_choices=[
-                {"role": "user", "content": "respond with yes, no, maybe"},
-                {"role": "assistant", "content": word},
-            ]
-        )
-        for word in words
-    )
 
 
 async def test_a_model_that_was_taught_to_judge_gives_right_scores(server: Server) -> None:
