@@ -1,5 +1,5 @@
 """A server on loopback that answers as a test tells it to, over real sockets, so that it can also hang up; and one that
-samples "maybe" and makes steps without training. tests/contracts.py holds the second to the real server."""
+samples one text and makes steps without training. tests/contracts.py holds the second to the real server."""
 
 import asyncio
 import json
@@ -147,6 +147,8 @@ class FakeArt(FakeServer):
         self.on("GET", "/health", Answer(body={"status": "ok"}))
         self.steps: dict[str, int] = {}
         self.job_error: dict[str, Any] | None = None
+        self.text = "maybe"
+        self.metrics = METRICS
 
     def _answer(self, request: Request) -> Answer:
         if request.path.endswith("/chat/completions"):
@@ -160,6 +162,8 @@ class FakeArt(FakeServer):
             return self.train(request, found[1])
         if "/sessions/" in request.path:
             return Answer(body=self._session())
+        if request.path.endswith("/log"):
+            return Answer(body={"step": self.steps[found[1]], "metrics": {}})
         return Answer(body=self._info(found[1]))
 
     def train(self, request: Request, model: str) -> Answer:
@@ -171,7 +175,7 @@ class FakeArt(FakeServer):
             error = {"message": "the model is at another step", "code": "step_moved"}
             return Answer(409, {"error": error})
         self.steps[model] += 1
-        step = {"step": self.steps[model], "metrics": METRICS}
+        step = {"step": self.steps[model], "metrics": self.metrics}
         trained = {"event": "progress", "job_id": "j", "phase": "train", "completed": 2, "total": 2}
         return Answer(lines=[started, trained, {"event": "done", "job_id": "j", **step}])
 
@@ -181,9 +185,8 @@ class FakeArt(FakeServer):
         info = {"name": name, "project": project, "step": step, "inference_name": model}
         return info | {"base_model": "art/tiny", "lora": {}}
 
-    @staticmethod
-    def _completion(request: Request) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "maybe"}
+    def _completion(self, request: Request) -> dict[str, Any]:
+        message = {"role": "assistant", "content": self.text}
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": message}
         asked, more = request.json(), dict[str, Any]()
         if asked.get("return_token_ids"):
@@ -191,9 +194,8 @@ class FakeArt(FakeServer):
         body = {"id": "c", "object": "chat.completion", "model": asked["model"]}
         return body | {"choices": [choice], **more}
 
-    @staticmethod
-    def _session() -> dict[str, Any]:
-        message = {"role": "assistant", "content": "maybe"}
+    def _session(self) -> dict[str, Any]:
+        message = {"role": "assistant", "content": self.text}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         entries = [{"role": "user", "content": "a question"}, choice]
         return {"histories": [{"messages_and_choices": entries}], "num_choices": 1}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import art
-from tests.fake_server import MODEL_INFO, Answer, FakeServer, Request
+from tests.fake_server import FakeArt
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 program: Any = importlib.import_module("program")
@@ -24,43 +24,27 @@ FLAGS = argparse.Namespace(steps=11, groups=2, group_size=2, learning_rate=1e-3,
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
+async def server() -> AsyncIterator[FakeArt]:
     """Trains step 10, then step 11."""
-    server = FakeServer()
-    names = ("reward", "score", "in_corner", "lost_moves", "malformed")
-    names += ("won", "illegal", "given_away")
-    steps = iter((10, 11))
-
-    def complete(request: Request) -> Answer:
-        message = {"role": "assistant", "content": "<move>left</move> <move>B2</move>"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return Answer(body={"id": "c", "object": "chat.completion", "choices": [choice]})
-
-    def train(request: Request) -> Answer:
-        step = next(steps)
-        server.on("GET", MODEL, Answer(body=MODEL_INFO | {"step": step}))
-        metrics = {f"train/{name}": 0.5 for name in names}
-        return Answer(lines=[{"event": "done", "job_id": "j", "step": step, "metrics": metrics}])
-
-    server.on("GET", "/health", Answer(body={"status": "ok"}))
-    server.on("POST", "/api/models", Answer(body=MODEL_INFO))
-    server.on("POST", "/v1/chat/completions", complete)
-    server.on("POST", f"{MODEL}/train", train)
-    server.on("POST", f"{MODEL}/log", Answer(body={"step": 10, "metrics": {}}))
+    server = FakeArt()
+    server.steps["demo/agent"] = 9
+    server.text = "<move>left</move> <move>B2</move>"
+    names = ("reward", "score", "in_corner", "lost_moves", "malformed", "won", "illegal", "given_away")
+    server.metrics = {f"train/{name}": 0.5 for name in names}
     await server.start()
     yield server
     await server.stop()
 
 
 @pytest.fixture
-async def model(server: FakeServer) -> AsyncIterator[art.TrainableModel]:
+async def model(server: FakeArt) -> AsyncIterator[art.TrainableModel]:
     async with art.Backend(server.url) as backend:
         model = art.TrainableModel(name="agent", project="demo", base_model="art/tiny")
         await model.register(backend)
         yield model
 
 
-def check(server: FakeServer, output: str) -> list[Any]:
+def check(server: FakeArt, output: str) -> list[Any]:
     """The groups of the one validation, which is that of step 10."""
     (logged,) = [request.json() for request in server.sent("POST", f"{MODEL}/log")]
     assert (logged["step"], logged["split"]) == (10, "val")
@@ -70,7 +54,7 @@ def check(server: FakeServer, output: str) -> list[Any]:
 
 
 async def test_2048_is_validated_on_games_that_are_not_trained(
-    server: FakeServer, model: art.TrainableModel, capsys: pytest.CaptureFixture[str]
+    server: FakeArt, model: art.TrainableModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert program.VAL_EVERY == 10
     await game_2048.train(model, 9, FLAGS)
@@ -79,7 +63,7 @@ async def test_2048_is_validated_on_games_that_are_not_trained(
 
 @pytest.mark.parametrize(("side", "num_boards"), [("both sides", 32), ("x", 16), ("o", 16)])
 async def test_a_side_of_tic_tac_toe_is_validated_on_boards_with_its_turn(
-    server: FakeServer,
+    server: FakeArt,
     model: art.TrainableModel,
     capsys: pytest.CaptureFixture[str],
     side: str,
