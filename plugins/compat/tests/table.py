@@ -201,7 +201,6 @@ COVERED: dict[str, str] = {
     "tests/quick/client/test_local.py::test_server_starts_with_the_first_model_and_stops_with_close": (
         "art.local.LocalBackend: .close .register"
     ),
-    f"{_MODELS}serverless_is_a_server_of_ones_own": "art.ServerlessBackend (api_key) (base_url)",
     "plugins/skypilot/tests/test_skypilot.py::test_cluster_is_launched_reached_and_given_back": """
         art.skypilot.SkyPilotBackend: .register .down
         art.skypilot.SkyPilotBackend.initialize_cluster: (cluster_name) (gpu)
@@ -231,7 +230,7 @@ COVERED: dict[str, str] = {
         "art.LoRAConfig art.TrainableModel: .lora_config"
     ),
     "plugins/compat/tests/test_compat_names.py::test_the_serverless_backend_is_a_server_of_ones_own": (
-        "art.ServerlessBackend"
+        "art.ServerlessBackend (api_key) (base_url)"
     ),
     f"{_MODELS}metrics_of_a_step_are_written_with_the_next_log": """
         art.Model: .metrics_builder art.Model.metrics_builder: (cost_context) art.metrics.MetricsBuilder: .measure .add_data

@@ -70,12 +70,6 @@ async def test_groups_have_arts_name_too(server, answer, model, groups):
     assert len(request.json()["groups"]) == len(groups)
 
 
-async def test_ignored_settings_are_told(server, answer, model, groups, caplog: pytest.LogCaptureFixture):
-    server.on("POST", TRAIN, answer(lines=[DONE]))
-    await model.train(groups, _config={"kimi_k2_tau": 0.1})
-    assert "_config is ignored" in caplog.text
-
-
 IMPORTS = [
     "from art.utils import iterate_dataset as found",
     "from art.utils.iterate_dataset import iterate_dataset as found",

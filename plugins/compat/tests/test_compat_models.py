@@ -190,13 +190,6 @@ def test_a_local_backend_takes_arts_arguments(tmp_path: Path, caplog: pytest.Log
     assert "gpu_cost_per_hour_usd has no effect" in caplog.text
 
 
-def test_serverless_is_a_server_of_ones_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("ART_SERVER_URL", "http://127.0.0.1:9")
-    backend: Any = art.ServerlessBackend(api_key="vendor", base_url="https://vendor")
-    assert backend.base_url == "http://127.0.0.1:9", "a vendor's key and address go nowhere"
-    assert "the models train on the art-server" in caplog.text
-
-
 # --- metrics and costs ------------------------------------------------------------------------------------------------
 
 

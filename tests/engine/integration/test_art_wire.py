@@ -158,24 +158,6 @@ def test_a_client_that_hangs_up_ends_no_job(server: Server) -> None:
     wait_until(lambda: get_step(server, model) == 1)
 
 
-def test_what_cannot_be_trained_says_why_in_the_stream(server: Server) -> None:
-    model = model_body("nat-wrong")
-    base_url = prepared(server, model)
-    choice = recorded(ask(base_url, "nat-wrong", [QUESTION]))
-    unsampled = choice | {"logprobs": None, "message": choice["message"] | {"content": "unsaid"}}
-    (row,) = train(server, train_body(model, [QUESTION, unsampled]))
-    assert "not in the ledger" in row["error"] and "from this server" in row["error"]
-    (row,) = train(server, train_body(model) | {"trajectory_groups": []})
-    assert "no trajectories were collected" in row["error"]
-    (row,) = train(server, train_body(model))
-    assert "nothing to train" in row["error"]
-    assert get_step(server, model) == 0
-    with wire(server) as client:
-        assert "not JSON" in client.post("/_train_model", content=b"{").json()["error"]
-        unknown = client.post("/_train_model", json=train_body(model_body("nobody")))
-    assert unknown.status_code == 404 and "register it first" in unknown.text
-
-
 def test_a_step_without_memory_says_what_to_lower(server: Server) -> None:
     """With a memory limit the trainer's step fails; without the limit the next step succeeds."""
     model = model_body("nat-memory")

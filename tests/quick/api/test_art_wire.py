@@ -113,6 +113,7 @@ async def test_a_failed_job_ends_the_stream_with_cause_and_remedy(
     ("body", "text"),
     [
         (train_body(trajectory_groups=[]), "no trajectories were collected"),
+        (train_body(), "nothing to train"),
         (
             train_body(choice(token_ids=None, logprobs=None, finish_reason="stop")),
             "Sample from this server",
@@ -223,11 +224,14 @@ async def test_the_small_routes_answer_as_arts_do(tmp_path: Path, caplog: pytest
         assert (await http.post("/_delete_checkpoint_files", json=bare)).status_code == 422
         refused = await http.post("/_train_model", json=bare | {"trajectory_groups": 1})
         assert "trajectory_groups" in refused.json()["error"]
+        assert "not JSON" in (await http.post("/_train_model", content=b"{")).json()["error"]
         path = "/_delete_checkpoints?benchmark=val/reward&benchmark_smoothing=0.5"
         assert (await http.post(path, json=MODEL)).status_code == 200
         log = {"model": MODEL, "trajectory_groups": train_body(choice())["trajectory_groups"]}
         assert (await http.post("/_log", json=log | {"split": "val", "step": 9})).status_code == 200
-        unknown = await http.post("/_get_step", json=MODEL | {"name": "nobody"})
+        nobody = MODEL | {"name": "nobody"}
+        unknown = await http.post("/_get_step", json=nobody)
+        assert (await http.post("/_train_model", json=train_body(choice(), model=nobody))).status_code == 404
     assert unknown.status_code == 404 and "register it first" in unknown.text
     rows = files.read_lines(ModelFolder(tmp_path, "p", "run").history_file)
     assert [(row["step"], row["val/reward"]) for row in rows] == [(0, 0.0)]

@@ -70,18 +70,6 @@ def test_a_job_s_step_is_added_once(tmp_path: Path) -> None:
     assert len(lines_of(ModelFolder(tmp_path, "p", "a"))) == 1
 
 
-def test_a_step_that_another_job_makes_again_has_none_of_the_lost_one_s_metrics(
-    tmp_path: Path,
-) -> None:
-    history = make_history(tmp_path)
-    history.add(2, {"train/reward": 0.1}, "lost")
-    history.add(2, {"val/reward": 0.9})
-    history.add(2, {"train/reward": 0.3}, "job")
-    assert history.values([2]) == {2: {"train/reward": 0.3}}
-    content = ModelFolder(tmp_path, "p", "a").history_file.read_bytes()
-    assert imported(tmp_path / "copy", content).values([2]) == {2: {"train/reward": 0.3}}
-
-
 def test_a_line_that_cannot_be_written_adds_nothing(tmp_path: Path) -> None:
     history = make_history(tmp_path)
     file = ModelFolder(tmp_path, "p", "a").history_file
