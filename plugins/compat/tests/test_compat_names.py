@@ -4,7 +4,6 @@
 # A type checker does not know what annexes add to the client's classes.
 
 import asyncio
-import importlib
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,28 +24,6 @@ from art.utils.output_dirs import get_model_dir, get_step_checkpoint_dir, get_tr
 pytestmark = pytest.mark.anyio
 
 MODEL: dict[str, Any] = {"name": "agent", "project": "demo", "base_model": "art/tiny"}
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("art.local.backend", "LocalBackend"),
-        ("art.serverless.backend", "ServerlessBackend"),
-        ("art.dev.model", "InternalModelConfig"),
-        ("art.dev.engine", "EngineArgs"),
-        ("art.dev.train", "TrainConfig"),
-        ("art.dev.openai_server", "OpenAIServerConfig"),
-        ("art.auto_trajectory", "capture_auto_trajectory"),
-        ("art.yield_trajectory", "yield_trajectory"),
-        ("art.utils.retry", "retry"),
-        ("art.utils.iterate_dataset", "iterate_dataset"),
-        ("art.utils.limit_concurrency", "limit_concurrency"),
-        ("art.skypilot.backend", "SkyPilotBackend"),
-    ],
-)
-def test_import_paths(path: str, name: str) -> None:
-    parent = importlib.import_module(path.rpartition(".")[0])
-    assert getattr(importlib.import_module(path), name).__module__.startswith("art."), parent
 
 
 # --- art.utils --------------------------------------------------------------------------------------------------------
