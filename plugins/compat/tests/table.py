@@ -114,6 +114,8 @@ INSTEAD: dict[str, str] = {
 
 _ROLLOUTS = "plugins/compat/tests/test_compat_rollouts.py::test_"
 _MODELS = "plugins/compat/tests/test_compat_models.py::test_"
+_NAMES = "plugins/compat/tests/test_compat_names.py::test_"
+_SFT = "plugins/compat/tests/test_sft.py::test_"
 _TOOLS = "plugins/compat/tests/test_compat_tools.py::test_"
 _BUCKETS = """
     ._experimental_push_to_s3 ._experimental_pull_from_s3 ._experimental_fork_checkpoint
@@ -162,7 +164,7 @@ COVERED: dict[str, str] = {
         "art.current_trajectory (require)"
     ),
     "plugins/compat/tests/test_capturing.py::test_no_capture_hides_a_judge": "art.no_capture",
-    f"{_ROLLOUTS}a_trajectory_is_handed_over": """
+    f"{_NAMES}a_trajectory_is_yielded_from_inside": """
         art.yield_trajectory (trajectory) art.capture_yielded_trajectory (coroutine)
     """,
     f"{_ROLLOUTS}a_teacher_s_answer_guides_the_student": """
@@ -268,18 +270,23 @@ COVERED: dict[str, str] = {
     f"{_MODELS}agents_of_langgraph": """
         art.langgraph.init_chat_model (model) (model_provider) art.langgraph.wrap_rollout (model) (fn)
     """,
-    f"{_TOOLS}every_keyword_of_retry": ("art.retry (max_attempts) (delay) (backoff_factor) (exceptions) (on_retry)"),
+    "tests/quick/client/test_retrying.py::test_sync_function_is_called_again_after_each_failure": (
+        "art.retry (max_attempts) (delay) (backoff_factor) (exceptions) (on_retry)"
+    ),
     f"{_TOOLS}every_keyword_of_iterate_dataset": """
         art.utils.iterate_dataset (dataset) (groups_per_step) (num_epochs) (initial_step) (use_tqdm)
         art.utils.iterate_dataset.DatasetBatch .items .step .epoch .epoch_step
     """,
-    f"{_TOOLS}every_keyword_of_limit_concurrency": "art.utils.limit_concurrency (n) (derive_key)",
+    f"{_NAMES}calls_are_limited_for_each_key": "art.utils.limit_concurrency (n) (derive_key)",
+    f"{_SFT}schedules_by_hand": "art.utils.sft.create_lr_schedule (total_steps) (peak_lr) (method) (warmup_steps) (min_lr)",
+    f"{_SFT}a_file_is_read_in_an_order_that_the_seed_fixes": """
+        art.utils.sft.get_file_row_count (file_path) art.utils.sft.iterate_file (file_path) (epochs) (shuffle_buffer_size)
+        (seed) (initial_skip)
+    """,
     f"{_TOOLS}every_keyword_of_supervised_data": """
-        art.utils.sft.create_lr_schedule (total_steps) (peak_lr) (method) (warmup_steps) (min_lr)
         art.utils.sft.create_sft_dataset_iterator (trajectories) (chunk_size) (epochs) (batch_size) (peak_lr) (schedule_type)
         (warmup_ratio) (shuffle) (seed) (initial_step) (show_progress) art.utils.sft.SFTChunk .step .epoch .epoch_step
-        .trajectories .config art.utils.sft.get_file_row_count (file_path) art.utils.sft.iterate_file (file_path) (epochs)
-        (shuffle_buffer_size) (seed) (initial_skip)
+        .trajectories .config
     """,
     f"{_TOOLS}folders_of_a_model": """
         art.utils.get_repo_root_path.get_repo_root_path art.utils.output_dirs.get_default_art_path
@@ -336,7 +343,7 @@ COVERED: dict[str, str] = {
         art.mcp.GeneratedScenarioCollection.preview: (n) (max_task_length)
         art.mcp.generate_scenarios.preview_scenarios (scenarios) (n)
     """,
-    f"{_TOOLS}every_keyword_of_generated_scenarios": """
+    "plugins/compat/tests/test_mcp.py::test_the_model_is_asked_until_there_are_enough_different_scenarios": """
         art.mcp.generate_scenarios (tools) (resources) (num_scenarios) (show_preview) (custom_instructions) (generator_model)
         (generator_api_key) (generator_base_url)
     """,

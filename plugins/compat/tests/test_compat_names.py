@@ -33,7 +33,7 @@ async def test_calls_are_limited_for_each_key() -> None:
     running: dict[str, int] = {}
     most: dict[str, int] = {}
 
-    @limit_concurrency(2, derive_key=lambda key, *_: key)
+    @limit_concurrency(n=2, derive_key=lambda key, *_: key)
     async def call(key: str, number: int) -> int:
         running[key] = running.get(key, 0) + 1
         most[key] = max(most.get(key, 0), running[key])
@@ -142,10 +142,10 @@ async def test_a_trajectory_is_yielded_from_inside() -> None:
     async def agent(reward: float) -> str:
         await asyncio.sleep(0)
         art.yield_trajectory(art.Trajectory(reward=-1.0))
-        art.yield_trajectory(art.Trajectory(reward=reward))
+        art.yield_trajectory(trajectory=art.Trajectory(reward=reward))
         return "an answer"
 
-    made = await asyncio.gather(*(art.capture_yielded_trajectory(agent(r)) for r in (1.0, 2.0)))
+    made = await asyncio.gather(*(art.capture_yielded_trajectory(coroutine=agent(r)) for r in (1.0, 2.0)))
     assert [each.reward for each in made] == [1.0, 2.0]
     with pytest.raises(RuntimeError, match="did not call"):
         await art.capture_yielded_trajectory(asyncio.sleep(0))

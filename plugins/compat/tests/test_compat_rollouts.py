@@ -246,15 +246,6 @@ async def test_captures_by_all_their_names(captured: None, model: art.TrainableM
     assert (group.metadata, group.metrics, group.logs) == ({"task": 7}, {"spread": 0.5}, ["began"])
 
 
-async def test_a_trajectory_is_handed_over() -> None:
-    async def agent() -> str:
-        art.yield_trajectory(trajectory=await rollout(0.5))
-        return "an answer"
-
-    made = await art.capture_yielded_trajectory(coroutine=agent())
-    assert made.reward == 0.5
-
-
 # --- guided completions -----------------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,6 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # A type checker does not know what annexes add to the client's classes.
 
-import asyncio
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +15,10 @@ from art.mcp import (
     GeneratedScenarioCollection,
     MCPResource,
     MCPTool,
-    generate_scenarios,
 )
 from art.mcp.generate_scenarios import preview_scenarios  # type: ignore[import]  # an alias
 from art.types import Choice
-from art.utils import get_model_step, iterate_dataset, limit_concurrency, strip_logprobs
+from art.utils import get_model_step, iterate_dataset, strip_logprobs
 from art.utils.get_repo_root_path import get_repo_root_path
 from art.utils.get_trajectory_messages import get_trajectory_messages
 from art.utils.iterate_dataset import DatasetBatch
@@ -39,10 +36,7 @@ from art.utils.output_dirs import (
 from art.utils.s3 import pull_model_from_s3
 from art.utils.sft import (
     SFTChunk,
-    create_lr_schedule,
     create_sft_dataset_iterator,
-    get_file_row_count,
-    iterate_file,
 )
 from art.utils.trajectory_logging import (
     deserialize_trajectory_groups,
@@ -64,28 +58,6 @@ def make_trajectory(text: str, reward: float = 0.0) -> art.Trajectory:
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_keyword_of_retry() -> None:
-    calls: list[int] = []
-    seen: list[tuple[str, int]] = []
-
-    @art.retry(
-        max_attempts=3,
-        delay=0.001,
-        backoff_factor=1.5,
-        exceptions=(KeyError,),
-        on_retry=lambda error, attempt: seen.append((type(error).__name__, attempt)),
-    )
-    def call(number: int) -> int:
-        calls.append(number)
-        if len(calls) < 3:
-            raise KeyError(number)
-        raise ValueError(number)
-
-    with pytest.raises(ValueError, match="7"):
-        call(7)
-    assert calls == [7, 7, 7] and seen == [("KeyError", 1), ("KeyError", 2)]
-
-
 def test_every_keyword_of_iterate_dataset(capsys: pytest.CaptureFixture[str]) -> None:
     batches = list(
         iterate_dataset(dataset=list("abc"), groups_per_step=2, num_epochs=2, initial_step=1, use_tqdm=False)
@@ -100,26 +72,10 @@ def test_every_keyword_of_iterate_dataset(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
-async def test_every_keyword_of_limit_concurrency() -> None:
-    running: list[str] = []
-
-    @limit_concurrency(n=1, derive_key=lambda key: key)
-    async def call(key: str) -> int:
-        running.append(key)
-        most = running.count(key)
-        await asyncio.sleep(0.002)
-        running.remove(key)
-        return most
-
-    assert await asyncio.gather(*(call(key) for key in "aabb")) == [1, 1, 1, 1]
-
-
 # --- supervised data --------------------------------------------------------------------------------------------------
 
 
-def test_every_keyword_of_supervised_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rates = create_lr_schedule(total_steps=4, peak_lr=1.0, method="linear", warmup_steps=2, min_lr=0.5)
-    assert rates == [0.75, 1.0, 1.0, 0.5]
+def test_every_keyword_of_supervised_data(capsys: pytest.CaptureFixture[str]) -> None:
     data = [make_trajectory(str(number)) for number in range(6)]
     chunks = list(
         create_sft_dataset_iterator(
@@ -144,15 +100,6 @@ def test_every_keyword_of_supervised_data(tmp_path: Path, capsys: pytest.Capture
     assert isinstance(chunks[0], SFTChunk) and chunks[0].trajectories == data[3:]
     assert [each.config.learning_rate for each in chunks] == [[1.0]] * 3
     assert capsys.readouterr().err == ""
-    file = tmp_path / "data.jsonl"
-    file.write_text("".join(json.dumps({"messages": each.messages()}) + "\n" for each in data))
-    assert get_file_row_count(file_path=str(file)) == 6
-    read = [
-        list(iterate_file(file_path=str(file), epochs=2, shuffle_buffer_size=6, seed=seed, initial_skip=5))
-        for seed in (1, 1, 2)
-    ]
-    texts = [[str(each.messages()[0].get("content")) for each in one] for one in read]
-    assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 7
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -358,31 +305,3 @@ def test_every_name_of_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     preview_scenarios(scenarios=both.to_dicts(), n=2)
     printed = capsys.readouterr().out
     assert "difficulty 4/5:   1" in printed and "1. find…" in printed and "2. read" in printed
-
-
-async def test_every_keyword_of_generated_scenarios(
-    server: Any, answer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = json.dumps({"scenarios": [{"task": "read a letter", "difficulty": 1}]})
-    choice = {
-        "index": 0,
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": text},
-    }
-    server.on("POST", "/v1/chat/completions", answer(body={"id": "1", "choices": [choice]}))
-    found = await generate_scenarios(
-        tools=[MCPTool("find", "Find mail", {})],
-        resources=[MCPResource("mail://1", "inbox")],
-        num_scenarios=1,
-        show_preview=True,
-        custom_instructions="Speak of bees.",
-        generator_model="m",
-        generator_api_key="k",
-        generator_base_url=f"{server.url}/v1",
-    )
-    assert [each.task for each in found] == ["read a letter"]
-    (request,) = server.sent("POST", "/v1/chat/completions")
-    prompt = request.json()["messages"][0]["content"]
-    assert "Find mail" in prompt and "mail://1" in prompt and "Speak of bees." in prompt
-    assert request.json()["model"] == "m" and request.headers["authorization"] == "Bearer k"
-    assert "1. read a letter" in capsys.readouterr().out

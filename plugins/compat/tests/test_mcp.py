@@ -9,7 +9,6 @@ import art
 from art.mcp import (
     GeneratedScenario,
     GeneratedScenarioCollection,
-    MCPResource,
     MCPTool,
     generate_scenarios,
 )
@@ -53,7 +52,7 @@ def answer(*tasks: str, difficulty: Any = 2) -> str:
 async def generate(generator: Generator, tools: Any = (TOOL,), **options: Any) -> Any:
     options = {"num_scenarios": 3, "show_preview": False} | options
     return await generate_scenarios(
-        tools,
+        tools=tools,
         generator_model="m",
         generator_base_url=generator.url,
         **options,
@@ -130,9 +129,3 @@ def test_a_collection_is_a_list_of_scenarios() -> None:
     with pytest.raises(ValueError, match='no list "scenarios"'):
         GeneratedScenarioCollection.from_json('{"tasks": []}')
     assert GeneratedScenario("x" * 200, 1).preview(10) == "x" * 10 + "…"
-
-
-def test_records_keep_their_fields() -> None:
-    resource = MCPResource("u", "n", "d", "text/plain")
-    assert MCPResource.from_dict(resource.to_dict()) == resource
-    assert MCPTool.from_dict(TOOL.to_dict()) == TOOL

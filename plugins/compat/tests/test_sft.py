@@ -17,10 +17,12 @@ from art.utils.sft import (
 )
 from tests.quick.client.demonstrations import example, sent
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("server_trains")]
+pytestmark = pytest.mark.anyio
 
 
 def test_schedules_by_hand() -> None:
+    rates = create_lr_schedule(total_steps=4, peak_lr=1.0, method="linear", warmup_steps=2, min_lr=0.5)
+    assert rates == [0.75, 1.0, 1.0, 0.5]
     assert create_lr_schedule(5, 1.0, "linear", warmup_steps=2) == [0.5, 1.0, 1.0, 0.5, 0.0]
     assert create_lr_schedule(3, 1.0, "cosine", min_lr=0.5) == pytest.approx([1.0, 0.75, 0.5])
     assert create_lr_schedule(3, 0.2, "constant") == [0.2] * 3
@@ -70,9 +72,11 @@ def test_a_file_is_read_in_an_order_that_the_seed_fixes(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     rows = [{"messages": [{"role": "user", "content": str(n)}], "tools": None} for n in range(20)]
     file.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
-    assert get_file_row_count(str(file)) == 20
+    assert get_file_row_count(file_path=str(file)) == 20
     once, again = (texts(list(iterate_file(str(file), epochs=2))) for _ in range(2))
     assert once == again and once[:20] != once[20:]
+    other = iterate_file(file_path=str(file), epochs=2, shuffle_buffer_size=20, seed=7, initial_skip=0)
+    assert texts(list(other)) != once
     assert sorted(once[:20]) == sorted(once[20:]) == sorted(str(n) for n in range(20))
     assert texts(list(iterate_file(str(file), epochs=2, initial_skip=7))) == once[7:]
     small = texts(list(iterate_file(str(file), shuffle_buffer_size=3)))
@@ -89,6 +93,7 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
         list(iterate_file(str(tmp_path / "data.json")))
 
 
+@pytest.mark.usefixtures("server_trains")
 async def test_a_file_is_trained(server: Any, model: art.TrainableModel, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(

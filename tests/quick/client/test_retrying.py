@@ -23,7 +23,13 @@ class Flaky:
 def test_sync_function_is_called_again_after_each_failure():
     flaky = Flaky(ValueError("a"), ValueError("b"))
     seen = []
-    retried = art.retry(delay=0.001, on_retry=lambda error, attempt: seen.append((str(error), attempt)))
+    retried = art.retry(
+        max_attempts=3,
+        delay=0.001,
+        backoff_factor=1.5,
+        exceptions=(ValueError,),
+        on_retry=lambda error, attempt: seen.append((str(error), attempt)),
+    )
     assert retried(flaky.call)(7) == 7
     assert flaky.num_calls == 3
     assert seen == [("a", 1), ("b", 2)]
