@@ -644,9 +644,9 @@ def test_without_splicing_the_difference_is_marked_and_nothing_is_replaced(tmp_p
 def test_a_conversation_of_many_spliced_turns_is_loaded_after_a_restart(tmp_path: Path) -> None:
     talk, num_turns = Talk(PLAIN), 60
     talk.ledger = ledger_in(tmp_path / "ledger.sqlite", PLAIN)
-    path = [user("q")]
+    path, records = [user("q")], list[Record]()
     for _ in range(num_turns):
-        (last,) = talk.ask(path, [AMBIGUOUS])
+        records += talk.ask(path, [AMBIGUOUS])
         path += [said("maybe"), user("q")]
     talk.ledger.close()
     ledger = Ledger(tmp_path / "ledger.sqlite")
@@ -658,7 +658,7 @@ def test_a_conversation_of_many_spliced_turns_is_loaded_after_a_restart(tmp_path
     finally:
         sys.setrecursionlimit(limit)
     assert rendering.tolist() == PLAIN.encode(PLAIN.render(path[:-2]))
-    assert last.prompt_token_ids != rendering.tolist()
+    assert records[-1].prompt_token_ids != rendering.tolist()
 
 
 def test_of_equal_answers_the_one_of_the_same_session_is_continued() -> None:
