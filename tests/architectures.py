@@ -3,13 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from art_protocol.wire import PRESETS, TrainConfig
 from art_server.trainer.policy import Policy
@@ -46,11 +40,7 @@ OTHERS = {
     "geometric": {"ratio": "geometric", "normalisation": "trajectory", "ratio_to": "sampled"},
     "truncate": {"clip": "none", "correction": "truncate", "correction_high": 1.1},
     "mask": {"correction": "mask", "correction_low": 0.9, "correction_high": 1.1},
-    "sequence mask": {
-        "correction": "sequence_mask",
-        "correction_low": 0.99,
-        "correction_high": 1.1,
-    },
+    "sequence mask": {"correction": "sequence_mask", "correction_low": 0.99, "correction_high": 1.1},
     "k1": {"beta": 0.3, "kl_estimator": "k1"},
     "k2": {"beta": 0.3, "kl_estimator": "k2"},
     "k3": {"beta": 0.3},

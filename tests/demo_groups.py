@@ -201,8 +201,7 @@ def token_columns(
     }
     columns["is_clipped_T"] = np.zeros(num, np.uint8)
     columns["token_ids_T"] = np.array(
-        [token for of_trajectory in sequences for each in of_trajectory for token in each.ids],
-        np.int32,
+        [token for of_trajectory in sequences for each in of_trajectory for token in each.ids], np.int32
     )
     first = 0
     for of_trajectory, reward in zip(sequences, rewards, strict=True):

@@ -341,11 +341,7 @@ def plain_losses(logprobs: torch.Tensor, sequence: Sequence, config: TrainConfig
     losses = -objective
     if config.beta:
         difference = sequence.reference - logprobs
-        kl = {
-            "k1": -difference,
-            "k2": difference**2 / 2,
-            "k3": difference.exp() - difference - 1,
-        }
+        kl = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - difference - 1}
         losses = losses + config.beta * kl[config.kl_estimator]
     return losses
 
@@ -367,11 +363,7 @@ def assert_tree_equals_rows(
     batch = random_forest(policy, seed, noise, is_plain=is_plain)
     alone = train_rows_alone(policy, batch, config)
     task = TrainTask(
-        lora=LoRAConfig(),
-        in_dir=str(adapter_dir),
-        out_dir=str(folder / "out"),
-        config=config,
-        batch=batch,
+        lora=LoRAConfig(), in_dir=str(adapter_dir), out_dir=str(folder / "out"), config=config, batch=batch
     )
     done = train(policy, task, budget, lambda _: None)
     assert done.metrics.get("data/step_is_shared", 1.0) == 1.0

@@ -13,7 +13,4 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until_gone(pids: set[int]) -> None:
-    wait_until(
-        lambda: not any(map(is_alive, pids)),
-        lambda: f"processes left: {list(filter(is_alive, pids))}",
-    )
+    wait_until(lambda: not any(map(is_alive, pids)), lambda: f"processes left: {list(filter(is_alive, pids))}")

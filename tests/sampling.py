@@ -35,10 +35,7 @@ SCHEMA = {
             "strict": True,
             "schema": {
                 "type": "object",
-                "properties": {
-                    "word": {"enum": ["yes", "no", "maybe"]},
-                    "sure": {"type": "boolean"},
-                },
+                "properties": {"word": {"enum": ["yes", "no", "maybe"]}, "sure": {"type": "boolean"}},
                 "required": ["word", "sure"],
                 "additionalProperties": False,
             },
@@ -61,11 +58,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "joined, schema": {"temperature": 0.7, "min_p": 0.1, **SCHEMA},
 }
 NUM_GROUPS, GROUP_SIZE = 3, 8
-QUESTIONS = (
-    "respond with yes, no, maybe",
-    "Say something nice about the sea.",
-    "What is 2 plus 3?",
-)
+QUESTIONS = ("respond with yes, no, maybe", "Say something nice about the sea.", "What is 2 plus 3?")
 
 
 def roll_out(client: httpx.Client, name: str, sampling: dict[str, Any]) -> list[dict[str, Any]]:
@@ -78,11 +71,7 @@ def roll_out(client: httpx.Client, name: str, sampling: dict[str, Any]) -> list[
         assert response.status_code == 200, response.text
         choices = response.json()["choices"]
         trajectories = [
-            {
-                "messages_and_choices": [*messages, choice],
-                "tools": sampling.get("tools"),
-                "reward": float(index % 3),
-            }
+            {"messages_and_choices": [*messages, choice], "tools": sampling.get("tools"), "reward": float(index % 3)}
             for index, choice in enumerate(choices)
         ]
         groups.append({"trajectories": trajectories})

@@ -34,12 +34,7 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-SHARED_EXPERTS = EXPERTS | {
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
+SHARED_EXPERTS = EXPERTS | {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 SCALED = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
 GRANITE = {
     "embedding_multiplier": 12.0,
@@ -118,26 +113,10 @@ GATED = {
 }
 """Layers of the gated delta rule, three in four. vLLM's kernel for CPUs takes no smaller heads."""
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}}
-SEES = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-}
+SEES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 PIXELS = SEES | {"image_size": 28, "patch_size": 14}
-QWEN_SEES = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": 128,
-}
-QWEN_IDS = {
-    "image_token_id": 1390,
-    "video_token_id": 1391,
-    "vision_start_token_id": 1392,
-    "vision_end_token_id": 1393,
-}
+QWEN_SEES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+QWEN_IDS = {"image_token_id": 1390, "video_token_id": 1391, "vision_start_token_id": 1392, "vision_end_token_id": 1393}
 GEMMA4_SEES = PIXELS | {"head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16}
 GEMMA4_IDS = {
     "audio_config": None,
@@ -287,8 +266,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.5,
-            },
-        },
+            }
+        }
     },
     "phi3 turned in part": SHAPE
     | {
@@ -365,11 +344,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "lfm2": TIED
     | LFM
-    | {
-        "layer_types": ["conv", "full_attention"],
-        "block_auto_adjust_ff_dim": False,
-        "conv_L_cache": 3,
-    },
+    | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
     "lfm2_moe": TIED
     | LFM
     | EXPERTS
@@ -406,11 +381,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": SHAPE | GATED,
     "glm4": SHAPE,
-    "glm4v": {
-        "text_config": SHAPE | GLM_BIAS,
-        "vision_config": GLM_SEES,
-        **QWEN_IDS,
-    },
+    "glm4v": {"text_config": SHAPE | GLM_BIAS, "vision_config": GLM_SEES, **QWEN_IDS},
     "glm4v_moe": {
         "text_config": SHAPE | SHARED_EXPERTS | SCALED | {"use_qk_norm": False} | GLM_BIAS,
         "vision_config": GLM_SEES,
@@ -445,11 +416,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | EXPERTS
     | {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
     "laguna": SHAPE | EXPERTS | {"num_attention_heads_per_layer": [4, 4], "shared_expert_intermediate_size": 32},
-    "idefics3": {
-        "text_config": SHAPE | {"model_type": "llama"},
-        "vision_config": PIXELS,
-        "image_token_id": 1390,
-    },
+    "idefics3": {"text_config": SHAPE | {"model_type": "llama"}, "vision_config": PIXELS, "image_token_id": 1390},
 }
 """The layouts in which families are published: parts that see, nested settings, several kinds of layers. What follows a
 family's name tells its variants apart."""
@@ -495,11 +462,7 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "llama dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "llama linear": {"rope_type": "linear", "factor": 4.0},
-    "llama yarn": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": ORIGINAL,
-    },
+    "llama yarn": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": ORIGINAL},
     "llama llama3": {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -518,53 +481,32 @@ ROPES: dict[str, dict[str, Any]] = {
 
 CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
 REFUSED: dict[str, dict[str, Any]] = {
-    "openai/gpt-oss-20b": {
-        "model_type": "gpt_oss",
-        "quantization_config": {"quant_method": "mxfp4"},
-    },
+    "openai/gpt-oss-20b": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
     "Qwen/Qwen3-8B-FP8": {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
     "Qwen/Qwen3-8B-AWQ": {"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}},
-    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": {
-        "model_type": "qwen2",
-        "quantization_config": {"quant_method": "gptq"},
-    },
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": {"model_type": "qwen2", "quantization_config": {"quant_method": "gptq"}},
     "RedHatAI/Llama-3.1-8B-Instruct-w4a16": {
         "model_type": "llama",
         "compression_config": {"quant_method": "compressed-tensors"},
     },
-    "deepseek-ai/DeepSeek-V3": {
-        "model_type": "deepseek_v3",
-        "quantization_config": {"quant_method": "fp8"},
-    },
+    "deepseek-ai/DeepSeek-V3": {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}},
     "moonshotai/Kimi-K2.5": {
         "model_type": "kimi_k25",
         "architectures": ["KimiK25ForConditionalGeneration"],
         "text_config": {"quantization_config": {"quant_method": "compressed-tensors"}},
     },
-    "moonshotai/Kimi-K3": {
-        "model_type": "kimi_k3",
-        "architectures": ["KimiK3ForConditionalGeneration"],
-        **CODE,
-    },
+    "moonshotai/Kimi-K3": {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"], **CODE},
     "deepseek-ai/DeepSeek-V3.2": {
         "model_type": "deepseek_v32",
         "architectures": ["DeepseekV32ForCausalLM"],
         "quantization_config": {"quant_method": "fp8"},
     },
-    "zai-org/GLM-5": {
-        "model_type": "glm_moe_dsa",
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "qk_rope_head_dim": 64,
-    },
+    "zai-org/GLM-5": {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "qk_rope_head_dim": 64},
     "MiniMaxAI/MiniMax-M3": {
         "model_type": "minimax_m3_vl",
         "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
     },
-    "stepfun-ai/Step-3.5-Flash": {
-        "model_type": "step3p5",
-        "architectures": ["Step3p5ForCausalLM"],
-        **CODE,
-    },
+    "stepfun-ai/Step-3.5-Flash": {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], **CODE},
     "Qwen/Qwen4-Exp": {
         "model_type": "qwen4_exp",
         "architectures": ["Qwen4ExpForConditionalGeneration"],
@@ -582,15 +524,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "architectures": ["Glm5NextForConditionalGeneration"],
         "num_key_value_heads": 4,
     },
-    "CohereLabs/command-a-plus-05-2026": {
-        "model_type": "cohere2_moe",
-        "architectures": ["Cohere2MoeForCausalLM"],
-    },
-    "moonshotai/Kimi-K2-Base": {
-        "model_type": "kimi_k2",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        **CODE,
-    },
+    "CohereLabs/command-a-plus-05-2026": {"model_type": "cohere2_moe", "architectures": ["Cohere2MoeForCausalLM"]},
+    "moonshotai/Kimi-K2-Base": {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], **CODE},
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": {
         "model_type": "kimi_linear",
         "architectures": ["KimiLinearForCausalLM"],
@@ -604,22 +539,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model_type": "mllama",
         "architectures": ["MllamaForConditionalGeneration"],
     },
-    "google/gemma-3n-E4B-it": {
-        "model_type": "gemma3n",
-        "architectures": ["Gemma3nForConditionalGeneration"],
-    },
-    "microsoft/Phi-3.5-MoE-instruct": {
-        "model_type": "phimoe",
-        "architectures": ["PhiMoEForCausalLM"],
-    },
-    "stabilityai/stablelm-2-1_6b-chat": {
-        "model_type": "stablelm",
-        "architectures": ["StableLmForCausalLM"],
-    },
-    "Zyphra/Zamba2-2.7B-instruct": {
-        "model_type": "zamba2",
-        "architectures": ["Zamba2ForCausalLM"],
-    },
+    "google/gemma-3n-E4B-it": {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]},
+    "microsoft/Phi-3.5-MoE-instruct": {"model_type": "phimoe", "architectures": ["PhiMoEForCausalLM"]},
+    "stabilityai/stablelm-2-1_6b-chat": {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"]},
+    "Zyphra/Zamba2-2.7B-instruct": {"model_type": "zamba2", "architectures": ["Zamba2ForCausalLM"]},
     "XiaomiMiMo/MiMo-V2-Flash": {
         "model_type": "mimo_v2_flash",
         "architectures": ["MiMoV2FlashForCausalLM"],

@@ -188,14 +188,7 @@ def test_uses_are_read_from_programs(surface: Surface, tmp_path: Path) -> None:
     uses = Uses(surface)
     uses.read(read_program(found["programs/examples/a.py"])[0])
     assert uses.names == {
-        *(
-            "art",
-            "art.tools",
-            "art.tools.retry",
-            "art.retry",
-            "art.retry(max_attempts)",
-            "art.Model",
-        ),
+        *("art", "art.tools", "art.tools.retry", "art.retry", "art.retry(max_attempts)", "art.Model"),
         *("art.Model.name", "art.Model(_internal_config)", "art.Model.train", "art.Model.steps"),
         "art.Model.train(verbose)",
     }

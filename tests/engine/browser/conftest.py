@@ -37,10 +37,7 @@ def page(browser: Any) -> Iterator[Any]:
     faults: list[str] = []
     tab.on("pageerror", lambda error: faults.append(str(error)))
     tab.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
-    tab.on(
-        "console",
-        lambda message: "Content Security Policy" in message.text and faults.append(message.text),
-    )
+    tab.on("console", lambda message: "Content Security Policy" in message.text and faults.append(message.text))
     yield tab
     context.close()
     assert not faults

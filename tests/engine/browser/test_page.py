@@ -94,8 +94,7 @@ def test_a_new_step_appears_without_reload(page: Any, serve: Any, root: Path) ->
     for place, value in ((step, 0.123456789), (step, 0.5)):
         log(folder_of(root, "sql-repair"), NUM_STEPS + 1, {"train/reward": value})
         page.wait_for_function(
-            "([place, value]) => document.querySelector(place)?.title === value",
-            arg=[place, str(value)],
+            "([place, value]) => document.querySelector(place)?.title === value", arg=[place, str(value)]
         )
     page.goto(page.url.split("#")[0] + "#/run/demo/sql-repair")
     page.wait_for_selector(".js-plotly-plot")
@@ -204,11 +203,7 @@ def test_tokens_have_the_colour_and_the_numbers_of_the_record(page: Any, serve: 
     for name, level, place, text in seen:
         logprob, trainer = sequence["sampled_logprobs"][place], sequence["trainer_logprobs"][place]
         assert text == sequence["texts"][place]
-        value = {
-            "logprob": logprob,
-            "gap": round(trainer - logprob, 5),
-            "entropy": sequence["entropies"][place],
-        }
+        value = {"logprob": logprob, "gap": round(trainer - logprob, 5), "entropy": sequence["entropies"][place]}
         if colour in value:
             assert ("minus" in name) == (value[colour] < 0), (text, value[colour])
         if colour == "logprob":
@@ -363,8 +358,7 @@ def test_times_go_on_while_a_page_is_open(page: Any, serve: Any, root: Path) -> 
     before = shown.inner_text()
     page.clock.fast_forward("48:00:00")
     page.wait_for_function(
-        "before => [...document.querySelectorAll('tbody time')].at(-1).textContent !== before",
-        arg=before,
+        "before => [...document.querySelectorAll('tbody time')].at(-1).textContent !== before", arg=before
     )
     assert shown.inner_text() == "2 d ago"
 

@@ -17,11 +17,7 @@ WEATHER_TOOL = {
     "function": {
         "name": "get_weather",
         "description": "Current weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
 
@@ -50,11 +46,7 @@ def session_records(server: Server, session: str, name: str = "exact") -> list[R
 
 def post(server: Server, api: str, body: dict[str, Any], session: str) -> dict[str, Any]:
     """An answer of one of the APIs: its last event, or the whole body."""
-    paths = {
-        "chat": "/v1/chat/completions",
-        "messages": "/v1/messages",
-        "responses": "/v1/responses",
-    }
+    paths = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
     path = paths.get(api, "/v1/completions")
     with server.client() as client:
         response = client.post(f"/s/{session}{path}", json=body)

@@ -35,8 +35,7 @@ async def model(server: Server) -> AsyncIterator[art.TrainableModel]:
         config = art.TrainConfig(learning_rate=2e-3, normalisation="trajectory")
         for _ in range(await model.get_step(), NUM_STEPS):
             groups = await art.gather_trajectory_groups(
-                (art.TrajectoryGroup(rollout(model, each) for _ in range(8)) for each in PROMPTS),
-                min_informative=4,
+                (art.TrajectoryGroup(rollout(model, each) for _ in range(8)) for each in PROMPTS), min_informative=4
             )
             await model.train(groups, config)
         yield model
@@ -51,9 +50,7 @@ def sampled_by(evaluation: art.Evaluation) -> set[tuple[str | None, int | None]]
     return {(choice.art["model"], choice.art["step"]) for choice in choices}
 
 
-async def test_a_trained_step_is_compared_with_the_base_reproducibly(
-    model: art.TrainableModel,
-) -> None:
+async def test_a_trained_step_is_compared_with_the_base_reproducibly(model: art.TrainableModel) -> None:
     options: Any = {"baseline": "base", "reps": 3, "seed": 11}
     first = await art.evaluate(model, rollout, PROMPTS, **options)
     assert first.baseline is not None and first.difference is not None

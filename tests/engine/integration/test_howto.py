@@ -52,8 +52,7 @@ async def graded(model: art.TrainableModel, question: str) -> art.Trajectory:
 
 async def sample(model: art.TrainableModel) -> list[art.TrajectoryGroup]:
     return await art.gather_trajectory_groups(
-        (art.TrajectoryGroup(graded(model, QUESTION) for _ in range(8)) for _ in range(32)),
-        min_informative=4,
+        (art.TrajectoryGroup(graded(model, QUESTION) for _ in range(8)) for _ in range(32)), min_informative=4
     )
 
 
@@ -274,10 +273,7 @@ async def test_an_exported_model_answers_as_on_the_server(model: art.TrainableMo
     for line in (adapter, merged):
         await shell(line.replace("@12", "@3"))
     completion = await model.openai_client().chat.completions.create(
-        model=model.get_inference_name(3),
-        messages=[{"role": "user", "content": QUESTION}],
-        max_tokens=8,
-        temperature=0,
+        model=model.get_inference_name(3), messages=[{"role": "user", "content": QUESTION}], max_tokens=8, temperature=0
     )
     code = "\n".join(blocks("serve-elsewhere.md", "python"))
     (home / "program.py").write_text(SCRIPT.format(base=str(TINY_DIR), blocks=code))

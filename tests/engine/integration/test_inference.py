@@ -95,10 +95,7 @@ def test_chat_with_tools_records_every_token(server: Server, model: str) -> None
 
 def test_chat_stream_ends_with_the_mark_of_its_record(server: Server, model: str) -> None:
     with server.client() as client:
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": "respond with yes, no, maybe"}],
-        }
+        body = {"model": model, "messages": [{"role": "user", "content": "respond with yes, no, maybe"}]}
         body |= {"stream": True, "n": 2, "max_tokens": 8, "logprobs": True}
         response = client.post("/v1/chat/completions", json=body)
     assert response.headers["x-art-step"] == "0"
@@ -122,13 +119,7 @@ def test_chat_stream_ends_with_the_mark_of_its_record(server: Server, model: str
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_leave_a_record(server: Server, model: str, stream: bool) -> None:
     with server.client() as client:
-        body = {
-            "model": model,
-            "prompt": ["one two", "three"],
-            "max_tokens": 5,
-            "n": 2,
-            "logprobs": 1,
-        }
+        body = {"model": model, "prompt": ["one two", "three"], "max_tokens": 5, "n": 2, "logprobs": 1}
         response = client.post("/v1/completions", json=body | {"stream": stream})
     assert response.status_code == 200, response.text
     bodies = sse_data(response.text) if stream else [response.json()]
@@ -215,9 +206,7 @@ def test_vllm_routes_that_control_it_are_not_reachable(server: Server) -> None:
             assert client.post(path, json={}).status_code == 404
 
 
-def test_seeds_and_prompt_logprobs_beside_other_traffic_leave_the_engine_alive(
-    server: Server,
-) -> None:
+def test_seeds_and_prompt_logprobs_beside_other_traffic_leave_the_engine_alive(server: Server) -> None:
     """Prompts that together exceed a batch are computed in parts, whose samples are thrown away."""
     register(server, "seeded")
     model = f"{PROJECT}/seeded"

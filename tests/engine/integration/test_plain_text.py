@@ -30,10 +30,7 @@ def test_no_message_writes_a_control_token(server: Server, model: str, api: str,
     prompts = []
     for text in ("word", FORGED):
         session = f"plain-{api}-{stream}-{len(text)}"
-        turns: list[Any] = [
-            {"role": "user", "content": text},
-            {"role": "assistant", "content": text},
-        ]
+        turns: list[Any] = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
         said = [ask(server, api, model, turns, stream, session) for _ in range(2)]
         first, second = session_records(server, session, "plain")
         prompts.append([controls(record.prompt_token_ids) for record in (first, second)])
@@ -50,10 +47,7 @@ def test_tools_and_their_results_are_text(server: Server, model: str) -> None:
     for text in ("word", FORGED):
         session = f"plain-tools-{len(text)}"
         function = WEATHER_TOOL["function"] | {"description": text}
-        call = {
-            "name": "get_weather",
-            "arguments": f'{{"city": "{text.encode("unicode_escape").decode()}"}}',
-        }
+        call = {"name": "get_weather", "arguments": f'{{"city": "{text.encode("unicode_escape").decode()}"}}'}
         messages = [
             {"role": "user", "content": "Weather?"},
             {

@@ -11,16 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live import (
-    PROJECT,
-    Server,
-    chat,
-    descendants,
-    find_process,
-    register,
-    sampled_group,
-    train_one_step,
-)
+from tests.live import PROJECT, Server, chat, descendants, find_process, register, sampled_group, train_one_step
 from tests.processes import wait_until_gone
 from tests.waiting import PATIENCE_SECONDS, wait_until
 

@@ -1,14 +1,6 @@
 """The server and its family are killed between two steps."""
 
-from tests.live import (
-    PROJECT,
-    Server,
-    descendants,
-    register,
-    sampled_group,
-    train,
-    train_one_step,
-)
+from tests.live import PROJECT, Server, descendants, register, sampled_group, train, train_one_step
 from tests.processes import wait_until_gone
 
 

@@ -21,20 +21,9 @@ UNIX_ONLY = {
 @pytest.mark.parametrize(("system", "missing"), [("Windows", UNIX_ONLY), ("Darwin", {})])
 def test_the_client_calls_nothing_that_a_system_lacks(system: str, missing: dict[str, set[str]]) -> None:
     """By the type checker, which knows what Python has on each system."""
-    command = [
-        str(Path(sys.prefix) / "bin" / "pyright"),
-        "--pythonplatform",
-        system,
-        "--outputjson",
-    ]
+    command = [str(Path(sys.prefix) / "bin" / "pyright"), "--pythonplatform", system, "--outputjson"]
     annexes = [folder for folder in ROOT.glob("plugins/*/art*") if folder.is_dir()]
-    ran = subprocess.run(
-        [*command, "art_client", *annexes],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = subprocess.run([*command, "art_client", *annexes], cwd=ROOT, capture_output=True, text=True, check=False)
     found: dict[str, set[str]] = {}
     for each in json.loads(ran.stdout)["generalDiagnostics"]:
         named = re.match(r'"(\w+)" is not a known attribute of module', each["message"])

@@ -11,13 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import openai
-from nat.data_models.finetuning import (
-    EpisodeItem,
-    EpisodeItemRole,
-    FinetuneConfig,
-    Trajectory,
-    TrajectoryCollection,
-)
+from nat.data_models.finetuning import EpisodeItem, EpisodeItemRole, FinetuneConfig, Trajectory, TrajectoryCollection
 from nat.plugins.openpipe.config import ARTBackendConfig, ARTTrainerAdapterConfig
 from nat.plugins.openpipe.trainer_adapter import ARTTrainerAdapter
 
@@ -39,9 +33,7 @@ ADD = {
 def assistant(choice: Any) -> EpisodeItem:
     """The choice as the plugin's trajectory builder keeps it: without ids and tool calls."""
     return EpisodeItem(
-        role=EpisodeItemRole.ASSISTANT,
-        content=choice.message.content or "",
-        logprobs=choice.logprobs.model_dump(),
+        role=EpisodeItemRole.ASSISTANT, content=choice.message.content or "", logprobs=choice.logprobs.model_dump()
     )
 
 

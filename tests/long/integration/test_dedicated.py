@@ -9,15 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.live import (
-    PROJECT,
-    Server,
-    chat,
-    find_process,
-    register,
-    sampled_group,
-    train_one_step,
-)
+from tests.live import PROJECT, Server, chat, find_process, register, sampled_group, train_one_step
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are given to processes on Linux")

@@ -15,14 +15,7 @@ import httpx
 import pytest
 
 from art_server.store.base_models import TINY_DIR
-from tests.live import (
-    PROJECT,
-    READY_SECONDS,
-    Server,
-    find_process,
-    register,
-    train_one_step,
-)
+from tests.live import PROJECT, READY_SECONDS, Server, find_process, register, train_one_step
 
 ENGINE = "art_server.engine.vllm_process.child"
 

@@ -4,12 +4,7 @@ import subprocess
 import sys
 
 from scripts.import_graph import ROOT
-from tests.live import (
-    PROJECT,
-    Server,
-    register,
-    train_one_step,
-)
+from tests.live import PROJECT, Server, register, train_one_step
 from tests.waiting import PATIENCE_SECONDS
 
 

@@ -19,8 +19,7 @@ async def main() -> None:
         groups = await environment.gather(model, [good, other, broken], 4, max_exceptions=0.5, max_tokens=8)
         failures = [each.message for group in groups for each in group.exceptions]
         result = await model.train(
-            [group for group in groups if group.trajectories],
-            art.TrainConfig(learning_rate=1e-3, baseline="none"),
+            [group for group in groups if group.trajectories], art.TrainConfig(learning_rate=1e-3, baseline="none")
         )
         try:
             await environment.rollout(model, good, max_tokens=8)

@@ -30,17 +30,7 @@ def test_calls_that_fail_lose_nothing_acknowledged(tmp_path: Path, call: str, fi
     House(tmp_path).add_model("a")
     Ledger(tmp_path / "ledger.sqlite").close()
     faults = f"inject={call}:error=EIO:when={first}..{first + NUM_REFUSED - 1}"
-    strace = [
-        "strace",
-        "-f",
-        "-qq",
-        "-o",
-        str(tmp_path / "calls"),
-        "-e",
-        f"trace={call}",
-        "-e",
-        faults,
-    ]
+    strace = ["strace", "-f", "-qq", "-o", str(tmp_path / "calls"), "-e", f"trace={call}", "-e", faults]
     program = [sys.executable, "-m", "tests.long.server.broken_disk", str(tmp_path)]
     ran = subprocess.run([*strace, *program], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert ran.returncode == 0, ran.stderr

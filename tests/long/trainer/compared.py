@@ -16,10 +16,7 @@ VOCABULARY = 128
 def make_tokenizer() -> PreTrainedTokenizerFast:
     words = {f"t{index}": index for index in range(VOCABULARY)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t1")),
-        unk_token="t1",
-        pad_token="t0",
-        eos_token="t2",
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t1")), unk_token="t1", pad_token="t0", eos_token="t2"
     )
 
 

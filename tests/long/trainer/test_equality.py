@@ -30,12 +30,6 @@ from tests.forests import EXAMPLES, FORESTS, assert_tree_equals_rows
     seed=4088, budget=128, noise=0.5, is_plain=True
 )
 def test_tree_equals_rows_for_each_loss(
-    started: tuple[Policy, Path],
-    tmp_path: Path,
-    name: str,
-    seed: int,
-    budget: int,
-    noise: float,
-    is_plain: bool,
+    started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float, is_plain: bool
 ) -> None:
     assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise, is_plain)

@@ -14,15 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from art_server.trainer.policy import Policy
 from tests.long.trainer.compared import assert_same_weights, make_tokenizer
-from tests.sft_examples import (
-    BATCH_SIZE,
-    MAX_GRAD_NORM,
-    NUM_STEPS,
-    RATES,
-    make_batch,
-    make_examples,
-    run,
-)
+from tests.sft_examples import BATCH_SIZE, MAX_GRAD_NORM, NUM_STEPS, RATES, make_batch, make_examples, run
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -78,10 +70,7 @@ def run_trl(
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(adapter_dir), is_trainable=True)
     rows = [
-        {
-            "input_ids": prompt + answer,
-            "completion_mask": [0] * len(prompt) + [1] * len(answer),
-        }
+        {"input_ids": prompt + answer, "completion_mask": [0] * len(prompt) + [1] * len(answer)}
         for prompt, answer in examples
     ]
     trainer = InOrder(

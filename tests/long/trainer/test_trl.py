@@ -43,10 +43,7 @@ TO_SAMPLED: dict[str, tuple[dict, dict]] = {
     ),
     "cispo": ({"preset": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     "dual clip": ({"clip": "dual", "dual_clip": 1.3}, {"loss_type": "dapo", "delta": 1.3}),
-    "kl": (
-        {"beta": 0.2},
-        {"loss_type": "dapo", "beta": 0.2, "use_bias_correction_kl": False},
-    ),
+    "kl": ({"beta": 0.2}, {"loss_type": "dapo", "beta": 0.2, "use_bias_correction_kl": False}),
 }
 """Ours and TRL's settings of the same loss. TRL's old policy is the sampler there, so that the clip bites."""
 
@@ -61,10 +58,7 @@ CORRECTED: dict[str, tuple[dict, dict]] = {
         | {"epsilon": 3e-4, "epsilon_high": 4e-4},
     ),
     "cispo": ({"preset": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0, **TRUNCATE}),
-    "kl": (
-        {"beta": 0.2},
-        {"loss_type": "dapo", "beta": 0.2, "use_bias_correction_kl": False, **TRUNCATE},
-    ),
+    "kl": ({"beta": 0.2}, {"loss_type": "dapo", "beta": 0.2, "use_bias_correction_kl": False, **TRUNCATE}),
 }
 """The old policy is the trainer's at the start of the job; the sampler is weighed."""
 

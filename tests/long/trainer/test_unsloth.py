@@ -14,13 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.jobs.trainer_process import worker_environment
@@ -70,11 +64,7 @@ def rollout(completion: list[int], reward: float) -> TrainableTrajectory:
 BATCH = Batch(
     groups=[
         TrainableGroup(
-            trajectories=[
-                rollout([17, 30, 4, 2], 1.0),
-                rollout([17, 64, 81, 90, 2], 0.0),
-                rollout([99, 2], 0.3),
-            ]
+            trajectories=[rollout([17, 30, 4, 2], 1.0), rollout([17, 64, 81, 90, 2], 0.0), rollout([99, 2], 0.3)]
         )
     ]
 )
@@ -118,13 +108,7 @@ def runs(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ru
     }
     program = Path(__file__).parent / "unsloth_on_cpu.py"
     folders = [str(run.folder) for run in made.values()]
-    done = subprocess.run(
-        [python, program, *folders],
-        cwd=working_dir,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([python, program, *folders], cwd=working_dir, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     assert list(working_dir.iterdir()) == []
     assert list(cache_dir.iterdir()) != []
@@ -141,12 +125,7 @@ def prepare(folder: Path, family: str) -> Run:
     policy = Policy(str(folder / "base"), torch.float32)
     (folder / "adapter").mkdir()
     save_random_adapter(policy, folder / "adapter")
-    batches = {
-        "batch": BATCH,
-        "one_row": pair(20),
-        "one_token": pair(2),
-        "too_long": pair(OWN_LENGTH + 2),
-    }
+    batches = {"batch": BATCH, "one_row": pair(20), "one_token": pair(2), "too_long": pair(OWN_LENGTH + 2)}
     for name, each in batches.items():
         (folder / f"{name}.json").write_text(each.model_dump_json())
     return Run(folder, policy)
@@ -215,9 +194,7 @@ def test_fused_kernels_in_16_bits_are_policy_but_for_rounding(runs: dict[str, Ru
         assert difference.norm() < 0.02 * own.grad.norm(), parameter
 
 
-def test_reference_single_rows_single_tokens_and_fresh_adapters_are_those_of_policy(
-    run: Run,
-) -> None:
+def test_reference_single_rows_single_tokens_and_fresh_adapters_are_those_of_policy(run: Run) -> None:
     theirs = run.tensors("other")
     batch = micro_batch(BATCH)
     reference_N = run.policy.reference_logprobs(batch)

@@ -66,9 +66,4 @@ def follow_with(server: Server, *events: JobEvent) -> None:
     server.runner.follow = follow  # type: ignore[method-assign]
 
 
-DONE = JobEvent(
-    event="done",
-    job_id="j",
-    step=1,
-    metrics={"loss/train": 0.5, "data/step_num_gradient_steps": 1.0},
-)
+DONE = JobEvent(event="done", job_id="j", step=1, metrics={"loss/train": 0.5, "data/step_num_gradient_steps": 1.0})

@@ -40,10 +40,7 @@ def all_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
     """Every method and path of the application; FastAPI's own documentation pages included."""
     for path, item in app.openapi()["paths"].items():
         for method in item:
-            yield (
-                method.upper(),
-                path.replace("{project}", "p").replace("{name}", "a").replace("{job_id}", "x"),
-            )
+            yield (method.upper(), path.replace("{project}", "p").replace("{name}", "a").replace("{job_id}", "x"))
     for path in ("/docs", "/redoc", "/openapi.json", "/nothing"):
         yield "GET", path
 
@@ -54,12 +51,7 @@ async def test_every_route_but_health_refuses_missing_and_wrong_keys(guarded: Fa
     assert len(routes) >= 14
     async with client(guarded) as http:
         for method, path in routes:
-            for headers in (
-                {},
-                {"authorization": "Bearer wrong"},
-                {"x-api-key": "wrong"},
-                {"authorization": "all"},
-            ):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}, {"authorization": "all"}):
                 status = (await http.request(method, path, headers=headers)).status_code
                 assert (status == 401) == (path not in OPEN), (method, path, headers, status)
 

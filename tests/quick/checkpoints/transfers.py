@@ -8,10 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from art_server.store.model_folder import (
-    ADAPTER_FILE,
-    ModelFolder,
-)
+from art_server.store.model_folder import ADAPTER_FILE, ModelFolder
 from art_server.store.registry import Registry
 from art_watch.terminal.cli import main as art
 from tests.http_server import served

@@ -50,11 +50,7 @@ async def test_the_cheatsheet_runs_as_written(server, answer, backend: art.Backe
     server.on("POST", "/api/models/my-agent/agent-001/train", train)
     scenarios = [Scenario("one"), Scenario("two")]
 
-    model = art.TrainableModel(
-        name="agent-001",
-        project="my-agent",
-        base_model="Qwen/Qwen2.5-7B-Instruct",
-    )
+    model = art.TrainableModel(name="agent-001", project="my-agent", base_model="Qwen/Qwen2.5-7B-Instruct")
     await model.register(backend)
     for _step in range(NUM_STEPS):
         groups = await art.gather_trajectory_groups(

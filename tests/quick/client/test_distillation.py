@@ -74,9 +74,7 @@ async def test_advantages_are_the_difference_of_log_probabilities(teacher: Teach
     )
     branch = art.History(messages_and_choices=[user("side"), choice([1, 2], [3, 8])])
     other = art.Trajectory(
-        messages_and_choices=[user(), choice([1, 2], [3, 4])],
-        additional_histories=[branch],
-        reward=0.25,
+        messages_and_choices=[user(), choice([1, 2], [3, 4])], additional_histories=[branch], reward=0.25
     )
     groups = [art.TrajectoryGroup([two_turns, other])]
     (taught,) = await art.distill(groups, teacher.model)
@@ -151,9 +149,7 @@ async def test_trajectories_without_samples_stay_as_they_are(teacher: Teacher) -
     assert math.isclose(taught.trajectories[0].reward, 1.0)
 
 
-async def test_one_token_that_the_teacher_never_says_does_not_outweigh_its_siblings(
-    teacher: Teacher,
-) -> None:
+async def test_one_token_that_the_teacher_never_says_does_not_outweigh_its_siblings(teacher: Teacher) -> None:
     """Seven siblings with the gap 0 and one with -40, which counts as -5: the mean is -5/8."""
     siblings = [choice([1], [3], logprob=-0.3)] * 7 + [choice([1], [403], logprob=-0.3)]
     group = art.TrajectoryGroup(art.Trajectory(messages_and_choices=[user(), each], reward=0.0) for each in siblings)

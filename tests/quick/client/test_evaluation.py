@@ -86,8 +86,7 @@ async def test_the_newest_step_is_resolved_once(server, answer, model: art.Train
 
 @pytest.mark.parametrize("reads", ["get_inference_name", "name", "inference_model_name"])
 @pytest.mark.parametrize(
-    ("step", "names"),
-    [(0, {"demo/agent@0", "agent@0"}), (None, {"demo/agent@3", "agent@3"}), ("base", {"art/tiny"})],
+    ("step", "names"), [(0, {"demo/agent@0", "agent@0"}), (None, {"demo/agent@3", "agent@3"}), ("base", {"art/tiny"})]
 )
 async def test_every_name_of_the_model_is_that_of_the_step(
     model: art.TrainableModel, step: Any, names: set[str], reads: str
@@ -314,10 +313,7 @@ async def test_without_any_reward_the_first_failure_is_raised(server, model):
     assert logged(server) == []
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"reward": math.nan}, {"reward": math.inf}, {"metrics": {"won": math.nan}}],
-)
+@pytest.mark.parametrize("fields", [{"reward": math.nan}, {"reward": math.inf}, {"metrics": {"won": math.nan}}])
 async def test_a_number_that_is_not_finite_is_a_failure(model, fields: dict[str, Any]):
     async def draws(model: art.TrainableModel, scenario: float) -> art.Trajectory:
         return art.Trajectory(**fields) if scenario else art.Trajectory(reward=1.0)
@@ -342,11 +338,7 @@ async def test_a_rollout_that_samples_from_another_step_fails(model, step: Any):
 async def test_an_opponent_may_be_any_model(model):
     async def plays(model: art.TrainableModel, scenario: float) -> art.Trajectory:
         trajectory = await rollout(model, scenario)
-        theirs: Any = {
-            "role": "assistant",
-            "content": "x",
-            "art": {"model": "demo/rival", "step": 7},
-        }
+        theirs: Any = {"role": "assistant", "content": "x", "art": {"model": "demo/rival", "step": 7}}
         trajectory.messages_and_choices.append(theirs)
         return trajectory
 

@@ -159,8 +159,7 @@ async def test_abandoned_rollouts_leave_no_warning_behind():
         warnings.simplefilter("always")
         with pytest.raises(BadReward):
             await art.gather_trajectory_groups(
-                (art.TrajectoryGroup(rollout(-1) for _ in range(3)) for _ in range(3)),
-                max_concurrent_rollouts=1,
+                (art.TrajectoryGroup(rollout(-1) for _ in range(3)) for _ in range(3)), max_concurrent_rollouts=1
             )
         with pytest.raises(BadReward):
             await art.gather_trajectories((rollout(-1) for _ in range(3)), max_concurrent_rollouts=1)
@@ -189,24 +188,13 @@ async def test_allowed_failures_are_recorded_on_their_group():
         max_exceptions=3,
     )
     assert rewards(groups) == [[1], []]
-    assert [failures(group) for group in groups] == [
-        ["bad reward -1"],
-        ["bad reward -2", "bad reward -3"],
-    ]
+    assert [failures(group) for group in groups] == [["bad reward -1"], ["bad reward -2", "bad reward -3"]]
     assert [group.metadata for group in groups] == [{"s": 1}, {"s": 2}]
 
 
 @pytest.mark.parametrize(
     ("max_exceptions", "num_failing", "is_raised"),
-    [
-        (0, 1, True),
-        (2, 2, False),
-        (2, 3, True),
-        (0.5, 4, False),
-        (0.5, 5, True),
-        (0.01, 1, True),
-        (math.inf, 8, False),
-    ],
+    [(0, 1, True), (2, 2, False), (2, 3, True), (0.5, 4, False), (0.5, 5, True), (0.01, 1, True), (math.inf, 8, False)],
 )
 async def test_max_exceptions_is_a_number_or_a_share_of_all_rollouts(
     max_exceptions: float, num_failing: int, is_raised: bool
@@ -241,9 +229,7 @@ async def test_a_share_waits_for_groups_of_which_nothing_is_known_yet():
         await art.gather_trajectory_groups(late(index, index < 9) for index in range(10))
 
 
-async def test_what_is_no_number_is_not_shown_and_ends_no_gather(
-    capsys: pytest.CaptureFixture[str],
-):
+async def test_what_is_no_number_is_not_shown_and_ends_no_gather(capsys: pytest.CaptureFixture[str]):
     async def measures(value: object) -> art.Trajectory:
         trajectory = await rollout()
         trajectory.metrics["size"] = value  # type: ignore[assignment]
@@ -374,9 +360,7 @@ async def test_failing_after_each_leaves_no_half_judged_trajectories():
         raise RuntimeError("judge is down")
 
     groups = await art.gather_trajectory_groups(
-        [art.TrajectoryGroup([rollout(1), rollout(-1)], metadata={"s": 1})],
-        max_exceptions=2,
-        after_each=judge,
+        [art.TrajectoryGroup([rollout(1), rollout(-1)], metadata={"s": 1})], max_exceptions=2, after_each=judge
     )
     assert rewards(groups) == [[]]
     assert failures(groups[0]) == ["bad reward -1", "judge is down"]
@@ -447,9 +431,7 @@ def group_of(*values: float) -> art.TrajectoryGroup:
     return art.TrajectoryGroup(map(rollout, values))
 
 
-async def test_dead_groups_are_replaced_until_enough_are_informative(
-    caplog: pytest.LogCaptureFixture,
-):
+async def test_dead_groups_are_replaced_until_enough_are_informative(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "art.gather")
     dead, mixed = (1, 1), (0, 1)
     stream = iter([group_of(*each) for each in (dead, mixed, dead, dead, mixed, mixed, dead)])

@@ -10,10 +10,7 @@ def group(rewards: list[float], **more: object) -> TrajectoryGroupBody:
 
 
 def test_means_by_hand() -> None:
-    groups = [
-        group([0.0, 2.0], exceptions=[{"type": "E", "message": "m"}], metrics={"size": 2}),
-        group([1.0]),
-    ]
+    groups = [group([0.0, 2.0], exceptions=[{"type": "E", "message": "m"}], metrics={"size": 2}), group([1.0])]
     metrics = trajectory_metrics(groups, "val")
     assert metrics == {
         "val/reward": pytest.approx(1.0),

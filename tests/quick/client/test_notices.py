@@ -29,9 +29,7 @@ def test_what_was_left_out_is_a_sentence_with_number_reason_and_remedy() -> None
     assert left_out_sentence(report()) is None
 
 
-def test_a_notice_is_a_warning_once_even_with_other_numbers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_notice_is_a_warning_once_even_with_other_numbers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "art.notices")
     notices = Notices()
     for count in (1, 2, 3):

@@ -62,11 +62,7 @@ async def test_tokens_are_asked_for_only_by_the_program(server, client: openai.A
 async def test_answers_without_tokens_are_choices_that_name_their_record(server, answer, client: openai.AsyncOpenAI):
     mark = {"id": "cmpl-1", "step": 3, "num_tokens": 2}
     bare = {**COMPLETION["choices"][0], "token_ids": None, "art": mark}
-    server.on(
-        "POST",
-        PATH,
-        answer(body={**COMPLETION, "prompt_token_ids": None, "choices": [bare]}),
-    )
+    server.on("POST", PATH, answer(body={**COMPLETION, "prompt_token_ids": None, "choices": [bare]}))
     completion = await client.chat.completions.create(model="agent", messages=MESSAGES)
     trajectory = art.Trajectory(messages_and_choices=[completion.choices[0]])
     (dumped,) = trajectory.model_dump(mode="json")["messages_and_choices"]
@@ -124,11 +120,7 @@ asyncio.run(forget())
 
 
 async def test_a_client_of_a_loop_that_has_ended_is_collected_in_silence(server: Any, answer: Any) -> None:
-    choice = {
-        "index": 0,
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": "yes"},
-    }
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
     server.on("POST", "/v1/chat/completions", answer(body={"id": "c", "choices": [choice]}))
     command = [sys.executable, "-c", PROGRAM, f"{server.url}/v1"]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)

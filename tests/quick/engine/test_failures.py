@@ -22,10 +22,7 @@ TRACEBACK = "(EngineCore pid=7) ERROR core.py Traceback (most recent call last):
             "pydantic_core._pydantic_core.ValidationError: Value error, Unknown quantization method: bitsandbytes. Must",
             "quantised by bitsandbytes: for bitsandbytes install vllm-bnb-plugin",
         ),
-        (
-            "ValueError: BloomModel does not support LoRA yet.",
-            "serves BloomModel without adapters only",
-        ),
+        ("ValueError: BloomModel does not support LoRA yet.", "serves BloomModel without adapters only"),
         (
             "ValueError: Free memory on device cuda:0 (3.1/23.6 GiB) on startup is less than desired GPU memory "
             "utilization (0.92, 21.7 GiB). Decrease",

@@ -40,8 +40,7 @@ def settled(server: Server, num_handles: int) -> None:
     assert server.process is not None
     process = psutil.Process(server.process.pid)
     wait_until(
-        lambda: process.num_fds() <= num_handles + 4,
-        lambda: f"{process.num_fds()} handles, {num_handles} before",
+        lambda: process.num_fds() <= num_handles + 4, lambda: f"{process.num_fds()} handles, {num_handles} before"
     )
     health = httpx.get(f"{server.url}/health", timeout=PATIENCE_SECONDS).json()
     assert health["faults"] == {}

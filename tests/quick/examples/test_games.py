@@ -22,9 +22,7 @@ game_2048: Any = importlib.import_module("2048")
 place, result, to_move, value = (getattr(rules, name) for name in ("place", "result", "to_move", "value"))
 
 boards = st.builds(
-    lambda seed, moves: rules.random_opening(random.Random(seed), moves),
-    st.integers(0, 10_000),
-    st.integers(0, 7),
+    lambda seed, moves: rules.random_opening(random.Random(seed), moves), st.integers(0, 10_000), st.integers(0, 7)
 )
 rows = st.lists(st.sampled_from([0, 0, 2, 4, 8, 16]), min_size=4, max_size=4)
 boards_2048 = st.lists(rows, min_size=4, max_size=4)

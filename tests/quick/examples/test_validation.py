@@ -63,11 +63,7 @@ async def test_2048_is_validated_on_games_that_are_not_trained(
 
 @pytest.mark.parametrize(("side", "num_boards"), [("both sides", 32), ("x", 16), ("o", 16)])
 async def test_a_side_of_tic_tac_toe_is_validated_on_boards_with_its_turn(
-    server: FakeArt,
-    model: art.TrainableModel,
-    capsys: pytest.CaptureFixture[str],
-    side: str,
-    num_boards: int,
+    server: FakeArt, model: art.TrainableModel, capsys: pytest.CaptureFixture[str], side: str, num_boards: int
 ) -> None:
     is_alone = side == "both sides"
     flags = argparse.Namespace(**vars(FLAGS), self_play=not is_alone)

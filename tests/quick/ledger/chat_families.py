@@ -151,10 +151,7 @@ FAMILIES = {
         before="<|channel|>final<|message|>",
     ),
     "DeepSeek": Family(
-        DEEPSEEK,
-        "<｜Assistant｜>",
-        "<｜end▁of▁sentence｜>",
-        specials=("<｜User｜>", "<｜Assistant｜>"),
+        DEEPSEEK, "<｜Assistant｜>", "<｜end▁of▁sentence｜>", specials=("<｜User｜>", "<｜Assistant｜>")
     ),
     "Mistral": Family(MISTRAL, "[/INST]", "</s>", specials=("<s>", "[INST]", "[/INST]")),
     "Phi-4": Family(PHI4, "<|im_start|>assistant<|im_sep|>", "<|im_end|>", specials=("<|im_sep|>",)),

@@ -15,10 +15,7 @@ from tests.quick.ledger.spelled_tokens import spell
 
 TOKENIZER: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(TINY_DIR)
 
-words = st.text(
-    alphabet=st.characters(exclude_categories=["Cs", "Cc"], exclude_characters='<>{}|"\\'),
-    max_size=12,
-)
+words = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"], exclude_characters='<>{}|"\\'), max_size=12)
 values = st.one_of(words, st.integers(-99, 99), st.booleans(), st.lists(words, max_size=2))
 calls = st.lists(
     st.tuples(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.dictionaries(words, values, max_size=3)),

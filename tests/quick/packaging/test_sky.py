@@ -66,11 +66,7 @@ def test_setup_installs_a_checkout_as_it_is(tmp_path: Path):
     prepare_setup(tmp_path, "580.65.06")
     write_command(tmp_path / "sky_workdir" / "scripts", "setup", f'echo "setup $@" >> {tmp_path}/log')
     assert run_part("setup", tmp_path).returncode == 0
-    assert (tmp_path / "log").read_text().splitlines() == [
-        "uv python install 3.12",
-        "uv python find 3.12",
-        "setup ",
-    ]
+    assert (tmp_path / "log").read_text().splitlines() == ["uv python install 3.12", "uv python find 3.12", "setup "]
 
 
 def test_the_setup_script_refuses_an_old_driver_too(tmp_path: Path):

@@ -8,12 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from art_server.process.shared.trainer_messages import (
-    Batch,
-    TokenSequence,
-    TrainableGroup,
-    TrainableTrajectory,
-)
+from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
 from art_server.trainer.policy import Policy
 from tests.architectures import ARCHITECTURES, start
 from tests.forests import save_random_adapter
@@ -82,12 +77,7 @@ def make_batch() -> MakeBatch:
 
 
 def random_batch(
-    seed: int,
-    *,
-    num_groups: int = 3,
-    group_size: int = 3,
-    max_length: int = 24,
-    num_openings: int = 0,
+    seed: int, *, num_groups: int = 3, group_size: int = 3, max_length: int = 24, num_openings: int = 0
 ) -> Batch:
     """Groups with unequal rewards; trajectories of one to three sequences; trained runs between context runs.
 
@@ -109,8 +99,7 @@ def random_batch(
             TrainableGroup(
                 trajectories=[
                     TrainableTrajectory(
-                        reward=index + rng.random() / 2,
-                        sequences=[sequence() for _ in range(rng.randint(1, 3))],
+                        reward=index + rng.random() / 2, sequences=[sequence() for _ in range(rng.randint(1, 3))]
                     )
                     for index in range(group_size)
                 ]

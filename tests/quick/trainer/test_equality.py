@@ -13,12 +13,6 @@ from tests.forests import EXAMPLES, FORESTS, assert_tree_equals_rows
 @settings(max_examples=6, **EXAMPLES)
 @given(name=st.sampled_from(sorted(CONFIGS)), **FORESTS)
 def test_tree_equals_rows(
-    started: tuple[Policy, Path],
-    tmp_path: Path,
-    name: str,
-    seed: int,
-    budget: int,
-    noise: float,
-    is_plain: bool,
+    started: tuple[Policy, Path], tmp_path: Path, name: str, seed: int, budget: int, noise: float, is_plain: bool
 ) -> None:
     assert_tree_equals_rows(started, tmp_path, CONFIGS[name], seed, budget, noise, is_plain)

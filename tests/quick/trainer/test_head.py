@@ -50,9 +50,7 @@ def test_hopeless_and_certain_tokens_stay_finite() -> None:
     hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
     weight = torch.tensor([[300.0], [0.0], [-300.0]])
     logprobs, entropies, is_likeliest = score_targets(
-        hidden,
-        whole_pieces(torch.tensor([2, 0]), lambda states: states @ weight.T, 3),
-        with_entropy_gradient=True,
+        hidden, whole_pieces(torch.tensor([2, 0]), lambda states: states @ weight.T, 3), with_entropy_gradient=True
     )
     assert logprobs.tolist() == [-600.0, 0.0]
     assert entropies.tolist() == [0.0, 0.0]

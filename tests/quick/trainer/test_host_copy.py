@@ -51,9 +51,7 @@ def test_pages_are_unlocked_before_their_memory_is_freed(monkeypatch: pytest.Mon
     assert runtime.locked == set() and runtime.kernels == 0
 
 
-def test_a_refusal_to_lock_is_not_left_as_cuda_s_last_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refusal_to_lock_is_not_left_as_cuda_s_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(712)
     copy = make(monkeypatch, runtime)
     assert not copy.is_locked and runtime.kernels == 1

@@ -32,8 +32,7 @@ def expected(inverse: torch.Tensor, positions: list[int], scale: float = 1.0) ->
 
 
 @pytest.mark.parametrize(
-    ("context", "kind"),
-    [(None, "long"), (ORIGINAL + 1, "long"), (512, "long"), (ORIGINAL, "short"), (8, "short")],
+    ("context", "kind"), [(None, "long"), (ORIGINAL + 1, "long"), (512, "long"), (ORIGINAL, "short"), (8, "short")]
 )
 def test_the_context_decides_which_factors_of_longrope_hold_for_every_position(context: int | None, kind: str) -> None:
     rope = ROPES["phi3 longrope"]
@@ -43,10 +42,7 @@ def test_the_context_decides_which_factors_of_longrope_hold_for_every_position(c
     scale = (1 + torch.log(torch.tensor(1024 / ORIGINAL)) / torch.log(torch.tensor(ORIGINAL))) ** 0.5
     for positions in ([0, 3, 9], [0, 3, 500], [1000]):
         torch.testing.assert_close(
-            embedding(model, positions),
-            expected(inverse, positions, float(scale)),
-            atol=1e-4,
-            rtol=0,
+            embedding(model, positions), expected(inverse, positions, float(scale)), atol=1e-4, rtol=0
         )
 
 
@@ -70,8 +66,7 @@ def test_a_scale_of_its_own_for_long_and_short_factors_is_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "base"),
-    [(None, 10000.0), (256, 10000.0 * (4 * 1024 / 256 - 3) ** (HEAD / (HEAD - 2)))],
+    ("trained", "base"), [(None, 10000.0), (256, 10000.0 * (4 * 1024 / 256 - 3) ** (HEAD / (HEAD - 2)))]
 )
 def test_dynamic_ntk_stretches_by_the_trained_positions_and_never_by_the_call(trained: int | None, base: float) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0}
@@ -95,10 +90,7 @@ def test_an_alpha_leaves_out_the_factor_beside_it() -> None:
 
 
 def test_each_type_of_layer_has_its_own_factors() -> None:
-    layers = {
-        "full_attention": ROPES["phi3 longrope"],
-        "sliding_attention": {"rope_type": "default"},
-    }
+    layers = {"full_attention": ROPES["phi3 longrope"], "sliding_attention": {"rope_type": "default"}}
     config = AutoConfig.for_model(
         "gemma3_text",
         **SHAPE,

@@ -19,11 +19,7 @@ def test_given_rate_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "width", "expected"),
-    [
-        ("qwen3", 2000, 5e-4),
-        ("llama", 1000, 5e-4 * 2**0.781),
-        ("gemma3_text", 1000, 5e-4 * 2**0.0775),
-    ],
+    [("qwen3", 2000, 5e-4), ("llama", 1000, 5e-4 * 2**0.781), ("gemma3_text", 1000, 5e-4 * 2**0.0775)],
 )
 def test_auto_rate_follows_the_published_rule_and_says_so(model_type: str, width: int, expected: float) -> None:
     rate, rule = base_learning_rate(TrainConfig(learning_rate="auto"), model_type, width)

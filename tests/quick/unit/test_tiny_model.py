@@ -128,11 +128,7 @@ def test_tools_stand_in_the_system_turn(tokenizer: PreTrainedTokenizerBase) -> N
 def test_calls_and_results_render_in_hermes_tags(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [
         {"role": "user", "content": "Add 1 and 2, and 3 and 4."},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [call({"a": 1, "b": 2}), call({"a": 3, "b": 4})],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [call({"a": 1, "b": 2}), call({"a": 3, "b": 4})]},
         {"role": "tool", "tool_call_id": "call_0", "content": "3"},
         {"role": "tool", "tool_call_id": "call_1", "content": "7"},
     ]
@@ -202,9 +198,7 @@ def test_a_thought_inside_the_content_is_recognised(tokenizer: PreTrainedTokeniz
     assert render(tokenizer, [question, answer, question]) == (turn + "<|im_start|>assistant\nyes<|im_end|>\n" + turn)
 
 
-def test_each_turn_of_a_conversation_extends_the_prompt_before_it(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_each_turn_of_a_conversation_extends_the_prompt_before_it(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Add 12 and 30."},
@@ -233,11 +227,7 @@ def rates_by_name(rates: list) -> dict[str, float]:
 def test_yes_no_maybe_answers_keep_the_form_and_leave_room(sampler: Sampler) -> None:
     prompts = [
         (f"respond with {a}, {b}, {c}")
-        for a, b, c in (
-            ("yes", "no", "maybe"),
-            ("maybe", "yes", "no"),
-            ("'no'", "'maybe'", "'yes'"),
-        )
+        for a, b, c in (("yes", "no", "maybe"), ("maybe", "yes", "no"), ("'no'", "'maybe'", "'yes'"))
     ]
     chats = [measuring.Chat([{"role": "user", "content": prompt}]) for prompt in prompts * 43]
     answers = sampler.answer(chats, 8)

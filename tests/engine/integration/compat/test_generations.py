@@ -48,8 +48,7 @@ async def test_model_train_logs_by_itself(server: Server, backend: art.Backend) 
     """0.3 to 0.5.7: the train call writes the history."""
     model = art.TrainableModel(name="style-a", project=PROJECT, base_model="art/tiny")
     model._internal_config = art.dev.InternalModelConfig(
-        init_args=art.dev.InitArgs(max_seq_length=1024),
-        trainer_args=art.dev.TrainerArgs(learning_rate=1e-4),
+        init_args=art.dev.InitArgs(max_seq_length=1024), trainer_args=art.dev.TrainerArgs(learning_rate=1e-4)
     )
     await model.register(backend)
     for _step in range(await model.get_step(), STEPS):
@@ -134,9 +133,7 @@ async def test_trajectory_and_trajectory_group(server: Server, backend: art.Back
 
     async def agent() -> None:
         completion = await model.openai_client().chat.completions.create(
-            model=model.get_inference_name(),
-            messages=[{"role": "user", "content": PROMPT}],
-            max_tokens=8,
+            model=model.get_inference_name(), messages=[{"role": "user", "content": PROMPT}], max_tokens=8
         )
         trajectory = art.current_trajectory(require=True)
         trajectory.reward = score(completion.choices[0].message.content)

@@ -14,8 +14,7 @@ from art_server.inference_proxy import InferenceRequest
 
 def ask(**fields: Any) -> InferenceRequest:
     made = InferenceRequest(
-        *("chat", "/v1/chat/completions", "a", {}, {}, "me", None, None, None, [], b""),
-        is_first_turn=True,
+        *("chat", "/v1/chat/completions", "a", {}, {}, "me", None, None, None, [], b""), is_first_turn=True
     )
     made.adapter = "p/a@3"
     for key, value in fields.items():

@@ -13,11 +13,7 @@ BODIES: dict[str, dict[str, Any]] = {
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": "fine", "reasoning": "own"},
             {"role": "user", "content": "more"},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "c1", "type": "function", "function": CALL}],
-            },
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": CALL}]},
             {"role": "tool", "tool_call_id": "c1", "content": "r"},
             {"role": "assistant", "content": "done"},
         ]
@@ -34,26 +30,15 @@ BODIES: dict[str, dict[str, Any]] = {
                 ],
             },
             {"role": "user", "content": "more"},
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {"a": 1}}],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "r"}],
-            },
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "r"}]},
             {"role": "assistant", "content": "done"},
         ],
     },
     "responses": {
         "input": [
             {"role": "user", "content": "q"},
-            {
-                "type": "reasoning",
-                "id": "rs_9",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": "own"}],
-            },
+            {"type": "reasoning", "id": "rs_9", "summary": [], "content": [{"type": "reasoning_text", "text": "own"}]},
             {"role": "assistant", "content": "fine"},
             {"role": "user", "content": "more"},
             {"type": "function_call", "call_id": "c1", **CALL},

@@ -24,10 +24,7 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "look",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-        },
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
 J = '{"name": "look", "arguments": {"city": "Paris", "days": 3}}'
@@ -108,22 +105,12 @@ CASES = {
         ('[look(city="Paris", days=3), look(days=1)]', "<|python_start|>[look()]<|python_end|>"),
         ("[", "]", "<|python_start|>", "look(", ")"),
     ),
-    "mistral": Case(
-        "mistral",
-        None,
-        (MISTRAL, 2 * MISTRAL),
-        ("[TOOL_CALLS]", "[ARGS]", "[TOOL", f"[{J}, "),
-    ),
+    "mistral": Case("mistral", None, (MISTRAL, 2 * MISTRAL), ("[TOOL_CALLS]", "[ARGS]", "[TOOL", f"[{J}, ")),
     "deepseek_v3": Case(
         "deepseek_v3",
         "deepseek_r1",
         (DEEPSEEK, twice(DEEPSEEK, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),
-        (
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-        ),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     ),
     "gemma4": Case(
         "gemma4",
@@ -163,12 +150,7 @@ CASES = {
         "deepseek_v31",
         "deepseek_v3",
         (DEEPSEEK_31, twice(DEEPSEEK_31, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),
-        (
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-        ),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         thinks=True,
     ),
     "functiongemma": Case(
@@ -178,18 +160,10 @@ CASES = {
         ("<start_function_call>", "<escape>", "call:look{", "<end_function_call>"),
     ),
     "magistral": Case(
-        "mistral",
-        "mistral",
-        (MISTRAL, 2 * MISTRAL),
-        ("[TOOL_CALLS]", "[ARGS]", "[TOOL"),
-        ("[THINK]", "[/THINK]"),
+        "mistral", "mistral", (MISTRAL, 2 * MISTRAL), ("[TOOL_CALLS]", "[ARGS]", "[TOOL"), ("[THINK]", "[/THINK]")
     ),
     "laguna": Case(
-        "poolside_v1",
-        "poolside_v1",
-        (GLM, f"{GLM}\n{GLM}"),
-        ("<tool_call>", "<arg_key>", "</arg_value>"),
-        thinks=True,
+        "poolside_v1", "poolside_v1", (GLM, f"{GLM}\n{GLM}"), ("<tool_call>", "<arg_key>", "</arg_value>"), thinks=True
     ),
     "olmo3": Case(
         "olmo3",
@@ -210,12 +184,7 @@ CASES = {
         ('<|tools_prefix|>[{"look": {"city": "Paris"}}, {"look": {"days": 3}}]<|tools_suffix|>',),
         ("<|tools_prefix|>", '[{"look": ', "<|tools_suffix|>"),
     ),
-    "phi4_mini_json": Case(
-        "phi4_mini_json",
-        None,
-        (f"functools{TOOLS_TAG}",),
-        ("functools", "[{", "}]"),
-    ),
+    "phi4_mini_json": Case("phi4_mini_json", None, (f"functools{TOOLS_TAG}",), ("functools", "[{", "}]")),
     "hunyuan_a13b": Case(
         "hunyuan_a13b",
         "hunyuan_a13b",
@@ -261,18 +230,7 @@ CASES = {
     ),
     "nemotron_v3": Case("qwen3_coder", "nemotron_v3", (XML, f"{XML}\n{XML}"), XML_MARKS, thinks=True),
 }
-PROSE = (
-    "I will look. ",
-    "\n\n",
-    " ",
-    "ünï ☃ 🙂",
-    "a < b",
-    "x[0] = {1}",
-    "```json\n",
-    '"',
-    "\\ud83c",
-    "}",
-)
+PROSE = ("I will look. ", "\n\n", " ", "ünï ☃ 🙂", "a < b", "x[0] = {1}", "```json\n", '"', "\\ud83c", "}")
 SPECIAL = [
     "<|python_tag|>",
     "<|python_start|>",
@@ -723,13 +681,7 @@ STREAMED = '<tool_call>{"name": "look", "arguments": {"city": "Paris"}}</tool_ca
         (f'{STREAMED}\n<tool_call>{{"name', "length", None, 0, "length"),
         ("a < b <tool", "stop", "a < b <tool", 0, "stop"),
         ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', "stop", None, 0, "stop"),
-        (
-            '<tool_call>{"name": "look", "arguments": {"a": NaN}}</tool_call>',
-            "stop",
-            None,
-            0,
-            "stop",
-        ),
+        ('<tool_call>{"name": "look", "arguments": {"a": NaN}}</tool_call>', "stop", None, 0, "stop"),
     ],
 )
 def test_calls_are_complete_or_text(

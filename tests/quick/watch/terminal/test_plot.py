@@ -14,10 +14,7 @@ Run = Callable[..., Ran]
 
 
 def history(*values: float | None, first: int = 1) -> dict[str, Any]:
-    return {
-        "steps": list(range(first, first + len(values))),
-        "metrics": {"train/reward": list(values)},
-    }
+    return {"steps": list(range(first, first + len(values))), "metrics": {"train/reward": list(values)}}
 
 
 def test_a_curve_is_drawn_from_corner_to_corner_with_whole_steps() -> None:
@@ -66,11 +63,7 @@ def test_charts_of_a_metric_share_their_axes() -> None:
 
 
 def test_pictures_and_pages_are_written(run: Run, folder: Path, tmp_path: Path) -> None:
-    for name, beginning in (
-        ("a.png", b"\x89PNG"),
-        ("a.svg", b"<?xml"),
-        ("a.HTML", b"<!doctype html>"),
-    ):
+    for name, beginning in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.HTML", b"<!doctype html>")):
         out = tmp_path / name
         ran = run("plot", "webnav-8b", "webnav-lr2e5", "--out", out, "--path", folder)
         assert (ran.code, ran.out) == (0, "") and f"{name} is written" in ran.err

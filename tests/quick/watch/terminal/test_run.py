@@ -60,16 +60,7 @@ def test_json_has_the_fields_that_programs_read(run: Run, folder: Path) -> None:
     status = read("status")
     assert set(status) == {"models", "time", "live"} and status["live"] is None
     (model, _) = read("runs")["models"]
-    assert {
-        "id",
-        "base_model",
-        "step",
-        "reward",
-        "rewards",
-        "val_reward",
-        "best",
-        "last_at",
-    } <= set(model)
+    assert {"id", "base_model", "step", "reward", "rewards", "val_reward", "best", "last_at"} <= set(model)
     step = read("show", f"{MODEL}@1", "--group", "0", "--rollout", "1")
     assert (step["model"], step["split"], step["step"]) == (MODEL, "train", 1)
     (rollout,) = step["rollouts"]
@@ -103,11 +94,7 @@ def test_into_a_pipe_nothing_is_cut_off_or_coloured(run: Run, folder: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (
-            ["show", "none"],
-            1,
-            "'none' is no model of .*; models: demo/webnav-8b, demo/webnav-lr2e5",
-        ),
+        (["show", "none"], 1, "'none' is no model of .*; models: demo/webnav-8b, demo/webnav-lr2e5"),
         (["show", f"{MODEL}@7"], 1, r"split 'train' at step 7; newest steps .*: 6, 5, 4"),
         (["show", f"{MODEL}@{'9' * 5000}"], 2, "is no step: write"),
         (["show", f"{MODEL}@x"], 2, "'x' is no step: write demo/webnav-8b@NUMBER"),

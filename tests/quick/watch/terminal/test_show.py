@@ -109,11 +109,7 @@ def hostile(tmp_path: Path) -> Path:
         choice,
     ]
     trajectory = TrajectoryBody(
-        messages_and_choices=messages,
-        reward=1.0,
-        metrics={ESCAPES: 1},
-        metadata={ESCAPES: ESCAPES},
-        logs=[ESCAPES],
+        messages_and_choices=messages, reward=1.0, metrics={ESCAPES: 1}, metadata={ESCAPES: ESCAPES}, logs=[ESCAPES]
     )
     failures: Any = [{"type": ESCAPES, "message": ESCAPES}]
     group = TrajectoryGroupBody(trajectories=[trajectory], exceptions=failures, logs=[ESCAPES])

@@ -30,13 +30,7 @@ def test_letters_of_all_scripts_and_joined_pictures_stay() -> None:
 def test_numbers_fit_their_column() -> None:
     shown = [number(each) for each in (None, 0.5, -2.0, 123456.0, float("nan"))]
     assert shown == ["-", "0.500", "-2.000", "1.23e+05", "nan"]
-    assert [age(each) for each in (None, -3.0, 59.0, 3600.0, 200_000.0)] == [
-        "-",
-        "0 s",
-        "59 s",
-        "1 h",
-        "2 d",
-    ]
+    assert [age(each) for each in (None, -3.0, 59.0, 3600.0, 200_000.0)] == ["-", "0 s", "59 s", "1 h", "2 d"]
     assert size(3 * 2**29) == "1.5 GiB"
 
 
