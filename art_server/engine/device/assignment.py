@@ -19,20 +19,19 @@ def check_devices(config: ServerConfig, machine: Machine) -> None:
     """
     there = [gpu.index for gpu in machine.gpus] if machine.gpus else list(machine.cores)
     kind = "GPU" if machine.gpus else "core"
-    for flag, devices in (
-        ("--serve-devices", config.serve_devices),
-        ("--train-devices", config.train_devices),
-    ):
+    for param, devices in (("serve_devices", config.serve_devices), ("train_devices", config.train_devices)):
         for device in devices:
             if device not in there:
                 raise InvalidInput(
-                    f"{flag}: there is no {kind} {device} here, only {', '.join(map(str, there))}",
+                    f"--{param.replace('_', '-')}: there is no {kind} {device} here, only {', '.join(map(str, there))}",
                     code="no_such_device",
+                    param=param,
                 )
     if machine.gpus and len(config.train_devices) > 1:
         raise InvalidInput(
             "--train-devices: the trainer uses one GPU; give the others to --serve-devices",
             code="no_such_device",
+            param="train_devices",
         )
     for index in (*config.serve_devices, *config.train_devices) or (0,):
         if machine.gpus and "bfloat16" in config.number_types("cuda"):

@@ -124,9 +124,9 @@ async def test_charts_show_the_means(tmp_path: Path) -> None:
     assert [each.get_text() for each in bars.get_xticklabels()] == ["Mine", "gpt"]
     assert [each.get_text() for each in bars.texts] == ["67%", "67%"]
     figure.savefig(tmp_path / "progress.png")
-    with pytest.raises(ValueError, match="no metric 'loss'; it has reward, "):
+    with pytest.raises(ValueError, match="'loss'"):
         training_progress_chart(table, "loss")
-    with pytest.raises(ValueError, match="no rows of these models"):
+    with pytest.raises(ValueError, match="models"):
         training_progress_chart(table, "reward", ["nobody"])
 
 
@@ -157,5 +157,5 @@ def test_groups_go_through_text_without_log_probabilities() -> None:
     assert read.metadata == {"task": "t"}
     answer: Any = read.trajectories[1].messages_and_choices[1]
     assert isinstance(answer, Choice) and answer.message.content == "0.4"
-    with pytest.raises(ValueError, match="Expecting"):
+    with pytest.raises(json.JSONDecodeError):
         deserialize_trajectory_groups("{")

@@ -75,7 +75,7 @@ async def test_the_object_inside_the_coroutine_is_the_one_that_is_filled(session
 async def test_outside_of_a_scope_there_is_no_trajectory(sessions, model: art.TrainableModel):
     assert art.auto_trajectory() is None and art.current_trajectory() is None
     for spelling in ("required", "require"):
-        with pytest.raises(RuntimeError, match="no trajectory is being captured here"):
+        with pytest.raises(RuntimeError, match=r"art\.trajectory"):
             art.current_trajectory(**{spelling: True})
     await ask(model)
     assert sessions == {None: 1}
@@ -209,16 +209,23 @@ async def test_requests_of_a_nested_rollout_are_its_own(server, sessions, model:
 
 
 async def test_a_failure_passes_and_leaves_the_scope(sessions, model: art.TrainableModel):
-    async def run() -> None:
-        raise ValueError("no such tool")
+    failure = ValueError("no such tool")
 
-    with pytest.raises(ValueError, match="no such tool"):
+    async def run() -> None:
+        raise failure
+
+    with pytest.raises(ValueError) as caught:
         await art.trajectory(run())
+    assert caught.value is failure
     assert art.current_trajectory() is None
     task = asyncio.create_task(asyncio.sleep(0))
-    with pytest.raises(TypeError, match="a task has its own context"):
+    with pytest.raises(TypeError, match="task"):
         await art.trajectory(task)  # type: ignore[arg-type]
     await task
+
+
+class TooMuch(Exception):
+    pass
 
 
 async def test_group_of_captured_trajectories(sessions, model: art.TrainableModel):
@@ -226,7 +233,7 @@ async def test_group_of_captured_trajectories(sessions, model: art.TrainableMode
         await ask(model)
         art.current_trajectory(required=True).reward = reward
         if reward > 1:
-            raise ValueError("too much")
+            raise TooMuch("too much")
 
     def captured(*rewards: float):
         return [art.trajectory(run(reward)) for reward in rewards]
@@ -234,7 +241,7 @@ async def test_group_of_captured_trajectories(sessions, model: art.TrainableMode
     group = await art.trajectory_group(captured(0.0, 1.0), metadata={"scenario": 3})
     assert [t.reward for t in group] == [0.0, 1.0] and group.metadata == {"scenario": 3}
     assert len(sessions) == 2
-    with pytest.raises(ValueError, match="too much"):
+    with pytest.raises(TooMuch):
         await art.trajectory_group(captured(0.0, 2.0))
     group = await art.trajectory_group(captured(0.0, 2.0), return_exceptions=True)
     assert len(group) == 1 and group.exceptions[0].message == "too much"

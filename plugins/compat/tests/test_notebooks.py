@@ -11,6 +11,7 @@ from art.notices import left_out_sentence
 from art.rewards import Judge
 from art.utils.litellm import convert_litellm_choice_to_openai
 from art_protocol.wire import Dropped, JobReport
+from tests.refusals import refused
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +31,7 @@ def test_the_provider_in_a_judge_s_name_has_an_address_and_a_key_of_its_own(
     monkeypatch.setenv("OPENAI_API_KEY", "of another provider")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere/v1")
     monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(ValueError, match=f"needs a key: set {variable}"):
+    with pytest.raises(ValueError, match=variable):
         Judge(name)
     monkeypatch.setenv(variable, "from the environment")
     for given, key in ((None, "from the environment"), ("given", "given")):
@@ -56,7 +57,7 @@ async def test_deleting_by_a_metric_that_nothing_has_logged_yet_is_a_warning(
 
 async def test_other_refusals_to_delete_are_raised(server, answer, model: art.TrainableModel) -> None:
     server.on("POST", DELETE, answer(422, refusal("unknown_step")))
-    with pytest.raises(art.ArtStatusError, match="not so"):
+    with refused(art.ArtStatusError, "unknown_step"):
         await model.delete_checkpoints(keep=[7])
 
 

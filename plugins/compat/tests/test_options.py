@@ -38,7 +38,7 @@ def test_settings_are_dictionaries_attributes_and_fields():
     assert copied["beta"] == 0.2 and "beta" not in adapter.training
     for again in (copy.deepcopy(copied), pickle.loads(pickle.dumps(copied))):
         assert again == copied and type(again) is art.dev.TrainerArgs
-    with pytest.raises(AttributeError, match="TrainerArgs has no 'nothing'"):
+    with pytest.raises(AttributeError, match="'nothing'"):
         _ = copied.nothing
 
 
@@ -108,7 +108,7 @@ async def test_backend_train_is_arts(server, answer, backend, model, groups, cap
     await backend.train(model, groups, art.TrainConfig(max_grad_norm=0.5))
     config = await sent_config(server)
     assert (config["max_grad_norm"], config["ratio_to"]) == (0.5, "start")
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="learning_rate"):
         await backend.train(model, groups, art.TrainConfig(), learning_rate=1e-4)
 
 

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +112,14 @@ def test_json_match_of_a_number_that_is_infinite_does_not_raise() -> None:
 
 
 def test_a_fence_before_many_line_breaks_is_read_once() -> None:
-    began = time.monotonic()
-    assert json_match("```" + "\n" * 100_000) == 0.0
+    """To read it once for each line break would take hours."""
+    assert json_match("```" + "\n" * 2_000_000) == 0.0
     assert json_match("```json \n\n 1 \n```") == 1.0
-    assert time.monotonic() - began < 5
 
 
 def test_json_match_refuses_what_is_no_schema() -> None:
     assert json_match("[1]") == 1.0 and json_match("[NaN]") == 0.0
-    with pytest.raises(ValueError, match="not a JSON schema"):
+    with pytest.raises(ValueError):
         json_match("1", {"type": "nothing"})
 
 
@@ -133,14 +131,14 @@ def test_a_sum_logs_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "weights", "words"),
+    ("parts", "weights", "part"),
     [
-        ({"right": float("nan")}, None, "part 'right' of the reward is nan"),
-        ({"right": 1.0}, {"wrong": 1.0}, "'wrong', which is not a part"),
+        ({"right": float("nan")}, None, "'right'"),
+        ({"right": 1.0}, {"wrong": 1.0}, "'wrong'"),
     ],
 )
-def test_a_sum_that_cannot_be_is_refused(parts: dict[str, float], weights: dict[str, float] | None, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_sum_that_cannot_be_is_refused(parts: dict[str, float], weights: dict[str, float] | None, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
         set_reward(art.Trajectory(messages_and_choices=[]), parts, weights)
 
 

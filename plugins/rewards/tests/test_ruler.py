@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import art
 from art.rewards import Judge, JudgeError, ruler, ruler_score_group
-from art.rewards.answers import MAX_CHARACTERS, read_scores, schema_of
+from art.rewards.answers import MAX_CHARACTERS, MAX_STARTS, read_scores, schema_of
 from art.rewards.ruler import DISTANCE, TrajectoryScore
 
 pytestmark = pytest.mark.anyio
@@ -226,7 +226,7 @@ async def test_the_rubric_is_in_the_prompt_as_it_is() -> None:
 
 
 async def test_a_message_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds a int"):
+    with pytest.raises(ValueError, match="messages_and_choices"):
         await ruler([[TASK, 3]], Scripted(scores_text(1)))  # pyright: ignore[reportArgumentType]
 
 
@@ -302,10 +302,10 @@ async def test_an_unusable_answer_is_requested_once_more(answer: str | None, wor
     ]
     assert words in second[3]["content"] and len(second[2]["content"]) <= 4_000
     judge = Scripted(answer)
-    with pytest.raises(JudgeError, match=re.escape(words)) as raised:
+    with pytest.raises(JudgeError) as raised:
         await ruler(conversations("a", "b"), judge)
     assert isinstance(raised.value, art.ArtError) and len(judge.prompts) == 2
-    assert "Use a stronger judge" in str(raised.value) and len(str(raised.value)) < 300
+    assert len(str(raised.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ async def test_a_judge_that_returns_no_text_is_a_fault_of_the_program() -> None:
     async def judge(messages: object) -> Any:
         return {"scores": []}
 
-    with pytest.raises(TypeError, match=r"judge.* returned dict, not text"):
+    with pytest.raises(TypeError, match="judge"):
         await ruler(conversations("a"), judge)
 
 
@@ -362,23 +362,34 @@ def test_any_text_gives_scores_of_exactly_the_ids_or_an_error(text: str) -> None
     assert all(type(each.score) is float and 0 <= each.score <= 1 for each in verdicts)
 
 
-def test_hostile_brackets_take_no_time() -> None:
-    began = time.monotonic()
+def test_hostile_brackets_are_not_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def raw_decode(self: json.JSONDecoder, text: str, start: int = 0) -> Any:
+        tried.append(start)
+        return decode(self, text, start)
+
+    decode = json.JSONDecoder.raw_decode
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", raw_decode)
     for text in ("[" * 190_000, '{"a":' * 38_000, '[{"a":' * 30_000, "{} " * 60_000):
+        tried.clear()
         with pytest.raises(ValueError):
             read_scores(text, IDS)
-    assert time.monotonic() - began < 20
+        assert len(tried) == MAX_STARTS
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_failing_judge_is_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def judge(messages: object) -> str:
-        raise RuntimeError("no more quota")
+    failure = RuntimeError("no more quota")
 
-    with pytest.raises(RuntimeError, match="no more quota"):
+    async def judge(messages: object) -> str:
+        raise failure
+
+    with pytest.raises(RuntimeError) as raised:
         await ruler_score_group(group_of("a"), judge)
+    assert raised.value is failure
     assert await ruler_score_group(group_of("a"), judge, swallow_exceptions=True) is None
     assert "a group is left out" in caplog.text and "RuntimeError: no more quota" in caplog.text
 
@@ -406,7 +417,7 @@ async def test_a_group_that_has_not_run_is_refused() -> None:
         return art.Trajectory()
 
     group = art.TrajectoryGroup([rollout()])
-    with pytest.raises(RuntimeError, match="await it"):
+    with pytest.raises(RuntimeError, match="await"):
         await ruler_score_group(group, Scripted(GOOD), swallow_exceptions=True)
     group.close()
 
@@ -422,12 +433,15 @@ async def test_a_wrong_mode_is_not_swallowed() -> None:
 
 
 async def test_cancelling_is_not_swallowed() -> None:
+    is_asked = asyncio.Event()
+
     async def judge(messages: object) -> str:
-        await asyncio.sleep(60)
+        is_asked.set()
+        await asyncio.Event().wait()
         return ""
 
     task = asyncio.create_task(ruler_score_group(group_of("a"), judge, swallow_exceptions=True))
-    await asyncio.sleep(0.01)
+    await is_asked.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -485,24 +499,24 @@ async def test_a_name_with_an_address(server, answer, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("model", "params", "words"),
+    ("model", "params", "field"),
     [
         ("groq/some/model", None, "groq.*base_url"),
         ("openai/o3", None, "OPENAI_API_KEY"),
-        (art.Model(name="judge", project="p"), None, "has no address"),
-        ("local", {"base_url": "http://user:password@host/v1"}, "has no address"),
-        ("local", {"base_url": "http://host/v1?key=secret"}, "has no address"),
-        ("local", {"base_url": "host:8000"}, "has no address"),
-        (Scripted(GOOD), {"temperature": 1}, "a judge that is a function"),
-        (Scripted(GOOD), {"timeout": 3}, "a judge that is a function"),
+        (art.Model(name="judge", project="p"), None, "base_url"),
+        ("local", {"base_url": "http://user:password@host/v1"}, "base_url"),
+        ("local", {"base_url": "http://host/v1?key=secret"}, "base_url"),
+        ("local", {"base_url": "host:8000"}, "base_url"),
+        (Scripted(GOOD), {"temperature": 1}, "options"),
+        (Scripted(GOOD), {"timeout": 3}, "options"),
         (Judge("o3", api_key=KEY), {"temperature": 1}, r"Judge\(\.\.\.\)"),
     ],
 )
 async def test_a_judge_that_cannot_be_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, model: Any, params: Any, words: str
+    monkeypatch: pytest.MonkeyPatch, model: Any, params: Any, field: str
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ValueError, match=words) as raised:
+    with pytest.raises(ValueError, match=field) as raised:
         await ruler_score_group(group_of("a"), model, params, swallow_exceptions=True)
     assert not re.search("password|secret", str(raised.value))
 
@@ -514,7 +528,7 @@ def test_settings_out_of_range_are_refused() -> None:
 
 
 async def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="'listwise' or 'pairwise'"):
+    with pytest.raises(ValueError, match="mode"):
         await ruler(conversations("a"), Scripted(GOOD), mode="both")  # pyright: ignore[reportArgumentType]
 
 
@@ -595,7 +609,7 @@ async def test_an_endpoint_that_refuses_schemas_is_asked_without_once(server, an
 async def test_another_refusal_is_an_error_and_schemas_are_tried_again(server, answer) -> None:
     server.on("POST", PATH, answer(400, {"error": {"message": "the prompt is too long"}}))
     judge = Judge("local", base_url=f"{server.url}/v1")
-    with pytest.raises(JudgeError, match=r"'local' at 127.*the prompt is too long"):
+    with pytest.raises(JudgeError, match="the prompt is too long"):
         await ruler(conversations("a"), judge)
     server.on("POST", PATH, answer(body=completion(scores_text(1))))
     await ruler(conversations("a"), judge)
@@ -611,23 +625,25 @@ async def test_the_caller_s_response_format_is_kept(server, answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "num_requests"),
     [
-        (b"<html>", "sent no chat completion"),
-        (b"\xff", "sent no chat completion"),
-        (b"[" * 100_000, "sent no chat completion"),
-        ({}, "no JSON objects"),
-        ([], "no JSON objects"),
-        ({"choices": None, "usage": "many"}, "no JSON objects"),
-        ({"choices": [{"message": None}], "usage": {"prompt_tokens": "x"}}, "no JSON objects"),
-        (completion([{"type": "text"}]), "no JSON objects"),
-        (completion('{"scores": {"1', finish_reason="length"), "a larger max_tokens"),
+        (b"<html>", 1),
+        (b"\xff", 1),
+        (b"[" * 100_000, 1),
+        ({}, 2),
+        ([], 2),
+        ({"choices": None, "usage": "many"}, 2),
+        ({"choices": [{"message": None}], "usage": {"prompt_tokens": "x"}}, 2),
+        (completion([{"type": "text"}]), 2),
+        (completion('{"scores": {"1', finish_reason="length"), 2),
     ],
 )
-async def test_an_endpoint_that_misbehaves(server, answer, body: Any, words: str) -> None:
+async def test_an_endpoint_that_misbehaves(server, answer, body: Any, num_requests: int) -> None:
+    """What is no chat completion is not requested again."""
     server.on("POST", PATH, answer(body=body))
-    with pytest.raises(JudgeError, match=words):
+    with pytest.raises(JudgeError):
         await ruler(conversations("a"), Judge("local", base_url=f"{server.url}/v1"))
+    assert len(server.sent("POST", PATH)) == num_requests
 
 
 def tracebacks(error: BaseException) -> str:
@@ -647,7 +663,7 @@ async def test_no_message_contains_the_key(
     caplog.set_level(logging.DEBUG)
     server.on("POST", PATH, answer(status, {"error": {"message": f"wrong key {KEY}" * 100}}))
     judge = Judge("local", base_url=f"{server.url}/v1", api_key=f"{KEY}\n", max_retries=0)
-    with pytest.raises(JudgeError, match=rf"{status}.*wrong key \*\*\*") as raised:
+    with pytest.raises(JudgeError, match=rf"{status}.*\*\*\*") as raised:
         await ruler(conversations("a"), judge)
     assert raised.value.retryable is is_temporary and len(str(raised.value)) < 400
     assert await ruler_score_group(group_of("a"), judge, swallow_exceptions=True) is None
@@ -668,7 +684,7 @@ async def test_no_message_contains_the_key(
 async def test_an_endpoint_that_is_away_is_a_clear_error(server) -> None:
     await server.stop()
     judge = Judge("local", base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
-    with pytest.raises(JudgeError, match=r"did not answer \(ConnectError\)") as raised:
+    with pytest.raises(JudgeError, match="ConnectError") as raised:
         await ruler(conversations("a"), judge)
     assert raised.value.retryable and KEY not in tracebacks(raised.value)
 
@@ -681,7 +697,7 @@ async def test_a_timeout_is_a_clear_error(make_server: Callable[[], Any]) -> Non
     listening = await asyncio.start_server(hang, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     params = {"base_url": f"http://127.0.0.1:{port}/v1", "timeout": 0.2, "max_retries": 0}
-    with pytest.raises(JudgeError, match=r"did not answer \(ReadTimeout\)"):
+    with pytest.raises(JudgeError, match="ReadTimeout"):
         await ruler(conversations("a"), "local", params)
     listening.close()
     await listening.wait_closed()
@@ -719,10 +735,8 @@ class Slow:
 
     def __init__(self) -> None:
         self.running = self.most = self.total = 0
-        self.starts: list[float] = []
 
     async def __call__(self, messages: list[dict[str, Any]]) -> str:
-        self.starts.append(time.monotonic())
         self.running += 1
         self.total += 1
         self.most = max(self.most, self.running)
@@ -757,18 +771,22 @@ def test_each_event_loop_has_its_own_limit() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
-    assert not any(thread.is_alive() for thread in threads)
+        thread.join()
     assert isinstance(judge.model, Slow) and judge.model.total == 15
 
 
-async def test_requests_start_at_intervals() -> None:
-    slow = Slow()
-    judge, began = Judge(slow, requests_per_minute=300), time.monotonic()
-    await asyncio.gather(*(ruler(conversations(f"{n}"), judge) for n in range(4)))
-    starts = [start - began for start in slow.starts]
-    assert len(starts) == 4
-    assert all(start >= 0.2 * number - 0.01 for number, start in enumerate(starts)), starts
+async def test_requests_start_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("art.rewards.judge.time", SimpleNamespace(monotonic=lambda: 100.0))
+    judge = Judge(Scripted(scores_text(1)), requests_per_minute=300)
+    monkeypatch.setattr("art.rewards.judge.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    for number in range(4):
+        await ruler(conversations(f"{number}"), judge)
+    assert waits == pytest.approx([0.0, 0.2, 0.4, 0.6])
 
 
 async def test_equal_judgings_are_answered_from_memory() -> None:
@@ -880,7 +898,7 @@ async def test_one_trajectory_has_no_opponent() -> None:
 
 
 async def test_a_pair_that_cannot_be_judged_is_an_error() -> None:
-    with pytest.raises(JudgeError, match="its ids are"):
+    with pytest.raises(JudgeError, match=r"\['1'\]"):
         await ruler(conversations("a", "b", "c"), Scripted(scores_text(1)), mode="pairwise")
 
 

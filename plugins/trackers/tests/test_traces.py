@@ -202,9 +202,11 @@ async def test_a_rollout_that_fails_ends_its_span_with_the_errors_type(collector
         backend = art.Backend(served.url, trackers=["otlp"])
         model = art.TrainableModel(name="agent", project="demo", base_model="base")
         await model.register(backend)
-        with pytest.raises(ValueError, match="a private"):
+        failure = ValueError("a private message")
+        with pytest.raises(ValueError) as caught:
             async with art.rollout(model):
-                raise ValueError("a private message")
+                raise failure
+        assert caught.value is failure
         await backend.close()
     (rolled,) = collector.named("rollout")
     assert rolled.status.message == "ValueError"

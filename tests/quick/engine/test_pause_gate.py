@@ -1,19 +1,40 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from art_server.engine import pause_gate as gate_module
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
+from tests.refusals import refused
+from tests.waiting import PATIENCE_SECONDS
+
+
+@pytest.fixture
+def head_start(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """The end of the head start that the first requests have."""
+    is_over = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        await (is_over.wait() if seconds else asyncio.sleep(0))
+
+    monkeypatch.setattr(gate_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    return is_over
+
+
+async def turns() -> None:
+    """All that can go on has gone on."""
+    for _ in range(9):
+        await asyncio.sleep(0)
 
 
 @pytest.mark.anyio
 async def test_requests_wait_while_the_gate_is_closed() -> None:
     gate = PauseGate()
-    await gate.wait_open(0.01)
+    await gate.wait_open(0)
     gate.close("a step")
-    waiting = asyncio.create_task(gate.wait_open(5))
-    await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(gate.wait_open(PATIENCE_SECONDS))
+    await turns()
     assert not waiting.done()
     gate.open()
     await waiting
@@ -21,36 +42,35 @@ async def test_requests_wait_while_the_gate_is_closed() -> None:
 
 @pytest.mark.anyio
 async def test_a_few_go_first_and_the_rest_wait_again_where_the_gate_closes(
-    monkeypatch: pytest.MonkeyPatch,
+    head_start: asyncio.Event,
 ) -> None:
-    monkeypatch.setattr(gate_module, "HEAD_START_SECONDS", 0.01)
     gate = PauseGate()
     gate.close("a step")
-    waiting = [asyncio.create_task(gate.wait_open(5)) for _ in range(10)]
-    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(gate.wait_open(PATIENCE_SECONDS)) for _ in range(10)]
+    await turns()
     gate.open()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns()
     assert [task.done() for task in waiting] == [True] * gate_module.FIRST + [False] * (10 - gate_module.FIRST)
     gate.close("a step")
-    await asyncio.sleep(0.05)
+    head_start.set()
+    await turns()
     assert sum(task.done() for task in waiting) == gate_module.FIRST
     # Where jobs follow one another the gate is open for a moment only. Who missed one opening goes at the next.
     gate.open()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns()
     assert all(task.done() for task in waiting)
-    await asyncio.wait_for(gate.wait_open(0), 1)
+    await gate.wait_open(0)
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("head_start")
 async def test_a_gate_that_opens_just_before_the_limit_lets_the_request_in() -> None:
+    """The head start of the first ones does not end before the limit of the last one does."""
     gate = PauseGate()
     gate.close("a step")
-    limit = gate_module.HEAD_START_SECONDS
-    waiting = [asyncio.create_task(gate.wait_open(limit)) for _ in range(gate_module.FIRST + 1)]
-    await asyncio.sleep(limit / 2)
-    gate.open()  # the head start of the first ones outlasts the limit of the last one
+    waiting = [asyncio.create_task(gate.wait_open(0.05)) for _ in range(gate_module.FIRST + 1)]
+    await asyncio.sleep(0)
+    gate.open()
     await asyncio.gather(*waiting)
 
 
@@ -58,7 +78,7 @@ async def test_a_gate_that_opens_just_before_the_limit_lets_the_request_in() -> 
 async def test_past_the_limit_the_request_may_be_repeated() -> None:
     gate = PauseGate()
     gate.close("a step of 'p/a', which trains")
-    with pytest.raises(Unavailable, match="for a step, which trains; repeat the request") as error:
+    with refused(Unavailable, "training_in_progress") as error:
         await gate.wait_open(0.01)
     assert error.value.retryable
 

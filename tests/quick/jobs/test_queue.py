@@ -20,6 +20,7 @@ from art_server.process.shared.trainer_messages import (
     Batch,
 )
 from tests.quick.jobs.queued_jobs import GROUP, PAYLOAD, add, request_digest
+from tests.refusals import refused
 
 
 def test_jobs_and_payloads_survive_a_restart(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_the_same_key_is_one_job_for_each_model(tmp_path: Path) -> None:
     one = add(queue, "k")
     assert add(queue, "k") == one, "two requests at once"
     assert add(queue, "k", name="b").job_id != one.job_id
-    with pytest.raises(Conflict, match="new key"):
+    with refused(Conflict, "key_reused", "idempotency-key"):
         queue.find_key("p", "a", "k", request_digest(b"y"))
     assert add(queue).job_id != add(queue).job_id, "without a key every request is a job"
 
@@ -91,7 +92,7 @@ def test_a_full_queue_takes_no_more(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path / "jobs.sqlite", max_queued=2)
     first = add(queue)
     add(queue)
-    with pytest.raises(TooMany, match="--max-queued-jobs"):
+    with refused(TooMany, "queue_full"):
         add(queue)
     queue.set_done(first.job_id, {}, JobReport())
     add(queue)
@@ -110,7 +111,7 @@ def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> N
 
     first = add_alone("a", key="k")
     add_alone("b")
-    with pytest.raises(Conflict, match="expected_step"):
+    with refused(Conflict, "step_moved", "expected_step"):
         add_alone("a")
     assert checked == ["a", "b"]
     assert add_alone("a", key="k") == first, "the same request came twice"
@@ -132,7 +133,7 @@ def test_jobs_are_moved_and_listed_in_their_order(tmp_path: Path) -> None:
     assert order() == [four, two, three, one]
     queue.set_running(two, 1)
     assert order() == [two, four, three, one], "what was interrupted comes first"
-    with pytest.raises(Conflict, match="does not wait"):
+    with refused(Conflict, "not_queued", "job_id"):
         queue.move(two, before=one)
     assert queue.set_cancelled(four, is_running=False)
     assert not queue.set_cancelled(two, is_running=False) and queue.get(two).state == "running"
@@ -158,15 +159,15 @@ def test_a_disk_that_takes_nothing_and_a_locked_file_are_told_apart(tmp_path: Pa
     job = add(queue)
     with sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(Unavailable, match="another program"):
+        with refused(Unavailable, "database_locked"):
             queue.set_running(job.job_id, 1)
-        with pytest.raises(Unavailable, match="another program"):
+        with refused(Unavailable, "database_locked"):
             queue.forget_keys("p", "a")
         other.execute("ROLLBACK")
     other.close()
     (pages,) = queue._db.execute("PRAGMA page_count").fetchone()
     queue._db.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StorageFull, match="free some space"):
+    with refused(StorageFull, "no_disk_space"):
         for _ in range(50):
             add(queue)
     queue._db.execute("PRAGMA max_page_count = 100000")

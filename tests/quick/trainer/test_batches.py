@@ -77,7 +77,7 @@ def test_token_at_position_zero_cannot_be_trained_and_is_counted() -> None:
 
 def test_row_with_more_tokens_than_logprobs_is_refused() -> None:
     sequence = TokenSequence(token_ids=[3, 4], logprobs=[None])
-    with pytest.raises(ValueError, match="2 tokens and 1 log-probabilities"):
+    with pytest.raises(ValueError, match="log-probabilities"):
         make_train_batch(Batch(groups=[group((1.0, [sequence]), (0.0, [sequence]))]))
 
 
@@ -96,7 +96,7 @@ def test_tokens_to_recompute_are_trained_without_a_sampled_log_probability() -> 
 
 def test_position_that_is_both_known_and_to_recompute_is_refused() -> None:
     sequence = TokenSequence(token_ids=[5, 6], logprobs=[None, -0.5], recompute=[1])
-    with pytest.raises(ValueError, match=r"positions \[1\] are to be recomputed"):
+    with pytest.raises(ValueError, match=r"positions \[1\]"):
         make_train_batch(Batch(groups=[group((1.0, [sequence]), (0.0, [sequence]))]))
 
 

@@ -67,7 +67,7 @@ def test_a_family_that_sees_has_a_class_that_writes(family: str, name: str) -> N
 
 
 def test_a_family_that_writes_no_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="generates text for the family 'vit'"):
+    with pytest.raises(ValueError, match="'vit'"):
         find_class(AutoConfig.for_model("vit"))
 
 
@@ -88,5 +88,5 @@ def test_weights_go_to_the_device_directly(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_adapter_of_a_mixtures_experts_is_refused(tmp_path: Path) -> None:
     base = str(make_model("qwen3_moe", tmp_path / "base"))
     write_first_checkpoint(base, LoRAConfig(target_modules=["q_proj", "o_proj"]), 0, tmp_path / "0")
-    with pytest.raises(ValueError, match="names gate, gate_proj, but in a mixture"):
+    with pytest.raises(ValueError, match=r"target_modules .*gate, gate_proj,"):
         write_first_checkpoint(base, LoRAConfig(target_modules=["q_proj", "gate", "gate_proj"]), 0, tmp_path / "1")

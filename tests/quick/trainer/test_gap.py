@@ -40,7 +40,7 @@ def test_number_types_follow_the_device_unless_they_are_given() -> None:
     assert ServerConfig().number_types("cpu", **delta) == ("bfloat16", "float32")
     assert ServerConfig().number_types("cuda", **delta) == ("bfloat16", "bfloat16")
     assert ServerConfig(dtype="float32").number_types("cpu", **delta) == ("float32", "float32")
-    with pytest.raises(ValueError, match="--exact computes in float32"):
+    with pytest.raises(ValueError, match="--exact"):
         ServerConfig(exact=True, dtype="bfloat16")
 
 
@@ -64,7 +64,7 @@ def judge(types: tuple[str, str], gap: float, sampled_at: int, moved: list[float
 @pytest.mark.parametrize("types", [("float32", "float32"), ("bfloat16", "bfloat16")])
 @pytest.mark.parametrize("sampled_at", [8, 7, 4])
 def test_three_nats_on_every_token_are_refused_fresh_and_stale(types: tuple[str, str], sampled_at: int) -> None:
-    with pytest.raises(GapTooLarge, match=r"by 3 on average, 3 at most, over 500 tokens"):
+    with pytest.raises(GapTooLarge, match="500 "):
         judge(types, 3.0, sampled_at, [0.05] * 8)
 
 
@@ -72,7 +72,7 @@ def test_stale_tokens_may_differ_by_the_policys_own_movement() -> None:
     assert judge(("float32", "float32"), 0.35, 7, [0.9, *[0.05] * 8]) == []
     assert judge(("float32", "float32"), 1.5, 6, [0.9, *[0.05] * 7, 0.1]) == [], "the largest of the last ones, twice"
     assert judge(("float32", "float32"), 0.064, 6, [0.06, 0.008, 0.007], 64) == [], "seen in honest training"
-    with pytest.raises(GapTooLarge, match=r"steps before 8.*moved by about 0\.05 since"):
+    with pytest.raises(GapTooLarge, match=r"0\.05"):
         judge(("float32", "float32"), 0.6, 7, [0.9, *[0.05] * 8])
     assert judge(("float32", "float32"), 0.6, 7, [0.9, *[0.05] * 8], num_tokens=63) == []
 

@@ -91,9 +91,8 @@ def test_layers_that_vllm_folds_into_others_take_none() -> None:
     assert find_layers(values).folded == {folded}
     assert folded.replace("1", "0") in find_layers(values).takes
     for model, name in ((latent, "kv_b_proj"), (values, "k_proj"), (values, folded)):
-        with pytest.raises(ValueError, match="vLLM folds this layer into others") as refused:
+        with pytest.raises(ValueError, match=f"target_modules .*{re.escape(name)},"):
             adapted(model, LoRAConfig(target_modules=[name]))
-        assert "choose from" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +109,15 @@ def test_names_mean_layers_of_the_language_model(name: str, targets: list[str], 
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "words"),
+    ("name", "target"),
     [
-        ("qwen3_vl_moe", "gate", "only the attention takes an adapter"),
-        ("qwen3_vl", "qkv", "only the linear layers of the language model"),
-        ("gemma3", "lm_head", "only the linear layers of the language model"),
-        ("falcon_h1", "out_proj", "only the linear layers of the language model"),
-        ("afmoe", "gate_proj", "only the attention takes an adapter"),
+        ("qwen3_vl_moe", "gate"),
+        ("qwen3_vl", "qkv"),
+        ("gemma3", "lm_head"),
+        ("falcon_h1", "out_proj"),
+        ("afmoe", "gate_proj"),
     ],
 )
-def test_other_layers_are_refused(name: str, target: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_other_layers_are_refused(name: str, target: str) -> None:
+    with pytest.raises(ValueError, match=f"target_modules .*{target},"):
         adapted(outline(name), LoRAConfig(target_modules=["q_proj", target]))

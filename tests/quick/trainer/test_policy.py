@@ -217,9 +217,9 @@ def test_adapter_covers_every_linear_layer_but_the_head(adapter_dir: Path) -> No
 
 
 def test_adapter_of_other_layers_is_refused_and_the_policy_goes_on(policy: Policy, adapter_dir: Path) -> None:
-    with pytest.raises(ValueError, match="is not an adapter of"):
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
         policy.load_adapter(LoRAConfig(target_modules=["q_proj"]), adapter_dir)
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(RuntimeError, match="q_proj"):
         policy.load_adapter(LoRAConfig(rank=2), adapter_dir)
     policy.load_adapter(LoRAConfig(), adapter_dir)
 
@@ -228,7 +228,7 @@ def test_token_outside_the_vocabulary_is_refused(policy: Policy, make_batch) -> 
     policy.init_adapter(LoRAConfig(), seed=0)
     batch = one_micro_batch(make_batch(5))
     batch.forest.token_ids_T[0] = 128
-    with pytest.raises(ValueError, match="token 128 is outside the vocabulary"):
+    with pytest.raises(ValueError, match="token 128"):
         policy.logprobs(batch)
 
 

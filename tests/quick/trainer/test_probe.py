@@ -203,5 +203,5 @@ def test_a_lost_layer_is_not_trained(policy: Policy, adapter_dir: Path, tmp_path
     assert {name for name in after if ".k_proj." in name} <= same
     assert not [name for name in same if ".lora_B." in name and ".k_proj." not in name]
     kinds = {layer_kind(name.partition(".lora_")[0]) for name in policy.parameters}
-    with pytest.raises(ValueError, match=r"register it with other lora\.target_modules"):
+    with pytest.raises(ValueError, match="target_modules"):
         job(policy, adapter_dir, tmp_path / "2", make_batch(0), lost_layers=sorted(kinds))

@@ -147,7 +147,7 @@ def test_each_grammar_is_compiled_by_the_backend_that_checked_it() -> None:
         manager.grammar_init(request)
         if kind != "empty":
             assert wanted.grammar.result().kind == kind
-    with pytest.raises(ValueError, match="no text satisfies"):
+    with pytest.raises(ValueError):
         wanted.grammar.result()
 
 

@@ -110,5 +110,5 @@ def test_chat_without_a_template_is_refused_with_the_remedy() -> None:
     old = "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.content }}]{% endif %}{% endfor %}"
     assert render(chat_template=old) == "[be brief][hi]", "vLLM renders it as a system message"
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="--chat-template FILE"):
+    with pytest.raises(ValueError, match="--chat-template"):
         render()

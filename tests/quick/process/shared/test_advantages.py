@@ -66,7 +66,7 @@ def test_equal_rewards_without_a_baseline_are_their_own_advantages() -> None:
 
 @pytest.mark.parametrize("scaling", ["group_std", "batch_std"])
 def test_turn_rewards_beyond_arithmetic_are_refused(scaling: Any) -> None:
-    with pytest.raises(FloatingPointError, match="turn rewards of a group range from 0 to 1e"):
+    with pytest.raises(FloatingPointError):
         turn_advantages(group([1e200], [0.0]), TrainConfig(scaling=scaling))
 
 
@@ -162,7 +162,7 @@ def test_groups_of_equal_answers_are_told_from_others() -> None:
 
 @pytest.mark.parametrize("rewards", [[1e308, -1e308], [math.nan, 1.0], [math.inf, 1.0]])
 def test_rewards_beyond_arithmetic_are_refused(rewards: list[float]) -> None:
-    with pytest.raises(FloatingPointError, match="reward"):
+    with pytest.raises(FloatingPointError):
         group_advantages(rewards)
 
 
