@@ -27,7 +27,7 @@ def resolve(
     limits: Limits,
 ) -> Resolved:
     resolver = Resolver(config, model_id, sources, limits)
-    traces = [resolver.add(group) for group in groups]
+    traces = [resolver.trace_turns(group) for group in groups]
     found = resolver.finish()
     return Resolved(found.batch, found.report, traces)
 

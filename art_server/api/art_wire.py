@@ -233,10 +233,10 @@ async def train_model(
         new = requests.begin(model, settings, registration.limits(model))
         dropped: set[str] = set()
         async for group in parse_groups(call, dropped):
-            await new.resolve(group)
+            await new.resolve_turns(group)
         notes += no_effect(sorted(dropped))
         log_notes(model.id, notes)
-        job = await new.store(None, "", notes=notes)
+        job = await new.store_job(None, "", notes=notes)
     except (Forbidden, NotFound):
         raise
     except ServerError as error:

@@ -48,6 +48,7 @@ from art_server.errors import InvalidInput, Unavailable
 from art_server.jobs.logs import write_log
 from art_server.jobs.rollouts import Rollouts
 from art_server.jobs.runner import JobRunner
+from art_server.jobs.train_requests import NewJob
 from art_server.ledger.sessions import session_trajectory
 
 MAX_KEY_LENGTH = 200
@@ -138,8 +139,8 @@ async def train(
     runner: TheRunner,
 ) -> Response:
     """Finds the exact tokens of each group as it arrives. The answer begins when the job is on disk with all of them."""
-    if key is not None and await runner.has_key(model, key):  # the request is repeated
-        job = await runner.find(model, key, first or await body.digest())
+    if key is not None and await runner.is_repeated(model, key):  # the request is repeated
+        job = await runner.find_repeated(model, key, first or await body.digest())
         if job is None:
             raise Unavailable(
                 "the job of this key was deleted a moment ago: repeat the request",
@@ -147,10 +148,10 @@ async def train(
             )
     else:
         request = await body.fields(TrainRequest)
-        new = requests.begin(model, request.config, registration.limits(model))
+        new: NewJob = requests.begin(model, request.config, registration.limits(model))
         async for group in body.groups():
-            await new.resolve(group)
-        job = await new.store(key, first or await body.digest(), request.expected_step)
+            await new.resolve_turns(group)
+        job = await new.store_job(key, first or await body.digest(), request.expected_step)
     lines = event_lines(runner, job.job_id)
     return StreamingResponse(lines, media_type=NDJSON)
 

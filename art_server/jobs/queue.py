@@ -260,7 +260,7 @@ class JobQueue:
             )
         return rows[0]
 
-    def add(
+    def insert(
         self,
         project: str,
         name: str,

@@ -246,7 +246,7 @@ class Resolver:
         self._first_failure: FailureBody | None = None
         self._has_choice = False
 
-    def add(self, group: TrajectoryGroupBody) -> list[list[TurnTrace]]:
+    def trace_turns(self, group: TrajectoryGroupBody) -> list[list[TurnTrace]]:
         """Finds the exact tokens of a group. Returns what became of each turn, by trajectory (blocking).
 
         Raises:

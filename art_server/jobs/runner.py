@@ -70,7 +70,7 @@ class JobRunner:
 
     # --- queueing ---
 
-    async def add(
+    async def add_job(
         self,
         model: Model,
         key: str | None,
@@ -92,7 +92,7 @@ class JobRunner:
         if expected_step is not None:
             check_alone = functools.partial(self._check_step, model, expected_step)
         job = await asyncio.to_thread(
-            self._queue.add,
+            self._queue.insert,
             model.record.project,
             model.record.name,
             key,
@@ -119,12 +119,12 @@ class JobRunner:
                 param="expected_step",
             )
 
-    async def has_key(self, model: Model, key: str) -> bool:
+    async def is_repeated(self, model: Model, key: str) -> bool:
         """Whether an earlier request with this idempotency key made a job."""
         record = model.record
         return await asyncio.to_thread(self._queue.has_key, record.project, record.name, key)
 
-    async def find(self, model: Model, key: str | None, body_digest: str) -> Job | None:
+    async def find_repeated(self, model: Model, key: str | None, body_digest: str) -> Job | None:
         """The job that an earlier request with the same idempotency key made, or None. A job that failed with a
         retryable error is queued again."""
         if key is None:

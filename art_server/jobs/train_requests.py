@@ -73,20 +73,20 @@ class NewJob:
         self._threads = threads
         self._rollouts = Rollouts()
 
-    async def resolve(self, group: TrajectoryGroupBody) -> None:
+    async def resolve_turns(self, group: TrajectoryGroupBody) -> None:
         """Finds the exact tokens of the next group, and drops its messages.
 
         Raises:
             InvalidInput: the number of turn rewards or advantages is wrong.
         """
-        await self._in_thread(self._resolve, group)
+        await self._in_thread(self._resolve_turns, group)
 
-    def _resolve(self, group: TrajectoryGroupBody) -> None:
-        traces = self._resolver.add(group)
+    def _resolve_turns(self, group: TrajectoryGroupBody) -> None:
+        traces = self._resolver.trace_turns(group)
         turns = [[trace.as_json() for trace in of_trajectory] for of_trajectory in traces]
         self._rollouts.add(group, turns)
 
-    async def store(
+    async def store_job(
         self,
         key: str | None,
         body_digest: str,
@@ -98,12 +98,12 @@ class NewJob:
         Raises:
             InvalidInput: nothing can be trained, or rewards, advantages or learning rates are invalid.
             RecordsMissing: choices were sent by reference, and their records are missing.
-            Conflict, TooMany: from `JobRunner.add`.
+            Conflict, TooMany: from `JobRunner.add_job`.
         """
         payload, report = await self._in_thread(self._finish)
         report = report.model_copy(update={"notes": [*report.notes, *notes]})
         metrics = trajectory_metrics(self._rollouts.outlines, "train")
-        return await self._runner.add(
+        return await self._runner.add_job(
             self._model, key, body_digest, self._config, payload, report, metrics, expected_step
         )
 

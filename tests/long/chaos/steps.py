@@ -94,7 +94,7 @@ async def main(folder: Path, num_jobs: int) -> None:
     for index in range(num_jobs):
         train_config, batch = job(index)
         payload = Payload.make(batch)
-        queue.add("p", "a", f"job-{index}", "digest", train_config, payload, JobReport())
+        queue.insert("p", "a", f"job-{index}", "digest", train_config, payload, JobReport())
     runner = JobRunner(
         queue,
         registry,

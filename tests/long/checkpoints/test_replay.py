@@ -91,7 +91,7 @@ async def train_two_steps(path: Path) -> ModelFolder:
         async with asyncio.timeout(PATIENCE_SECONDS):
             for number in range(2):
                 payload = Payload.make(make_batch(number))
-                job = queue.add("p", "a", None, "digest", config, payload, JobReport())
+                job = queue.insert("p", "a", None, "digest", config, payload, JobReport())
                 while queue.get(job.job_id).state != "done":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
     finally:

@@ -281,14 +281,14 @@ async def test_a_group_is_resolved_as_it_arrives_and_the_job_waits_for_the_last(
     app, server = make(tmp_path)
     follow_with(server, DONE)
     resolved: asyncio.Queue[str] = asyncio.Queue()
-    resolve = NewJob.resolve
+    resolve = NewJob.resolve_turns
 
     async def noted(self: NewJob, body: TrajectoryGroupBody) -> None:
         await resolve(self, body)
         assert server.queue.next() is None
         resolved.put_nowait("one")
 
-    monkeypatch.setattr(NewJob, "resolve", noted)
+    monkeypatch.setattr(NewJob, "resolve_turns", noted)
     body = Body()
     async with client(app) as http:
         posting = asyncio.create_task(http.post(TRAIN, content=body))

@@ -94,7 +94,7 @@ class House:
 
     def add_job(self, name: str = "a", key: str | None = None) -> str:
         payload = Payload.make(Batch(groups=[]))
-        return self.queue.add("p", name, key, "digest", TrainConfig(), payload, JobReport()).job_id
+        return self.queue.insert("p", name, key, "digest", TrainConfig(), payload, JobReport()).job_id
 
 
 @contextlib.asynccontextmanager

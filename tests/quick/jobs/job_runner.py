@@ -58,7 +58,7 @@ class House:
         payload = Payload.make(Batch(groups=[]), pack_rows([{"trajectories": []}]))
         report = JobReport(sampled_steps={} if sampled_step is None else {sampled_step: 8})
         metrics = {"train/reward": reward}
-        return self.queue.add("p", name, key, "digest", TrainConfig(), payload, report, metrics).job_id
+        return self.queue.insert("p", name, key, "digest", TrainConfig(), payload, report, metrics).job_id
 
     def state(self, job: str) -> str:
         return self.queue.get(job).state

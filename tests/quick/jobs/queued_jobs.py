@@ -31,4 +31,4 @@ def request_digest(body: bytes) -> str:
 
 
 def add(queue: JobQueue, key: str | None = None, name: str = "a", body: bytes = b"x") -> Job:
-    return queue.add("p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1))
+    return queue.insert("p", name, key, request_digest(body), TrainConfig(), PAYLOAD, JobReport(num_rows=1))

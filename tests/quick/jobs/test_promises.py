@@ -181,13 +181,13 @@ class Server:
 
     async def accept(self, model: Model, key: str | None, body: str, number: int) -> Job:
         """What the train route does, with a batch instead of trajectories."""
-        found = await self.runner.find(model, key, body)
+        found = await self.runner.find_repeated(model, key, body)
         if found is not None:
             return found
         batch = Batch(groups=[], num_groups=number).model_dump_json().encode()
         payload = Payload(batch, pack_rows([{"trajectories": []}]))
         given = ("p", model.record.name, key, body, TrainConfig(), payload, JobReport())
-        return await asyncio.to_thread(self.queue.add, *given)
+        return await asyncio.to_thread(self.queue.insert, *given)
 
 
 @dataclass

@@ -104,7 +104,7 @@ def test_a_job_that_must_be_alone_is_refused_beside_another(tmp_path: Path) -> N
     checked: list[str] = []
 
     def add_alone(name: str, key: str | None = None) -> Job:
-        return queue.add(
+        return queue.insert(
             *("p", name, key, "d", TrainConfig(), PAYLOAD, JobReport()),
             check_alone=lambda: checked.append(name),
         )

@@ -178,7 +178,7 @@ async def test_a_trainer_that_dies_again_and_again_ends_a_job_with_half_the_toke
         error = house.queue.get(job).last_error
         assert error is not None and error.retryable and "killed" in error.message
         model = house.registry.get("p", "a")
-        again = await house.runner.find(model, "k", "digest")
+        again = await house.runner.find_repeated(model, "k", "digest")
         assert again is not None and again.job_id == job, "the same request, the same job"
         assert await house.wait(job) == ["done"]
 
@@ -197,7 +197,7 @@ async def test_a_jobs_own_fault_ends_it_at_once(tmp_path: Path) -> None:
         job, other = house.add_job("a", key="k"), house.add_job("a")
         assert await house.wait(job, other) == ["failed", "done"]
         model = house.registry.get("p", "a")
-        again = await house.runner.find(model, "k", "digest")
+        again = await house.runner.find_repeated(model, "k", "digest")
         assert again is not None and again.state == "failed"
 
 

@@ -42,7 +42,7 @@ def test_writes_that_are_cut_short_leave_the_old_or_the_new(
     longest_file(size)
     for number in range(3):
         with pytest.raises(StorageFull):
-            queue.add("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport())
+            queue.insert("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport())
         with contextlib.suppress(sqlite3.OperationalError):
             add(ledger, number, list(range(20_000)))
     with pytest.raises(StorageFull):
@@ -54,7 +54,7 @@ def test_writes_that_are_cut_short_leave_the_old_or_the_new(
     assert file.read_bytes() == b"old\n"
     history.add(2, {"train/reward": 0.75})
     assert history.values([1, 2]) == {1: {"train/reward": 0.5}, 2: {"train/reward": 0.75}}
-    queue.add("p", "a", "0", "d", TrainConfig(), payload, JobReport())
+    queue.insert("p", "a", "0", "d", TrainConfig(), payload, JobReport())
     assert len(queue.jobs(None, ("queued",), limit=10)) == 1
     assert ledger.find(add(ledger, 9, [1, 2])) is not None
 
@@ -67,7 +67,7 @@ def test_a_log_of_which_a_crash_wrote_a_part_is_read_up_to_there(
     folder = tmp_path_factory.mktemp("torn")
     queue, copy = JobQueue(folder / "jobs.sqlite"), folder / "copy"
     payload = Payload(b"x" * 3000, b"")
-    jobs = [queue.add("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport()).job_id for number in range(4)]
+    jobs = [queue.insert("p", "a", f"{number}", "d", TrainConfig(), payload, JobReport()).job_id for number in range(4)]
     copy.mkdir()
     shutil.copy(folder / "jobs.sqlite", copy)
     log = (folder / "jobs.sqlite-wal").read_bytes()
@@ -79,5 +79,5 @@ def test_a_log_of_which_a_crash_wrote_a_part_is_read_up_to_there(
     kept = {job.job_id for job in again.jobs(None, ("queued",), limit=10)}
     assert kept == set(jobs[: len(kept)])
     assert kept == set(jobs) or cut < len(log)
-    again.add("p", "a", "later", "d", TrainConfig(), payload, JobReport())
+    again.insert("p", "a", "later", "d", TrainConfig(), payload, JobReport())
     again.close()

@@ -63,7 +63,7 @@ async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
                 for _ in range(100):
                     big = Payload(os.urandom(100_000), b"")
                     report = JobReport()
-                    house.queue.add("p", "a", None, "d", TrainConfig(), big, report)
+                    house.queue.insert("p", "a", None, "d", TrainConfig(), big, report)
             assert house.state(acknowledged) in ("queued", "running")
             assert not house.engine.is_paused
         assert await house.wait(acknowledged) == ["done"]
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_not_there_in_part(small_disk: Path) -> None:
     history.add(1, {"train/reward": 0.5})
     queue = JobQueue(small_disk / "jobs.sqlite")
     payload = Payload.make(Batch(groups=[]))
-    kept = queue.add("p", "a", "k", "d", TrainConfig(), payload, JobReport())
+    kept = queue.insert("p", "a", "k", "d", TrainConfig(), payload, JobReport())
     with filled(small_disk):
         with pytest.raises(StorageFull):
             folder.write_lines("train", 1, bytes(100_000))

@@ -80,7 +80,7 @@ async def test_waiting_requests_and_queued_jobs_are_counted(tmp_path: Path) -> N
         gate, queue = served.server.gate, served.server.queue
         served.engine.base = None  # no job can run
         payload = Payload.make(Batch(groups=[]))
-        queue.add("demo", "agent", None, "digest", TrainConfig(), payload, JobReport())
+        queue.insert("demo", "agent", None, "digest", TrainConfig(), payload, JobReport())
         with gate.inside("demo/agent@0"):
             found = samples((await fetch(served)).text)
         await model.backend().close()

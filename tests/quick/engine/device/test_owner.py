@@ -149,7 +149,7 @@ class House:
     def add_job(self, name: str) -> str:
         payload = Payload.make(Batch(groups=[]))
         report = JobReport(num_rows=0)
-        return self.queue.add("p", name, None, "digest", TrainConfig(), payload, report).job_id
+        return self.queue.insert("p", name, None, "digest", TrainConfig(), payload, report).job_id
 
     async def ask(self, name: str) -> str:
         """Sends one request until it is answered, as the API does; returns the adapter that answered."""
