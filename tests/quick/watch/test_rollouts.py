@@ -17,6 +17,7 @@ from art_server.store.model_folder import ModelFolder
 from art_watch import rollouts, tokens
 from tests.demo import make_demo
 from tests.demo_groups import CHANGED, DEAD, FAILED, HOSTILE, HOSTILE_GROUP
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,7 @@ def test_a_line_that_a_crash_cut_short_keeps_its_place(tmp_path: Path) -> None:
     ]
     assert found[2]["rollouts"][0]["reward"] == 0.5
     assert rollouts.rollout(folder, "train", 1, 2, 0)["reward"] == 0.5
-    with pytest.raises(NotFound, match="no readable group 0"):
+    with refused(NotFound, "unknown_group", "group"):
         rollouts.rollout(folder, "train", 1, 0, 0)
 
 
@@ -284,7 +285,7 @@ def test_a_broken_record_is_named_with_the_remedy(tmp_path: Path, content: bytes
         lambda: rollouts.rollout(folder, "train", 1, 0, 0),
         lambda: tokens.tree(folder, 1, 0),
     ):
-        with pytest.raises(NotFound, match=r"move 0001\.safetensors away"):
+        with refused(NotFound, "broken_record", "step"):
             read()
 
 

@@ -11,6 +11,7 @@ from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from art_watch.runs import Runs
 from tests.demo import HOSTILE_METRIC, KEPT_STEPS, log, make_demo
+from tests.refusals import refused
 
 
 def rows_of(folder: ModelFolder) -> list[dict[str, Any]]:
@@ -168,5 +169,5 @@ def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> N
 
 
 def test_an_unknown_model_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no model 'demo/nothing'"):
+    with refused(NotFound, "unknown_model", "name"):
         Runs(tmp_path).folder("demo", "nothing")
