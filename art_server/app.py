@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import art_wire, checkpoints, control, errors
+from art_server.api import art_wire, checkpoints, control, error_responses
 from art_server.api.auth import Authentication
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys, read_secret
@@ -36,10 +36,10 @@ def make_app(server: Server, inference_port: int | None) -> FastAPI:
     app.state.runs = Runs(config.path, server.registry.history)
     app.state.is_stopping = False
     app.state.model_keys = ModelKeys(read_secret(config.server_dir / "model_keys_secret"))
-    errors.install(app)
-    openai_routes.install(app, server)  # first, because routes are tried in order
+    error_responses.add_error_handlers(app)
+    openai_routes.add_routes(app, server)  # first, because routes are tried in order
     for each in (control, checkpoints, art_wire, routes, metrics):
-        app.include_router(each.router, responses=errors.RESPONSES)
+        app.include_router(each.router, responses=error_responses.RESPONSES)
     app.add_middleware(
         Authentication,
         config=config,

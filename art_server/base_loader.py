@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from art_server.engine.command import LATENT_BACKEND, seq_length
+from art_server.engine.device.detection import Machine
 from art_server.engine.device.figures import read_figures
 from art_server.engine.device.model_size import read_model_size
 from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.device.plan import Card, Demand, Plan, make_plan
-from art_server.engine.device.probe import Machine
+from art_server.engine.device.plan import Card, Demand, MemoryPlan, make_memory_plan
 from art_server.engine.engine import Engine
 from art_server.errors import Conflict, InvalidInput, StorageFull, Unavailable
 from art_server.jobs.queue import JobQueue
@@ -148,16 +148,7 @@ class BaseLoader:
             loaded = self._engine.base
             if loaded is not None and loaded.name == name:
                 return loaded
-            self._progress.begin(f"base model {name}: looking for its files")
-            progress = None
-            if base_models.is_hub_id(name):
-                self._downloading = name
-                progress = asyncio.create_task(self._log_download(name))
-            try:
-                base = await asyncio.to_thread(self._find, name)
-            finally:
-                self._downloading = None
-                await cancel(progress)
+            base = await self._find_files(name)
             if loaded is not None and loaded.path.resolve() == base.path.resolve():
                 return loaded
             plan = await asyncio.to_thread(self._plan, base, requested or {})
@@ -165,19 +156,7 @@ class BaseLoader:
                 await self._unload_base(loaded, name)
             elif self._trained not in (None, base.path):
                 await self._stop_trainer()  # of another base model, whose engine failed
-            size = await asyncio.to_thread(base_models.weight_bytes, base.path)
-            self._progress.note(f"base model {name}: {size / 1e9:.2g} GB of weights")
-            for note in base.facts.notes:
-                self._progress.note(f"base model {name}: {note}")
-            if self._machine.kind == "cpu" and base.facts.has_delta_rule:
-                self._progress.note(
-                    f"base model {name}: the engine computes in bfloat16, as its gated delta layers have to on a CPU"
-                )
-            if self._machine.kind == "cpu" and base.facts.has_latent_attention:
-                self._progress.note(
-                    f"base model {name}: the engine's attention is {LATENT_BACKEND}, vLLM's only one for latent attention in "
-                    "float32 on a CPU"
-                )
+            await self._note_facts(base)
             await asyncio.to_thread(self._ledger.use_tokenizer, base.path, base.facts)
             self._trainer.set_base(base.path, plan)
             self._trained = base.path
@@ -191,6 +170,31 @@ class BaseLoader:
                 last = {"base_model": name, "engine_args": dict(requested or {})}
                 await asyncio.to_thread(files.write_json, self._file, last)
             return base
+
+    async def _find_files(self, name: str) -> BaseModel:
+        """The base model with its weights, which may have to be downloaded. Reports the download's progress."""
+        self._progress.begin(f"base model {name}: looking for its files")
+        progress = None
+        if base_models.is_hub_id(name):
+            self._downloading = name
+            progress = asyncio.create_task(self._log_download(name))
+        try:
+            return await asyncio.to_thread(self._find, name)
+        finally:
+            self._downloading = None
+            await cancel(progress)
+
+    async def _note_facts(self, base: BaseModel) -> None:
+        size = await asyncio.to_thread(base_models.weight_bytes, base.path)
+        notes = [f"{size / 1e9:.2g} GB of weights", *base.facts.notes]
+        if self._machine.kind == "cpu" and base.facts.has_delta_rule:
+            notes.append("the engine computes in bfloat16, as its gated delta layers have to on a CPU")
+        if self._machine.kind == "cpu" and base.facts.has_latent_attention:
+            notes.append(
+                f"the engine's attention is {LATENT_BACKEND}, vLLM's only one for latent attention in float32 on a CPU"
+            )
+        for note in notes:
+            self._progress.note(f"base model {base.name}: {note}")
 
     def _find(self, name: str) -> BaseModel:
         """The base model with its weights. One that cannot be trained is refused before its weights are downloaded."""
@@ -225,7 +229,7 @@ class BaseLoader:
                 # The first step tries again, and its job gets the error.
                 logger.warning("the trainer cannot load its base model: %s", error)
 
-    def _plan(self, base: BaseModel, requested: Mapping[str, str]) -> Plan | None:
+    def _plan(self, base: BaseModel, requested: Mapping[str, str]) -> MemoryPlan | None:
         """The memory plan for the GPU; None on a CPU.
 
         Raises:
@@ -258,7 +262,7 @@ class BaseLoader:
             num_serving=int(tensor_parallel or len(config.serve_devices) or 1),
             training_card=own,
         )
-        plan = make_plan(card, demand, read_figures())
+        plan = make_memory_plan(card, demand, read_figures())
         logger.info("%s", plan.table(card))
         return plan
 

@@ -29,9 +29,9 @@ from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
 from art_server.store import files
-from art_server.store.archive import check_content, describe
+from art_server.store.archive import check_content, describe_step
 from art_server.store.model_folder import ModelFolder, copy_content, create_model
-from art_server.store.registry import Model, Registry
+from art_server.store.registry import RegisteredModel, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class Checkpoints:
     _locks: defaultdict[str, asyncio.Lock] = field(init=False, default_factory=lambda: defaultdict(asyncio.Lock))
     """By model id: one change of its steps at a time."""
 
-    async def overview(self, model: Model) -> CheckpointList:
+    async def overview(self, model: RegisteredModel) -> CheckpointList:
         """The kept steps, oldest first, with their metrics."""
         return await asyncio.to_thread(list_checkpoints, model)
 
     # --- pruning ---
 
-    async def delete(self, model: Model, request: DeleteCheckpointsRequest) -> DeleteCheckpointsReply:
+    async def delete(self, model: RegisteredModel, request: DeleteCheckpointsRequest) -> DeleteCheckpointsReply:
         """Deletes all steps except the newest, the serving one, those in use, and the named steps or the best one.
 
         Raises:
@@ -73,7 +73,7 @@ class Checkpoints:
             deleted = await self._delete_steps(model, keep)
         return DeleteCheckpointsReply(kept=model.folder.steps(), deleted=deleted)
 
-    async def retain(self, model: Model) -> None:
+    async def retain(self, model: RegisteredModel) -> None:
         """Deletes old steps after a train step: all but the newest `--keep-last`, the serving, the best, those in use.
         An error of the disk is logged; the next step tries again."""
         if not self._keep_last:
@@ -88,7 +88,7 @@ class Checkpoints:
             except OSError as error:
                 logger.error("old steps of %s could not be deleted: %s", model.id, error)
 
-    async def _delete_steps(self, model: Model, keep: set[int]) -> list[int]:
+    async def _delete_steps(self, model: RegisteredModel, keep: set[int]) -> list[int]:
         steps = model.folder.steps()
         keep = keep | {model.step, *steps[-1:]}
         # Nothing is awaited between the check of the pause gate and the mark, so no request can start in between.
@@ -100,7 +100,7 @@ class Checkpoints:
             logger.info("%s: deleted steps %s", model.id, leaving)
         return leaving
 
-    def _unload(self, model: Model, steps: Iterable[int]) -> None:
+    def _unload(self, model: RegisteredModel, steps: Iterable[int]) -> None:
         names = {model.adapter_name(step) for step in steps}
         for name in names & set(self._engine.loaded_adapters()):
             self._engine.unload_adapter(name)
@@ -113,7 +113,7 @@ class Checkpoints:
         async with self._registry.models_lock, self._locks[model_id]:
             yield
 
-    async def fork(self, source: Model, request: ForkRequest) -> Model:
+    async def fork(self, source: RegisteredModel, request: ForkRequest) -> RegisteredModel:
         """Creates a model from a step of another model, with its adapter and, if it is kept, its optimizer state. The
         step keeps its number; the new model's history is empty.
 
@@ -132,10 +132,10 @@ class Checkpoints:
         logger.info("%s was forked from %s", model.id, source.adapter_name(step))
         return model
 
-    def _fork(self, source: Model, step: int, folder: ModelFolder) -> None:
+    def _fork(self, source: RegisteredModel, step: int, folder: ModelFolder) -> None:
         content = self._incoming / uuid.uuid4().hex
         try:
-            description = describe(source.folder, source.record, step)
+            description = describe_step(source.folder, source.record, step)
             copy_content(source.folder.checkpoint_dir(step), content)
             check_content(content, description)
             record = source.record.model_copy(update={"project": folder.project, "name": folder.name})
@@ -143,7 +143,7 @@ class Checkpoints:
         finally:
             shutil.rmtree(content, ignore_errors=True)
 
-    async def roll_back(self, model: Model, step: int) -> None:
+    async def roll_back(self, model: RegisteredModel, step: int) -> None:
         """Makes an earlier step the newest. It serves at once. The later steps and their history rows are set aside
         when all requests that sample from these steps have ended.
 
@@ -167,7 +167,7 @@ class Checkpoints:
                         model.step = min(before, model.folder.steps()[-1])
         logger.info("%s was rolled back; set aside: steps %s", model.adapter_name(step), later)
 
-    async def _wait_unused(self, model: Model, steps: list[int]) -> None:
+    async def _wait_unused(self, model: RegisteredModel, steps: list[int]) -> None:
         try:
             async with asyncio.timeout(IN_USE_SECONDS):
                 while any(self._gate.uses(model.adapter_name(step)) for step in steps):  # noqa: ASYNC110 - the gate has no event for it
@@ -180,7 +180,7 @@ class Checkpoints:
                 param="step",
             ) from error
 
-    async def delete_model(self, model: Model) -> None:
+    async def delete_model(self, model: RegisteredModel) -> None:
         """Deletes a model with its history and trajectories.
 
         Raises:
@@ -207,7 +207,7 @@ class Checkpoints:
             await asyncio.to_thread(shutil.rmtree, trash)
         logger.info("%s was deleted", model.id)
 
-    async def _while_idle(self, model: Model, change: Callable[[], T]) -> T:
+    async def _while_idle(self, model: RegisteredModel, change: Callable[[], T]) -> T:
         """Runs `change` in a thread while the model has no jobs and cannot get any.
 
         Raises:
@@ -220,7 +220,7 @@ class Checkpoints:
 
         return await asyncio.to_thread(held)
 
-    def _set_aside(self, model: Model, step: int, later: list[int]) -> None:
+    def _set_aside(self, model: RegisteredModel, step: int, later: list[int]) -> None:
         if model.folder.newest_step() not in (step, *later):
             raise Conflict(
                 f"a job made a newer step of '{model.id}' meanwhile: roll back again if this step is to go, too",
@@ -233,7 +233,7 @@ class Checkpoints:
         model.history.roll_back(step)
         model.folder.roll_back(step)
 
-    def _move_to_trash(self, model: Model) -> Path:
+    def _move_to_trash(self, model: RegisteredModel) -> Path:
         self._ledger.forget_steps(model.record.project, model.record.name)
         self._queue.forget_keys(model.record.project, model.record.name)
         model.history.delete()
@@ -243,7 +243,7 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def marked_for_deletion(model: Model, steps: Iterable[int]) -> Iterator[None]:
+def marked_for_deletion(model: RegisteredModel, steps: Iterable[int]) -> Iterator[None]:
     """Inside the block no request resolves to these steps."""
     model.deleting.update(steps)
     try:
@@ -260,7 +260,7 @@ def model_exists(model_id: str) -> Conflict:
     )
 
 
-def steps_to_keep(model: Model, request: DeleteCheckpointsRequest) -> set[int]:
+def steps_to_keep(model: RegisteredModel, request: DeleteCheckpointsRequest) -> set[int]:
     """Returns the steps that a deletion request keeps, besides the newest and the serving one.
 
     Raises:
@@ -284,7 +284,7 @@ def steps_to_keep(model: Model, request: DeleteCheckpointsRequest) -> set[int]:
     return {best} if best is not None else set()
 
 
-def list_checkpoints(model: Model) -> CheckpointList:
+def list_checkpoints(model: RegisteredModel) -> CheckpointList:
     """Returns the kept steps of a model. Blocking: reads their descriptions and the history."""
     folder = model.folder
     best = model.history.best_step()

@@ -1,4 +1,4 @@
-"""The server's errors, without HTTP; `api/errors.py` maps each class to a status."""
+"""The server's errors, without HTTP; `api/error_responses.py` maps each class to a status."""
 
 
 class ServerError(Exception):

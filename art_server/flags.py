@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str] | None) -> ServerConfig:
             f"--host {host} can be reached from other machines, so an API key is needed: pass --api-key, "
             f"--api-key-file or {KEY_VARIABLE}, or use --host 127.0.0.1"
         )
-    settings["engine_args"] = read_engine_args(settings["engine_args"])
+    settings["engine_args"] = parse_engine_args(settings["engine_args"])
     try:
         return ServerConfig.model_validate(settings)
     except ValidationError as error:
@@ -146,7 +146,7 @@ def read_key(line: str) -> ApiKey:
         raise ValueError(f"{problem['loc'][0]}: {problem['msg']}") from None
 
 
-def read_engine_args(texts: Sequence[str]) -> dict[str, str]:
+def parse_engine_args(texts: Sequence[str]) -> dict[str, str]:
     """The engine arguments in the values of `--engine-arg`, by name.
 
     Raises:

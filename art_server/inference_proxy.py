@@ -19,7 +19,7 @@ from art_server.ledger import conversation
 from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.ledger import Ledger, OpenRequest
 from art_server.ledger.records import Request, choice_id
-from art_server.store.registry import Model, Registry
+from art_server.store.registry import RegisteredModel, Registry
 
 METRICS_SECONDS = 2.0
 """For vLLM's metrics."""
@@ -56,7 +56,7 @@ class InferenceRequest:
     """The ids of choices to which it refers by an earlier response."""
     requested_at: int | None = None
     """When the server received the request (`clock.tick`)."""
-    model: Model | None = None
+    model: RegisteredModel | None = None
     step: int | None = None
     adapter: str = ""
     traceparent: str | None = None
@@ -165,7 +165,7 @@ class Proxy:
             await self._engine.wait_ready(limit)
             opened = stack.enter_context(self._ledger.open_request(self._to_record(inference, request_id)))
             if span is not None:
-                stack.callback(describe, span, inference, opened)
+                stack.callback(set_span_attributes, span, inference, opened)
             sent = inference.headers | {
                 "x-request-id": request_id,
                 "content-type": "application/json",
@@ -271,7 +271,7 @@ def inference_span(tracing: Tracer, inference: InferenceRequest) -> Iterator[Spa
     span.end()
 
 
-def describe(span: Span, inference: InferenceRequest, opened: OpenRequest) -> None:
+def set_span_attributes(span: Span, inference: InferenceRequest, opened: OpenRequest) -> None:
     """Adds to a request's span what is known at its end."""
     records = opened.records.values()
     span.set(

@@ -11,13 +11,13 @@ from art_protocol.wire import LoRAConfig, ModelInfo, RegisterRequest
 from art_server.base_loader import BaseLoader
 from art_server.engine.engine import Engine
 from art_server.errors import Conflict
-from art_server.jobs.resolve import Limits
+from art_server.jobs.token_sources import Limits
 from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.shared.trainer_messages import InitTask
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
-from art_server.store.registry import Model, Registry, check_lora, check_rank
+from art_server.store.registry import RegisteredModel, Registry, check_lora, check_rank
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Registration:
                     model.record = record
         return self.info(model).model_copy(update={"notes": list(base.facts.notes)})
 
-    async def _create(self, folder: ModelFolder, record: ModelRecord) -> Model:
+    async def _create(self, folder: ModelFolder, record: ModelRecord) -> RegisteredModel:
         """Creates a model with its step 0. If another request has created it meanwhile, that model is returned."""
         content: Path | None = None
         try:
@@ -105,7 +105,7 @@ class Registration:
             folder.commit_checkpoint(content, CheckpointRecord(step=0, optimizer_steps=0))
         folder.create(record, self._engine.log_path)
 
-    def _other_base(self, model: Model) -> Conflict:
+    def _other_base(self, model: RegisteredModel) -> Conflict:
         loaded = f"'{self._engine.base.name}'" if self._engine.base is not None else "none"
         return Conflict(
             f"model '{model.id}' adapts base model '{model.record.base_model}'; this server has {loaded} loaded: use "
@@ -121,7 +121,7 @@ class Registration:
             what = f"cannot create an adapter of this shape for '{record.base_model}'"
             raise error.for_client(what, "lora") from error
 
-    def info(self, model: Model) -> ModelInfo:
+    def info(self, model: RegisteredModel) -> ModelInfo:
         return ModelInfo(
             name=model.record.name,
             project=model.record.project,
@@ -132,12 +132,12 @@ class Registration:
             max_seq_length=self._engine.max_seq_length,
         )
 
-    def is_on_base(self, model: Model) -> bool:
+    def is_on_base(self, model: RegisteredModel) -> bool:
         """Whether the model adapts the loaded base model."""
         base = self._engine.base
         return base is not None and model.record.base_model == base.name
 
-    def check_trainable(self, model: Model) -> None:
+    def check_trainable(self, model: RegisteredModel) -> None:
         """Checks that the model can be trained now.
 
         Raises:
@@ -146,7 +146,7 @@ class Registration:
         if not self.is_on_base(model):
             raise self._other_base(model)
 
-    def limits(self, model: Model) -> Limits:
+    def limits(self, model: RegisteredModel) -> Limits:
         """The limits for trajectories of a model.
 
         Raises:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
 from art_server.engine.device.assignment import check_devices, device_environment
+from art_server.engine.device.detection import Machine, detect
 from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.device.probe import Machine, probe
 from art_server.engine.engine import Engine
 from art_server.engine.pause_gate import PauseGate
 from art_server.inference_proxy import Proxy
-from art_server.jobs.gap_bars import bars_of
 from art_server.jobs.layer_check import LayerCheck
+from art_server.jobs.mismatch_limits import mismatch_limits_of
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
@@ -123,7 +123,7 @@ def build(
         UsageError: a configured device does not exist.
     """
     lock_file = files.lock_folder(config.server_dir)
-    machine = probe()
+    machine = detect()
     check_devices(config, machine)
     children = Children(config.server_dir, config.log_dir)
     if left := children.reap():
@@ -144,7 +144,7 @@ def build(
         Intake(ledger, background).receiver(),
         lambda: gate.num_inside > 0,
         background,
-        functools.partial(bars_of, config, machine.kind),
+        functools.partial(mismatch_limits_of, config, machine.kind),
     )
     trainer = make_trainer(config, machine.kind, device_environment(config.train_devices, machine), children)
     registry = Registry(config.path)

@@ -9,10 +9,10 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from art_protocol.tracking import check_name
+from art_protocol.tracking import check_tracker_name
 from art_protocol.wire import Name
 
-Scope = Literal["infer", "train"]
+KeyScope = Literal["infer", "train"]
 Device = Literal["cpu", "cuda"]
 Handover = Literal["none", "kv_cache", "sleep"]
 NumberType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -57,7 +57,7 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str = Field(min_length=1, repr=False)
-    scopes: frozenset[Scope] = frozenset({"infer", "train"})
+    scopes: frozenset[KeyScope] = frozenset({"infer", "train"})
     projects: frozenset[str] | None = None
     """None: every project."""
     name: Name | None = None
@@ -253,7 +253,7 @@ class ServerConfig(BaseModel):
         default=7.0, gt=0
     )
     trackers: Annotated[
-        tuple[Annotated[str, AfterValidator(check_name)], ...],
+        tuple[Annotated[str, AfterValidator(check_tracker_name)], ...],
         Flag(
             "report every step of every model to this tracker, and with otlp traces; repeatable; docs/tracking.md has the "
             "names, of which each needs its extra",

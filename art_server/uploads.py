@@ -25,7 +25,7 @@ from art_server.store.archive import (
     read_tar,
 )
 from art_server.store.base_models import BaseModel
-from art_server.store.registry import Model, Registry, check_rank
+from art_server.store.registry import RegisteredModel, Registry, check_rank
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Uploads:
         step: int,
         base_model: str | None,
         body: AsyncIterator[bytes],
-    ) -> Model:
+    ) -> RegisteredModel:
         """Stores a tar as the first step of a new model, or as an older step that a model lacks. Does nothing if the
         model has the step with the same weights.
 
@@ -62,7 +62,7 @@ class Uploads:
         tar = content.with_suffix(".tar")
         try:
             await write_body(body, tar)
-            description = await asyncio.to_thread(unpack, tar, content)
+            description = await asyncio.to_thread(unpack_tar, tar, content)
             if description.step != step:
                 raise InvalidInput(
                     f"this is the checkpoint of step {description.step}: send it to .../checkpoints/{description.step}.tar",
@@ -86,7 +86,7 @@ class Uploads:
             what = f"the adapter does not fit base model '{description.base_model}'"
             raise error.for_client(what, "adapter") from error
 
-    async def _store(self, project: str, name: str, description: Description, content: Path) -> Model:
+    async def _store(self, project: str, name: str, description: Description, content: Path) -> RegisteredModel:
         model = self._registry.find(project, name)
         folder = self._registry.folder(project, name)
         log = self._engine.log_path
@@ -112,11 +112,11 @@ async def write_body(body: AsyncIterator[bytes], tar: Path) -> None:
             async for piece in body:
                 num_bytes += len(piece)
                 if num_bytes > MAX_CHECKPOINT_BYTES:
-                    raise too_large()
+                    raise upload_too_large()
                 await asyncio.to_thread(file.write, piece)
 
 
-def unpack(tar: Path, content: Path) -> Description:
+def unpack_tar(tar: Path, content: Path) -> Description:
     with open(tar, "rb") as file:
         return read_tar(file, content)
 
@@ -126,7 +126,7 @@ def clear(tar: Path, content: Path) -> None:
     shutil.rmtree(content, ignore_errors=True)
 
 
-def too_large() -> TooLarge:
+def upload_too_large() -> TooLarge:
     return TooLarge(
         f"the upload has more than {MAX_CHECKPOINT_BYTES} bytes",
         code="checkpoint_too_large",

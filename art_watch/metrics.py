@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector
 from art_protocol.wire import Health
 from art_server.api.parameters import TheCaller, TheServer
 from art_server.engine.engine import State
-from art_server.jobs.queue import ENDED, PENDING
+from art_server.jobs.job_row import ENDED, PENDING
 from art_server.jobs.reports import Totals
 from art_server.process.shared import clock
 from art_server.server import Server
-from art_server.store.registry import Model
+from art_server.store.registry import RegisteredModel
 
 Pending = Mapping[str, tuple[int, float]]
 """`JobQueue.pending`."""
@@ -29,7 +29,7 @@ Pending = Mapping[str, tuple[int, float]]
 router = APIRouter()
 
 
-class Figures(NamedTuple):
+class MetricsSnapshot(NamedTuple):
     """Numbers of this moment, and since the server's start."""
 
     num_waiting: int
@@ -42,8 +42,8 @@ class Figures(NamedTuple):
     totals: Totals
 
 
-def figures_of(server: Server) -> Figures:
-    return Figures(
+def metrics_snapshot(server: Server) -> MetricsSnapshot:
+    return MetricsSnapshot(
         server.gate.num_waiting,
         server.gate.num_inside,
         server.engine.num_starts,
@@ -57,12 +57,12 @@ async def metrics(server: TheServer, caller: TheCaller) -> Response:
     """Numbers for Prometheus."""
     pending = await asyncio.to_thread(server.queue.pending)
     models = server.registry.all(caller.projects)
-    own = exposition(figures_of(server), server.status.health(), pending, models)
+    own = exposition(metrics_snapshot(server), server.status.health(), pending, models)
     of_engine = await server.proxy.engine_metrics() if caller.projects is None else b""
     return Response(own + of_engine, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def exposition(figures: Figures, health: Health, pending: Pending, models: Iterable[Model]) -> bytes:
+def exposition(figures: MetricsSnapshot, health: Health, pending: Pending, models: Iterable[RegisteredModel]) -> bytes:
     """The server's part."""
     registry = CollectorRegistry(auto_describe=False)
     families = [
@@ -84,7 +84,7 @@ class Families(Collector):
         return self._families
 
 
-def request_families(figures: Figures, health: Health) -> Iterator[Metric]:
+def request_families(figures: MetricsSnapshot, health: Health) -> Iterator[Metric]:
     """Requests, the engine, and the server's own health."""
     yield gauge("art_requests_waiting", "Requests that wait at the pause gate.", figures.num_waiting)
     yield gauge("art_requests_running", "Requests that the engine has.", figures.num_running)
@@ -101,7 +101,7 @@ def request_families(figures: Figures, health: Health) -> Iterator[Metric]:
     yield faults
 
 
-def job_families(figures: Figures, pending: Pending) -> Iterator[Metric]:
+def job_families(figures: MetricsSnapshot, pending: Pending) -> Iterator[Metric]:
     """The queue, ended jobs, and the last step."""
     for_state = {state: float(pending.get(state, (0, 0))[0]) for state in PENDING}
     yield gauges("art_queue_jobs", "Jobs that have not ended.", "state", for_state)
@@ -116,7 +116,7 @@ def job_families(figures: Figures, pending: Pending) -> Iterator[Metric]:
     yield gauges("art_step_seconds", "Seconds of the last step.", "phase", totals.seconds)
 
 
-def model_families(models: Iterable[Model]) -> Iterator[Metric]:
+def model_families(models: Iterable[RegisteredModel]) -> Iterator[Metric]:
     """The step of each model."""
     steps = GaugeMetricFamily("art_model_step", "The step that serves.", labels=["project", "model"])
     for model in models:

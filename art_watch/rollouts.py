@@ -15,7 +15,7 @@ from art_protocol.history import open_rows, whole_row
 from art_protocol.signal import group_has_signal
 from art_server.errors import NotFound
 from art_server.store.files import file_mark
-from art_server.store.history import number, read_json
+from art_server.store.history import finite_number, read_json
 from art_server.store.model_folder import ModelFolder
 from art_watch.tokens import opened_tokens
 
@@ -90,7 +90,7 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
         sequences = [] if tokens is None else tokens.sequences(group, index)
     return {
         "num_rollouts": len(trajectories),
-        "reward": number(trajectory.get("reward")),
+        "reward": finite_number(trajectory.get("reward")),
         "metrics": _dict(trajectory, "metrics"),
         "metadata": _dict(trajectory, "metadata"),
         "logs": [str(each) for each in _values(trajectory, "logs")],
@@ -135,7 +135,8 @@ def entry_row(entry: Row, trace: Row | None) -> Row:
     if message is not entry:
         row["sampled_by"] = _dict(entry, "art") or None
         row["logprobs"] = [
-            [str(each.get("token")), number(each.get("logprob"))] for each in _list(_dict(entry, "logprobs"), "content")
+            [str(each.get("token")), finite_number(each.get("logprob"))]
+            for each in _list(_dict(entry, "logprobs"), "content")
         ]
     return row
 
@@ -216,7 +217,7 @@ def _line(trajectory: Row, index: int) -> Row:
     turns = _list(trajectory, "turns")
     return {
         "index": index,
-        "reward": number(trajectory.get("reward")),
+        "reward": finite_number(trajectory.get("reward")),
         "metrics": _dict(trajectory, "metrics"),
         "num_turns": len(answers),
         "num_tokens": sum(map(_num_tokens, answers)) or None,

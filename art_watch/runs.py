@@ -9,7 +9,7 @@ from typing import Any
 
 from art_server.errors import NotFound
 from art_server.store.files import file_mark, folder_size
-from art_server.store.history import History, HistoryTable
+from art_server.store.history import HistoryTable, MetricHistory
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
 from art_server.store.registry import check_name
 
@@ -51,7 +51,7 @@ class Runs:
             )
         return folder
 
-    def history(self, folder: ModelFolder) -> History:
+    def history(self, folder: ModelFolder) -> MetricHistory:
         """A model's history; empty before its first step."""
         if self._table is not None and folder.exists():
             return self._table.of(folder)

@@ -9,7 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from art_server import __version__
-from art_server.api import errors
+from art_server.api import error_responses
 from art_server.api.auth import Authentication
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
@@ -23,7 +23,7 @@ def make_view(path: Path) -> FastAPI:
     """The ASGI application with the page's routes alone. It writes nothing."""
     app = FastAPI(title="art view", version=__version__)
     app.state.server, app.state.runs, app.state.is_stopping = None, Runs(path), False
-    errors.install(app)
+    error_responses.add_error_handlers(app)
     app.include_router(routes.router)
     app.add_middleware(
         Authentication,

@@ -23,12 +23,12 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from art_server.errors import InvalidInput, NotFound, ServerError, Unavailable
-from art_server.jobs.step_record import (
+from art_server.jobs.replay_record import (
     BATCH_FILE,
     FOLDER,
     RECORD_FILE,
     START,
-    StepRecord,
+    ReplayRecord,
     base_digests,
 )
 from art_server.jobs.trainer_process import (
@@ -40,7 +40,7 @@ from art_server.jobs.trainer_process import (
 from art_server.process.shared.trainer_messages import Done, Progress, TrainTask, WorkerConfig
 from art_server.store.base_models import CACHE_DIR, find_base_model
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE, content_digests
-from art_transfer.transfer import find_folder
+from art_transfer.transfer import find_model_folder
 
 COMPARED = {ADAPTER_FILE: "adapter", OPTIMIZER_FILE: "optimizer state"}
 
@@ -67,7 +67,7 @@ def replay_step(text: str, path: Path) -> bool:
     """
     folder = find_record(text, path)
     try:
-        record = StepRecord.model_validate_json((folder / RECORD_FILE).read_bytes())
+        record = ReplayRecord.model_validate_json((folder / RECORD_FILE).read_bytes())
     except (OSError, ValidationError) as error:
         raise InvalidInput(f"{folder / RECORD_FILE} cannot be read: {error}", code="bad_record") from error
     base = find_base_model(record.base_model, CACHE_DIR).path
@@ -104,7 +104,7 @@ def find_record(text: str, path: Path) -> Path:
     project, _, name = name.rpartition("/")
     if step and not (step.isascii() and step.isdecimal()):
         raise InvalidInput(f"'{step}' is not a step: write NAME@NUMBER", code="unknown_step")
-    folder = find_folder(path, project, name)
+    folder = find_model_folder(path, project, name)
     number = int(step) if step else folder.newest_step() or 0
     found = folder.checkpoint_dir(number) / FOLDER
     if not (found / RECORD_FILE).is_file():
@@ -117,7 +117,7 @@ def find_record(text: str, path: Path) -> Path:
     return found
 
 
-def changed_inputs(folder: Path, record: StepRecord, base: Path) -> list[str]:
+def changed_inputs(folder: Path, record: ReplayRecord, base: Path) -> list[str]:
     """The files that differ from their digests in the record."""
     expected = {f"{START}/{name}": digest for name, digest in record.start_files.items()}
     found = {f"{START}/{name}": each for name, each in content_digests(folder / START).items()}
@@ -142,7 +142,7 @@ def number_in(settings: dict[str, str], name: str) -> int | None:
     return None if value == "None" else int(value)
 
 
-async def train(folder: Path, record: StepRecord, base: Path, temporary: Path) -> Done:
+async def train(folder: Path, record: ReplayRecord, base: Path, temporary: Path) -> Done:
     """Runs the step in a trainer process with the record's settings; the result is in `temporary`/step.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 
 METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n"
 PROMPT, ANSWER, TEXT = [5, 6, 7], [8, 9], "a private answer"
@@ -22,7 +22,7 @@ class FakeVllm:
     def __init__(self) -> None:
         self.adapters: list[str] = []
         self.is_paused = False
-        self.take_samples: Callable[[list[tuple[str, int, int, Sample]]], object] = lambda _: None
+        self.take_samples: Callable[[list[tuple[str, int, int, FinishedChoice]]], object] = lambda _: None
         self.num_dying = 0
         """For so many requests it dies while it answers, and is back afterwards."""
         self.is_dead = False
@@ -98,7 +98,7 @@ class FakeVllm:
             error = {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
             return events(error) if is_stream else web.json_response(error, status=500)
         request_id = request.headers.get("x-request-id", uuid.uuid4().hex)
-        sample = Sample(
+        sample = FinishedChoice(
             request_id=request_id,
             rendered=PROMPT,
             index=0,

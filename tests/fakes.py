@@ -9,16 +9,16 @@ from typing import Any
 
 import aiohttp
 
-from art_server.engine.device.plan import Plan
+from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.engine import AdapterRefused, PolicyDiffers, State
 from art_server.errors import Unavailable
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.progress import StartProgress
 from art_server.process.shared.trainer_messages import (
     Done,
-    GapBars,
     InitTask,
     LayersTask,
+    MismatchLimits,
     Probe,
     Progress,
     Task,
@@ -46,7 +46,7 @@ class FakeEngine:
         self.was_killed = False
         self.pid: int | None = None
         self.log_path = Path("engine.log")
-        self.gap_bars: GapBars | None = None
+        self.mismatch_limits: MismatchLimits | None = None
         self.max_seq_length = 4096
         self.is_paused = False
         self.vllm = FakeVllm()
@@ -68,7 +68,7 @@ class FakeEngine:
     async def listen(self) -> None:
         self.http = aiohttp.ClientSession(await self.vllm.listen())
 
-    def start(self, base: BaseModel, requested: Mapping[str, str], plan: Plan | None = None) -> None:
+    def start(self, base: BaseModel, requested: Mapping[str, str], plan: MemoryPlan | None = None) -> None:
         del plan
         assert self.base is None, "an engine serves one base model"
         self.started.append(dict(requested))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from art_protocol.wire import LoRAConfig
 from art_server.store.model_folder import CheckpointRecord, ModelRecord
-from art_server.store.registry import Model, Registry
+from art_server.store.registry import RegisteredModel, Registry
 
 
 def add_model(
@@ -15,7 +15,7 @@ def add_model(
     *,
     project: str = "p",
     write: Callable[[Path], object] = lambda checkpoint: None,
-) -> Model:
+) -> RegisteredModel:
     """`write` makes the files of its checkpoint."""
     folder = registry.folder(project, name)
     record = ModelRecord(name=name, project=project, base_model=base_model, lora=LoRAConfig())

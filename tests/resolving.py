@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
-from art_server.jobs.resolve import Limits, Resolver, Sources
+from art_server.jobs.resolve import Resolver
+from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.jobs.turns import TurnTrace
 from art_server.ledger import conversation
 from art_server.ledger.records import Match, Record, Request
@@ -23,7 +24,7 @@ def resolve(
     groups: Sequence[TrajectoryGroupBody],
     config: TrainConfig,
     model_id: str,
-    sources: Sources,
+    sources: TokenSources,
     limits: Limits,
 ) -> Resolved:
     resolver = Resolver(config, model_id, sources, limits)
@@ -70,7 +71,7 @@ def record(
     return dataclasses.replace(made, answer_digest=conversation.text_digest(text))
 
 
-def sources(**given: Any) -> Sources:
+def sources(**given: Any) -> TokenSources:
     """Knows nothing but what is given; renders a conversation before an answer as one token, a text as one a word."""
 
     def tokenize(text: str) -> list[int]:
@@ -95,7 +96,7 @@ def sources(**given: Any) -> Sources:
     known |= given
     for name in ("find_by_logprobs", "find_by_conversation"):
         known[name] = matches_of(known[name])
-    return Sources(**known)
+    return TokenSources(**known)
 
 
 def matches_of(find: Callable[..., list[Record]]) -> Callable[..., list[Match]]:

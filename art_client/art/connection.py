@@ -110,7 +110,7 @@ class Connection:
                         if not line.strip():
                             continue
                         event = _parse_event(line)
-                        outage.is_over()
+                        outage.end()
                         if event.event == "accepted":
                             job_id = event.job_id
                         if event.number is not None:
@@ -208,7 +208,7 @@ class _Outage:
         self._deadline: float | None = None
         self._wait_seconds = FIRST_WAIT_SECONDS
 
-    def is_over(self) -> None:
+    def end(self) -> None:
         self._deadline, self._wait_seconds = None, FIRST_WAIT_SECONDS
 
     async def wait(self, error: ArtError) -> None:

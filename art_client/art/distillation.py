@@ -5,6 +5,7 @@ divergence KL(student || teacher), whose gradient is the policy gradient of thes
 """
 
 import asyncio
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -66,13 +67,12 @@ async def distill(
     if max_concurrent < 1:
         raise ValueError(f"max_concurrent must be at least 1, not {max_concurrent}")
     kept = [group.model_copy() for group in groups]
-    turns = {
-        id(history): list(_to_turns(history.messages_and_choices))
-        for group in kept
-        for trajectory in group.trajectories
-        for history in (trajectory, *trajectory.additional_histories)
-    }
-    texts = _to_texts(each for of_history in turns.values() for each in of_history)
+    turns: dict[int, list[_Sampled]] = {}
+    for group in kept:
+        for trajectory in group.trajectories:
+            for history in (trajectory, *trajectory.additional_histories):
+                turns[id(history)] = list(_to_turns(history.messages_and_choices))
+    texts = _to_texts(itertools.chain.from_iterable(turns.values()))
     scored = await _score(list(dict.fromkeys(texts.values())), teacher, max_concurrent)
     scored = {whole: scored[text] for whole, text in texts.items()}
 

@@ -58,7 +58,7 @@ class ArtJobError(ArtError):
         """Identifier of the error, for programs."""
 
 
-def text_of(error: object, show: Callable[[object], str] = str) -> str:
+def error_text(error: object, show: Callable[[object], str] = str) -> str:
     """`str(error)`, or `show(error)`. An exception of a program can fail at this; its text is then a note of that."""
     try:
         return show(error)

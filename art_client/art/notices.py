@@ -1,4 +1,4 @@
-"""What a program hears about its jobs and its end: whole sentences with number, reason and remedy, each said once."""
+"""Messages to a program about its jobs and its end: sentences with number, reason and remedy, each logged once."""
 
 import logging
 import re

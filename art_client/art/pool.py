@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from tqdm.auto import tqdm
 
-from art.errors import text_of
+from art.errors import error_text
 from art_protocol.signal import to_finite
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class RolloutPool:
                 "the result show where they failed; max_exceptions=0 raises the first",
                 self._num_failed,
                 self._num_expected,
-                text_of(self._first_error, repr),
+                error_text(self._first_error, repr),
             )
 
     @property

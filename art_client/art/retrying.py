@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from art.errors import text_of
+from art.errors import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def retry(
     def seconds_before_next(name: str, error: BaseException, attempt: int) -> float:
         if attempt == max_attempts or isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
             raise error
-        shown = text_of(error, repr)
+        shown = error_text(error, repr)
         logger.warning("%s failed (attempt %d of %d): %s", name, attempt, max_attempts, shown)
         if on_retry is not None:
             on_retry(error, attempt)

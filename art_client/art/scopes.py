@@ -11,7 +11,7 @@ from weakref import WeakSet
 from art_protocol.wire import SESSION_HEADER, SessionReply
 
 
-class Server(Protocol):
+class CapturingServer(Protocol):
     """The part of a backend that scopes use."""
 
     @property
@@ -30,7 +30,7 @@ class Scope:
     """A session. Requests belong to it while it is the value of `current_scope`."""
 
     session: str
-    servers: "dict[Server, None]" = field(default_factory=dict[Any, None])
+    servers: "dict[CapturingServer, None]" = field(default_factory=dict[Any, None])
     """The servers that got requests in this scope, in the order of their first request."""
 
 
@@ -54,11 +54,11 @@ def no_capture() -> Generator[None]:
         yield
 
 
-_servers: WeakSet[Server] = WeakSet()
+_servers: WeakSet[CapturingServer] = WeakSet()
 """Servers with a trainable model. Only requests to these belong to sessions."""
 
 
-def add_server(server: Server) -> None:
+def add_server(server: CapturingServer) -> None:
     """Registers a server, so that requests to it belong to the session of their scope."""
     _servers.add(server)
 
@@ -82,7 +82,7 @@ def is_registered(url: str) -> bool:
     return any(address.startswith(_to_address(server.base_url) + "/") for server in list(_servers))
 
 
-def _servers_at(address: str) -> list[Server]:
+def _servers_at(address: str) -> list[CapturingServer]:
     """The registered servers at the address; closed ones only if none is open."""
     servers = [server for server in list(_servers) if address.startswith(_to_address(server.base_url) + "/v1/")]
     return [server for server in servers if server.is_open] or servers

@@ -32,7 +32,7 @@ from pydantic import (
 )
 
 from art import types
-from art.errors import text_of
+from art.errors import error_text
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
 from art.tolerance import Tolerant
 from art.types import Message, Messages, MessagesAndChoices, Tools
@@ -283,7 +283,7 @@ def _to_failure(error: BaseException | FailureBody) -> FailureBody:
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return FailureBody(
         type=module + kind.__qualname__,
-        message=_escaped(text_of(error)),
+        message=_escaped(error_text(error)),
         traceback=_escaped("".join(traceback.format_exception(error))),
     )
 

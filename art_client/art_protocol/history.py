@@ -1,5 +1,5 @@
 """What a model's folder keeps of a log or train call: the metrics of a row of history.jsonl, under ART's names, and the
-lines of a trajectories file. The server writes them, and `art.compat.unserved` for models without a server.
+lines of a trajectories file. The server writes them, and `art.compat.offline_log` for models without a server.
 
 A trajectories file is compressed JSONL. It holds each message of a trajectory once, and no tokens.
 """
@@ -32,23 +32,28 @@ GZIP_MAGIC = b"\x1f\x8b"
 def trajectory_metrics(groups: Sequence[TrajectoryGroupBody], split: str) -> dict[str, float]:
     """Means under "SPLIT/": reward, exception_rate, each metric of trajectories and, as "group_NAME", of groups.
     reward_std_dev is the mean population standard deviation of the groups with more than one trajectory."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    num_failed = sum(len(group.exceptions) for group in groups)
+    rewards: list[float] = []
+    deviations: list[float] = []
+    num_failed = 0
+    for group in groups:
+        of_group = [trajectory.reward for trajectory in group.trajectories]
+        rewards += of_group
+        num_failed += len(group.exceptions)
+        if len(of_group) > 1:
+            deviations.append(statistics.pstdev(of_group))
     metrics: dict[str, float] = {}
-    if trajectories:
-        metrics[f"{split}/reward"] = statistics.fmean(t.reward for t in trajectories)
-    deviations = [
-        statistics.pstdev(t.reward for t in group.trajectories) for group in groups if len(group.trajectories) > 1
-    ]
+    if rewards:
+        metrics[f"{split}/reward"] = statistics.fmean(rewards)
     if deviations:
         metrics[f"{split}/reward_std_dev"] = statistics.fmean(deviations)
-    if trajectories or num_failed:
-        metrics[f"{split}/exception_rate"] = num_failed / (num_failed + len(trajectories))
-    metrics |= _means([t.metrics for t in trajectories], f"{split}/")
+    if rewards or num_failed:
+        metrics[f"{split}/exception_rate"] = num_failed / (num_failed + len(rewards))
+    of_trajectories = [trajectory.metrics for group in groups for trajectory in group.trajectories]
+    metrics |= _means(of_trajectories, f"{split}/")
     return metrics | _means([group.metrics for group in groups], f"{split}/group_")
 
 
-def outline(group: TrajectoryGroupBody) -> TrajectoryGroupBody:
+def without_texts(group: TrajectoryGroupBody) -> TrajectoryGroupBody:
     """A group without its texts, for `trajectory_metrics`."""
     bare: dict[str, Any] = {"messages_and_choices": [], "additional_histories": [], "tools": None}
     bare |= {"metadata": {}, "logs": []}
@@ -187,5 +192,8 @@ def _dicts(row: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _means(rows: Sequence[dict[str, float | int | bool]], prefix: str) -> dict[str, float]:
-    keys = {key for row in rows for key in row}
-    return {prefix + key: statistics.fmean(float(row[key]) for row in rows if key in row) for key in sorted(keys)}
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(float(value))
+    return {prefix + key: statistics.fmean(values[key]) for key in sorted(values)}

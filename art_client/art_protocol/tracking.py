@@ -71,12 +71,12 @@ def make_rows(
     """The rows of one group, from rewards with messages and from the types and messages of failures."""
     index = -1
     for index, (reward, messages) in enumerate(trajectories):
-        yield RolloutRow(group, index, reward, text_of(messages), "")
+        yield RolloutRow(group, index, reward, conversation_text(messages), "")
     for place, (kind, message) in enumerate(failures, index + 1):
         yield RolloutRow(group, place, None, "", f"{kind}: {message}"[:MAX_TEXT])
 
 
-def text_of(messages: Iterable[Mapping[str, Any]]) -> str:
+def conversation_text(messages: Iterable[Mapping[str, Any]]) -> str:
     """A conversation as text: "role: content" for each message; the middle of a long one is left out."""
     text = "\n\n".join(f"{each.get('role', '')}: {_content(each)}" for each in messages)
     if len(text) <= MAX_TEXT:
@@ -164,7 +164,7 @@ class Tracer(Protocol):
         ...
 
 
-def check_name(name: str) -> str:
+def check_tracker_name(name: str) -> str:
     """The name of a tracker or tracer.
 
     Raises:
@@ -184,7 +184,7 @@ def open_trackers(names: Iterable[str], folder: Path) -> list[Tracker]:
     """
     found = _found("art.trackers")
     chosen: dict[str, list[str]] = {}
-    for name in dict.fromkeys(map(check_name, names)):
+    for name in dict.fromkeys(map(check_tracker_name, names)):
         if name in found:
             chosen.setdefault(found[name].value, []).append(name)
     return [found[same[0]].load()(same, folder) for same in chosen.values()]

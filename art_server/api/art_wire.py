@@ -31,8 +31,8 @@ from art_protocol.wire import (
 )
 from art_server.api.auth import Caller
 from art_server.api.bodies import SmallBodies, beside, decode, described_body, read_body
-from art_server.api.engine_args import no_effect, read_engine_args
-from art_server.api.errors import detail_of, invalid_body, too_deep
+from art_server.api.engine_args import no_effect, requested_engine_args
+from art_server.api.error_responses import detail_of, invalid_body, too_deep
 from art_server.api.parameters import (
     TheBase,
     TheCaller,
@@ -48,10 +48,10 @@ from art_server.api.parameters import (
 )
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError
 from art_server.jobs.logs import write_log
-from art_server.jobs.rollouts import Rollouts
+from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.runner import JobRunner
 from art_server.settings import Device
-from art_server.store.registry import Model, Registry
+from art_server.store.registry import RegisteredModel, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -140,15 +140,15 @@ router = APIRouter(route_class=SmallBodies)
 LARGE_CALL = described_body("application/json", CallBody)
 
 
-async def _model(body: ModelBody, registry: TheRegistry, caller: TheCaller) -> Model:
-    return find_model(body, registry, caller)
+async def _model(body: ModelBody, registry: TheRegistry, caller: TheCaller) -> RegisteredModel:
+    return model_of_body(body, registry, caller)
 
 
-BodyModel = Annotated[Model, Depends(_model)]
+BodyModel = Annotated[RegisteredModel, Depends(_model)]
 """The model that the body names."""
 
 
-def find_model(body: ModelBody, registry: Registry, caller: Caller) -> Model:
+def model_of_body(body: ModelBody, registry: Registry, caller: Caller) -> RegisteredModel:
     caller.check_project(body.project)
     return registry.get(body.project, body.run_name or body.name)
 
@@ -200,7 +200,7 @@ async def prepare(
     config: TheConfig,
     caller: TheCaller,
 ) -> list[str]:
-    model = find_model(body.model, registry, caller)
+    model = model_of_body(body.model, registry, caller)
     log_notes(model.id, no_effect([f"config.{key}" for key in given(body.config)]))
     await engine.wait_ready(config.wait_limit_seconds)
     state, port = request.app.state, request.url.port
@@ -227,8 +227,8 @@ async def train_model(
     text = await read_body(request, config.max_body_mb)
     try:
         call = await beside(read_call, text)
-        model = find_model(call.body.model, registry, caller)
-        settings, notes = read_config(call, machine.kind)
+        model = model_of_body(call.body.model, registry, caller)
+        settings, notes = read_train_config(call, machine.kind)
         await base.wait_found()
         new = requests.begin(model, settings, registration.limits(model))
         dropped: set[str] = set()
@@ -253,8 +253,8 @@ async def log(
     caller: TheCaller,
 ) -> None:
     call = await beside(read_call, await read_body(request, config.max_body_mb))
-    model = find_model(call.body.model, registry, caller)
-    rollouts, dropped = Rollouts(), set[str]()
+    model = model_of_body(call.body.model, registry, caller)
+    rollouts, dropped = ReceivedTrajectories(), set[str]()
     async for group in parse_groups(call, dropped):
         await asyncio.to_thread(rollouts.add, group)
     log_notes(model.id, no_effect([*call.body.unknown(), *sorted(dropped)]))
@@ -268,7 +268,7 @@ async def delete_checkpoint_files(
     checkpoints: TheCheckpoints,
     caller: TheCaller,
 ) -> None:
-    model = find_model(body.model, registry, caller)
+    model = model_of_body(body.model, registry, caller)
     await checkpoints.delete(model, DeleteCheckpointsRequest(keep=body.steps_to_keep))
 
 
@@ -301,7 +301,7 @@ def read_settings(body: ModelBody, device: Device) -> tuple[dict[str, str], list
     unknown += [f"_internal_config.{key}" for key in config.unknown()]
     unknown += [f"init_args.{key}" for key in init_args if key != "max_seq_length"]
     length = {"max_seq_length": init_args.get("max_seq_length")}
-    requested, others = read_engine_args(engine_args | length, device)
+    requested, others = requested_engine_args(engine_args | length, device)
     return requested, no_effect([*unknown, *others])
 
 
@@ -344,7 +344,7 @@ def parse_group(text: bytes, index: int, dropped: set[str]) -> TrajectoryGroupBo
         raise invalid_body(error, (GROUPS, index)) from error
 
 
-def read_config(call: Call, device: Device) -> tuple[TrainConfig, list[str]]:
+def read_train_config(call: Call, device: Device) -> tuple[TrainConfig, list[str]]:
     """The configuration of a train call, and a note for each option that has no effect. The model's `trainer_args`
     override the configuration, because NVIDIA's plugin drops them from the configuration that it sends.
 

@@ -21,13 +21,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_protocol.wire import SESSION_HEADER, Health
-from art_server.api.errors import answer
+from art_server.api.error_responses import answer
 from art_server.api.keys import Keys
 from art_server.api.model_keys import ModelKeys
 from art_server.engine.pause_gate import unnamed
 from art_server.errors import Forbidden, InvalidInput, NotFound, ServerError, Unauthorized
-from art_server.settings import ApiKey, ServerConfig
-from art_server.settings import Scope as KeyScope
+from art_server.settings import ApiKey, KeyScope, ServerConfig
 from art_server.store.registry import check_name
 
 OPEN_PATHS = frozenset({"/health", "/ready"})

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from art_protocol.wire import LogRequest, TrainRequest, TrajectoryGroupBody
-from art_server.api.errors import invalid_body, too_deep
+from art_server.api.error_responses import invalid_body, too_deep
 from art_server.errors import InvalidInput, TooLarge
 
 T = TypeVar("T", bound=BaseModel)

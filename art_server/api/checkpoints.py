@@ -28,9 +28,9 @@ from art_server.api.parameters import (
 )
 from art_server.errors import InvalidInput, Unavailable
 from art_server.store import files
-from art_server.store.archive import MAX_CHECKPOINT_BYTES, describe, write_tar
+from art_server.store.archive import MAX_CHECKPOINT_BYTES, describe_step, write_tar
 from art_server.store.registry import check_name
-from art_server.uploads import too_large
+from art_server.uploads import upload_too_large
 
 TAR = {"requestBody": {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}}}
 MAX_STEP_DIGITS = 9
@@ -99,10 +99,10 @@ async def delete_checkpoints(
 
 @router.get("/checkpoints/{step}.tar")
 def download(model: PathModel, step: str) -> TarResponse:
-    number = read_step(step)
+    number = parse_step(step)
     if number in model.deleting:
         raise model.folder.unknown_step(number)
-    description = describe(model.folder, model.record, number)
+    description = describe_step(model.folder, model.record, number)
     # A file without a name: it is gone when the answer ends, however that ends.
     with contextlib.ExitStack() as opened:
         with files.disk_errors("the tar"):
@@ -125,9 +125,9 @@ async def upload(
 ) -> ModelInfo:
     caller.check_project(check_name(project, "project"))
     check_name(name, "name")
-    number = read_step(step)
+    number = parse_step(step)
     if declared_size(request) > MAX_CHECKPOINT_BYTES:
-        raise too_large()
+        raise upload_too_large()
     try:
         model = await uploads.receive(project, name, number, base_model, request.stream())
     except ClientDisconnect as error:
@@ -138,7 +138,7 @@ async def upload(
     return registration.info(model)
 
 
-def read_step(text: str) -> int:
+def parse_step(text: str) -> int:
     """Reads the number of a step.
 
     Raises:

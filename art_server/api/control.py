@@ -27,9 +27,10 @@ from art_protocol.wire import (
 )
 from art_server.api.auth import visible_health
 from art_server.api.bodies import SmallBodies, described_body
-from art_server.api.engine_args import no_effect, read_engine_args
+from art_server.api.engine_args import no_effect, requested_engine_args
 from art_server.api.parameters import (
     Groups,
+    LoadedModel,
     PathJob,
     PathModel,
     TheCaller,
@@ -42,11 +43,10 @@ from art_server.api.parameters import (
     TheRunner,
     TheStatus,
     TheTrainRequests,
-    TrainableModel,
 )
 from art_server.errors import InvalidInput, Unavailable
 from art_server.jobs.logs import write_log
-from art_server.jobs.rollouts import Rollouts
+from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import NewJob
 from art_server.ledger.sessions import session_trajectory
@@ -80,7 +80,7 @@ async def register(
     caller: TheCaller,
 ) -> ModelInfo:
     caller.check_project(body.project)
-    requested, unknown = read_engine_args(body.engine_args, machine.kind)
+    requested, unknown = requested_engine_args(body.engine_args, machine.kind)
     info = await registration.register(body, requested)
     notes = no_effect(unknown) + engine.ignored_args(requested)
     return info.model_copy(update={"notes": notes + info.notes})
@@ -130,7 +130,7 @@ async def first_digest(request: Request) -> str | None:
 
 @router.post("/api/models/{project}/{name}/train", openapi_extra=described_body(NDJSON, TrainRequest))
 async def train(
-    model: TrainableModel,
+    model: LoadedModel,
     key: Annotated[str | None, Depends(idempotency_key)],
     first: Annotated[str | None, Depends(first_digest)],
     body: Groups,
@@ -159,7 +159,7 @@ async def train(
 @router.post("/api/models/{project}/{name}/log", openapi_extra=described_body(NDJSON, LogRequest))
 async def log(model: PathModel, body: Groups, reports: TheReports) -> LogReply:
     request = await body.fields(LogRequest)
-    rollouts = Rollouts()
+    rollouts = ReceivedTrajectories()
     async for group in body.groups():
         await asyncio.to_thread(rollouts.add, group)
     return await write_log(model, request, rollouts, reports)

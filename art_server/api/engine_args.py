@@ -16,7 +16,7 @@ VALUES = {
 }
 
 
-def read_engine_args(given: Mapping[str, Any], device: Device) -> tuple[dict[str, str], list[str]]:
+def requested_engine_args(given: Mapping[str, Any], device: Device) -> tuple[dict[str, str], list[str]]:
     """The arguments that the engine can have, as text, and the names of all others. None counts as not given.
 
     Raises:

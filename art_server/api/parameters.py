@@ -11,10 +11,10 @@ from art_server.api.auth import TheCaller
 from art_server.api.bodies import GroupLines
 from art_server.base_loader import BaseLoader
 from art_server.checkpoints import Checkpoints
-from art_server.engine.device.probe import Machine
+from art_server.engine.device.detection import Machine
 from art_server.engine.engine import Engine
 from art_server.errors import ServerError
-from art_server.jobs.queue import Job
+from art_server.jobs.job_row import Job
 from art_server.jobs.reports import Reports
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.train_requests import TrainRequests
@@ -23,7 +23,7 @@ from art_server.registration import Registration
 from art_server.server import Server
 from art_server.settings import ServerConfig
 from art_server.status import Status
-from art_server.store.registry import Model, Registry
+from art_server.store.registry import RegisteredModel, Registry
 from art_server.uploads import Uploads
 
 
@@ -52,7 +52,7 @@ TheTrainRequests = Annotated[TrainRequests, part(lambda server: server.train_req
 TheStatus = Annotated[Status, part(lambda server: server.status)]
 
 
-async def _model(project: str, name: str, registry: TheRegistry, caller: TheCaller) -> Model:
+async def _model(project: str, name: str, registry: TheRegistry, caller: TheCaller) -> RegisteredModel:
     caller.check_project(project)
     return registry.get(project, name)
 
@@ -63,17 +63,17 @@ async def _job(job_id: str, runner: TheRunner, caller: TheCaller) -> Job:
     return job
 
 
-PathModel = Annotated[Model, Depends(_model)]
+PathModel = Annotated[RegisteredModel, Depends(_model)]
 PathJob = Annotated[Job, Depends(_job)]
 
 
-async def _trainable(model: PathModel, base: TheBase, registration: TheRegistration) -> Model:
+async def _trainable(model: PathModel, base: TheBase, registration: TheRegistration) -> RegisteredModel:
     await base.wait_found()
     registration.check_trainable(model)
     return model
 
 
-TrainableModel = Annotated[Model, Depends(_trainable)]
+LoadedModel = Annotated[RegisteredModel, Depends(_trainable)]
 """The model of the path, whose base model is loaded."""
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from art_server.engine.device.plan import Plan
+from art_server.engine.device.plan import MemoryPlan
 from art_server.errors import InvalidInput
 from art_server.process.shared.switches import (
     DISTRIBUTIONS_SWITCH,
@@ -16,7 +16,7 @@ from art_server.process.shared.switches import (
     SWITCH,
 )
 from art_server.settings import ENGINE_ARGS, Device, ServerConfig
-from art_server.store.base_facts import Facts
+from art_server.store.base_facts import Facts, Parsers
 from art_server.store.base_models import BaseModel, has_other_format, weight_bytes
 
 SOCKET_NAME = "engine.sock"
@@ -75,11 +75,10 @@ def attention_on_cpu(facts: Facts) -> dict[str, str]:
 
 
 def engine_command(
-    config: ServerConfig, base: BaseModel, device: Device, run_dir: Path, plan: Plan | None = None
+    config: ServerConfig, base: BaseModel, device: Device, run_dir: Path, plan: MemoryPlan | None = None
 ) -> list[str]:
     """The command line of the engine's process, whose sockets are in `run_dir`. `plan` is a GPU's memory plan."""
     facts = base.facts
-    parsers = facts.parsers
     arguments: dict[str, str] = {
         "model": str(base.path),
         "served-model-name": base.name,
@@ -97,14 +96,8 @@ def engine_command(
         arguments["hf-overrides"] = json.dumps(facts.overrides)
     if base.template is not None:
         arguments["chat-template"] = str(base.template)
+    arguments |= parser_arguments(facts.parsers)
     switches = [*SWITCHES]
-    if parsers.tool is not None:
-        arguments["tool-call-parser"] = parsers.tool
-    if parsers.reasoning is not None:
-        arguments["reasoning-parser"] = parsers.reasoning
-    if parsers.thinks is not None:
-        thinks = {"enable_thinking": parsers.thinks}
-        arguments["default-chat-template-kwargs"] = json.dumps(thinks)
     if device == "cpu":
         switches.append("enforce-eager")
         arguments |= attention_on_cpu(facts)
@@ -114,17 +107,12 @@ def engine_command(
         arguments["gpu-memory-utilization"] = str(plan.utilization)
         if plan.handover != "none":
             switches.append("enable-sleep-mode")
-    for key, value in config.engine_args.items():
-        assert key in ENGINE_ARGS, "checked on the command line"
-        name = key.replace("_", "-")
-        if value.lower() in ("true", "false"):
-            switches = [switch for switch in switches if switch != name]
-            switches.append(name if value.lower() == "true" else f"no-{name}")
-        else:
-            arguments[name] = value
+    apply_requested(config.engine_args, arguments, switches)
     if "tool-call-parser" in arguments:
         switches.append("enable-auto-tool-choice")
-    flags = [part for key, value in arguments.items() for part in (f"--{key}", value)]
+    flags: list[str] = []
+    for key, value in arguments.items():
+        flags += [f"--{key}", value]
     if facts.is_mixture:
         flags += ["--lora-target-modules", *facts.lora_modules]
     return [
@@ -135,6 +123,31 @@ def engine_command(
         *flags,
         *(f"--{switch}" for switch in switches),
     ]
+
+
+def parser_arguments(parsers: Parsers) -> dict[str, str]:
+    """vLLM's options for the parsers of a model's answers."""
+    arguments: dict[str, str] = {}
+    if parsers.tool is not None:
+        arguments["tool-call-parser"] = parsers.tool
+    if parsers.reasoning is not None:
+        arguments["reasoning-parser"] = parsers.reasoning
+    if parsers.thinks is not None:
+        arguments["default-chat-template-kwargs"] = json.dumps({"enable_thinking": parsers.thinks})
+    return arguments
+
+
+def apply_requested(requested: Mapping[str, str], arguments: dict[str, str], switches: list[str]) -> None:
+    """Adds the requested engine arguments, which replace ours."""
+    for key, value in requested.items():
+        assert key in ENGINE_ARGS, "checked on the command line"
+        name = key.replace("_", "-")
+        if value.lower() not in ("true", "false"):
+            arguments[name] = value
+            continue
+        if name in switches:
+            switches.remove(name)
+        switches.append(name if value.lower() == "true" else f"no-{name}")
 
 
 def engine_environment(
@@ -156,25 +169,29 @@ def engine_environment(
     if config.raw_special_tokens:
         environment[RAW_SWITCH] = "1"
     if device == "cpu":
-        # With dynamo the first request with log-probabilities compiles for 8-15 s; a CPU gains nothing from it.
-        environment["TORCHDYNAMO_DISABLE"] = "1"
-        # glibc's own limits give the memory of large logits back to the system after each step: 7% of SmolLM2's time.
-        environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
-        environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # the largest that it accepts
-        if base.facts.is_mixture:
-            environment[EXPERTS_SWITCH] = "1"
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
-        cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-        takes_all = weight_bytes(base.path) > LARGE_BYTES and len(cores) <= FEW_CORES
-        if "tensor_parallel_size" not in config.engine_args and (takes_all or config.serve_devices):
-            bound = ",".join(map(str, config.serve_devices or cores))
-            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
-        # With "auto" vLLM leaves one core to its other processes: on two cores one thread computes.
-        bound = environment.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
-        if bound.isdecimal() or (bound == "auto" and len(cores) <= 2):
-            environment[ONE_THREAD_SWITCH] = "1"
+        _set_cpu_variables(environment, config, base)
     elif config.records_distributions(device):
         # `kept_sets.py` works with this model runner and this sampler only.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return environment
+
+
+def _set_cpu_variables(environment: dict[str, str], config: ServerConfig, base: BaseModel) -> None:
+    # With dynamo the first request with log-probabilities compiles for 8-15 s; a CPU gains nothing from it.
+    environment["TORCHDYNAMO_DISABLE"] = "1"
+    # glibc's own limits give the memory of large logits back to the system after each step: 7% of SmolLM2's time.
+    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
+    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))  # the largest that it accepts
+    if base.facts.is_mixture:
+        environment[EXPERTS_SWITCH] = "1"
+    environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gb)
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    takes_all = weight_bytes(base.path) > LARGE_BYTES and len(cores) <= FEW_CORES
+    if "tensor_parallel_size" not in config.engine_args and (takes_all or config.serve_devices):
+        bound = ",".join(map(str, config.serve_devices or cores))
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
+    # With "auto" vLLM leaves one core to its other processes: on two cores one thread computes.
+    bound = environment.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    if bound.isdecimal() or (bound == "auto" and len(cores) <= 2):
+        environment[ONE_THREAD_SWITCH] = "1"

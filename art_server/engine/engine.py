@@ -25,15 +25,15 @@ import aiohttp
 from art_protocol.log_file import LogFile
 from art_server.engine.command import SOCKET_NAME, engine_command, engine_environment, seq_length
 from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.device.plan import Plan
+from art_server.engine.device.plan import MemoryPlan
 from art_server.engine.failures import find_cause
-from art_server.engine.probe import find_fault
+from art_server.engine.probe_check import find_fault
 from art_server.errors import InvalidInput, Unavailable
 from art_server.process.background import Background
 from art_server.process.children import Children, start_child
 from art_server.process.progress import StartProgress
 from art_server.process.shared.engine_messages import new_request_id
-from art_server.process.shared.trainer_messages import GapBars
+from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.process.shared.work_counters import FILE_VARIABLE, make_file, read_work
 from art_server.settings import Device, Handover, ServerConfig
 from art_server.store import files
@@ -147,7 +147,7 @@ class Engine:
         receiver: Receiver,
         is_busy: Callable[[], bool],
         background: Background,
-        bars_of: Callable[[BaseModel], GapBars | None] = lambda _: None,
+        mismatch_limits_of: Callable[[BaseModel], MismatchLimits | None] = lambda _: None,
     ):
         self.state: State = "none"
         self.detail: str | None = None
@@ -163,14 +163,14 @@ class Engine:
         self._kept_to = kept_to
         """Environment variables that restrict vLLM to its own devices."""
         self._owner = owner
-        self._plan: Plan | None = None
+        self._plan: MemoryPlan | None = None
         self._seq_length: int | None = None
         """As configured; once vLLM is ready, as it reports."""
         self._children = children
         self._receiver = receiver
         self._is_busy = is_busy
         self._background = background
-        self._bars_of = bars_of
+        self._mismatch_limits_of = mismatch_limits_of
         self._adapters: dict[str, Path] = {}
         self._compared: set[str] = set()
         """The adapters that this process has loaded and scores as their trainer does. Only these serve."""
@@ -192,7 +192,7 @@ class Engine:
 
     # --- life ---
 
-    def start(self, base: BaseModel, requested: Mapping[str, str], plan: Plan | None = None) -> None:
+    def start(self, base: BaseModel, requested: Mapping[str, str], plan: MemoryPlan | None = None) -> None:
         """Starts vLLM with `base` in the background; `wait_ready` returns when it serves. `requested` are a client's
         engine arguments, as in `ServerConfig.with_requested`; `plan` is a GPU's memory plan."""
         assert self.base is None, "an engine serves one base model"
@@ -234,9 +234,9 @@ class Engine:
         return self._seq_length or self.base.facts.max_positions
 
     @property
-    def gap_bars(self) -> GapBars | None:
+    def mismatch_limits(self) -> MismatchLimits | None:
         """How far engine and trainer may differ with the loaded base model; None: they are not compared."""
-        return self._bars_of(self.base) if self.base is not None else None
+        return self._mismatch_limits_of(self.base) if self.base is not None else None
 
     @property
     def start_waited_for(self) -> str | None:
@@ -469,11 +469,9 @@ class Engine:
                     return self._ended or f"vLLM ended with exit code {exited.result()}"
                 if await self._answers(timeout_seconds=HEALTH_TIMEOUT_SECONDS):
                     answered = time.monotonic()
-                now, seen, is_probed = (
-                    time.monotonic(),
-                    read_work(self._work_file),
-                    is_running(probe),
-                )
+                now = time.monotonic()
+                seen = read_work(self._work_file)
+                is_probed = is_running(probe)
                 if now - answered > HANG_SECONDS:
                     return f"vLLM did not answer for {HANG_SECONDS:.0f} s"
                 if seen != work or self._paused or is_probed:
@@ -581,7 +579,7 @@ class Engine:
             if name not in self._loads:
                 self._loads[name] = asyncio.create_task(self._load_alone(name, path))
                 self._loads[name].add_done_callback(functools.partial(self._loaded, name))
-            # vLLM goes on loading for callers that have left, and holds the device meanwhile.
+            # vLLM continues to load for callers that have left, and holds the device meanwhile.
             await asyncio.shield(self._loads[name])
 
     async def _load_alone(self, name: str, path: Path) -> None:
@@ -615,8 +613,8 @@ class Engine:
 
     async def _find_fault(self, name: str, path: Path) -> str | None:
         description = path / DESCRIPTION_FILE
-        bars = self.gap_bars
-        if bars is None or not description.exists():
+        limits = self.mismatch_limits
+        if limits is None or not description.exists():
             return None
         probe = CheckpointRecord.model_validate_json(description.read_bytes()).probe
         if probe is None or not probe.is_of_step:
@@ -629,7 +627,7 @@ class Engine:
                 await self._post_load(f"{name}*{probe.factor}", Path(folder))
                 scaled = await self._score(f"{name}*{probe.factor}", probe.token_ids)
                 await self._post("/v1/unload_lora_adapter", {"lora_name": f"{name}*{probe.factor}"})
-        return find_fault(probe, logprobs, scaled, bars)
+        return find_fault(probe, logprobs, scaled, limits)
 
     async def _score(self, name: str, token_ids: list[int]) -> list[float]:
         """The log-probability of each token but the first."""

@@ -24,13 +24,14 @@ from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import ServerError, Unavailable
 from art_server.jobs.backoff import budget_divisor
+from art_server.jobs.job_row import Job
 from art_server.jobs.layer_check import LayerCheck, note_lost
-from art_server.jobs.queue import Job, JobQueue
-from art_server.jobs.step_record import StepRecord, base_digests, write_record
+from art_server.jobs.queue import JobQueue
+from art_server.jobs.replay_record import ReplayRecord, base_digests, write_record
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
 from art_server.process.shared.trainer_messages import Done, Progress, TrainTask
 from art_server.store.model_folder import CheckpointRecord
-from art_server.store.registry import Model
+from art_server.store.registry import RegisteredModel
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Attempt:
     """Makes the step of a job, or finishes it."""
 
     job: Job
-    model: Model
+    model: RegisteredModel
     _queue: JobQueue
     _engine: Engine
     _gate: PauseGate
@@ -145,10 +146,10 @@ class Attempt:
         Raises:
             PolicyDiffers: it adapts none as the trainer does.
         """
-        base, bars = self._engine.base, self._engine.gap_bars
-        if self._layers is None or base is None or bars is None:
+        base, limits = self._engine.base, self._engine.mismatch_limits
+        if self._layers is None or base is None or limits is None:
             return {}
-        known = await asyncio.to_thread(self._layers.known, base, bars)
+        known = await asyncio.to_thread(self._layers.known, base, limits)
         if known is not None:
             return known
         folder = await asyncio.to_thread(self.model.folder.new_checkpoint_dir)
@@ -156,8 +157,8 @@ class Attempt:
             self._stop_if_cancelled()
             await self._enter("check layers")
             longest = self._engine.max_seq_length
-            kinds = await self._layers.score(self._trainer, self.model.record.lora, bars, longest, folder)
-        return await self._layers.compare(self._engine, base, bars, folder, kinds, ENGINE_WAIT_SECONDS)
+            kinds = await self._layers.score(self._trainer, self.model.record.lora, limits, longest, folder)
+        return await self._layers.compare(self._engine, base, limits, folder, kinds, ENGINE_WAIT_SECONDS)
 
     async def _train(self, step: int, lost: dict[str, str]) -> None:
         config = TrainConfig.model_validate_json(self.job.config)
@@ -177,7 +178,7 @@ class Attempt:
                 optimizer_steps=start.optimizer_steps,
                 max_seq_length=self._engine.max_seq_length,
                 seed=seed_of(self.model, step),
-                gap_bars=self._engine.gap_bars,
+                mismatch_limits=self._engine.mismatch_limits,
                 probe=start.probe,
                 lost_layers=sorted(lost),
                 budget_divisor=budget_divisor(self.job.attempts),
@@ -293,7 +294,7 @@ class Attempt:
         if not made.environment:
             return  # an earlier version made the step
         base = self._engine.base if is_on_base(self._engine, self.model) else None
-        record = StepRecord(
+        record = ReplayRecord(
             model=self.model.id,
             step=made.step,
             start_step=made.step - 1,
@@ -307,7 +308,7 @@ class Attempt:
         write_record(self.model.folder, record, self._queue.packed_batch(self.job.job_id))
 
 
-def has_committed(model: Model | None, job: Job) -> bool:
+def has_committed(model: RegisteredModel | None, job: Job) -> bool:
     """Whether the job's step is on disk."""
     step = job.target_step
     if model is None or step is None or step not in model.folder.steps():
@@ -315,7 +316,7 @@ def has_committed(model: Model | None, job: Job) -> bool:
     return model.folder.read_checkpoint(step).job_id == job.job_id
 
 
-def is_on_base(engine: Engine, model: Model) -> bool:
+def is_on_base(engine: Engine, model: RegisteredModel) -> bool:
     """Whether the engine serves the model's base model."""
     return engine.base is not None and engine.base.name == model.record.base_model
 
@@ -343,6 +344,6 @@ async def run_whole(change: Callable[..., object], *arguments: object) -> None:
         raise
 
 
-def seed_of(model: Model, step: int) -> int:
+def seed_of(model: RegisteredModel, step: int) -> int:
     """The seed of the job that makes the step."""
     return zlib.crc32(model.adapter_name(step).encode())

@@ -1,7 +1,7 @@
 """Which layers of a base the engine adapts as the trainer does. Checked once for each base and versions, before its first job.
 
 vLLM ignores without a word an adapter of a layer that it folds into others when it loads the model, or whose name it does
-not know. So an adapter of random weights for one kind of layer at a time is compared as each step's is (`engine/probe.py`). A
+not know. So an adapter of random weights for one kind of layer at a time is compared as each step's is (`engine/probe_check.py`). A
 kind that the engine does not adapt is not trained: its adapter stays zero, on both sides.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from art_protocol.wire import LoRAConfig
 from art_server.engine.engine import Engine, PolicyDiffers
 from art_server.jobs.trainer_process import TrainerProcess
-from art_server.process.shared.trainer_messages import GapBars, LayersTask, Probe
+from art_server.process.shared.trainer_messages import LayersTask, MismatchLimits, Probe
 from art_server.store import files
 from art_server.store.base_facts import facts_digest
 from art_server.store.base_models import BaseModel
@@ -33,16 +33,16 @@ class LayerCheck:
     _folder: Path
     """Keeps the answers."""
 
-    def known(self, base: BaseModel, bars: GapBars) -> dict[str, str] | None:
+    def known(self, base: BaseModel, limits: MismatchLimits) -> dict[str, str] | None:
         """The kinds of layers that the engine does not adapt, and why; None if that was not checked yet (blocking)."""
-        file = self._file(base, bars)
+        file = self._file(base, limits)
         return json.loads(file.read_text()) if file.is_file() else None
 
     async def score(
         self,
         trainer: TrainerProcess,
         lora: LoRAConfig,
-        bars: GapBars,
+        limits: MismatchLimits,
         max_seq_length: int | None,
         folder: Path,
     ) -> list[str]:
@@ -50,7 +50,7 @@ class LayerCheck:
         task = LayersTask(
             lora=lora.model_copy(update={"target_modules": None}),
             out_dir=str(folder),
-            gap_bars=bars,
+            mismatch_limits=limits,
             max_seq_length=max_seq_length,
         )
         done = await trainer.run(task)
@@ -61,7 +61,7 @@ class LayerCheck:
         self,
         engine: Engine,
         base: BaseModel,
-        bars: GapBars,
+        limits: MismatchLimits,
         folder: Path,
         kinds: Sequence[str],
         timeout_seconds: float,
@@ -85,21 +85,21 @@ class LayerCheck:
         logger.info("%s: the engine adapts %s", base.name, ", ".join(sorted({*kinds} - {*lost})))
         for kind, reason in lost.items():
             logger.warning("%s: layers %s are not trained: %s", base.name, kind, reason)
-        await asyncio.to_thread(self._remember, base, bars, lost)
+        await asyncio.to_thread(self._remember, base, limits, lost)
         return lost
 
-    def _remember(self, base: BaseModel, bars: GapBars, lost: dict[str, str]) -> None:
-        file = self._file(base, bars)
+    def _remember(self, base: BaseModel, limits: MismatchLimits, lost: dict[str, str]) -> None:
+        file = self._file(base, limits)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             files.write_json(file, lost)
         except OSError as error:  # the next start checks again
             logger.warning("the check of %s is not kept: %s", base.name, error)
 
-    def _file(self, base: BaseModel, bars: GapBars) -> Path:
+    def _file(self, base: BaseModel, limits: MismatchLimits) -> Path:
         """Named after all that the answer depends on: the base's files, versions and number types."""
         facts = facts_digest(base.path, base.template)
-        name = hashlib.sha256(f"{facts} {bars.model_dump_json()}".encode()).hexdigest()
+        name = hashlib.sha256(f"{facts} {limits.model_dump_json()}".encode()).hexdigest()
         return self._folder / f"{name}.json"
 
 

@@ -5,12 +5,14 @@ import asyncio
 from art_protocol.history import log_metrics
 from art_protocol.wire import LogReply, LogRequest
 from art_server.errors import InvalidInput
+from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.reports import Reports
-from art_server.jobs.rollouts import Rollouts
-from art_server.store.registry import Model
+from art_server.store.registry import RegisteredModel
 
 
-async def write_log(model: Model, request: LogRequest, rollouts: Rollouts, reports: Reports) -> LogReply:
+async def write_log(
+    model: RegisteredModel, request: LogRequest, rollouts: ReceivedTrajectories, reports: Reports
+) -> LogReply:
     """Writes the rollouts and metrics of a step to disk, and reports them.
 
     Raises:

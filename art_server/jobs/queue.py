@@ -9,78 +9,26 @@ Commits are synchronous, but for progress: an acknowledged job survives a power 
 """
 
 import contextlib
-import gzip
 import json
 import sqlite3
 import threading
 import uuid
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 
-from art_protocol.history import GZIP_MAGIC, pack_rows
-from art_protocol.wire import (
-    ErrorDetail,
-    JobEvent,
-    JobInfo,
-    JobReport,
-    JobState,
-    TrainConfig,
-)
+from art_protocol.wire import ErrorDetail, JobReport, JobState, TrainConfig
 from art_server.errors import Conflict, NotFound, TooMany
+from art_server.jobs.job_row import COLUMNS, ENDED, PENDING, Job, Payload, WaitingJob, read_job
+from art_server.jobs.job_schema import migrate_jobs
 from art_server.process.shared import clock
-from art_server.process.shared.trainer_messages import Batch
-from art_server.store.database import (
-    database_errors,
-    insert,
-    open_database,
-    transaction,
-)
-
-VERSION = 1
-"""Of the schema, in `PRAGMA user_version`. 0: a table of a server before this one, which `_migrate` brings here."""
-SCHEMA = (
-    """
-    CREATE TABLE jobs (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        job_id TEXT NOT NULL UNIQUE,
-        project TEXT NOT NULL,
-        name TEXT NOT NULL,
-        idempotency_key TEXT,
-        request_digest TEXT NOT NULL,
-        config TEXT NOT NULL,
-        batch BLOB,
-        trajectories BLOB,
-        created_at REAL NOT NULL,
-        place REAL,                             -- order in the queue; NULL: the number
-        state TEXT NOT NULL DEFAULT 'queued',
-        phase TEXT NOT NULL DEFAULT 'queued',
-        completed INTEGER,
-        total INTEGER,
-        target_step INTEGER,
-        attempts TEXT NOT NULL DEFAULT '{}',
-        next_attempt_at REAL,                   -- NULL: at once
-        last_error TEXT,
-        report TEXT NOT NULL,
-        metrics TEXT NOT NULL DEFAULT '{}',
-        finished_at REAL,
-        changes INTEGER NOT NULL DEFAULT 0
-    )
-    """,
-    "CREATE UNIQUE INDEX jobs_by_request ON jobs (project, name, idempotency_key)",
-    "CREATE INDEX jobs_by_state ON jobs (state, number)",
-)
+from art_server.store.database import database_errors, insert, open_database, transaction
 
 OF_KEY = "project = ? AND name = ? AND idempotency_key = ?"
 FAILED_PAYLOAD_SECONDS = 3 * 86400.0
 """How long the payload of a failed job is kept, so that a request with the same key can run it again."""
 MAX_ENDED = 10_000
 """Number of ended jobs that are kept."""
-PENDING: tuple[JobState, ...] = ("queued", "running")
-ENDED: tuple[JobState, ...] = ("done", "failed", "cancelled")
-
 
 NO_PROGRESS: dict[str, object] = {
     "phase": "queued",
@@ -89,128 +37,6 @@ NO_PROGRESS: dict[str, object] = {
     "next_attempt_at": None,
 }
 NO_PAYLOAD: dict[str, object] = {"batch": None, "trajectories": None}
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """What a job trains and what it writes into the model's folder, as stored bytes. Deleted when the job is done."""
-
-    batch: bytes
-    """JSON of a `shared.tasks.Batch`."""
-    trajectories: bytes = pack_rows(())
-    """The content of the trajectories file."""
-
-    @staticmethod
-    def make(batch: Batch, trajectories: bytes = pack_rows(())) -> "Payload":
-        """Encodes one group at a time, because a call of a JSON library blocks all other threads."""
-        shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
-        trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
-        start, end = shared.split(b'"groups":[]')
-        return Payload(start + b'"groups":[' + trained + b"]" + end, trajectories)
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A job that has not ended, with what the runner needs to choose one."""
-
-    job_id: str
-    model_id: str
-    next_attempt_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A row of the table, without its payload."""
-
-    job_id: str
-    project: str
-    name: str
-    idempotency_key: str | None
-    """The client's; None without one, and when it may name another job."""
-    request_digest: str
-    config: str
-    """JSON of a `TrainConfig`."""
-    created_at: float
-    state: JobState
-    phase: str
-    """Of a running job: what it does now. "queued" before it runs; of an ended job the last."""
-    completed: int | None
-    total: int | None
-    """How much of the phase is done, if it can be counted."""
-    target_step: int | None
-    """The step that the job makes, set when the job starts."""
-    attempts: Counter[str]
-    """How many attempts ended with an error, by the error's code."""
-    next_attempt_at: float
-    """When a job with an error is tried again (`clock.now`)."""
-    last_error: ErrorDetail | None
-    """Why the job failed; for a job that has not ended, why its last attempt failed."""
-    report: JobReport
-    metrics: dict[str, float]
-    """Metrics of the trajectories; when the job is done, also those of the training."""
-    changes: int
-    """Number of changes of the row."""
-
-    @property
-    def model_id(self) -> str:
-        return f"{self.project}/{self.name}"
-
-    def info(self, waits_for: str | None = None) -> JobInfo:
-        return JobInfo(
-            job_id=self.job_id,
-            project=self.project,
-            name=self.name,
-            state=self.state,
-            phase=self.phase,
-            completed=self.completed,
-            total=self.total,
-            step=self.target_step if self.state == "done" else None,
-            metrics=self.metrics if self.state == "done" else {},
-            report=self.report,
-            attempts=self.attempts.total(),
-            error=self.last_error,
-            created_at=self.created_at,
-            waits_for=waits_for,
-        )
-
-    def event(self, waits_for: str | None = None) -> JobEvent:
-        """The row as a line of the job's event stream."""
-        if self.state in PENDING:
-            return JobEvent(
-                event="progress" if self.state == "running" else "waiting",
-                job_id=self.job_id,
-                number=self.changes,
-                phase=self.phase,
-                completed=self.completed,
-                total=self.total,
-                waits_for=waits_for,
-            )
-        if self.state == "done":
-            return JobEvent(
-                event="done",
-                job_id=self.job_id,
-                step=self.target_step,
-                metrics=self.metrics,
-                report=self.report,
-            )
-        cancelled = ErrorDetail(message=f"job {self.job_id} was cancelled", code="cancelled")
-        error = cancelled if self.state == "cancelled" else self.last_error
-        return JobEvent(event="error", job_id=self.job_id, error=error, report=self.report)
-
-
-COLUMNS = ", ".join(column.name for column in fields(Job))
-
-
-def _job(row: sqlite3.Row) -> Job:
-    error = row["last_error"]
-    parsed = {
-        "attempts": Counter(json.loads(row["attempts"])),
-        "next_attempt_at": row["next_attempt_at"] or 0.0,
-        "last_error": None if error is None else ErrorDetail.model_validate_json(error),
-        "report": JobReport.model_validate_json(row["report"]),
-        "metrics": json.loads(row["metrics"]),
-    }
-    return Job(**dict(row) | parsed)
 
 
 def step_will_move(model_id: str) -> Conflict:
@@ -229,7 +55,7 @@ class JobQueue:
         self._max_queued = max_queued
         self._lock = threading.RLock()
         self._db = open_database(file, "", is_durable=True)
-        _migrate(self._db)
+        migrate_jobs(self._db)
         # A start is often the remedy for what made jobs wait.
         self._db.execute("UPDATE jobs SET next_attempt_at = NULL WHERE next_attempt_at IS NOT NULL")
 
@@ -351,14 +177,14 @@ class JobQueue:
 
     # --- for the runner ---
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[WaitingJob]:
         """Jobs that have not ended, in the order in which they run: interrupted jobs come first."""
         rows = self._rows(
             "SELECT job_id, project || '/' || name, COALESCE(next_attempt_at, 0) FROM jobs"
             " WHERE state IN ('running', 'queued')"
             " ORDER BY state = 'queued', COALESCE(place, number)"
         )
-        return [Waiting(*row) for row in rows]
+        return [WaitingJob(*row) for row in rows]
 
     def next(self) -> Job | None:
         """The job that runs or will run first; None if there is none."""
@@ -393,7 +219,7 @@ class JobQueue:
         )
 
     def batch(self, job_id: str) -> bytes:
-        """JSON of the job's `shared.tasks.Batch`."""
+        """JSON of the job's `trainer_messages.Batch`."""
         return zlib.decompress(self.packed_batch(job_id))
 
     def packed_batch(self, job_id: str) -> bytes:
@@ -509,7 +335,7 @@ class JobQueue:
             )
 
     def _select(self, where: str, *values: object) -> list[Job]:
-        return [_job(row) for row in self._rows(f"SELECT {COLUMNS} FROM jobs WHERE {where}", *values)]
+        return [read_job(row) for row in self._rows(f"SELECT {COLUMNS} FROM jobs WHERE {where}", *values)]
 
     def _rows(self, statement: str, *values: object) -> list[sqlite3.Row]:
         with self._lock, database_errors("the queue"):
@@ -531,32 +357,3 @@ class JobQueue:
                 (*values.values(), job_id, *states),
             )
         return changed.rowcount > 0
-
-
-def _migrate(database: sqlite3.Connection) -> None:
-    """Makes the table, with the jobs of an earlier server's table, in one transaction."""
-    if database.execute("PRAGMA user_version").fetchone()[0] == VERSION:
-        return
-    with transaction(database):
-        earlier = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
-        if earlier:
-            database.execute("ALTER TABLE jobs RENAME TO earlier_jobs")
-            database.execute("DROP INDEX IF EXISTS jobs_by_request")
-            database.execute("DROP INDEX IF EXISTS jobs_by_state")
-        for statement in SCHEMA:
-            database.execute(statement)
-        if earlier:
-            columns = [row["name"] for row in database.execute("PRAGMA table_info(jobs)")]
-            kept = ", ".join(column for column in columns if column in earlier)
-            database.execute(f"INSERT INTO jobs ({kept}, last_error) SELECT {kept}, error FROM earlier_jobs")
-            database.execute("DROP TABLE earlier_jobs")
-            database.create_function("as_gzip", 1, _as_gzip)
-            database.execute("UPDATE jobs SET trajectories = as_gzip(trajectories)")
-        database.execute(f"PRAGMA user_version={VERSION}")
-
-
-def _as_gzip(blob: bytes | None) -> bytes | None:
-    """Trajectories as they are written to the model's folder; earlier servers compressed them in another format."""
-    if blob is None or blob.startswith(GZIP_MAGIC):
-        return blob
-    return gzip.compress(zlib.decompress(blob), mtime=0)

@@ -22,8 +22,8 @@ from art_protocol.tracking import (
     open_trackers,
 )
 from art_protocol.wire import JobReport, LogReply
-from art_server.jobs.queue import ENDED, Job
-from art_server.store.registry import Model
+from art_server.jobs.job_row import ENDED, Job
+from art_server.store.registry import RegisteredModel
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Reports:
         self.tracing = open_tracer(names, "art-server")
         self._spans = JobSpans(self.tracing) if self.tracing is not None else None
 
-    def take(self, job: Job, model: Model | None) -> None:
+    def take(self, job: Job, model: RegisteredModel | None) -> None:
         """Passes on the row of a job that has changed; None if its model is deleted."""
         self.totals.count(job)
         if self._spans is not None:
@@ -66,7 +66,7 @@ class Reports:
             record = step_record(model, job.target_step, "train", job.metrics, job.report)
             self._report(record)
 
-    def logged(self, model: Model, split: str, reply: LogReply, *, has_groups: bool) -> None:
+    def logged(self, model: RegisteredModel, split: str, reply: LogReply, *, has_groups: bool) -> None:
         """Passes on a log call."""
         record = step_record(model, reply.step, split, reply.metrics, has_groups=has_groups)
         self._report(record)
@@ -84,7 +84,7 @@ class Reports:
 
 
 def step_record(
-    model: Model,
+    model: RegisteredModel,
     step: int,
     split: str,
     metrics: Mapping[str, float],

@@ -32,11 +32,12 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, ServerError
 from art_server.jobs.attempt import Attempt, has_committed, is_on_base
 from art_server.jobs.backoff import error_detail, pause_after
+from art_server.jobs.job_row import PENDING, Job, Payload, WaitingJob
 from art_server.jobs.layer_check import LayerCheck
-from art_server.jobs.queue import PENDING, Job, JobQueue, Payload, Waiting
+from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer_process import TrainerError, TrainerProcess
 from art_server.process.shared import clock
-from art_server.store.registry import Model, Registry
+from art_server.store.registry import RegisteredModel, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,11 @@ class JobRunner:
     _trainer: TrainerProcess
     _owner: DeviceOwner | None
     """Of the device that engine and trainer share; None if they have separate devices."""
-    _retain: Callable[[Model], Awaitable[None]]
+    _retain: Callable[[RegisteredModel], Awaitable[None]]
     """Called after each job, to delete old steps."""
     _layers: LayerCheck | None = None
     """None: every layer of an adapter is trained."""
-    _report: Callable[[Job, Model | None], None] = lambda job, model: None
+    _report: Callable[[Job, RegisteredModel | None], None] = lambda job, model: None
     """Called with each change of a job; must not wait."""
     _attempt: Attempt | None = field(init=False, default=None)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -72,7 +73,7 @@ class JobRunner:
 
     async def add_job(
         self,
-        model: Model,
+        model: RegisteredModel,
         key: str | None,
         body_digest: str,
         config: TrainConfig,
@@ -109,7 +110,7 @@ class JobRunner:
         return job
 
     @staticmethod
-    def _check_step(model: Model, expected: int) -> None:
+    def _check_step(model: RegisteredModel, expected: int) -> None:
         newest = model.folder.newest_step() or 0
         if expected != newest:
             raise Conflict(
@@ -119,12 +120,12 @@ class JobRunner:
                 param="expected_step",
             )
 
-    async def is_repeated(self, model: Model, key: str) -> bool:
+    async def is_repeated(self, model: RegisteredModel, key: str) -> bool:
         """Whether an earlier request with this idempotency key made a job."""
         record = model.record
         return await asyncio.to_thread(self._queue.has_key, record.project, record.name, key)
 
-    async def find_repeated(self, model: Model, key: str | None, body_digest: str) -> Job | None:
+    async def find_repeated(self, model: RegisteredModel, key: str | None, body_digest: str) -> Job | None:
         """The job that an earlier request with the same idempotency key made, or None. A job that failed with a
         retryable error is queued again."""
         if key is None:
@@ -206,7 +207,7 @@ class JobRunner:
     async def _find_reason(self, job: Job) -> str | None:
         return self._waits_for(job, await asyncio.to_thread(self._queue.waiting))
 
-    def _waits_for(self, job: Job, waiting: Sequence[Waiting]) -> str | None:
+    def _waits_for(self, job: Job, waiting: Sequence[WaitingJob]) -> str | None:
         """What a job waits for, as clients print it; None if it waits for nothing."""
         if job.state not in PENDING:
             return None
@@ -219,12 +220,15 @@ class JobRunner:
         if model is not None and not is_on_base(self._engine, model):
             return f"base model '{model.record.base_model}', which this server has not loaded"
         ahead = list(itertools.takewhile(lambda each: each.job_id != job.job_id, waiting))
-        # A key may see its own project only.
-        own, others = f"{job.project}/", "other projects"
-        known = (each.model_id for each in ahead)
-        models = ", ".join(sorted({each if each.startswith(own) else others for each in known}))
+        if not ahead:
+            return None
+        names: set[str] = set()
+        for each in ahead:
+            # A key may see its own project only.
+            is_own = each.model_id.startswith(f"{job.project}/")
+            names.add(each.model_id if is_own else "other projects")
         jobs = "job" if len(ahead) == 1 else "jobs"
-        return f"{len(ahead)} earlier {jobs}, of {models}" if ahead else None
+        return f"{len(ahead)} earlier {jobs}, of {', '.join(sorted(names))}"
 
     # --- running ---
 

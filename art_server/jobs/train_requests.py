@@ -14,12 +14,14 @@ from art_protocol.wire import JobReport, TrainConfig, TrajectoryGroupBody
 from art_server.engine.engine import Engine
 from art_server.errors import InvalidInput
 from art_server.jobs.attempt import ENGINE_WAIT_SECONDS
-from art_server.jobs.queue import Job, Payload
-from art_server.jobs.resolve import Limits, Message, Resolver, Sources
-from art_server.jobs.rollouts import Rollouts
+from art_server.jobs.job_row import Job, Payload
+from art_server.jobs.received_trajectories import ReceivedTrajectories
+from art_server.jobs.resolve import Resolver
 from art_server.jobs.runner import JobRunner
+from art_server.jobs.token_sources import Limits, TokenSources
+from art_server.ledger.conversation import Message
 from art_server.ledger.ledger import Ledger
-from art_server.store.registry import Model
+from art_server.store.registry import RegisteredModel
 
 R = TypeVar("R")
 
@@ -36,11 +38,11 @@ class TrainRequests:
         self._runner = runner
         self._threads = ThreadPoolExecutor(THREADS, "resolve")
 
-    def begin(self, model: Model, config: TrainConfig, limits: Limits) -> "NewJob":
+    def begin(self, model: RegisteredModel, config: TrainConfig, limits: Limits) -> "NewJob":
         """A request whose groups come one by one."""
-        rendering = Rendering(self._engine, asyncio.get_running_loop())
+        rendering = EngineTokenizer(self._engine, asyncio.get_running_loop())
         project, name = model.record.project, model.record.name
-        sources = Sources(
+        sources = TokenSources(
             find_record=self._ledger.find,
             find_by_logprobs=functools.partial(self._ledger.find_by_logprobs, project, name),
             find_by_conversation=functools.partial(self._ledger.find_by_conversation, project, name),
@@ -60,7 +62,7 @@ class NewJob:
 
     def __init__(
         self,
-        model: Model,
+        model: RegisteredModel,
         config: TrainConfig,
         resolver: Resolver,
         runner: JobRunner,
@@ -71,7 +73,7 @@ class NewJob:
         self._resolver = resolver
         self._runner = runner
         self._threads = threads
-        self._rollouts = Rollouts()
+        self._rollouts = ReceivedTrajectories()
 
     async def resolve_turns(self, group: TrajectoryGroupBody) -> None:
         """Finds the exact tokens of the next group, and drops its messages.
@@ -119,7 +121,7 @@ class NewJob:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
 
-class Rendering:
+class EngineTokenizer:
     """The engine's chat template and tokenizer, for threads: each call waits for the event loop."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop):

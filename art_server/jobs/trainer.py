@@ -4,7 +4,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from art_server.engine.device.plan import Plan
+from art_server.engine.device.plan import MemoryPlan
 from art_server.jobs.trainer_process import TrainerProcess, worker_command, worker_environment
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import (
@@ -38,7 +38,7 @@ class Trainer(TrainerProcess):
         self._aside = TrainerProcess((), config.log_dir / "trainer.log", environment, children)
         self._num_aside = 0
 
-    def set_base(self, path: Path, plan: Plan | None = None) -> None:
+    def set_base(self, path: Path, plan: MemoryPlan | None = None) -> None:
         """Sets the base model's folder and the GPU's memory plan (None on a CPU); the first task starts the process."""
         tokens, factor = self._config.max_tokens_per_micro_batch, None
         if plan is not None:
@@ -81,7 +81,7 @@ class Trainer(TrainerProcess):
                 await self._aside.stop()
 
 
-def _between_steps(plan: Plan | None) -> BetweenSteps:
+def _between_steps(plan: MemoryPlan | None) -> BetweenSteps:
     if plan is None or plan.is_base_resident:
         return "stay"
     return "leave" if plan.has_host_copy else "reload"

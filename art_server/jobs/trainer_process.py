@@ -26,12 +26,12 @@ from art_protocol.log_file import LogFile
 from art_server.errors import InvalidInput, ServerError, Unavailable
 from art_server.process.children import Children, start_child
 from art_server.process.shared.trainer_messages import (
-    Answer,
     Done,
     Failed,
     Progress,
     Ready,
     Task,
+    TrainerReply,
     WorkerConfig,
 )
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ANSWER = TypeAdapter[Ready | Progress | Done | Failed](Answer)
+ANSWER = TypeAdapter[Ready | Progress | Done | Failed](TrainerReply)
 
 MAX_ANSWER_BYTES = 2**26
 """Longest line of the process. Answers are metrics and messages, so a longer line is not an answer."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from art_server.process.shared.trainer_messages import Distribution, Span, TokenSequence
+from art_server.process.shared.trainer_messages import Distribution, SampledSpan, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,8 @@ def join_turns(
     """The token sequences of one conversation, and each turn's place. A turn whose prompt begins with the whole sequence
     so far extends it. `index` gives the number of a distribution in the batch.
 
-    The reward of a dropped turn is at a position of this turn's context: it counts in its group and for earlier tokens.
+    The reward of a dropped turn is added at the end of the sequence so far. It counts in the group, and for the tokens
+    before it.
     """
     sequences: list[TokenSequence] = []
     places: list[Place] = []
@@ -116,7 +117,7 @@ def join_turns(
             sequence.recompute.extend(sampled)
         step = turn.claimed_step if turn.step is None else turn.step
         if step is not None:
-            sequence.spans.append(Span(start=sampled.start, stop=sampled.stop, step=step))
+            sequence.spans.append(SampledSpan(start=sampled.start, stop=sampled.stop, step=step))
         if turn.advantages is not None:
             sequence.advantages.update(zip(sampled, turn.advantages, strict=True))
         if turn.reward is not None:

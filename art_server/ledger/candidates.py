@@ -54,15 +54,22 @@ class Candidates:
 
     def _named(self, answer: PastAnswer) -> list[sqlite3.Row]:
         """The choices that made the ids in a message."""
-        found = {self._cited[name]["choice_id"]: self._cited[name] for name in answer.ids if name in self._cited}
+        found: dict[str, sqlite3.Row] = {}
+        for name in answer.ids:
+            if name in self._cited:
+                row = self._cited[name]
+                found[row["choice_id"]] = row
         return list(found.values())
 
     def _repeated(self, answer: PastAnswer) -> list[sqlite3.Row]:
         """The choices with the digests of a message and of the conversation before it, newest first."""
-        digests = (answer.prefix_digest, answer.answer_digest)
         if self._request.session is None:
-            return self._storage.find_answers(self._request, *digests)
-        return [row for row in self._of_session if (row["prefix_digest"], row["answer_digest"]) == digests]
+            return self._storage.find_answers(self._request, answer.prefix_digest, answer.answer_digest)
+        found: list[sqlite3.Row] = []
+        for row in self._of_session:
+            if row["prefix_digest"] == answer.prefix_digest and row["answer_digest"] == answer.answer_digest:
+                found.append(row)
+        return found
 
     def _rendered(self, answer: PastAnswer, read: Callable[[sqlite3.Row], bytes | None]) -> list[sqlite3.Row]:
         """The choices of any session that answered the conversation before a message, and whose text is rendered: vLLM's

@@ -5,6 +5,7 @@ Thinking is left out, because templates and clients drop it.
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,7 @@ EMPTY_ANSWER = digest(b"")
 def message_digest(message: Message) -> bytes:
     """Digest of an assistant message. It equals `text_digest` of the text that the message was parsed from."""
     calls = [call_text(call) for call in as_list(message.get("tool_calls"))]
-    return _name(_without_thinking(text_of(message.get("content"))) + "".join(calls))
+    return _name(_without_thinking(content_text(message.get("content"))) + "".join(calls))
 
 
 def _without_thinking(text: str) -> str:
@@ -164,7 +165,7 @@ def _as_call(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def text_of(content: Any) -> str:
+def content_text(content: Any) -> str:
     """The text of a message's content: a string, or a list of parts whose texts are joined."""
     if isinstance(content, str):
         return content
@@ -177,9 +178,13 @@ def text_of(content: Any) -> str:
 def system_text(content: Any) -> str:
     """The text of a system message without Claude Code's billing line, which changes with each request and which vLLM
     does not render."""
-    parts = content if isinstance(content, list) else [content]
-    texts = (text_of([part]) if isinstance(part, dict) else text_of(part) for part in parts)
-    return "".join(text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text for text in texts)
+    made = ""
+    for part in content if isinstance(content, list) else [content]:
+        text = content_text([part] if isinstance(part, dict) else part)
+        if text.startswith(BILLING_HEADER):
+            text = text.partition("\n")[2]
+        made += text
+    return made
 
 
 def message_from(text: str) -> Message:
@@ -211,12 +216,17 @@ def for_engine(message: Message) -> Message:
     made = dict(message)
     if message.get("reasoning_content") is not None:
         made.setdefault("reasoning", message["reasoning_content"])
-    calls = [dict(call) if isinstance(call, dict) else call for call in as_list(message.get("tool_calls"))]
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), dict | list):
-            call["function"] = {**function, "arguments": json.dumps(function["arguments"])}
-    return made | ({"tool_calls": calls} if calls else {})
+    calls = [_with_text_arguments(call) for call in as_list(message.get("tool_calls"))]
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def _with_text_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), dict | list):
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,17 +259,19 @@ def past_answers(messages: Sequence[Message]) -> tuple[bytes, list[PastAnswer]]:
 
 def ids_in(message: Message) -> list[str]:
     """The ids of a message's choice and of its tool calls."""
-    mark = message.get("art")
-    ids = [mark.get("id") if isinstance(mark, dict) else None]
-    calls = as_list(message.get("tool_calls"))
-    ids += [call.get("id") if isinstance(call, dict) else None for call in calls]
-    return [each for each in ids if isinstance(each, str)]
+    ids: list[str] = []
+    for part in [message.get("art"), *as_list(message.get("tool_calls"))]:
+        if isinstance(part, dict) and isinstance(part.get("id"), str):
+            ids.append(part["id"])
+    return ids
 
 
 def has_thinking(message: Message) -> bool:
     """Whether a message brings thinking, in a field of its own or in its text."""
     fields = (message.get("reasoning"), message.get("reasoning_content"))
-    return any(isinstance(field, str) and field for field in fields) or (THINK_END in text_of(message.get("content")))
+    return any(isinstance(field, str) and field for field in fields) or (
+        THINK_END in content_text(message.get("content"))
+    )
 
 
 def cited_choices(body: dict[str, Any]) -> list[str]:
@@ -318,8 +330,9 @@ def extend(before: bytes, message: Message) -> bytes:
 
 def asked_text(message: Message) -> str:
     """The text of a message that is no answer."""
-    is_system = message.get("role") in ("system", "developer")
-    return (system_text if is_system else text_of)(message.get("content"))
+    if message.get("role") in ("system", "developer"):
+        return system_text(message.get("content"))
+    return content_text(message.get("content"))
 
 
 def without_space(text: str) -> str:
@@ -335,11 +348,15 @@ def after(before: bytes, answer: bytes) -> bytes:
 def messages_of(api: str, body: dict[str, Any]) -> list[Message]:
     """The conversation of a request as chat messages, for each of the four APIs."""
     if api == "chat":
-        return [m for m in as_list(body.get("messages")) if isinstance(m, dict)]
+        return [message for message in as_list(body.get("messages")) if isinstance(message, dict)]
     if api == "messages":
+        messages: list[Message] = []
         system = system_text(body.get("system"))
-        first: list[Message] = [{"role": "system", "content": system}] if system else []
-        return first + [m for one in as_list(body.get("messages")) for m in _from_anthropic(one)]
+        if system:
+            messages.append({"role": "system", "content": system})
+        for message in as_list(body.get("messages")):
+            messages += _from_anthropic(message)
+        return messages
     if api == "responses":
         return _from_responses(body)
     prompt = body.get("prompt")
@@ -365,7 +382,7 @@ def _from_anthropic(message: Any) -> list[Message]:
         if not isinstance(block, dict):
             continue
         if block.get("type") == "tool_result":
-            result = text_of(block.get("content"))
+            result = content_text(block.get("content"))
             made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif block.get("type") == "tool_use":
             arguments = json.dumps(block.get("input", {}))
@@ -404,10 +421,10 @@ def _add_item(made: list[Message], item: Any) -> None:
         made[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
-        text = output if isinstance(output, str) else text_of(output)
+        text = output if isinstance(output, str) else content_text(output)
         made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     elif kind == "message":
-        made.append({"role": item.get("role"), "content": text_of(item.get("content"))})
+        made.append({"role": item.get("role"), "content": content_text(item.get("content"))})
 
 
 def with_thinking(api: str, body: dict[str, Any], thoughts: Sequence[str | None]) -> dict[str, Any]:
@@ -418,9 +435,10 @@ def with_thinking(api: str, body: dict[str, Any], thoughts: Sequence[str | None]
         return {**body, "input": _thinking_items(body["input"], left)}
     made: list[Any] = []
     for message in body["messages"]:
-        num = sum(each.get("role") == "assistant" for each in _as_chat(api, message))
-        thought = next((each for each in [next(left) for _ in range(num)] if each), None)
-        made.append(message if thought is None else _think(api, message, thought))
+        # A message of Anthropic's API can be several chat messages.
+        num_answers = sum(each.get("role") == "assistant" for each in _as_chat(api, message))
+        own = list(filter(None, itertools.islice(left, num_answers)))
+        made.append(_think(api, message, own[0]) if own else message)
     return {**body, "messages": made}
 
 

@@ -39,11 +39,12 @@ class Decoder:
 
     def decode_behind(self, token_ids: Sequence[int], before: int | None) -> str:
         """The text of tokens that follow the token `before`: some tokenizers drop white space at a text's beginning."""
-        if before is None:
-            return self.decode(token_ids)
-        opening = self.decode([before])
-        whole = self.decode([before, *token_ids])
-        return whole[len(opening) :] if whole.startswith(opening) else self.decode(token_ids)
+        if before is not None:
+            opening = self.decode([before])
+            whole = self.decode([before, *token_ids])
+            if whole.startswith(opening):
+                return whole[len(opening) :]
+        return self.decode(token_ids)
 
     def is_space(self, token_id: int) -> bool:
         return not self.decode([token_id]).strip()
@@ -53,14 +54,16 @@ class Decoder:
         if self._tokenizer is None or not file.exists():
             return None
         token = json.loads(file.read_text()).get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        if isinstance(token, dict):
+            token = token.get("content")
+        return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
     def _find_opening_special(self, text: str) -> int | None:
         """The special token that a text begins with, if any: the longest."""
         if self._tokenizer is None:
             return None
-        specials = self._tokenizer.get_added_tokens_decoder().items()
-        found = [(token.content, number) for number, token in specials if token.special]
-        fitting = [each for each in found if each[0] and text.startswith(each[0])]
-        return max(fitting, key=lambda each: len(each[0]))[1] if fitting else None
+        longest, found = 0, None
+        for number, token in self._tokenizer.get_added_tokens_decoder().items():
+            if token.special and text.startswith(token.content) and len(token.content) > longest:
+                longest, found = len(token.content), number
+        return found

@@ -12,7 +12,7 @@ import msgspec
 
 from art_server.ledger.ledger import Ledger
 from art_server.process.background import Background
-from art_server.process.shared.engine_messages import REQUEST_ID, EngineMessage, MessageName, Sample
+from art_server.process.shared.engine_messages import REQUEST_ID, EngineMessage, FinishedChoice, MessageName
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ READ_BYTES = 1 << 20
 PromptHandler = Callable[[str, list[int]], list[int] | None]
 """From vLLM's request id and a rendered prompt to the tokens to sample from instead, or None."""
 
-SamplesHandler = Callable[[Sequence[Sample]], None]
+SamplesHandler = Callable[[Sequence[FinishedChoice]], None]
 
 LostHandler = Callable[[str, int, int, Exception], None]
 """Called for a choice that could not be recorded: vLLM's request id, the choice's index, the number of choices per
@@ -60,12 +60,12 @@ class RecordReceiver:
                 if b"\n" not in chunk:
                     continue
                 *lines, rest = rest.split(b"\n")
-                samples: list[Sample] = []
+                samples: list[FinishedChoice] = []
                 for line in lines:
                     try:
                         message = msgspec.json.decode(line, type=EngineMessage)
                         if message.prompt is None:
-                            samples.append(msgspec.json.decode(line, type=Sample))
+                            samples.append(msgspec.json.decode(line, type=FinishedChoice))
                             continue
                     except (msgspec.MsgspecError, RecursionError) as error:
                         self._lose(line, error)  # such as a log-probability that is not a number
@@ -86,7 +86,7 @@ class RecordReceiver:
             logger.error("no exact tokens for request %s: %r", message.request_id, error)
             return answer | {"is_stored": False}
 
-    def _take(self, samples: Sequence[Sample]) -> None:
+    def _take(self, samples: Sequence[FinishedChoice]) -> None:
         try:
             self._on_samples(samples)
         except Exception as error:
@@ -123,8 +123,8 @@ class Intake:
             return None
         return self._ledger.take_prompt(found[1], int(found[2] or 0), rendered)
 
-    def _take_samples(self, samples: Sequence[Sample]) -> None:
-        taken: list[tuple[str, int, int, Sample]] = []
+    def _take_samples(self, samples: Sequence[FinishedChoice]) -> None:
+        taken: list[tuple[str, int, int, FinishedChoice]] = []
         for sample in samples:
             found = REQUEST_ID.search(sample.request_id)
             if found is not None:

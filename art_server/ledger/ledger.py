@@ -28,16 +28,16 @@ from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.records import Match, Prompt, Record, Request, choice_id
 from art_server.ledger.splice import (
-    Answer,
-    Reading,
+    Candidate,
+    Comparison,
     continue_answer,
     find_shown,
     loses_thinking,
     split_end,
 )
-from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack
+from art_server.ledger.storage import OF_REQUEST, Storage, of_request, unpack_array
 from art_server.process.shared import clock
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import Facts, TemplateRules
 from art_server.store.database import database_errors, transaction
 
@@ -86,7 +86,7 @@ class Ledger:
         self._storage = Storage(file)
         self._open: dict[str, OpenRequest] = {}
         self._texts: dict[tuple[str, int | None, int], str] = {}
-        """`Reading.texts`."""
+        """`Comparison.texts`."""
         self._thoughts: dict[str, tuple[str | None, bool]] = {}
         """The thinking of choices, by id (None: there is none), and whether their digests tell an edited message."""
         self._unanswered: list[int] = []
@@ -144,7 +144,7 @@ class Ledger:
             opened.prompts[position] = prompt
         return prompt.token_ids.tolist() if prompt.link == "spliced" else None
 
-    def take_samples(self, samples: Sequence[tuple[str, int, int, Sample]]) -> None:
+    def take_samples(self, samples: Sequence[tuple[str, int, int, FinishedChoice]]) -> None:
         """Stores choices in one transaction, given as (request id, choice index, prompt number, sample). Choices of
         unknown requests are ignored."""
         made: list[tuple[OpenRequest, int, Record]] = []
@@ -180,7 +180,7 @@ class Ledger:
         if opened is not None:
             opened.lose(index, reason)
 
-    def _make_record(self, request: Request, index: int, prompt: Prompt, sample: Sample) -> Record:
+    def _make_record(self, request: Request, index: int, prompt: Prompt, sample: FinishedChoice) -> Record:
         assert len(sample.token_ids) == len(sample.logprobs), "one log-probability per sampled token"
         text = self._text(sample)
         prompt.listed = prompt.listed or prompt.token_ids.tolist()
@@ -202,7 +202,7 @@ class Ledger:
             text=text,
         )
 
-    def _text(self, sample: Sample) -> str:
+    def _text(self, sample: FinishedChoice) -> str:
         """The text of a choice. If a stop string cut it, only vLLM knows the visible text."""
         if self._decoder is None or isinstance(sample.stop_reason, str):
             return sample.text
@@ -223,14 +223,14 @@ class Ledger:
         """Finds the answer that a rendered prompt continues, and splices its tokens into `made`."""
         if len(self._texts) > CACHED_TEXTS:
             self._texts.clear()
-        reading = Reading(decoder, self._rules, self._is_splicing, self._texts)
+        reading = Comparison(decoder, self._rules, self._is_splicing, self._texts)
 
         def read(row: sqlite3.Row) -> bytes | None:
             prompt = self._storage.load_rendering(row["prompt"])
             shown = find_shown(made.rendered, prompt, reading)
             return conversation.text_digest(shown.text) if shown is not None else None
 
-        nearest: Answer | None = None
+        nearest: Candidate | None = None
         for rows, is_repeated in itertools.islice(candidates.groups(read), MAX_TRIED):
             found = continue_answer(made.rendered, map(self._answer, rows), reading)
             if found is not None:
@@ -244,10 +244,10 @@ class Ledger:
                     made.continues, made.link = nearest.choice_id, "dropped"
                     return
 
-    def _answer(self, row: sqlite3.Row) -> Answer:
+    def _answer(self, row: sqlite3.Row) -> Candidate:
         rendering = self._storage.load_rendering(row["prompt"])
         prompt = self._storage.load_prompt(row["prompt"])
-        return Answer(row["choice_id"], rendering, prompt, unpack(row["tokens"], "i"))
+        return Candidate(row["choice_id"], rendering, prompt, unpack_array(row["tokens"], "i"))
 
     def recall_thinking(self, opened: "OpenRequest") -> list[str | None]:
         """For each past answer of a request the thinking that was sampled before it, if the message brings none, and is
@@ -266,7 +266,7 @@ class Ledger:
         if row["choice_id"] not in self._thoughts:
             if len(self._thoughts) >= CACHED_TEXTS:
                 self._thoughts.clear()
-            sampled_ids, _ = split_end(unpack(row["tokens"], "i"), self._decoder.end_ids)
+            sampled_ids, _ = split_end(unpack_array(row["tokens"], "i"), self._decoder.end_ids)
             thought, said = conversation.split_thinking(self._decoder.decode(sampled_ids))
             # Of calls that are no JSON the digest differs from that of the parsed message.
             is_comparable = not answer.has_calls or conversation.split_calls(said) is not None

@@ -118,9 +118,9 @@ def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTu
 
 def conversation_of(kept: dict[str, Any]) -> Conversation | None:
     """A turn's messages; an earlier version stored them as a list."""
-    return (
-        kept["conversation"] if "messages" not in kept else functools.reduce(conversation.grow, kept["messages"], None)
-    )
+    if "messages" in kept:
+        return functools.reduce(conversation.grow, kept["messages"], None)
+    return kept["conversation"]
 
 
 def link_turns(turns: Sequence[SessionTurn]) -> None:

@@ -37,7 +37,7 @@ NEAR = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Candidate:
     """A recorded choice that a prompt may continue."""
 
     choice_id: str
@@ -61,7 +61,7 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Comparison:
     """How the answers in a prompt are compared: with which tokenizer and template rules."""
 
     decoder: Decoder
@@ -83,7 +83,9 @@ class Shown:
     text: str
 
 
-def continue_answer(rendered: "array.array[int]", answers: Iterable[Answer], reading: Reading) -> Continuation | None:
+def continue_answer(
+    rendered: "array.array[int]", answers: Iterable[Candidate], reading: Comparison
+) -> Continuation | None:
     """How a rendered prompt continues one of these answers, which are newest first: the newest one that is rendered with
     the same tokens, else the newest one with the same text. None if it continues none of them."""
     found: Continuation | None = None
@@ -106,7 +108,7 @@ def continue_answer(rendered: "array.array[int]", answers: Iterable[Answer], rea
     return found
 
 
-def find_shown(rendered: "array.array[int]", prompt: "array.array[int]", reading: Reading) -> Shown | None:
+def find_shown(rendered: "array.array[int]", prompt: "array.array[int]", reading: Comparison) -> Shown | None:
     """The answer in a rendered prompt to an earlier one, which was rendered as `prompt`. None if it does not begin with it."""
     start = len(prompt)
     if rendered[:start] != prompt and start > 1 and reading.decoder.is_space(prompt[-1]):
@@ -122,7 +124,7 @@ def find_shown(rendered: "array.array[int]", prompt: "array.array[int]", reading
     return Shown(range(start, end), token_ids, before, reading.decoder.decode_behind(token_ids, before))
 
 
-def decode_answer(answer: Answer, sampled_ids: Sequence[int], shown: Shown, reading: Reading) -> str:
+def decode_answer(answer: Candidate, sampled_ids: Sequence[int], shown: Shown, reading: Comparison) -> str:
     """The text of an answer where a later prompt shows it."""
     key = (answer.choice_id, shown.before, len(sampled_ids))
     if key not in reading.texts:
@@ -130,7 +132,7 @@ def decode_answer(answer: Answer, sampled_ids: Sequence[int], shown: Shown, read
     return reading.texts[key]
 
 
-def join(answer: Answer, rendered: "array.array[int]", place: range, reading: Reading) -> Continuation:
+def join(answer: Candidate, rendered: "array.array[int]", place: range, reading: Comparison) -> Continuation:
     """The prompt with the answer's own tokens instead of those at `place`."""
     sampled_ids, sampled_end = split_end(answer.token_ids, reading.decoder.end_ids)
     # The rendered end of the turn stays: in some model families it is the next role's header.
@@ -145,7 +147,7 @@ def join(answer: Answer, rendered: "array.array[int]", place: range, reading: Re
     return Continuation(answer.choice_id, "spliced", whole, place.start)
 
 
-def loses_thinking(answer: Answer, rendered: "array.array[int]", reading: Reading) -> bool:
+def loses_thinking(answer: Candidate, rendered: "array.array[int]", reading: Comparison) -> bool:
     """Whether a rendered prompt first differs from an answer, with the prompt before it, where thinking begins there."""
     past = [*answer.rendering, *answer.token_ids]
     near = max(0, first_difference(past, rendered) - NEAR)
@@ -175,10 +177,10 @@ def is_same_answer(sampled: str, shown: str, rules: TemplateRules) -> bool:
         return False
     if (thought or "").strip(around) != (shown_thought or "").strip(around):
         return False
-    return is_same(answered, shown_answer, left, rules.right)
+    return is_same_text(answered, shown_answer, left, rules.right)
 
 
-def is_same(sampled: str, shown: str, left: str | None, right: str | None) -> bool:
+def is_same_text(sampled: str, shown: str, left: str | None, right: str | None) -> bool:
     """Whether two answers without thinking are equal, apart from white space that the template strips and the way in
     which tool calls are written."""
 

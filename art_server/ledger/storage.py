@@ -160,17 +160,17 @@ class Storage:
                 "SELECT prompt, tokens FROM records WHERE choice_id = ?", (prompt.continues,)
             ).fetchone()
             if past is not None:
-                before = self.load_prompt(past[0]) + unpack(past[1], "i")
+                before = self.load_prompt(past[0]) + unpack_array(past[1], "i")
                 if ids[: len(before)] == before:
                     parent, start = prompt.continues, len(before)
                 if prompt.link == "spliced" and parent is not None:
                     cut = len(self.load_rendering(past[0])) - prompt.length
         if prompt.link == "spliced":
-            tail = pack(prompt.rendered[prompt.length if parent else 0 :])
+            tail = pack_array(prompt.rendered[prompt.length if parent else 0 :])
         row = {
             "digest": name,
             "parent": parent,
-            "delta": pack(ids[start:]),
+            "delta": pack_array(ids[start:]),
             "cut": cut,
             "tail": tail,
         }
@@ -205,7 +205,7 @@ class Storage:
             wanted = past
         for cut, tail in reversed(tails):
             del whole[len(whole) - cut :]
-            whole.extend(unpack(tail, "i"))
+            whole.extend(unpack_array(tail, "i"))
         self._cache(self._renderings, number, whole)
         return whole
 
@@ -219,13 +219,13 @@ class Storage:
         wanted: int | None = number
         while wanted is not None:
             parent, delta = self.db.execute("SELECT parent, delta FROM prompts WHERE number = ?", (wanted,)).fetchone()
-            pieces.append(unpack(delta, "i"))
+            pieces.append(unpack_array(delta, "i"))
             wanted = None
             if parent is not None:
                 wanted, tokens = self.db.execute(
                     "SELECT prompt, tokens FROM records WHERE choice_id = ?", (parent,)
                 ).fetchone()
-                pieces.append(unpack(tokens, "i"))
+                pieces.append(unpack_array(tokens, "i"))
                 if wanted in self._prompts:
                     pieces.append(self._prompts[wanted])
                     wanted = None
@@ -264,8 +264,8 @@ class Storage:
                 "prefix_digest": request.prefix_digest,
                 "answer_digest": record.answer_digest,
                 "fingerprint": conversation.fingerprint(record.logprobs),
-                "tokens": pack(array.array("i", record.token_ids)),
-                "logprobs": pack(array.array("d", record.logprobs)),
+                "tokens": pack_array(array.array("i", record.token_ids)),
+                "logprobs": pack_array(array.array("d", record.logprobs)),
                 "finish_reason": record.finish_reason,
                 "sampling": json.dumps(record.sampling, separators=(",", ":")),
                 "sampled_from": self._store_sampled(record),
@@ -304,13 +304,13 @@ class Storage:
         )
 
     def _record(self, row: sqlite3.Row) -> Record:
-        logprobs = unpack(row["logprobs"], "d").tolist()
+        logprobs = unpack_array(row["logprobs"], "d").tolist()
         sampled_logprobs, kept, sets = self._load_sampled(row["sampled_from"], logprobs)
         return Record(
             choice_id=row["choice_id"],
             request=_request(row),
             prompt_token_ids=self.load_prompt(row["prompt"]).tolist(),
-            token_ids=unpack(row["tokens"], "i").tolist(),
+            token_ids=unpack_array(row["tokens"], "i").tolist(),
             logprobs=logprobs,
             finish_reason=row["finish_reason"],
             sampling=json.loads(row["sampling"]),
@@ -530,7 +530,7 @@ class Storage:
                 whole, rendering = self.load_prompt(number), self.load_rendering(number)
                 self.db.execute(
                     "UPDATE prompts SET parent = NULL, delta = ?, cut = NULL, tail = ? WHERE number = ?",
-                    (pack(whole), pack(rendering) if rendering != whole else None, number),
+                    (pack_array(whole), pack_array(rendering) if rendering != whole else None, number),
                 )
             self.db.execute(f"DELETE FROM records WHERE choice_id {IN_LIST}", (choices,))
             self.db.execute(f"DELETE FROM prompts WHERE parent {IN_LIST}", (choices,))
@@ -585,12 +585,12 @@ def _request(row: sqlite3.Row) -> Request:
     return Request(**{name: row[name] for name in (*names, "requested_at")})
 
 
-def pack(values: "array.array[Any]") -> bytes:
+def pack_array(values: "array.array[Any]") -> bytes:
     content = values.tobytes()
     return zlib.compress(content, 1 if len(content) > SMALL_BYTES else 0)
 
 
-def unpack(blob: bytes, kind: str) -> "array.array[Any]":
+def unpack_array(blob: bytes, kind: str) -> "array.array[Any]":
     values: array.array[Any] = array.array(kind)
     values.frombytes(zlib.decompress(blob))
     return values

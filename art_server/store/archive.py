@@ -54,7 +54,7 @@ class Description(CheckpointRecord):
         return CheckpointRecord.model_validate(fields)
 
 
-def describe(folder: ModelFolder, record: ModelRecord, step: int) -> Description:
+def describe_step(folder: ModelFolder, record: ModelRecord, step: int) -> Description:
     """Returns the description of a kept step. Blocking: computes the digests if the step was written without them.
 
     Raises:

@@ -53,9 +53,9 @@ class HistoryTable:
         self._rankings: dict[str, Ranking] = {}
         """By model, until its rows change: each request for "NAME@best" needs it."""
 
-    def of(self, folder: ModelFolder) -> "History":
+    def of(self, folder: ModelFolder) -> "MetricHistory":
         """The history of one model."""
-        return History(self, folder)
+        return MetricHistory(self, folder)
 
     def close(self) -> None:
         self._database.close()
@@ -69,16 +69,16 @@ class HistoryTable:
             for model in known - there.keys():
                 self.delete(model)
             for model in there.keys() - known:
-                self.insert(model, read_rows(there[model].history_file))
+                self.insert(model, read_history_file(there[model].history_file))
 
     def replace(self, folder: ModelFolder) -> None:
         """Imports a model's history.jsonl in place of its rows."""
         with self.changes(folder.model_id):
             self.delete(folder.model_id)
-            self.insert(folder.model_id, read_rows(folder.history_file))
+            self.insert(folder.model_id, read_history_file(folder.history_file))
 
     def ranking(self, model: str) -> Ranking:
-        """See `History.ranking`."""
+        """See `MetricHistory.ranking`."""
         known = self._rankings.get(model)
         if known is None:
             with self._lock:  # which a change of the rows holds
@@ -131,7 +131,7 @@ class HistoryTable:
             self._database.executemany(
                 "INSERT INTO metrics VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value",
                 [
-                    (model, name, step, number(value))
+                    (model, name, step, finite_number(value))
                     for name, value in row.items()
                     if isinstance(value, int | float) and name not in NO_METRICS
                 ],
@@ -144,7 +144,7 @@ class HistoryTable:
         return None if found is None else found[0]
 
 
-class History:
+class MetricHistory:
     """The history of one model."""
 
     def __init__(self, table: HistoryTable, folder: ModelFolder) -> None:
@@ -245,7 +245,7 @@ class History:
 
 
 def means_of(model: str, metric: str) -> tuple[str, tuple[object, ...]]:
-    """The query of `History.means`, and its values."""
+    """The query of `MetricHistory.means`, and its values."""
     query = """
         SELECT CAST(coalesce(sampled.value, metrics.step) AS INTEGER) AS earned_by, avg(metrics.value) AS mean
         FROM metrics LEFT JOIN metrics AS sampled
@@ -257,7 +257,7 @@ def means_of(model: str, metric: str) -> tuple[str, tuple[object, ...]]:
     return query, (sampled, model, metric)
 
 
-def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+def read_history_file(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a history.jsonl, which may not exist. Lines that a crash cut short, and others without a step, are left
     out and counted in the log. One line at a time: a long call of the JSON library would block the event loop."""
     num_left_out = 0
@@ -277,7 +277,7 @@ def is_step(value: object) -> bool:
     return type(value) is int and 0 <= value < MAX_STEP
 
 
-def number(value: object) -> float | None:
+def finite_number(value: object) -> float | None:
     """A finite number as float; None for anything else."""
     try:
         found = float(value) if isinstance(value, int | float) else math.nan

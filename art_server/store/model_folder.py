@@ -4,7 +4,7 @@ model.json               the registration
 history.jsonl            a line for each train and log call, exported by `history.py`
 history.rolled-back.jsonl    the lines that rollbacks removed
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps and the best), checkpoint.json
-checkpoints/%04d/replay/ all that the step was made from (`jobs/step_record.py`)
+checkpoints/%04d/replay/ all that the step was made from (`jobs/replay_record.py`)
 checkpoints/.broken-%04d-HEX/, .rolled-back-%04d-HEX/    steps that were set aside; nothing deletes them
 trajectories/SPLIT/%04d.jsonl.gz    the rollouts of a step (earlier versions: %04d.jsonl)
 tokens/%04d.safetensors  for each token of a step, what the trainer computed
@@ -74,7 +74,7 @@ class CheckpointRecord(BaseModel):
     probe: Probe | None = None
     """What the engine must reproduce before the step serves. A step without one serves unseen."""
     environment: dict[str, str] = {}
-    """`shared.tasks.Done.environment`."""
+    """`trainer_messages.Done.environment`."""
     files: dict[str, str] = {}
     """SHA-256 of each file, by name. Empty in a checkpoint that was written without digests."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from art_protocol.wire import NAME_PATTERN, NAME_RULE, LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.store import files
-from art_server.store.history import BEST_METRICS, History, HistoryTable
+from art_server.store.history import BEST_METRICS, HistoryTable, MetricHistory
 from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
 
 logger = logging.getLogger(__name__)
@@ -24,13 +24,13 @@ ARTS_STEP = re.compile(r":step([0-9]+)$")
 
 
 @dataclass(slots=True)
-class Model:
+class RegisteredModel:
     """A registered model. `step` is the step that serves: requests without `@k` get it."""
 
     folder: ModelFolder
     record: ModelRecord
     step: int
-    history: History
+    history: MetricHistory
     deleting: set[int] = field(default_factory=set)
     """Steps that are being deleted. No request resolves to them, so none loads them again."""
     is_leaving: bool = False
@@ -65,7 +65,7 @@ class Model:
 class ResolvedModel:
     """What a request's `model` field names: a model at a step, or the base model (both fields are None)."""
 
-    model: Model | None
+    model: RegisteredModel | None
     step: int | None
 
 
@@ -113,10 +113,10 @@ class Registry:
 
     def __init__(self, root: Path):
         self._root = root.absolute()
-        self._models: dict[tuple[str, str], Model] = {}
+        self._models: dict[tuple[str, str], RegisteredModel] = {}
         self.models_lock = asyncio.Lock()
         """Held while the files of a model are created or deleted, and across nothing else."""
-        self.with_broken_steps: list[Model] = []
+        self.with_broken_steps: list[RegisteredModel] = []
         """Models whose newest step was set aside, because it was broken."""
         self.history = HistoryTable(self._root / ".server" / "history.sqlite")
         for models_dir in self._root.glob("*/models"):
@@ -129,7 +129,7 @@ class Registry:
             files.clear_graves(folder.checkpoints_dir)
             before, newest = folder.newest_step(), folder.newest_whole_step()
             if newest is not None:
-                model = Model(folder, folder.read(), newest, self.history.of(folder))
+                model = RegisteredModel(folder, folder.read(), newest, self.history.of(folder))
                 self._models[folder.project, folder.name] = model
                 if newest != before:
                     self.with_broken_steps.append(model)
@@ -140,7 +140,7 @@ class Registry:
                     folder.name,
                 )
 
-    def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[Model]:
+    def all(self, projects: frozenset[str] | None = None, only: str | None = None) -> list[RegisteredModel]:
         """The models that a caller may see: those of `projects` (None: all), of these only `only` if it is given."""
         return [
             model
@@ -150,10 +150,10 @@ class Registry:
             and not model.is_leaving
         ]
 
-    def find(self, project: str, name: str) -> Model | None:
+    def find(self, project: str, name: str) -> RegisteredModel | None:
         return self._models.get((project, name))
 
-    def get(self, project: str, name: str) -> Model:
+    def get(self, project: str, name: str) -> RegisteredModel:
         """Returns a registered model.
 
         Raises:
@@ -181,15 +181,15 @@ class Registry:
         check_case([model.folder for model in list(self._models.values())], folder)
         return folder
 
-    def add(self, folder: ModelFolder, record: ModelRecord) -> Model:
+    def add(self, folder: ModelFolder, record: ModelRecord) -> RegisteredModel:
         """Registers a model whose folder holds model.json and a checkpoint."""
         step = folder.newest_step()
         assert step is not None, "the first checkpoint must be written before"
-        model = Model(folder, record, step, self.history.of(folder))
+        model = RegisteredModel(folder, record, step, self.history.of(folder))
         self._models[record.project, record.name] = model
         return model
 
-    def remove(self, model: Model) -> None:
+    def remove(self, model: RegisteredModel) -> None:
         """Removes a model whose folder is gone."""
         del self._models[model.record.project, model.record.name]
 
@@ -231,10 +231,10 @@ class Registry:
                 code="ambiguous_model",
                 param="model",
             )
-        return ResolvedModel(found[0], read_step(found[0], step_text) if step_text else found[0].step)
+        return ResolvedModel(found[0], kept_step(found[0], step_text) if step_text else found[0].step)
 
 
-def read_step(model: Model, text: str) -> int:
+def kept_step(model: RegisteredModel, text: str) -> int:
     """The kept step whose number `text` is; for "best" the best one.
 
     Raises:

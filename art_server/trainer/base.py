@@ -62,7 +62,7 @@ def match_engine(model: PreTrainedModel) -> None:
             layer.time_step_limit = (0.0, math.inf)
 
 
-def outline(base_model: str) -> PreTrainedModel:
+def meta_model(base_model: str) -> PreTrainedModel:
     """The model without weights, for names and shapes."""
     config = read_config(base_model)
     with torch.device("meta"):

@@ -5,8 +5,7 @@ A *sampled token* belongs to one trajectory and has its own advantage and sample
 prediction when they sampled the same token after the same tokens from the same distribution.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,22 +15,23 @@ import torch
 from art_protocol.wire import LossConfig
 from art_server.process.shared.advantages import (
     GroupTokens,
+    count_masked,
     has_advantage,
     is_identical,
-    is_masked,
-    penalised_rewards,
+    penalised_reward,
     trained_positions,
     trained_tokens,
 )
-from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup
-from art_server.trainer.distributions import RAW, SampledFrom, decode_distributions
+from art_server.process.shared.trainer_messages import Batch, TokenSequence, TrainableGroup, TrainableTrajectory
+from art_server.trainer.distributions import RAW, BehaviourDistribution, decode_distributions
 from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,
     Forest,
+    Order,
     largest_tree,
     lay_out,
-    pack,
     pack_padded,
+    pack_trees,
     sort_sequences,
     unshared,
 )
@@ -40,7 +40,7 @@ UNKNOWN_MOVEMENT = 0.125
 """The movement of a step without one on record (an earlier version made it, or another program), in nats. The allowance
 is eight times that (`gap.py`)."""
 WINDOW_STEPS = 8
-"""The movement of a step is taken as the largest of so many."""
+"""The movement of a step is taken as the largest of this number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class TrainBatch:
     """Sampled tokens at position 0 of a sequence. No token predicts them, so they cannot be trained."""
     num_trajectories_masked: int
     """Trajectories that are left out, wholly or in part, because they were cut at a length limit."""
-    table: list[SampledFrom]
+    table: list[BehaviourDistribution]
     """The distributions that tokens were sampled from."""
 
 
@@ -120,11 +120,10 @@ class SampledTokens:
         return self._each(lambda values: values[indices])
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SampledTokens":
-        changed: dict[str, Any] = {  # Any: tensors, and None for fields that are not needed
-            each.name: None if values_S is None else change(values_S)
-            for each in fields(self)
-            for values_S in [getattr(self, each.name)]
-        }
+        changed: dict[str, Any] = {}  # Any: tensors, and None for fields that are not needed
+        for each in fields(self):
+            values_S = getattr(self, each.name)
+            changed[each.name] = None if values_S is None else change(values_S)
         return SampledTokens(**changed)
 
 
@@ -141,7 +140,7 @@ class MicroBatch:
     """int64: the predicted token."""
     distributions_N: torch.Tensor
     """int64: the distribution that it was sampled from, an index into `table` or RAW."""
-    table: Sequence[SampledFrom]
+    table: Sequence[BehaviourDistribution]
     indices_S: torch.Tensor
     """int64: index of each sampled token in the step's `SampledTokens`."""
     predictions_S: torch.Tensor
@@ -170,29 +169,24 @@ def make_train_batch(
     """
     config = config or LossConfig()
     sequences: list[TrainSequence] = []
-    num_groups_trainable = num_identical = num_tokens_unpredicted = num_masked = first = 0
-    numbers = itertools.count()
+    num_groups_trainable = num_identical = num_tokens_unpredicted = num_masked = 0
+    num_trajectories = num_sequences = 0
     tokens_of_groups = trained_tokens(batch.groups, config, penalties)
     for group, tokens in zip(batch.groups, tokens_of_groups, strict=True):
         num_identical += is_identical(group)
+        num_masked += count_masked(group, config)
         if tokens is not None:
             num_groups_trainable += has_advantage(tokens)
-            num_tokens_unpredicted += sum(
-                bool(sequence.logprobs) and sequence.logprobs[0] is not None
-                for each in group.trajectories
-                for sequence in each.sequences
-            )
-        num_masked += sum(
-            any(is_masked(sequence, config) for sequence in each.sequences) for each in group.trajectories
-        )
-        sequences += _cut_group(group, tokens, first, numbers)
-        first += len(group.trajectories)
+            num_tokens_unpredicted += _num_unpredicted(group)
+            sequences += _cut_group(group, tokens, num_trajectories, num_sequences)
+        num_trajectories += len(group.trajectories)
+        num_sequences += sum(len(each.sequences) for each in group.trajectories)
     return TrainBatch(
         sequences=sequences,
         num_groups=len(batch.groups),
         num_groups_trainable=num_groups_trainable,
         num_groups_identical=num_identical,
-        num_trajectories=first,
+        num_trajectories=num_trajectories,
         num_tokens=sum(len(sequence.targets) for sequence in sequences),
         num_tokens_unpredicted=num_tokens_unpredicted,
         num_trajectories_masked=num_masked,
@@ -200,53 +194,65 @@ def make_train_batch(
     )
 
 
+def _num_unpredicted(group: TrainableGroup) -> int:
+    """The number of sampled tokens at position 0 of a sequence."""
+    num = 0
+    for trajectory in group.trajectories:
+        for sequence in trajectory.sequences:
+            num += bool(sequence.logprobs) and sequence.logprobs[0] is not None
+    return num
+
+
 def with_penalties(batch: Batch, config: LossConfig) -> Batch:
     """The batch with the soft penalty for long trajectories in its rewards. It counts every sampled token, also those
     that `drop_stale` turns into context."""
-    groups = [
-        group.model_copy(
-            update={
-                "trajectories": [
-                    each.model_copy(update={"reward": reward})
-                    for each, reward in zip(group.trajectories, penalised_rewards(group, config), strict=True)
-                ]
-            }
-        )
-        for group in batch.groups
-    ]
-    return batch.model_copy(update={"groups": groups})
+
+    def lower(trajectory: TrainableTrajectory) -> TrainableTrajectory:
+        return trajectory.model_copy(update={"reward": penalised_reward(trajectory, config)})
+
+    return _change_trajectories(batch, lower)
 
 
 def drop_stale(batch: Batch, oldest: int) -> tuple[Batch, int]:
     """The batch, in which tokens sampled before step `oldest` become context, and the number of these tokens."""
     num_dropped = 0
 
-    def cut(sequence: TokenSequence) -> TokenSequence:
+    def drop(trajectory: TrainableTrajectory) -> TrainableTrajectory:
         nonlocal num_dropped
-        stale = {i for each in sequence.spans if each.step < oldest for i in range(each.start, each.stop)}
-        stale &= set(trained_positions(sequence))
-        if not stale:
-            return sequence
-        num_dropped += len(stale)
-        return sequence.model_copy(
-            update={
-                "logprobs": [None if i in stale else value for i, value in enumerate(sequence.logprobs)],
-                "recompute": [i for i in sequence.recompute if i not in stale],
-            }
-        )
+        sequences: list[TokenSequence] = []
+        for sequence in trajectory.sequences:
+            stale = _stale_positions(sequence, oldest)
+            num_dropped += len(stale)
+            sequences.append(_as_context(sequence, stale) if stale else sequence)
+        return trajectory.model_copy(update={"sequences": sequences})
 
-    groups = [
-        group.model_copy(
-            update={
-                "trajectories": [
-                    each.model_copy(update={"sequences": [cut(sequence) for sequence in each.sequences]})
-                    for each in group.trajectories
-                ]
-            }
-        )
-        for group in batch.groups
-    ]
-    return batch.model_copy(update={"groups": groups}), num_dropped
+    return _change_trajectories(batch, drop), num_dropped
+
+
+def _change_trajectories(batch: Batch, change: Callable[[TrainableTrajectory], TrainableTrajectory]) -> Batch:
+    groups: list[TrainableGroup] = []
+    for group in batch.groups:
+        trajectories = [change(trajectory) for trajectory in group.trajectories]
+        groups.append(group.model_copy(update={"trajectories": trajectories}))
+    return batch.model_copy(update={"groups": groups})
+
+
+def _stale_positions(sequence: TokenSequence, oldest: int) -> set[int]:
+    """The positions of trained tokens that were sampled before step `oldest`."""
+    stale: set[int] = set()
+    for span in sequence.spans:
+        if span.step < oldest:
+            stale.update(range(span.start, span.stop))
+    return stale.intersection(trained_positions(sequence))
+
+
+def _as_context(sequence: TokenSequence, positions: set[int]) -> TokenSequence:
+    """The sequence, of which the tokens at these positions are not trained."""
+    logprobs = list(sequence.logprobs)
+    for position in positions:
+        logprobs[position] = None
+    recompute = [position for position in sequence.recompute if position not in positions]
+    return sequence.model_copy(update={"logprobs": logprobs, "recompute": recompute})
 
 
 def make_sampled_tokens(
@@ -261,28 +267,38 @@ def make_sampled_tokens(
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 8 (tokens); Shao et al. 2024, arXiv:2402.03300, eq. 3 (trajectory);
     Liu et al. 2025, arXiv:2503.20783, section 3.2 (constant).
     """
-    config = config or LossConfig()
-    names = np.array([sequence.trajectory for sequence in sequences for _ in sequence.targets], dtype=np.int64)
-    trajectories_S = torch.from_numpy(np.unique(names, return_inverse=True)[1].reshape(-1))
-    lengths = torch.bincount(trajectories_S)
-    if config.normalisation == "tokens":
-        weights_S = torch.full((len(names),), 1 / max(1, len(names)))
-    elif config.normalisation == "trajectory":
-        weights_S = 1 / (len(lengths) * lengths[trajectories_S].float())
-    else:
-        weights_S = torch.full((len(names),), 1 / (max(1, len(lengths)) * config.constant_length))
-    sampled = [value for sequence in sequences for value in sequence.sampled_logprobs]
-    steps = [step for sequence in sequences for step in sequence.steps]
+    trajectories: list[int] = []
+    sampled: list[float | None] = []
+    advantages: list[float] = []
+    steps: list[int | None] = []
+    for sequence in sequences:
+        trajectories += [sequence.trajectory] * len(sequence.targets)
+        sampled += sequence.sampled_logprobs
+        advantages += sequence.advantages
+        steps += sequence.steps
+    _, numbers = np.unique(np.array(trajectories, dtype=np.int64), return_inverse=True)
+    trajectories_S = torch.from_numpy(numbers.reshape(-1))
     return SampledTokens(
-        sampled_logprobs_S=torch.tensor([0.0 if each is None else each for each in sampled]),
-        is_unknown_S=torch.tensor([each is None for each in sampled], dtype=torch.bool),
-        advantages_S=torch.tensor([value for sequence in sequences for value in sequence.advantages]),
-        weights_S=weights_S,
+        sampled_logprobs_S=torch.tensor([0.0 if value is None else value for value in sampled]),
+        is_unknown_S=torch.tensor([value is None for value in sampled], dtype=torch.bool),
+        advantages_S=torch.tensor(advantages),
+        weights_S=_weights(trajectories_S, config or LossConfig()),
         trajectories_S=trajectories_S,
-        is_fresh_S=torch.tensor([each == start_step for each in steps], dtype=torch.bool),
-        is_stale_S=torch.tensor([each not in (None, start_step) for each in steps], dtype=torch.bool),
-        allowances_S=torch.tensor([_movement_since(each, start_step, moved) for each in steps], dtype=torch.float32),
+        is_fresh_S=torch.tensor([step == start_step for step in steps], dtype=torch.bool),
+        is_stale_S=torch.tensor([step not in (None, start_step) for step in steps], dtype=torch.bool),
+        allowances_S=torch.tensor([_movement_since(step, start_step, moved) for step in steps], dtype=torch.float32),
     )
+
+
+def _weights(trajectories_S: torch.Tensor, config: LossConfig) -> torch.Tensor:
+    """Each token's weight in the loss. float32."""
+    num_tokens = len(trajectories_S)
+    if config.normalisation == "tokens":
+        return torch.full((num_tokens,), 1 / max(1, num_tokens))
+    lengths = torch.bincount(trajectories_S)
+    if config.normalisation == "trajectory":
+        return 1 / (len(lengths) * lengths[trajectories_S].float())
+    return torch.full((num_tokens,), 1 / (max(1, len(lengths)) * config.constant_length))
 
 
 def _movement_since(step: int | None, start_step: int | None, moved: Sequence[float]) -> float:
@@ -309,7 +325,7 @@ def make_micro_batches(
     sequences: Sequence[TrainSequence],
     max_tokens: int,
     *,
-    table: Sequence[SampledFrom] = (),
+    table: Sequence[BehaviourDistribution] = (),
     shared: bool = True,
     min_shared: int = MIN_SHARED_TOKENS,
     fill_tokens: int | None = None,
@@ -322,52 +338,59 @@ def make_micro_batches(
     token_ids = [sequence.token_ids for sequence in sequences]
     firsts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
     if shared:
-        orders = pack(token_ids, sort_sequences(token_ids, min_shared), max_tokens, fill_tokens)
+        orders = pack_trees(token_ids, sort_sequences(token_ids, min_shared), max_tokens, fill_tokens)
     else:
         fill = min(max_tokens, fill_tokens or max_tokens)
         orders = pack_padded(token_ids, unshared(token_ids), fill)
-    micro_batches: list[MicroBatch] = []
-    for order in orders:
-        forest = lay_out(token_ids, order)
-        indices = sorted(order.sequences)
-        predicting = [path[sequences[index].positions] for index, path in zip(indices, forest.paths, strict=True)]
-        targets = [sequences[index].targets for index in indices]
-        tokens = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
-        sampled_from = [sequences[index].distributions for index in indices]
-        triples = np.stack([np.concatenate(each) for each in (predicting, targets, sampled_from)])
-        predictions, predictions_S = np.unique(triples, axis=1, return_inverse=True)
-        micro_batches.append(
-            MicroBatch(
-                forest=forest,
-                is_shared=shared,
-                forest_indices_N=torch.from_numpy(predictions[0].copy()),
-                targets_N=torch.from_numpy(predictions[1].copy()),
-                distributions_N=torch.from_numpy(predictions[2].copy()),
-                table=table,
-                indices_S=torch.from_numpy(np.concatenate(tokens)),
-                predictions_S=torch.from_numpy(predictions_S.reshape(-1)),
-                sequences=indices,
-                num_sequence_tokens=sum(len(token_ids[index]) for index in indices),
-            )
-        )
-    return micro_batches
+    return [_lay_out_micro_batch(sequences, order, firsts, table, is_shared=shared) for order in orders]
+
+
+def _lay_out_micro_batch(
+    sequences: Sequence[TrainSequence],
+    order: Order,
+    firsts: np.ndarray,
+    table: Sequence[BehaviourDistribution],
+    *,
+    is_shared: bool,
+) -> MicroBatch:
+    """The micro-batch of a forest. `firsts` is the index of each sequence's first sampled token in the step."""
+    forest = lay_out([sequence.token_ids for sequence in sequences], order)
+    indices = sorted(order.sequences)
+    chosen = [sequences[index] for index in indices]
+    predicting = [path[each.positions] for each, path in zip(chosen, forest.paths, strict=True)]
+    targets = [each.targets for each in chosen]
+    sampled_from = [each.distributions for each in chosen]
+    tokens = [np.arange(firsts[index], firsts[index + 1]) for index in indices]
+    # Sampled tokens with the same prediction share it: the same position, token and distribution.
+    triples = np.stack([np.concatenate(predicting), np.concatenate(targets), np.concatenate(sampled_from)])
+    predictions, predictions_S = np.unique(triples, axis=1, return_inverse=True)
+    return MicroBatch(
+        forest=forest,
+        is_shared=is_shared,
+        forest_indices_N=torch.from_numpy(predictions[0].copy()),
+        targets_N=torch.from_numpy(predictions[1].copy()),
+        distributions_N=torch.from_numpy(predictions[2].copy()),
+        table=table,
+        indices_S=torch.from_numpy(np.concatenate(tokens)),
+        predictions_S=torch.from_numpy(predictions_S.reshape(-1)),
+        sequences=indices,
+        num_sequence_tokens=sum(len(each.token_ids) for each in chosen),
+    )
 
 
 def _cut_group(
-    group: TrainableGroup, tokens: GroupTokens | None, first: int, numbers: Iterator[int]
+    group: TrainableGroup, tokens: GroupTokens, num_trajectories: int, num_sequences: int
 ) -> list[TrainSequence]:
-    """The trained sequences of a group, whose trajectories have indices from `first`. `numbers` gives each sequence of
-    the batch, trained or not, its index."""
-    numbered = [[(next(numbers), s) for s in each.sequences] for each in group.trajectories]
-    if tokens is None:
-        return []
+    """The trained sequences of a group, before which the batch has this many trajectories and sequences."""
     has_signal = has_advantage(tokens)
-    return [
-        _cut_sequence(sequence, chosen, has_signal, trajectory, number)
-        for trajectory, of_trajectory in enumerate(zip(numbered, tokens, strict=True), first)
-        for (number, sequence), chosen in zip(*of_trajectory, strict=True)
-        if chosen
-    ]
+    cut: list[TrainSequence] = []
+    number = num_sequences
+    for index, (trajectory, of_trajectory) in enumerate(zip(group.trajectories, tokens, strict=True)):
+        for sequence, chosen in zip(trajectory.sequences, of_trajectory, strict=True):
+            if chosen:
+                cut.append(_cut_sequence(sequence, chosen, has_signal, num_trajectories + index, number))
+            number += 1
+    return cut
 
 
 def _cut_sequence(
@@ -378,18 +401,19 @@ def _cut_sequence(
     number: int,
 ) -> TrainSequence:
     """The sequence with its trained positions and their advantages."""
-    trained = [(index, sequence.logprobs[index]) for index, _ in chosen]
+    indices = [index for index, _ in chosen]
+    distributions = sequence.distributions or [RAW] * len(sequence.token_ids)
     steps: list[int | None] = [None] * len(sequence.token_ids)
     for span in sequence.spans:
         steps[span.start : span.stop] = [span.step] * (span.stop - span.start)
     return TrainSequence(
-        token_ids=sequence.token_ids[: trained[-1][0]],
-        positions=[index - 1 for index, _ in trained],
-        targets=[sequence.token_ids[index] for index, _ in trained],
-        sampled_logprobs=[value for _, value in trained],
-        distributions=[sequence.distributions[index] if sequence.distributions else RAW for index, _ in trained],
-        steps=[steps[index] for index, _ in trained],
-        advantages=[value for _, value in chosen],
+        token_ids=sequence.token_ids[: indices[-1]],
+        positions=[index - 1 for index in indices],
+        targets=[sequence.token_ids[index] for index in indices],
+        sampled_logprobs=[sequence.logprobs[index] for index in indices],
+        distributions=[distributions[index] for index in indices],
+        steps=[steps[index] for index in indices],
+        advantages=[advantage for _, advantage in chosen],
         trajectory=trajectory,
         number=number,
         has_signal=has_signal,

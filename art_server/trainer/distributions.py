@@ -25,7 +25,7 @@ LEFT_OUT = -1e30
 
 
 @dataclass(frozen=True, slots=True)
-class SampledFrom:
+class BehaviourDistribution:
     """A decoded `Distribution`."""
 
     temperature: float
@@ -34,14 +34,14 @@ class SampledFrom:
     """int64, ascending; None is the whole vocabulary."""
 
 
-def decode_distributions(distributions: Sequence[Distribution]) -> list[SampledFrom]:
+def decode_distributions(distributions: Sequence[Distribution]) -> list[BehaviourDistribution]:
     """The distributions with their kept sets unpacked.
 
     Raises:
         ValueError: a kept set cannot be read.
     """
     return [
-        SampledFrom(
+        BehaviourDistribution(
             each.temperature,
             each.logit_bias,
             None if each.kept is None else unpack_set(base64.b64decode(each.kept)),
@@ -53,7 +53,7 @@ def decode_distributions(distributions: Sequence[Distribution]) -> list[SampledF
 def cut_pieces(
     distributions: np.ndarray,
     targets_N: torch.Tensor,
-    table: Sequence[SampledFrom],
+    table: Sequence[BehaviourDistribution],
     project: Project,
     project_columns: ProjectColumns,
     num_vocabulary: int,
@@ -93,7 +93,9 @@ def cut_pieces(
     return pieces
 
 
-def _columns(distributions: np.ndarray, table: Sequence[SampledFrom], num_vocabulary: int) -> np.ndarray | None:
+def _columns(
+    distributions: np.ndarray, table: Sequence[BehaviourDistribution], num_vocabulary: int
+) -> np.ndarray | None:
     """The joined kept sets; None where computing the whole vocabulary costs no more."""
     is_kept_V = np.zeros(num_vocabulary, dtype=bool)
     for index in np.unique(distributions):
@@ -106,7 +108,7 @@ def _columns(distributions: np.ndarray, table: Sequence[SampledFrom], num_vocabu
 
 
 def _left_out_and_biases(
-    sampled_from: Sequence[SampledFrom], column_of_V: np.ndarray, num_columns: int
+    sampled_from: Sequence[BehaviourDistribution], column_of_V: np.ndarray, num_columns: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each distribution the columns outside its kept set, and its logit bias."""
     is_left_out = np.zeros((len(sampled_from), num_columns), dtype=bool)
@@ -125,7 +127,7 @@ def _piece(
     here: slice,
     distributions: np.ndarray,
     targets: torch.Tensor,
-    table: Sequence[SampledFrom],
+    table: Sequence[BehaviourDistribution],
     columns: np.ndarray | None,
     num_vocabulary: int,
     project: Project,

@@ -5,7 +5,7 @@ larger gap. Tokens of earlier steps also differ by the policy's own movement sin
 (`probe.py`). docs/precision.md has the measured gaps from which the thresholds follow.
 """
 
-from art_server.process.shared.trainer_messages import GapBars, TrainTask
+from art_server.process.shared.trainer_messages import MismatchLimits, TrainTask
 
 MIN_TOKENS = 64
 """With fewer tokens the mean is not judged."""
@@ -24,35 +24,35 @@ def judge_gap(metrics: dict[str, float], task: TrainTask) -> list[str]:
     Raises:
         GapTooLarge: the mean or the largest gap is too large for rounding and, for tokens of earlier steps, movement.
     """
-    if task.gap_bars is None:
+    if task.mismatch_limits is None:
         return []
     notes: list[str] = []
     if metrics["loss/logprob_gap_num_tokens"] >= MIN_TOKENS:
-        notes = _judge_fresh(metrics, task.gap_bars, task.start_step)
+        notes = _judge_fresh(metrics, task.mismatch_limits, task.start_step)
     if metrics["loss/logprob_gap_stale_num_tokens"] >= MIN_TOKENS:
-        _judge_stale(metrics, task.gap_bars, task.start_step)
+        _judge_stale(metrics, task.mismatch_limits, task.start_step)
     return notes
 
 
-def _judge_fresh(metrics: dict[str, float], bars: GapBars, step: int) -> list[str]:
+def _judge_fresh(metrics: dict[str, float], limits: MismatchLimits, step: int) -> list[str]:
     mean, largest = metrics["loss/logprob_gap_mean"], metrics["loss/logprob_gap_max"]
     seen = f"{_seen(metrics, 'loss/logprob_gap')} of step {step}"
-    at_most = "" if bars.largest is None else f" on average and {bars.largest:.2g} for one token"
-    if not mean <= bars.wrong or (bars.largest is not None and not largest <= bars.largest):
-        raise GapTooLarge(f"{seen}; rounding explains at most {bars.wrong:.2g}{at_most}. {ADVICE}")
-    if mean > bars.high:
+    at_most = "" if limits.largest is None else f" on average and {limits.largest:.2g} for one token"
+    if not mean <= limits.wrong or (limits.largest is not None and not largest <= limits.largest):
+        raise GapTooLarge(f"{seen}; rounding explains at most {limits.wrong:.2g}{at_most}. {ADVICE}")
+    if mean > limits.high:
         return [
-            f"{seen}: more than is usual ({bars.high:.2g}); docs/precision.md has the figures of each pair of number types"
+            f"{seen}: more than is usual ({limits.high:.2g}); docs/precision.md has the figures of each pair of number types"
         ]
     return []
 
 
-def _judge_stale(metrics: dict[str, float], bars: GapBars, step: int) -> None:
+def _judge_stale(metrics: dict[str, float], limits: MismatchLimits, step: int) -> None:
     moved = metrics["loss/logprob_gap_stale_allowance"]
-    if not metrics["loss/logprob_gap_stale_mean"] <= bars.wrong + MOVEMENT_FACTOR * moved:
+    if not metrics["loss/logprob_gap_stale_mean"] <= limits.wrong + MOVEMENT_FACTOR * moved:
         raise GapTooLarge(
             f"{_seen(metrics, 'loss/logprob_gap_stale')} of steps before {step}; rounding explains at most "
-            f"{bars.wrong:.2g}, and the policy has moved by about {moved:.2g} since. {ADVICE}"
+            f"{limits.wrong:.2g}, and the policy has moved by about {moved:.2g} since. {ADVICE}"
         )
 
 

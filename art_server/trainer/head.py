@@ -32,7 +32,7 @@ class Piece:
 
 
 class Scores(NamedTuple):
-    """What the head says of each of N targets."""
+    """Log-probability and entropy of each of N targets, and whether it is the likeliest token."""
 
     logprobs_N: torch.Tensor
     """float32."""

@@ -16,14 +16,6 @@ from art_server.trainer.batches import TrainBatch, drop_stale, make_train_batch,
 from art_server.trainer.checkpoint import load_checkpoint, save_checkpoint
 from art_server.trainer.gap import judge_gap
 from art_server.trainer.layers import layer_kind
-from art_server.trainer.metrics import (
-    data_metrics,
-    merge_steps,
-    peak_memory,
-    reset_peak_memory,
-    sampler_metrics,
-    seconds_since,
-)
 from art_server.trainer.mini_batches import MiniBatch, split_mini_batches
 from art_server.trainer.old_logprobs import (
     OldLogprobs,
@@ -39,8 +31,16 @@ from art_server.trainer.probe import (
     start_probe,
     unchanged_probe,
 )
-from art_server.trainer.schedule import FRESH_MOMENTS_STEPS, Schedule, base_learning_rate
+from art_server.trainer.schedule import FRESH_MOMENTS_STEPS, RateSchedule, base_learning_rate
 from art_server.trainer.step import compute_gradient
+from art_server.trainer.step_metrics import (
+    data_metrics,
+    merge_steps,
+    peak_memory,
+    reset_peak_memory,
+    sampler_metrics,
+    synced_seconds_since,
+)
 from art_server.trainer.token_budget import Budgets, TokenBudget
 from art_server.trainer.token_record import TokenRecord
 
@@ -52,7 +52,7 @@ class _Job:
     policy: Policy
     task: TrainTask
     optimizer: torch.optim.AdamW
-    schedule: Schedule
+    schedule: RateSchedule
     budget: TokenBudget
     record: TokenRecord
     report: Callable[[Progress], None]
@@ -96,7 +96,7 @@ def train(
     record = TokenRecord(task.batch, policy.base_model)
     job = _Job(policy, task, optimizer, schedule, budget, record, report, notes)
 
-    probe = unchanged_probe(task.probe) if task.gap_bars is not None else None
+    probe = unchanged_probe(task.probe) if task.mismatch_limits is not None else None
     if trained.sequences:
         of_steps, probe = _take_steps(job, trained)
         metrics |= of_steps
@@ -134,10 +134,10 @@ def check_layers(policy: Policy, lost: Sequence[str]) -> None:
         )
 
 
-def _schedule(task: TrainTask, rate: float, optimizer: torch.optim.AdamW) -> Schedule:
+def _schedule(task: TrainTask, rate: float, optimizer: torch.optim.AdamW) -> RateSchedule:
     age = steps_taken(optimizer)
     taken = age if task.optimizer_steps is None else task.optimizer_steps
-    return Schedule(task.config, rate, taken, age)
+    return RateSchedule(task.config, rate, taken, age)
 
 
 def _drop_stale(task: TrainTask) -> tuple[TrainTask, int]:
@@ -197,18 +197,18 @@ def _take_steps(job: _Job, trained: TrainBatch) -> tuple[dict[str, float], Probe
         if index == 0:
             if old.old_logprobs_S is None:
                 notes += judge_gap(metrics, task)
-            if task.gap_bars is not None and is_due(task.probe):
-                start = start_probe(policy, task.probe, trained.sequences, task.gap_bars)
+            if task.mismatch_limits is not None and is_due(task.probe):
+                start = start_probe(policy, task.probe, trained.sequences, task.mismatch_limits)
         else:
             metrics = _without_gap(metrics)
         steps.append(metrics | _optimizer_step(job, mini_batch.number))
 
     probe: Probe | None = None
-    if start is not None and task.gap_bars is not None:
-        probe = finish_probe(policy, start, task.gap_bars)
+    if start is not None and task.mismatch_limits is not None:
+        probe = finish_probe(policy, start, task.mismatch_limits)
         steps[-1]["loss/probe_moved"] = probe.moved[-1]
         steps[-1]["time/step_probe_s"] = probe.seconds
-    elif task.probe is not None and task.gap_bars is not None:
+    elif task.probe is not None and task.mismatch_limits is not None:
         probe = skipped_probe(task.probe)
     return _job_metrics(job, steps, old) | gap, probe
 
@@ -233,7 +233,7 @@ def _optimizer_step(job: _Job, number: int) -> dict[str, float]:
         group["lr"] = rate
     job.optimizer.step()
     job.schedule.advance()
-    return {"loss/learning_rate": rate, "time/step_optimizer_s": seconds_since(started)}
+    return {"loss/learning_rate": rate, "time/step_optimizer_s": synced_seconds_since(started)}
 
 
 def _without_gap(metrics: dict[str, float]) -> dict[str, float]:

@@ -38,29 +38,38 @@ class Layers:
 
 def find_layers(model: PreTrainedModel) -> Layers:
     """The layers of a model, which may be without weights."""
+    modules = _decoder_modules(model)
+    family = model.config.model_type
+    is_mixture = any(_holds_experts(path, each) for path, each in modules.items())
+    takes, folded = set[str](), set[str]()
+    for path, each in modules.items():
+        before, _, last = path.rpartition(".")
+        if not isinstance(each, torch.nn.Linear | Conv1D):
+            continue
+        if is_mixture and (last in EXPERT_NAMES or not _is_attention(path, model)):
+            continue
+        if last == "out_proj" and family in PEFT_REFUSES_OUT_PROJ:
+            continue
+        # Latent attention keeps two matrices made of one; keys without a value layer are the values, too.
+        is_value = last == "k_proj" and f"{before}.v_proj" not in modules
+        if last == "kv_b_proj" or is_value or last == HALVED.get(family):
+            folded.add(path)
+        else:
+            takes.add(path)
+    return Layers(frozenset(takes), frozenset(folded), is_mixture)
+
+
+def _decoder_modules(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """The modules inside the layers of a model's decoder, by path."""
     decoder = model.get_decoder()
     prefix = next(name for name, each in model.named_modules() if each is decoder)
     modules: dict[str, torch.nn.Module] = {}
     for name, layer in decoder.named_modules(prefix=prefix):
         if isinstance(layer, GradientCheckpointingLayer):
-            inside = layer.named_modules(prefix=name)
-            modules |= {path: each for path, each in inside if path != name}
-    is_mixture = any(_holds_experts(path, each) for path, each in modules.items())
-    takes, folded = set[str](), set[str]()
-    for path, each in modules.items():
-        before, _, last = path.rpartition(".")
-        parent = type(model.get_submodule(before)).__name__
-        if not isinstance(each, torch.nn.Linear | Conv1D):
-            continue
-        if is_mixture and (not _is_attention(path, parent) or last in EXPERT_NAMES):
-            continue
-        if last == "out_proj" and model.config.model_type in PEFT_REFUSES_OUT_PROJ:
-            continue
-        # Latent attention keeps two matrices made of one; keys without a value layer are the values, too.
-        is_value = last == "k_proj" and f"{before}.v_proj" not in modules
-        is_halved = last == HALVED.get(model.config.model_type)
-        (folded if last == "kv_b_proj" or is_value or is_halved else takes).add(path)
-    return Layers(frozenset(takes), frozenset(folded), is_mixture)
+            for path, each in layer.named_modules(prefix=name):
+                if path != name:
+                    modules[path] = each
+    return modules
 
 
 def _holds_experts(path: str, module: torch.nn.Module) -> bool:
@@ -69,9 +78,10 @@ def _holds_experts(path: str, module: torch.nn.Module) -> bool:
     return "experts" in path.split(".") or (is_stack and not is_convolution)
 
 
-def _is_attention(path: str, parent: str) -> bool:
-    """Whether a layer lies in attention, also in linear attention; `parent` is the class around it."""
-    return any("attn" in part for part in path.split(".")) or "Attention" in parent
+def _is_attention(path: str, model: PreTrainedModel) -> bool:
+    """Whether a layer lies in attention, also in linear attention."""
+    parent = type(model.get_submodule(path.rpartition(".")[0])).__name__
+    return "Attention" in parent or any("attn" in part for part in path.split("."))
 
 
 def layer_kind(path: str) -> str:
@@ -91,22 +101,31 @@ def find_targets(names: list[str] | None, model: PreTrainedModel) -> list[str] |
     if names == []:
         raise ValueError("lora.target_modules is empty: name layers, or leave it out")
     everywhere = {name for name, _ in model.named_modules()}
-
-    def named(name: str) -> set[str]:
-        return {each for each in everywhere if f".{each}".endswith(f".{name}")}
-
-    chosen = layers.takes
-    if names is not None:
-        inside = layers.takes | layers.folded
-        found = {name: named(name) for name in names}
-        # The same names may occur in other parts of the model.
-        found = {name: ones & inside or ones for name, ones in found.items()}
-        if beyond := sorted(n for n, ones in found.items() if not ones or not ones <= layers.takes):
-            raise ValueError(_beyond(beyond, layers))
-        chosen = frozenset[str]().union(*found.values())
+    chosen = layers.takes if names is None else _named_layers(names, layers, everywhere)
     usual = sorted(names or {each.rpartition(".")[2] for each in chosen})
-    meant = set[str]().union(*map(named, usual))
+    meant = set[str]()
+    for name in usual:
+        meant |= _ending_with(name, everywhere)
     return usual if meant == chosen else _pattern(chosen, everywhere)
+
+
+def _named_layers(names: list[str], layers: Layers, everywhere: set[str]) -> frozenset[str]:
+    """The layers that `names` means, by path. Raises ValueError if they take no adapter."""
+    inside = layers.takes | layers.folded
+    chosen, beyond = set[str](), list[str]()
+    for name in names:
+        found = _ending_with(name, everywhere)
+        found = found & inside or found  # the same name may occur in other parts of the model
+        chosen |= found
+        if not found or not found <= layers.takes:
+            beyond.append(name)
+    if beyond:
+        raise ValueError(_beyond(sorted(beyond), layers))
+    return frozenset(chosen)
+
+
+def _ending_with(name: str, paths: set[str]) -> set[str]:
+    return {path for path in paths if f".{path}".endswith(f".{name}")}
 
 
 def _beyond(names: list[str], layers: Layers) -> str:

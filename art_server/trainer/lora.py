@@ -90,6 +90,6 @@ class _LoRALinear(torch.autograd.Function):
 
 def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b in float32: it sums over thousands of tokens, which bfloat16 would round to eight bits."""
-    if a.dtype != torch.float32 and a.device.type == "cuda":
+    if a.dtype != torch.float32 and a.device.type == "cuda":  # torch has `out_dtype` on CUDA only
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

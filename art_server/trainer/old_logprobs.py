@@ -88,11 +88,13 @@ def compute_old_and_reference_logprobs(
 
 def _has_gap(task: TrainTask, trained: TrainBatch) -> bool:
     """Whether the job has a gap to judge: limits, and tokens of known steps with the engine's log-probabilities."""
-    return task.gap_bars is not None and any(
-        step is not None and value is not None
-        for each in trained.sequences
-        for step, value in zip(each.steps, each.sampled_logprobs, strict=True)
-    )
+    if task.mismatch_limits is None:
+        return False
+    for sequence in trained.sequences:
+        for step, logprob in zip(sequence.steps, sequence.sampled_logprobs, strict=True):
+            if step is not None and logprob is not None:
+                return True
+    return False
 
 
 def apply_kl_penalty(task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> TrainBatch:
@@ -107,17 +109,19 @@ def apply_kl_penalty(task: TrainTask, trained: TrainBatch, old: OldLogprobs) -> 
     tokens = make_sampled_tokens(trained.sequences)
     kl_S = kl_estimate(tokens.sampled_logprobs_S, old.reference_logprobs_S, config.kl_estimator)[0]
     kl_S = torch.where(tokens.is_unknown_S, 0.0, kl_S)
+    lengths = [len(sequence.targets) for sequence in trained.sequences]
     if config.kl_in == "reward":
         penalties = [0.0] * trained.num_trajectories
-        names = [sequence.trajectory for sequence in trained.sequences for _ in sequence.targets]
-        for name, value in zip(names, kl_S.tolist(), strict=True):
-            penalties[name] += config.beta * value
+        for sequence, of_tokens in zip(trained.sequences, kl_S.split(lengths), strict=True):
+            for value in of_tokens.tolist():
+                penalties[sequence.trajectory] += config.beta * value
         return make_train_batch(task.batch, config, penalties)
-    is_dead_S = torch.tensor([not sequence.has_signal for sequence in trained.sequences for _ in sequence.targets])
-    is_kept_S = tokens.is_unknown_S | is_dead_S
+    is_dead: list[bool] = []
+    for sequence in trained.sequences:
+        is_dead += [not sequence.has_signal] * len(sequence.targets)
+    is_kept_S = tokens.is_unknown_S | torch.tensor(is_dead)
     shaped_S = shape_advantages(tokens.advantages_S, kl_S, config.beta, is_kept_S)
-    parts = shaped_S.split([len(sequence.targets) for sequence in trained.sequences])
-    shaped = [
-        replace(sequence, advantages=part.tolist()) for sequence, part in zip(trained.sequences, parts, strict=True)
-    ]
+    shaped: list[TrainSequence] = []
+    for sequence, of_tokens in zip(trained.sequences, shaped_S.split(lengths), strict=True):
+        shaped.append(replace(sequence, advantages=of_tokens.tolist()))
     return replace(trained, sequences=shaped)

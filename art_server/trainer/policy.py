@@ -21,7 +21,7 @@ from art_server.trainer.attention import (
     default_kind,
     flex_padding,
 )
-from art_server.trainer.base import load_base, outline, peft_config, usual_attention
+from art_server.trainer.base import load_base, meta_model, peft_config, usual_attention
 from art_server.trainer.batches import MicroBatch
 from art_server.trainer.distributions import RAW, cut_pieces
 from art_server.trainer.head import Scores, max_logits, score_targets, whole_pieces
@@ -384,7 +384,7 @@ def outline_adapter(base_model: str, lora: LoRAConfig) -> PeftModel:
     Raises:
         ValueError: the base lacks layers that `lora` names, or they take no adapter.
     """
-    base = outline(base_model)
+    base = meta_model(base_model)
     with torch.device("meta"):
         model = get_peft_model(base, peft_config(lora, base))
     assert isinstance(model, PeftModel)

@@ -1,6 +1,6 @@
 """The trainer's side of the probe: log-probabilities of a few tokens under the step that a job has just made.
 
-The server has the engine score the same tokens when it has loaded the step, before the step serves (`engine/probe.py`).
+The server has the engine score the same tokens when it has loaded the step, before the step serves (`engine/probe_check.py`).
 The tokens are the end of the job's sequence that the update moves the most. They are kept for some steps, so that most
 jobs compute them once. The same numbers tell how far each job moves the policy, which is the allowance of stale tokens
 (`gap.py`).
@@ -22,7 +22,7 @@ from peft.helpers import rescale_adapter_scale
 from torch.nn.modules.module import register_module_forward_hook
 
 from art_protocol.wire import LoRAConfig
-from art_server.process.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
+from art_server.process.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, MismatchLimits, Probe
 from art_server.trainer.batches import TrainSequence
 from art_server.trainer.layers import layer_kind
 from art_server.trainer.policy import Policy
@@ -54,7 +54,9 @@ def is_due(last: Probe | None) -> bool:
     return passed < 0 or passed >= last.seconds / SHARE  # the clock may have been set back
 
 
-def start_probe(policy: Policy, last: Probe | None, sequences: Sequence[TrainSequence], bars: GapBars) -> Probe:
+def start_probe(
+    policy: Policy, last: Probe | None, sequences: Sequence[TrainSequence], limits: MismatchLimits
+) -> Probe:
     """The tokens, and their log-probabilities under the policy at the start of a job. `last` is the probe of the step in
     the policy; its tokens and numbers are used again unless they are too old."""
     last = last or Probe()
@@ -69,13 +71,13 @@ def start_probe(policy: Policy, last: Probe | None, sequences: Sequence[TrainSeq
         token_ids=token_ids,
         logprobs=logprobs_T.tolist(),
         base_logprobs=base_T.tolist(),
-        rounding=_rounding(policy, token_ids, logprobs_T, bars.epsilon),
+        rounding=_rounding(policy, token_ids, logprobs_T, limits.epsilon),
         moved=last.moved,
         seconds=time.perf_counter() - started,
     )
 
 
-def finish_probe(policy: Policy, start: Probe, bars: GapBars) -> Probe:
+def finish_probe(policy: Policy, start: Probe, limits: MismatchLimits) -> Probe:
     """The probe of the step that the job makes, whose weights are in the policy.
 
     If the adapter's effect is not far above rounding, the tokens are also scored with a multiple of its alpha.
@@ -84,7 +86,7 @@ def finish_probe(policy: Policy, start: Probe, bars: GapBars) -> Probe:
     before_T, base_T = torch.tensor(start.logprobs), torch.tensor(start.base_logprobs)
     logprobs_T = policy.sequence_logprobs(start.token_ids).cpu()
     moved = with_movement(start.moved, _rms(logprobs_T - before_T))
-    needed = NUM_SIGMAS_OF_EFFECT * (start.rounding or bars.high)
+    needed = NUM_SIGMAS_OF_EFFECT * (start.rounding or limits.high)
     factor, scaled_T = 1, logprobs_T
     while 0 < (effect := _rms(scaled_T - base_T)) < needed and factor < MAX_FACTOR:
         factor = min(MAX_FACTOR, factor * 2 ** max(1, math.ceil(math.log2(needed / effect))))
@@ -125,7 +127,7 @@ def with_movement(moved: Sequence[float], value: float) -> list[float]:
     return [*moved, value][-STEPS_OF_MOVEMENT:]
 
 
-def write_layer_probes(policy: Policy, lora: LoRAConfig, out_dir: Path, bars: GapBars) -> dict[str, Probe]:
+def write_layer_probes(policy: Policy, lora: LoRAConfig, out_dir: Path, limits: MismatchLimits) -> dict[str, Probe]:
     """Writes an adapter for each kind of layer, random by seed, into a folder of that name; the adapter of all other
     layers is zero. Returns their probes by kind. The policy then has an adapter that changes nothing."""
     policy.init_adapter(lora, seed=0)
@@ -134,7 +136,7 @@ def write_layer_probes(policy: Policy, lora: LoRAConfig, out_dir: Path, bars: Ga
     token_ids = torch.randint(num_vocabulary, (NUM_TOKENS + 1,), generator=chance).tolist()
     base_T = policy.sequence_logprobs(token_ids)
     base = base_T.tolist()
-    rounding = _rounding(policy, token_ids, base_T, bars.epsilon)
+    rounding = _rounding(policy, token_ids, base_T, limits.epsilon)
     start = Probe(token_ids=token_ids, logprobs=base, base_logprobs=base, rounding=rounding)
     kinds: dict[str, list[torch.nn.Parameter]] = defaultdict(list)
     for name, parameter in policy.parameters.items():
@@ -144,7 +146,7 @@ def write_layer_probes(policy: Policy, lora: LoRAConfig, out_dir: Path, bars: Ga
     for kind, parameters in kinds.items():
         for each in parameters:
             each.data.copy_(RANDOM_SCALE * torch.randn(each.shape, generator=chance))
-        probes[kind] = finish_probe(policy, start, bars)
+        probes[kind] = finish_probe(policy, start, limits)
         (out_dir / kind).mkdir()
         policy.save_adapter(out_dir / kind)
         for each in parameters:

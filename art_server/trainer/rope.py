@@ -34,19 +34,30 @@ def _fix(module: Any, kind: str, layer: str | None, max_seq_length: int | None) 
     parameters = config.rope_parameters if layer is None else config.rope_parameters[layer]
     positions = config.max_position_embeddings
     if parameters["rope_type"] == "longrope":
-        original = parameters["original_max_position_embeddings"]
-        length, stretch = max_seq_length or positions, positions / original
-        usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-        scale = parameters.get("long_mscale" if length > original else "short_mscale") or usual
-    elif parameters["rope_type"] == "dynamic" and "alpha" not in parameters:
+        length = max_seq_length or positions
+        scale = _long_rope_scale(parameters, length, positions)
+    elif parameters["rope_type"] == "dynamic":
+        if "alpha" in parameters:
+            # Hunyuan: the factors are final when the module is made, and both leave out the `factor` beside it.
+            return FIXED
         # transformers stretches from `positions` on, vLLM from the trained positions, if they are named.
         length = positions**2 / parameters.get("max_trained_positions", positions)
         scale = 1.0
-    else:  # with an alpha (Hunyuan) the factors are final when the module is made, and both leave out the `factor` beside it
-        return FIXED if parameters["rope_type"] == "dynamic" else kind
+    else:
+        return kind
     inv_freq, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, seq_len=length, layer_type=layer)
     prefix = "" if layer is None else f"{layer}_"
     buffer = getattr(module, f"{prefix}inv_freq")
     setattr(module, f"{prefix}inv_freq", inv_freq.to(buffer))
     setattr(module, f"{prefix}attention_scaling", scale)
     return FIXED
+
+
+def _long_rope_scale(parameters: Any, length: int, positions: int) -> float:
+    """The scale of LongRoPE for a context of `length` tokens. Any: a dictionary of the configuration."""
+    original = parameters["original_max_position_embeddings"]
+    scale = parameters.get("long_mscale" if length > original else "short_mscale")
+    if scale:
+        return scale
+    stretch = positions / original
+    return math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0

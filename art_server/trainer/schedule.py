@@ -19,7 +19,7 @@ times these (`tests/quick/trainer/test_schedule.py`)."""
 
 
 @dataclass(slots=True)
-class Schedule:
+class RateSchedule:
     """The learning rate of a job's optimizer steps."""
 
     config: TrainConfig

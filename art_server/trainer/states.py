@@ -25,7 +25,7 @@ MAX_PADDING = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class NodeRun:
     """Tokens that one call of a layer computes: those of a node, after `num_repeated` of nodes above it.
 
     A layer's call for one token changes its state in place, which loses the gradient. So a node of one token leaves no state:
@@ -41,17 +41,17 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayerCalls:
     """The calls of a layer for a forest, in an order in which parents come before their children."""
 
-    calls: list[list[Run]]
+    calls: list[list[NodeRun]]
     """The runs of one call are leaves, padded on the right to one length, or one run whose state its children need."""
     num_nodes: int
 
 
-def make_plan(nodes: Sequence[Node]) -> Plan:
+def plan_layer_calls(nodes: Sequence[Node]) -> LayerCalls:
     """The plan for the nodes of a forest, in depth-first order."""
-    runs: list[Run] = []
+    runs: list[NodeRun] = []
     parents: set[int | None] = set()
     above: list[int] = []
     for index, node in enumerate(nodes):
@@ -64,7 +64,7 @@ def make_plan(nodes: Sequence[Node]) -> Plan:
             if len(runs[parent].tokens) < 2:
                 parent, repeated = runs[parent].parent, runs[parent].tokens
         parents.add(parent)
-        runs.append(Run(index, parent, repeated + own, len(repeated)))
+        runs.append(NodeRun(index, parent, repeated + own, len(repeated)))
         above.append(index)
     calls = [[run] for run in runs if run.node in parents]
     leaves = [run for run in runs if run.node not in parents]
@@ -79,7 +79,7 @@ def make_plan(nodes: Sequence[Node]) -> Plan:
             calls[-1].append(run)
         else:
             calls.append([run])
-    return Plan(calls, len(nodes))
+    return LayerCalls(calls, len(nodes))
 
 
 class ForestStates:
@@ -87,7 +87,7 @@ class ForestStates:
 
     def __init__(self) -> None:
         self._nodes: Sequence[Node] | None = None
-        self._plan: Plan | None = None
+        self._plan: LayerCalls | None = None
 
     def use(self, forest: Forest | None) -> None:
         """Has the layers compute over the forest from here on; None: rows."""
@@ -95,10 +95,10 @@ class ForestStates:
         if nodes is not self._nodes:
             self._nodes, self._plan = nodes, None
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> LayerCalls | None:
         """The plan for the forest, made once for all layers; None for rows."""
         if self._plan is None and self._nodes is not None:
-            self._plan = make_plan(self._nodes)
+            self._plan = plan_layer_calls(self._nodes)
         return self._plan
 
 
@@ -148,7 +148,7 @@ def _over_forest(module: torch.nn.Module, cache_name: str, states: ForestStates)
     return forward
 
 
-def _rows(hidden_1TD: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+def _rows(hidden_1TD: torch.Tensor, runs: Sequence[NodeRun]) -> torch.Tensor:
     """The inputs of runs, padded with zeros on the right to one length of at least two."""
     length = max(2, *(len(run.tokens) for run in runs))
     rows = []

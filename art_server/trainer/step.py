@@ -15,15 +15,15 @@ from art_server.trainer.batches import MicroBatch, SampledTokens, TrainBatch
 from art_server.trainer.checking import make_checked_micro_batches
 from art_server.trainer.layers import layer_kind
 from art_server.trainer.loss import TokenLoss, needs_whole_trajectories, policy_loss
-from art_server.trainer.metrics import (
+from art_server.trainer.old_logprobs import NOTHING_OLD, OldLogprobs
+from art_server.trainer.policy import Policy
+from art_server.trainer.step_metrics import (
     batch_metrics,
     check_finite,
     loss_metrics,
     sampler_metrics,
-    seconds_since,
+    synced_seconds_since,
 )
-from art_server.trainer.old_logprobs import NOTHING_OLD, OldLogprobs
-from art_server.trainer.policy import Policy
 from art_server.trainer.token_record import TokenRecord
 
 LARGEST_WEIGHT = 1 / 64
@@ -53,13 +53,7 @@ class _Step:
 
     def timed(self, phase: str, started: float) -> None:
         """Adds the seconds since `started` to the phase."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds_since(started)
-
-    @property
-    def start_logprobs_S(self) -> torch.Tensor:
-        """The trainer's at the start of the job."""
-        old_S = self.tokens.old_logprobs_S
-        return self.in_order(self.logprobs) if old_S is None else old_S
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + synced_seconds_since(started)
 
 
 def compute_gradient(
@@ -84,7 +78,7 @@ def compute_gradient(
     )
     if config.plot_tensors:
         # Here, so that matplotlib is only imported for the picture.
-        from art_server.trainer.plot import plot_micro_batches
+        from art_server.trainer.tensor_plot import plot_micro_batches
 
         plot_micro_batches(step.micro_batches, trained.sequences, Path(task.out_dir))
     step.timed("plan", started)
@@ -94,9 +88,12 @@ def compute_gradient(
         _add_gradient(policy, step, batch, config, whole, scale)
         report(Progress(phase=phase, completed=index + 1, total=len(step.micro_batches)))
     grad_norm = _finish_gradient(policy, task, scale)
+    start_logprobs_S = step.tokens.old_logprobs_S
+    if start_logprobs_S is None:
+        start_logprobs_S = step.in_order(step.logprobs)
     if record is not None:
-        _write(record, step)
-    metrics = _metrics(policy, step, config) | {"loss/grad_norm": grad_norm}
+        _write(record, step, start_logprobs_S)
+    metrics = _metrics(policy, step, config, start_logprobs_S) | {"loss/grad_norm": grad_norm}
     metrics["time/step_forward_backward_s"] = time.perf_counter() - started
     metrics |= {f"time/step_{name}_s": value for name, value in step.seconds.items()}
     check_finite(metrics)
@@ -151,9 +148,10 @@ def _finish_gradient(policy: Policy, task: TrainTask, scale: float) -> float:
     return float(torch.nn.utils.clip_grad_norm_(parameters, task.config.max_grad_norm))
 
 
-def _metrics(policy: Policy, step: _Step, config: TrainConfig) -> dict[str, float]:
+def _metrics(policy: Policy, step: _Step, config: TrainConfig, start_logprobs_S: torch.Tensor) -> dict[str, float]:
+    """The step's metrics. `start_logprobs_S` are the trainer's at the start of the job."""
     metrics = loss_metrics(step.losses, step.entropies)
-    metrics |= sampler_metrics(step.start_logprobs_S, step.tokens)
+    metrics |= sampler_metrics(start_logprobs_S, step.tokens)
     if config.objective == "likelihood":
         metrics["loss/token_accuracy"] = float(torch.cat(step.is_likeliest).float().mean())
     corrected_S = torch.cat([loss.is_corrected_S for loss in step.losses])
@@ -168,10 +166,10 @@ def _metrics(policy: Policy, step: _Step, config: TrainConfig) -> dict[str, floa
     return metrics
 
 
-def _write(record: TokenRecord, step: _Step) -> None:
+def _write(record: TokenRecord, step: _Step, start_logprobs_S: torch.Tensor) -> None:
     record.add(
         step.trained.sequences,
-        step.start_logprobs_S,
+        start_logprobs_S,
         ratios=step.in_order([loss.policy_ratios_S for loss in step.losses]),
         entropies=step.in_order(step.entropies),
         is_clipped=step.in_order([loss.is_clipped_S for loss in step.losses]),
@@ -219,10 +217,9 @@ def _spans(step: _Step) -> bool:
 def _part(loss: TokenLoss, indices_S: torch.Tensor) -> TokenLoss:
     """The part of the whole step's loss at a micro-batch's tokens, with a share of its value by number of tokens."""
     share = len(indices_S) / len(loss.coefficients_S)
-    parts: dict[str, Any] = {  # Any: tensors, and None without a reference
-        each.name: None if values_S is None else values_S[indices_S]
-        for each in fields(loss)
-        if each.name != "value"
-        for values_S in [getattr(loss, each.name)]
-    }
-    return TokenLoss(value=loss.value * share, **parts)
+    parts: dict[str, Any] = {"value": loss.value * share}  # Any: tensors, and None without a reference
+    for each in fields(loss):
+        values_S = getattr(loss, each.name)
+        if each.name != "value":
+            parts[each.name] = None if values_S is None else values_S[indices_S]
+    return TokenLoss(**parts)

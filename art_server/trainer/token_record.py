@@ -6,11 +6,12 @@ of them) and is_clipped_T (uint8). The metadata has `groups`, JSON of each group
 [start, stop), and `texts`, JSON from token ids to their text.
 """
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -28,15 +29,19 @@ class TokenRecord:
     def __init__(self, batch: Batch, base_model: str):
         self._batch = batch
         self._base_model = base_model
-        sequences = [sequence for group in batch.groups for t in group.trajectories for sequence in t.sequences]
-        self._firsts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)])
-        num = int(self._firsts[-1])
-        self._token_ids = [token for sequence in sequences for token in sequence.token_ids]
-        sampled = [value for sequence in sequences for value in sequence.logprobs]
-        self._tensors = {name: torch.full((num,), float("nan"), dtype=torch.float32) for name in NUMBERS}
-        self._tensors["sampled_logprobs"] = torch.tensor(
-            [float("nan") if value is None else value for value in sampled], dtype=torch.float32
-        )
+        self._token_ids: list[int] = []
+        self._firsts = [0]
+        """Where each sequence begins, and behind these where the last one ends."""
+        sampled: list[float] = []
+        for group in batch.groups:
+            for trajectory in group.trajectories:
+                for sequence in trajectory.sequences:
+                    self._token_ids += sequence.token_ids
+                    self._firsts.append(len(self._token_ids))
+                    sampled += [math.nan if value is None else value for value in sequence.logprobs]
+        num = len(self._token_ids)
+        self._tensors = {name: torch.full((num,), math.nan, dtype=torch.float32) for name in NUMBERS}
+        self._tensors["sampled_logprobs"] = torch.tensor(sampled, dtype=torch.float32)
         self._tensors["is_clipped"] = torch.zeros(num, dtype=torch.uint8)
 
     def add(
@@ -47,10 +52,13 @@ class TokenRecord:
     ) -> None:
         """Adds an optimizer step over these sequences' S tokens: the trainer's log-probabilities at the start of the
         job, and by name `ratios`, `entropies` and `is_clipped`."""
-        indices_S = torch.tensor(
-            [self._firsts[each.number] + place + 1 for each in sequences for place in each.positions]
-        )
-        advantages = [value for each in sequences for value in each.advantages]
+        indices: list[int] = []
+        advantages: list[float] = []
+        for sequence in sequences:
+            first = self._firsts[sequence.number] + 1
+            indices += [first + position for position in sequence.positions]
+            advantages += sequence.advantages
+        indices_S = torch.tensor(indices)
         numbers = {"trainer_logprobs": start_logprobs_S, "advantages": torch.tensor(advantages)}
         for name, values_S in {**numbers, **of_step}.items():
             self._tensors[name][indices_S] = values_S.to(self._tensors[name].dtype).cpu()
@@ -64,11 +72,11 @@ class TokenRecord:
         save_file(tensors, folder / TOKENS_FILE, metadata)
 
     def _groups(self) -> list[dict[str, object]]:
-        spans = iter(zip(self._firsts[:-1].tolist(), self._firsts[1:].tolist(), strict=True))
+        ranges = itertools.pairwise(self._firsts)
         groups: list[dict[str, object]] = []
         for index, group in enumerate(self._batch.groups):
             number = index if group.number is None else group.number
-            trajectories = [[next(spans) for _ in each.sequences] for each in group.trajectories]
+            trajectories = [list(itertools.islice(ranges, len(each.sequences))) for each in group.trajectories]
             groups.append({"number": number, "trajectories": trajectories})
         return groups
 

@@ -110,7 +110,9 @@ def lay_out(sequences: Sequence[list[int]], order: Order) -> Forest:
     )
 
 
-def pack(sequences: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None) -> list[Order]:
+def pack_trees(
+    sequences: Sequence[list[int]], order: Order, max_tokens: int, fill_tokens: int | None = None
+) -> list[Order]:
     """The order divided into forests of at most `max_tokens` tokens each; those with the largest trees come first.
 
     Trees are packed first-fit into forests of at most `fill_tokens` (default: `max_tokens`); a larger one is alone. A

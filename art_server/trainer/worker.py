@@ -165,7 +165,7 @@ class Worker:
     def _probe_layers(self, policy: Policy, task: LayersTask) -> Done:
         policy.return_to_device()
         policy.use_context(task.max_seq_length)
-        probes = write_layer_probes(policy, task.lora, Path(task.out_dir), task.gap_bars)
+        probes = write_layer_probes(policy, task.lora, Path(task.out_dir), task.mismatch_limits)
         if self._config.between_steps != "stay":
             optimizer = make_optimizer(policy.parameters, 0.0)
             policy.leave_device(optimizer, keep_copy=self._config.between_steps == "leave")

@@ -25,7 +25,7 @@ from art_server.ledger.conversation import PastAnswer
 from art_server.ledger.decoder import Decoder
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR
 
@@ -53,7 +53,7 @@ def record(
     with ledger.open_request(request) as opened:
         prompt = ledger.take_prompt(request.request_id, 0, rendered) or rendered
         logprobs = [-random.random() * 3 for _ in answer]
-        sample = Sample("x", 0, "", answer, logprobs, "stop", None, {"n": 1, "temperature": 1.0})
+        sample = FinishedChoice("x", 0, "", answer, logprobs, "stop", None, {"n": 1, "temperature": 1.0})
         ledger.take_samples([(request.request_id, 0, 0, sample)])
         made = PastAnswer(prefix, opened.records[0].answer_digest)
     ledger.mark_delivered(request.request_id)

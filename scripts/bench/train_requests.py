@@ -86,7 +86,7 @@ def fill(path: Path, case: list[int]) -> None:
     """Fills the ledger of a server that is not running."""
     from art_server.ledger.ledger import Ledger
     from art_server.ledger.records import Request
-    from art_server.process.shared.engine_messages import Sample
+    from art_server.process.shared.engine_messages import FinishedChoice
     from art_server.store.base_facts import read_facts
     from art_server.store.base_models import TINY_DIR
 
@@ -106,7 +106,7 @@ def fill(path: Path, case: list[int]) -> None:
             with ledger.open_request(request):
                 ledger.take_prompt(request.request_id, 0, prompt)
                 logprobs = [-random.random() * 3 for _ in answer]
-                sample = Sample("x", 0, "", answer, logprobs, "stop", None, sampling, logprobs)
+                sample = FinishedChoice("x", 0, "", answer, logprobs, "stop", None, sampling, logprobs)
                 ledger.take_samples([(request.request_id, 0, 0, sample)])
             ledger.mark_delivered(request.request_id)
     ledger.close()
@@ -117,7 +117,7 @@ def serve(is_trained: bool = False) -> None:
     from art_server import cli, registration
     from art_server.engine import engine
     from art_server.jobs import trainer
-    from art_server.jobs.resolve import Limits
+    from art_server.jobs.token_sources import Limits
 
     of_engine, of_worker = engine.engine_command, trainer.worker_command
 

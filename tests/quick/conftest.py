@@ -12,7 +12,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process of its own for each record of a base model, which takes many seconds to import torch and transformers."""
 
     def inspected(folder: str, template: str) -> str:
-        from art_server.engine.inspection_process.model import inspect  # loads torch
+        from art_server.engine.inspection_process.inspect_model import inspect  # loads torch
 
         return inspect(Path(folder), Path(template) if template else None).model_dump_json()
 

@@ -20,7 +20,7 @@ from starlette.background import BackgroundTask
 from starlette.types import Receive
 
 from art_protocol.wire import STEP_HEADER
-from art_server.api.openai.grammars import FIELDS, name_grammar
+from art_server.api.openai.grammar_limits import FIELDS, name_grammar
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger import conversation
 from art_server.ledger.ledger import OpenRequest

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from art_server.api.auth import Caller
 from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
 from art_server.api.openai.answers import answer_json
-from art_server.api.openai.grammars import check_grammars
+from art_server.api.openai.grammar_limits import check_grammars
 from art_server.api.openai.streaming import answer_stream
 from art_server.errors import BadRequest, InvalidInput
 from art_server.inference_proxy import InferenceRequest
@@ -39,7 +39,7 @@ OPENING_ROLES = frozenset({"system", "developer", "user"})
 """A conversation of only these roles contains no answer."""
 
 
-def install(app: FastAPI, server: Server) -> None:
+def add_routes(app: FastAPI, server: Server) -> None:
     """Adds the routes under /v1."""
     router = APIRouter()
     base, engine, proxy, tracing = server.base, server.engine, server.proxy, server.reports.tracing

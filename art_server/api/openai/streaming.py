@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from art_protocol.wire import ErrorBody
-from art_server.api.errors import answer, detail_of
+from art_server.api.error_responses import answer, detail_of
 from art_server.api.openai.answers import (
     Losses,
     cancel_at_disconnect,
@@ -25,7 +25,7 @@ from art_server.api.openai.answers import (
     step_header,
     with_requested_name,
 )
-from art_server.api.openai.grammars import name_grammar
+from art_server.api.openai.grammar_limits import name_grammar
 from art_server.errors import ServerError
 from art_server.inference_proxy import EngineLost, InferenceRequest, Proxy
 from art_server.ledger.ledger import OpenRequest
@@ -49,8 +49,8 @@ async def answer_stream(proxy: Proxy, inference: InferenceRequest) -> Response:
             head = first.result()
         except StreamRefused as refused:
             return refused.response(inference)
-        return EventStream(begun(events, head), headers=step_header(inference))
-    return EventStream(errors_as_events(begun(events, first), inference))
+        return EventStream(chain_events(events, head), headers=step_header(inference))
+    return EventStream(errors_as_events(chain_events(events, first), inference))
 
 
 class StreamRefused(Exception):
@@ -166,7 +166,9 @@ class EventStream(Response):
                 attending.cancel()
 
 
-async def begun(events: AsyncGenerator[bytes, None], head: bytes | asyncio.Future[bytes]) -> AsyncIterator[bytes]:
+async def chain_events(
+    events: AsyncGenerator[bytes, None], head: bytes | asyncio.Future[bytes]
+) -> AsyncIterator[bytes]:
     """All events of a stream. `head` is the first event, or its future. A comment line precedes a future event."""
     try:
         if isinstance(head, bytes):
@@ -221,21 +223,24 @@ def add_deltas(received: dict[int, dict[str, Any]], events: bytes) -> None:
             continue
         for part in msgspec.json.decode(data).get("choices") or ():
             choice = received.setdefault(part["index"], {"message": {"role": "assistant"}, "finish_reason": None})
-            message = choice["message"]
             choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-            delta = part.get("delta") or {}
-            for name in ("content", "reasoning", "reasoning_content"):
-                if delta.get(name):
-                    message[name] = message.get(name, "") + delta[name]
-            for call in delta.get("tool_calls") or ():
-                calls = message.setdefault("tool_calls", [])
-                while len(calls) <= call["index"]:
-                    calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
-                made = calls[call["index"]]
-                if call.get("id"):
-                    made["id"] = call["id"]
-                for name, value in (call.get("function") or {}).items():
-                    made["function"][name] = made["function"].get(name, "") + (value or "")
+            add_delta(choice["message"], part.get("delta") or {})
+
+
+def add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Adds a delta to the message so far."""
+    for name in ("content", "reasoning", "reasoning_content"):
+        if delta.get(name):
+            message[name] = message.get(name, "") + delta[name]
+    for part in delta.get("tool_calls") or ():
+        calls = message.setdefault("tool_calls", [])
+        while len(calls) <= part["index"]:
+            calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
+        call = calls[part["index"]]
+        if part.get("id"):
+            call["id"] = part["id"]
+        for name, value in (part.get("function") or {}).items():
+            call["function"][name] = call["function"].get(name, "") + (value or "")
 
 
 async def finish_event(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from art_server.engine.device.probe import Gpu, Machine
+from art_server.engine.device.detection import Gpu, Machine
 from art_server.errors import InvalidInput
 from art_server.process.children import CORES_VARIABLE
 from art_server.settings import ServerConfig

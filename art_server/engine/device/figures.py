@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 FILE = Path(__file__).with_name("figures.json")
 
 
-class Figures(BaseModel):
+class MemoryFigures(BaseModel):
     """Measured figures, in GiB of GPU memory unless noted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,5 +32,5 @@ class Figures(BaseModel):
     """Numbers that a layer keeps for backward, for each token and unit of its inner width."""
 
 
-def read_figures() -> Figures:
-    return Figures.model_validate(json.loads(FILE.read_text()))
+def read_figures() -> MemoryFigures:
+    return MemoryFigures.model_validate(json.loads(FILE.read_text()))

@@ -7,13 +7,13 @@ The cases differ in what leaves the card:
     kv_cache    its KV cache                        stays, or leaves
     sleep       all but its graphs                  leaves
 
-The first case in this order with room for long batches is chosen, else the one with most room. A trainer with its own
-card needs no handover: nothing leaves.
+The first case in this order with room for long batches is chosen. If there is none, the case with most room is. A trainer
+with its own card needs no handover: nothing leaves.
 """
 
 from dataclasses import dataclass
 
-from art_server.engine.device.figures import Figures
+from art_server.engine.device.figures import MemoryFigures
 from art_server.engine.device.model_size import ModelSize
 from art_server.errors import InvalidInput
 from art_server.settings import Handover
@@ -107,7 +107,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """How engine and trainer share the card."""
 
     handover: Handover
@@ -140,28 +140,30 @@ class Plan:
         width = max(len(each.what) for each in self.lines)
         heads = ("serving", "trainer") if own else ("sampling", "training")
         rows = [f"{'GiB':{width}}  {heads[0]:>8}  {heads[1]:>8}"]
-        rows += [
-            f"{each.what:{width}}  {each.sampling / GIB:8.1f}  {each.training / GIB:8.1f}"
-            for each in (*self.lines, free)
-        ]
-        leaves = "stays" if self.is_base_resident else "leaves the card between steps"
-        again = "" if self.is_base_resident or self.has_host_copy else " and is read again"
-        turns = (
-            f"the trainer has {own.name}, {own.total / GIB:.1f} GiB, to itself"
-            if own
-            else f"handover: {self.handover}; the trainer's base {leaves}{again}"
-        )
+        for each in (*self.lines, free):
+            rows.append(f"{each.what:{width}}  {each.sampling / GIB:8.1f}  {each.training / GIB:8.1f}")
         return "\n".join(
             [
-                f"memory plan for {card.name}, {card.total / GIB:.1f} GiB ({turns}):",
+                f"memory plan for {card.name}, {card.total / GIB:.1f} GiB ({self._turns()}):",
                 *rows,
                 f"main memory: {self.host / GIB:.1f} of {card.host / GIB:.1f} GiB; tokens per micro-batch: "
                 f"{self.tokens:,}, {self.checkpointed_tokens:,} with gradient checkpointing",
             ]
         )
 
+    def _turns(self) -> str:
+        """How engine and trainer share the card."""
+        if self.training_card is not None:
+            return f"the trainer has {self.training_card.name}, {self.training_card.total / GIB:.1f} GiB, to itself"
+        base = "stays"
+        if not self.is_base_resident:
+            base = "leaves the card between steps"
+            if not self.has_host_copy:
+                base += " and is read again"
+        return f"handover: {self.handover}; the trainer's base {base}"
 
-def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
+
+def make_memory_plan(card: Card, demand: Demand, figures: MemoryFigures) -> MemoryPlan:
     """The first case of `CASES` with room for long batches; if there is none, the one with most room.
 
     Raises:
@@ -179,70 +181,82 @@ def make_plan(card: Card, demand: Demand, figures: Figures) -> Plan:
     return comfortable[0] if comfortable else max(fitting, key=_comfort)
 
 
-def _make(card: Card, demand: Demand, figures: Figures, handover: Handover, is_resident: bool) -> Plan:
-    size, own = demand.size, demand.training_card
-    engine_weights = size.weights(demand.engine_itemsize) / demand.num_serving
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What the parts of engine and trainer take, in bytes; those of the engine on each of its cards."""
+
+    context: float
+    """A process's CUDA context."""
+    graphs: float
+    engine_weights: float
+    slots: float
+    batch: float
+    """The engine's largest batch, with the numbers of sampling."""
+    states: float
+    base: float
+    """The trainer's base weights."""
+    adapter: float
+    """The adapter's weights."""
+    trainer: float
+    """All that the trainer holds during a step but activations."""
+    per_token: float
+    """Activations of a token, without gradient checkpointing."""
+    checkpointed: float
+    """The same with it: each layer's input, and all activations of one layer at a time."""
+
+    @property
+    def engine(self) -> float:
+        """The engine's share without its KV cache and recurrent states."""
+        return self.graphs + self.engine_weights + self.slots + self.batch
+
+
+def _parts(card: Card, demand: Demand, figures: MemoryFigures) -> _Parts:
+    size = demand.size
     adapter = size.lora_width * demand.lora_rank
-    slots = adapter * demand.max_loras * demand.engine_itemsize / demand.num_serving
     base = size.weights(demand.trainer_itemsize)
-    context, graphs = figures.context_gib * GIB, figures.graphs_gib * GIB
     # vLLM keeps sampling's numbers for each sequence and token of the vocabulary, and counts its graphs in its share.
     sampling = MAX_SEQUENCES[card.total >= LARGE_CARD] * size.vocabulary * SAMPLING_BYTES
-    fixed = engine_weights + slots + graphs + max(figures.engine_step_gib * GIB, sampling)
-    trainer = base + adapter * LORA_NUMBERS * 4 + (figures.head_gib + figures.reserve_gib) * GIB
-
     layer = figures.hidden_factor * size.hidden + figures.intermediate_factor * size.intermediate
-    per_token = layer * size.num_layers * demand.trainer_itemsize
-    # Each layer's input, and all activations of one layer at a time.
-    checkpointed = (size.num_layers * size.hidden + layer) * demand.trainer_itemsize
-
-    beside = (1 if own else 2) * context
-    stays = adapter * 4 if is_resident and not own else 0.0
-    between = base + stays if is_resident and not own else 0.0
-    if handover == "none" and not own:
-        # Room for long batches, or up to half of the rest: gradient checkpointing takes a third of the time.
-        half = (card.total - beside - fixed - trainer) / 2
-        long = max(GOOD_TOKENS, demand.row_tokens) * checkpointed
-        between = trainer + max(long, min(half, MAX_TOKENS * per_token))
-    if demand.utilization is None:
-        utilization = min(MAX_UTILIZATION, (card.total - beside - between) / card.total)
-        utilization = max(0.0, int(utilization * 1000) / 1000)
-    else:
-        utilization = demand.utilization
-    states = STATES * size.state_per_sequence * STATE_BYTES / demand.num_serving
-    kv = utilization * card.total - fixed - states
-    kept = {"none": fixed + states + kv, "kv_cache": fixed, "sleep": graphs}[handover]
-    room = own.total - context - trainer if own else card.total - beside - kept - trainer
-    tokens = max(0, min(MAX_TOKENS, int(room / per_token)))
-    checkpointed_tokens = max(0, int(room / checkpointed))
-    activations = max(tokens * per_token, min(checkpointed_tokens, MAX_TOKENS) * checkpointed)
-
-    # Each of the engine's cards has a process, which copies its share to the same main memory.
-    asleep = (engine_weights + slots) * demand.num_serving * LOCKED_SHARE
-    host = figures.process_gib * GIB + (asleep if handover == "sleep" else 0.0)
-    # bitsandbytes keeps parts of quantised weights where a copy does not reach them.
-    is_movable = not is_resident and not size.quantized_bytes
-    has_copy = is_movable and host + base <= HOST_SHARE * card.host
-    # Whether the engine is on the trainer's card, and keeps its cache and its weights there during a step.
-    is_shared, has_cache, has_weights = own is None, handover == "none", handover != "sleep"
-    batch, cache = fixed - engine_weights - slots - graphs, max(kv, 0.0)
-
-    def engine(name: str, num_bytes: float, stays: bool) -> Line:
-        return Line(f"engine: {name}", num_bytes, num_bytes * (stays and is_shared))
-
-    lines = (
-        engine("context, CUDA graphs", context + graphs, True),
-        engine("weights", engine_weights, has_weights),
-        engine("LoRA slots", slots, has_weights),
-        engine("largest batch", batch, has_weights),
-        engine(f"KV cache, {_tokens(kv, demand):,} tokens", cache, has_cache),
-        *([engine(f"recurrent states, {STATES} sequences", states, has_cache)] if states else ()),
-        Line("trainer: context", context if is_shared else 0.0, context),
-        Line("trainer: base weights", base if is_resident and is_shared else 0.0, base),
-        Line("trainer: adapter, gradients, optimizer", stays, trainer - base),
-        Line("trainer: activations", 0.0, activations),
+    return _Parts(
+        context=figures.context_gib * GIB,
+        graphs=figures.graphs_gib * GIB,
+        engine_weights=size.weights(demand.engine_itemsize) / demand.num_serving,
+        slots=adapter * demand.max_loras * demand.engine_itemsize / demand.num_serving,
+        batch=max(figures.engine_step_gib * GIB, sampling),
+        states=STATES * size.state_per_sequence * STATE_BYTES / demand.num_serving,
+        base=base,
+        adapter=adapter * 4,
+        trainer=base + adapter * LORA_NUMBERS * 4 + (figures.head_gib + figures.reserve_gib) * GIB,
+        per_token=layer * size.num_layers * demand.trainer_itemsize,
+        checkpointed=(size.num_layers * size.hidden + layer) * demand.trainer_itemsize,
     )
-    return Plan(
+
+
+def _make(card: Card, demand: Demand, figures: MemoryFigures, handover: Handover, is_resident: bool) -> MemoryPlan:
+    parts, own = _parts(card, demand, figures), demand.training_card
+    utilization = demand.utilization
+    if utilization is None:
+        utilization = _utilization(card, demand, parts, handover, is_resident)
+    kv = utilization * card.total - parts.engine - parts.states
+    if own is not None:
+        room = own.total - parts.context - parts.trainer
+    else:
+        kept = {"none": parts.engine + parts.states + kv, "kv_cache": parts.engine, "sleep": parts.graphs}[handover]
+        room = card.total - 2 * parts.context - kept - parts.trainer
+    tokens = max(0, min(MAX_TOKENS, int(room / parts.per_token)))
+    checkpointed_tokens = max(0, int(room / parts.checkpointed))
+    activations = max(tokens * parts.per_token, min(checkpointed_tokens, MAX_TOKENS) * parts.checkpointed)
+
+    host = figures.process_gib * GIB
+    if handover == "sleep":
+        # Each of the engine's cards has a process, which copies its share to the same main memory.
+        host += (parts.engine_weights + parts.slots) * demand.num_serving * LOCKED_SHARE
+    # bitsandbytes keeps parts of quantised weights where a copy does not reach them.
+    is_movable = not is_resident and not demand.size.quantized_bytes
+    has_copy = is_movable and host + parts.base <= HOST_SHARE * card.host
+    if has_copy:
+        host += parts.base
+    return MemoryPlan(
         handover=handover,
         is_base_resident=is_resident,
         has_host_copy=has_copy,
@@ -250,10 +264,56 @@ def _make(card: Card, demand: Demand, figures: Figures, handover: Handover, is_r
         kv_tokens=_tokens(kv, demand),
         tokens=tokens,
         checkpointed_tokens=checkpointed_tokens,
-        host=host + (base if has_copy else 0.0),
-        lines=lines,
+        host=host,
+        lines=_lines(demand, parts, handover, is_resident, kv, activations),
         training_card=own,
     )
+
+
+def _utilization(card: Card, demand: Demand, parts: _Parts, handover: Handover, is_resident: bool) -> float:
+    """The share of the card that vLLM gets: what processes and trainer leave."""
+    if demand.training_card is not None:
+        contexts, between = parts.context, 0.0
+    elif handover == "none":
+        contexts = 2 * parts.context
+        # Room for long batches, or up to half of the rest: gradient checkpointing takes a third of the time.
+        half = (card.total - contexts - parts.engine - parts.trainer) / 2
+        long = max(GOOD_TOKENS, demand.row_tokens) * parts.checkpointed
+        between = parts.trainer + max(long, min(half, MAX_TOKENS * parts.per_token))
+    else:
+        contexts = 2 * parts.context
+        between = parts.base + parts.adapter if is_resident else 0.0
+    utilization = min(MAX_UTILIZATION, (card.total - contexts - between) / card.total)
+    return max(0.0, int(utilization * 1000) / 1000)
+
+
+def _lines(
+    demand: Demand, parts: _Parts, handover: Handover, is_resident: bool, kv: float, activations: float
+) -> tuple[Line, ...]:
+    """The plan's table. On its own card the trainer takes nothing from the engine's, and the engine nothing from it."""
+    is_shared = demand.training_card is None
+    has_cache, has_weights = handover == "none", handover != "sleep"
+
+    def engine(name: str, num_bytes: float, stays: bool) -> Line:
+        return Line(f"engine: {name}", num_bytes, num_bytes * (stays and is_shared))
+
+    lines = [
+        engine("context, CUDA graphs", parts.context + parts.graphs, True),
+        engine("weights", parts.engine_weights, has_weights),
+        engine("LoRA slots", parts.slots, has_weights),
+        engine("largest batch", parts.batch, has_weights),
+        engine(f"KV cache, {_tokens(kv, demand):,} tokens", max(kv, 0.0), has_cache),
+    ]
+    if parts.states:
+        lines.append(engine(f"recurrent states, {STATES} sequences", parts.states, has_cache))
+    stays = is_resident and is_shared
+    lines += [
+        Line("trainer: context", parts.context if is_shared else 0.0, parts.context),
+        Line("trainer: base weights", parts.base if stays else 0.0, parts.base),
+        Line("trainer: adapter, gradients, optimizer", parts.adapter if stays else 0.0, parts.trainer - parts.base),
+        Line("trainer: activations", 0.0, activations),
+    ]
+    return tuple(lines)
 
 
 def _tokens(kv: float, demand: Demand) -> int:
@@ -265,11 +325,11 @@ def _tokens(kv: float, demand: Demand) -> int:
     return max(0, int(kv / per_token))
 
 
-def _comfort(plan: Plan) -> float:
+def _comfort(plan: MemoryPlan) -> float:
     return min(plan.kv_tokens / GOOD_KV_TOKENS, plan.checkpointed_tokens / GOOD_TOKENS, 1.0)
 
 
-def _missing(card: Card, demand: Demand, plan: Plan) -> list[str]:
+def _missing(card: Card, demand: Demand, plan: MemoryPlan) -> list[str]:
     """Reasons why a plan does not fit, with numbers; empty if it fits."""
     missing: list[str] = []
     case = f"handover {plan.handover}"
@@ -287,7 +347,7 @@ def _missing(card: Card, demand: Demand, plan: Plan) -> list[str]:
     return missing
 
 
-def _does_not_fit(card: Card, demand: Demand, plans: list[Plan]) -> InvalidInput:
+def _does_not_fit(card: Card, demand: Demand, plans: list[MemoryPlan]) -> InvalidInput:
     reasons = [reason for plan in plans[-1:] for reason in _missing(card, demand, plan)]
     weights = demand.size.weights(demand.engine_itemsize) / GIB
     return InvalidInput(

@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 import transformers
 
-from art_server.engine.inspection_process.model import inspect
+from art_server.engine.inspection_process.inspect_model import inspect
 from art_server.engine.inspection_process.template import template_renderer
 from art_server.process.children import claim_stdout
 

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
@@ -33,21 +34,29 @@ def _registry(file: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
     """vLLM's classes by architecture, as module and name, and the architectures that it no longer serves."""
     known: dict[str, tuple[str, str]] = {}
     gone: set[str] = set()
-    for statement in ast.parse(file.read_text()).body:
-        if not isinstance(statement, ast.Assign | ast.AnnAssign):
+    for table, key, value in _table_entries(ast.parse(file.read_text())):
+        if table in ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"):
+            gone.add(key)
+        elif isinstance(value, ast.Tuple):
+            module, name = (ast.literal_eval(each) for each in value.elts[:2])
+            known.setdefault(key, (module, name))
+    return known, gone
+
+
+def _table_entries(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
+    """The name of a dictionary at the top of a module, a key and its value, for each key that is a constant."""
+    for statement in tree.body:
+        if isinstance(statement, ast.AnnAssign):
+            target = statement.target
+        elif isinstance(statement, ast.Assign):
+            target = statement.targets[0]
+        else:
             continue
-        target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
         if not isinstance(statement.value, ast.Dict) or not isinstance(target, ast.Name):
             continue
         for key, value in zip(statement.value.keys, statement.value.values, strict=True):
-            if not isinstance(key, ast.Constant):
-                continue
-            if target.id in ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"):
-                gone.add(str(key.value))
-            elif isinstance(value, ast.Tuple):
-                module, name = (ast.literal_eval(each) for each in value.elts[:2])
-                known.setdefault(str(key.value), (module, name))
-    return known, gone
+            if isinstance(key, ast.Constant):
+                yield target.id, str(key.value), value
 
 
 def _file_of(module: str) -> Path:
@@ -65,17 +74,28 @@ def _ancestors(file: Path, name: str) -> frozenset[str]:
     if not file.is_file():
         return frozenset(found)
     tree = ast.parse(file.read_text())
-    made = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == name]
-    for base in [base for each in made for base in each.bases]:
-        base = base.value if isinstance(base, ast.Subscript) else base
-        found |= _ancestors(file, ast.unparse(base).rpartition(".")[2])
-    if not made:
-        package = ["vllm", *file.relative_to(_file_of("vllm").parent).parent.parts]
-        for each in ast.walk(tree):
-            if isinstance(each, ast.ImportFrom):
-                before = package[: len(package) - each.level + 1] if each.level else []
-                module = ".".join([*before, *(each.module or "").split(".")]).rstrip(".")
-                for alias in each.names:
-                    if (alias.asname or alias.name) == name and module.startswith("vllm."):
-                        found |= _ancestors(_file_of(module), alias.name)
+    definitions = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == name]
+    for definition in definitions:
+        for base in definition.bases:
+            if isinstance(base, ast.Subscript):
+                base = base.value
+            found |= _ancestors(file, ast.unparse(base).rpartition(".")[2])
+    if not definitions:
+        for module, original in _imports_of(tree, file, name):
+            found |= _ancestors(_file_of(module), original)
     return frozenset(found)
+
+
+def _imports_of(tree: ast.Module, file: Path, name: str) -> Iterator[tuple[str, str]]:
+    """The modules of vLLM from which a file imports a name, and what they call it."""
+    package = ["vllm", *file.relative_to(_file_of("vllm").parent).parent.parts]
+    for each in ast.walk(tree):
+        if not isinstance(each, ast.ImportFrom):
+            continue
+        before = package[: len(package) - each.level + 1] if each.level else []
+        module = ".".join([*before, *(each.module or "").split(".")]).rstrip(".")
+        if not module.startswith("vllm."):
+            continue
+        for alias in each.names:
+            if (alias.asname or alias.name) == name:
+                yield module, alias.name

@@ -29,7 +29,8 @@ def intermediate(model: PreTrainedModel, text: Any, layers: Layers) -> int:
     if not layers.is_mixture:
         widest = max(max(weight_shape(model.get_submodule(path))) for path in layers.takes)
         return min(inner, widest)  # LFM2's layers are narrower than its file says
-    active = next((each for name in ACTIVE_EXPERTS if (each := getattr(text, name, None))), 1)
+    counts = [getattr(text, name, None) for name in ACTIVE_EXPERTS]
+    active = next(filter(None, counts), 1)
     return _largest(getattr(text, "moe_intermediate_size", None) or inner) * _largest(active)
 
 
@@ -50,18 +51,28 @@ def kv_per_token(model: PreTrainedModel, text: Any) -> int:
     """The numbers that a token keeps: outputs of the layers that make keys and values, in each layer that has some."""
     total = 0
     for path, module in model.get_decoder().named_modules():
-        linear = {name: shape[0] for name, each in module.named_children() if (shape := weight_shape(each))}
-        if "kv_a_proj_with_mqa" in linear:  # multi-head latent attention keeps one small vector
-            total += linear["kv_a_proj_with_mqa"]
+        widths = _output_widths(module)
+        if "kv_a_proj_with_mqa" in widths:  # multi-head latent attention keeps one small vector
+            total += widths["kv_a_proj_with_mqa"]
         elif "linear" in path:  # a recurrent state, which does not grow
             continue
-        elif "k_proj" in linear:
-            total += linear["k_proj"] + linear.get("v_proj", linear["k_proj"])
-        elif any(name in linear for name in FUSED):
+        elif "k_proj" in widths:
+            total += widths["k_proj"] + widths.get("v_proj", widths["k_proj"])
+        elif not widths.keys().isdisjoint(FUSED):
             heads = text.num_attention_heads
             size = getattr(text, "head_dim", None) or text.hidden_size // heads
             total += 2 * int(getattr(text, "num_key_value_heads", None) or heads) * int(size)
     return total
+
+
+def _output_widths(module: torch.nn.Module) -> dict[str, int]:
+    """The output width of each layer with weights directly inside a module, by name."""
+    widths: dict[str, int] = {}
+    for name, each in module.named_children():
+        shape = weight_shape(each)
+        if shape:
+            widths[name] = shape[0]
+    return widths
 
 
 def state_per_sequence(model: PreTrainedModel) -> int:
@@ -70,10 +81,12 @@ def state_per_sequence(model: PreTrainedModel) -> int:
     total = 0
     for module in model.get_decoder().modules():
         convolutions = [each for each in module.children() if isinstance(each, torch.nn.Conv1d)]
-        total += sum(each.in_channels * (each.kernel_size[0] - 1) for each in convolutions)
         if not convolutions:
             continue
-        if isinstance(decay := getattr(module, "A_log", None), torch.Tensor) and decay.dim() == 2:
+        for each in convolutions:
+            total += each.in_channels * (each.kernel_size[0] - 1)
+        decay = getattr(module, "A_log", None)
+        if isinstance(decay, torch.Tensor) and decay.dim() == 2:
             total += decay.numel()  # of the first Mamba, channels x state
         for names in STATE_SIZES:
             if all(hasattr(module, name) for name in names):

@@ -80,7 +80,7 @@ class LedgerClient:
         os._exit(1)  # the server is gone
 
 
-class Sampled(NamedTuple):
+class ChoicePart(NamedTuple):
     """A choice or, in a stream, the part that one step of the engine added to it."""
 
     text: str
@@ -97,7 +97,7 @@ NOT_FINITE = -9999.0
 """Replaces a log-probability that JSON cannot represent, as in vLLM's own answers."""
 
 
-def summary_of(parts: Sequence[Sampled], source: sampling_payload.Source = "unknown") -> dict[str, Any]:
+def summary_of(parts: Sequence[ChoicePart], source: sampling_payload.LogprobSource = "unknown") -> dict[str, Any]:
     """A whole choice: its text, its tokens, their log-probabilities, and what each token was sampled from."""
     logprobs = [
         float(entry[token].logprob)
@@ -178,17 +178,19 @@ def record_generate(generate: Any, ledger: LedgerClient, max_model_len: int) -> 
             # A completion does not think, but vLLM would wait for the end of thinking before it applies the grammar.
             options.setdefault("reasoning_ended", True)
         is_constrained = sampling_params.structured_outputs is not None
-        choices: defaultdict[int, list[Sampled]] = defaultdict(list)
+        choices: defaultdict[int, list[ChoicePart]] = defaultdict(list)
         async for result in generate(prompt, sampling_params, request_id, **options):
             for output in result.outputs:
                 if output.finish_reason == "error" and is_constrained:
+                    # So vLLM (0.32, scheduler.py) ends a request whose grammar it cannot compile, or that rejects a sampled token.
                     raise bad_grammar("the engine cannot compile it, or no text satisfies it")
                 if output.finish_reason == "length":
+                    # vLLM's parsers are not told that the limit ended an answer.
                     output.text = CutText(output.text)
                 parts = choices[output.index]
                 mask, output.sampling_mask = output.sampling_mask, None
                 found = mask.token_ids if mask is not None else ()
-                parts.append(Sampled(output.text, output.token_ids, output.logprobs, found))
+                parts.append(ChoicePart(output.text, output.token_ids, output.logprobs, found))
                 if hide_logprobs:
                     output.logprobs = None
                 if output.finish_reason is not None:
@@ -258,24 +260,25 @@ def begin_streams_late() -> None:
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     # The class of /v1/messages is made from that of chat.
-    OpenAIServingChat.create_chat_completion = begun(OpenAIServingChat.create_chat_completion)
-    OpenAIServingCompletion.create_completion = begun(OpenAIServingCompletion.create_completion)
-    OpenAIServingResponses.create_responses = begun(OpenAIServingResponses.create_responses)
+    OpenAIServingChat.create_chat_completion = with_first_event(OpenAIServingChat.create_chat_completion)
+    OpenAIServingCompletion.create_completion = with_first_event(OpenAIServingCompletion.create_completion)
+    OpenAIServingResponses.create_responses = with_first_event(OpenAIServingResponses.create_responses)
 
 
-def begun(create: Any) -> Any:
+def with_first_event(create: Any) -> Any:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
     @functools.wraps(create)
     async def create_and_begin(*args: Any, **options: Any) -> Any:
         events = await create(*args, **options)
-        if not hasattr(events, "__anext__"):
+        if not hasattr(events, "__anext__"):  # a whole answer or an error
             return events
         opening: list[Any] = []
         async for event in events:
             opening.append(event)
             if getattr(event, "type", None) not in OPENINGS:
                 break
+        # What vLLM (0.32) notices only in the stream it sends as an event, behind the status 200.
         if opening and isinstance(opening[0], str) and opening[0].startswith(ERROR_EVENT):
             return ErrorResponse.model_validate_json(opening[0].removeprefix("data: "))
         return joined(opening, events)
@@ -311,7 +314,7 @@ def name_missing_parser() -> None:
     create = OpenAIServingResponses.create_responses
 
     def refuse_with_remedy(message: str | Exception, *args: Any) -> Any:
-        if "--tool-call-parser to be set" in str(message):
+        if "--tool-call-parser to be set" in str(message):  # flags of vLLM, which art-server does not have
             return refuse(NO_TOOLS, param="tools")
         return refuse(message, *args)
 

@@ -22,8 +22,8 @@ import torch
 
 from art_server.engine.vllm_process.sampling_payload import (
     Choice,
-    Figures,
     Kept,
+    SampledRows,
     logprob_source,
     make_entries,
 )
@@ -31,11 +31,11 @@ from art_server.engine.vllm_process.sampling_payload import (
 logger = logging.getLogger(__name__)
 
 
-def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int], with_sets: bool) -> Figures:
+def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int], with_sets: bool) -> SampledRows:
     """The figures of some rows of processed logits (float32, -inf for tokens outside the kept set) on a CPU."""
     logits, num_vocabulary = logits_BV.numpy(), logits_BV.shape[1]
     if not with_sets:
-        return Figures(_logprobs(logits_BV, rows, sampled_R), None)
+        return SampledRows(_logprobs(logits_BV, rows, sampled_R), None)
     packed = np.packbits(logits > -np.inf, axis=1, bitorder="little")
     if len(rows) < len(logits):
         packed = packed[rows]
@@ -44,7 +44,7 @@ def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int], with
     kept = Kept(packed.view(np.uint64), num_vocabulary)
     listed = np.flatnonzero(kept.is_listed_R)
     if not len(listed):
-        return Figures(_logprobs(logits_BV, rows, sampled_R), kept)
+        return SampledRows(_logprobs(logits_BV, rows, sampled_R), kept)
     # Where few logits are kept, only these are read; torch's kernel reads all logits of a row.
     rows_R, columns_R = np.array(rows), np.array(sampled_R)
     logprobs_R = logits[rows_R, columns_R]
@@ -54,7 +54,7 @@ def measure(logits_BV: torch.Tensor, rows: list[int], sampled_R: list[int], with
     if len(listed) < len(rows):
         others = np.flatnonzero(~kept.is_listed_R)
         logprobs_R[others] = _logprobs(logits_BV, rows_R[others], columns_R[others])
-    return Figures(logprobs_R, kept)
+    return SampledRows(logprobs_R, kept)
 
 
 def _logprobs(logits_BV: torch.Tensor, rows: Any, sampled: Any) -> np.ndarray:
@@ -81,15 +81,15 @@ class DeviceFigures:
         if self._copied is not None:
             self._copied.record()
 
-    def of_rows(self, rows: list[int], _: list[int], with_sets: bool) -> Figures:
+    def of_rows(self, rows: list[int], _: list[int], with_sets: bool) -> SampledRows:
         if self._copied is not None:
             self._copied.synchronize()
         bits = self._packed.numpy()[rows].view(np.uint64)
         kept = Kept(bits, self._num_vocabulary) if with_sets else None
-        return Figures(self._logprobs.numpy()[rows], kept)
+        return SampledRows(self._logprobs.numpy()[rows], kept)
 
 
-class Step:
+class SamplerStep:
     """What our functions in the model runner collect in one step after another, for the step's output."""
 
     def __init__(self) -> None:
@@ -111,6 +111,7 @@ class Step:
             if all(choice is None for choice in choices_B):
                 return
             if not hasattr(output, "get_output"):
+                # Without asynchronous scheduling vLLM's output (0.32) has the sampled tokens already.
                 attach(output, choices_B, measured_at_once(logits_BV, output.sampled_token_ids))
                 return
             figures = DeviceFigures(logits_BV, output._sampled_token_ids)
@@ -146,7 +147,7 @@ class Step:
             self._has_failed = True
 
 
-Measure = Callable[[list[int], list[int], bool], Figures]
+Measure = Callable[[list[int], list[int], bool], SampledRows]
 """From rows of the batch and their sampled tokens to figures, with or without the kept sets."""
 
 
@@ -220,7 +221,7 @@ def install() -> None:
 
 
 @functools.cache
-def install_in_runner() -> Step:
+def install_in_runner() -> SamplerStep:
     """Changes the model runner and the sampler of this process, once.
 
     Raises:
@@ -230,7 +231,7 @@ def install_in_runner() -> Step:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker import gpu_model_runner
 
-    step = Step()
+    step = SamplerStep()
     runner_class: Any = gpu_model_runner.GPUModelRunner
     apply_bitmask = patch_target(gpu_model_runner, "apply_grammar_bitmask")
     sample_tokens = patch_target(runner_class, "sample_tokens", uses="apply_grammar_bitmask")
@@ -261,6 +262,7 @@ def install_in_runner() -> Step:
         step.grammar = step.logits_BV = None
         state = self.execute_model_state
         output = sample_tokens(self, *args, **kwargs)
+        # With speculative decoding the logits have a row for each drafted token, not for each request.
         if state is None or state.spec_decode_metadata is None:
             step.fill(self, output)
         return output

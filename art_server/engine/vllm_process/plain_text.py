@@ -37,19 +37,20 @@ class ControlTokens:
     def __init__(self, tokenizer: Tokenizer, template: str):
         self._tokenizer = tokenizer
         self._added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
-        self.ids = {
-            token.content: number
-            for number, token in self._added.items()
-            if token.content.strip()
-            and (token.special or token.content in template)
-            and not token.single_word
-            and (not token.normalized or number in _ids(tokenizer, f"a{token.content}a"))
-        }
+        self.ids: dict[str, int] = {}
         """Their ids, by their texts."""
+        for number, token in self._added.items():
+            is_control = token.content.strip() and (token.special or token.content in template)
+            if is_control and _is_found_inside(tokenizer, number, token):
+                self.ids[token.content] = number
         self.in_template = frozenset(text for text in self.ids if text in template)
         self._pattern = re.compile(_any_of(self.ids))
-        self._openings = {text[:size] for text in self.ids for size in range(1, len(text))}
-        self._closings = {text[-size:] for text in self.ids for size in range(1, len(text))}
+        self._openings: set[str] = set()
+        self._closings: set[str] = set()
+        for text in self.ids:
+            for size in range(1, len(text)):
+                self._openings.add(text[:size])
+                self._closings.add(text[-size:])
         self._first = frozenset(text[0] for text in self.ids)
         self._last = frozenset(text[-1] for text in self.ids)
         self._longest = max(map(len, self.ids), default=0)
@@ -57,19 +58,33 @@ class ControlTokens:
     def spelled(self, text: str) -> Spans:
         """The pieces of a text that spell a control token, or that may be a part of one at the text's ends."""
         found = [match.span() for match in self._pattern.finditer(text)] if self.ids else []
-        end = len(text.rstrip())  # templates strip white space
-        start = len(text) - len(text.lstrip())
-        tail = text[max(found[-1][1] if found else start, end - self._longest) : end]
-        if not self._first.isdisjoint(tail):
-            size = next((n for n in range(len(tail), 0, -1) if tail[-n:] in self._openings), 0)
-            found += [(end - size, end)] if size else []
-        head = text[start : min(found[0][0] if found else end, start + self._longest)]
-        if not self._last.isdisjoint(head):
-            size = next((n for n in range(len(head), 0, -1) if head[:n] in self._closings), 0)
-            found = [*([(start, start + size)] if size else []), *found]
+        start = len(text) - len(text.lstrip())  # templates strip white space
+        end = len(text.rstrip())
+        first, last = (found[0][0], found[-1][1]) if found else (end, start)
+        tail = text[max(last, end - self._longest) : end]
+        opening = self._longest_end(tail)
+        if opening:
+            found.append((end - opening, end))
+            first = min(first, end - opening)
+        head = text[start : min(first, start + self._longest)]
+        closing = self._longest_beginning(head)
+        if closing:
+            found.insert(0, (start, start + closing))
         return found
 
-    def encode(self, rendering: "Rendering", add_special_tokens: bool) -> list[int]:
+    def _longest_end(self, text: str) -> int:
+        """The length of the longest end of a text that a control token begins with."""
+        if self._first.isdisjoint(text):
+            return 0
+        return next((size for size in range(len(text), 0, -1) if text[-size:] in self._openings), 0)
+
+    def _longest_beginning(self, text: str) -> int:
+        """The length of the longest beginning of a text that a control token ends with."""
+        if self._last.isdisjoint(text):
+            return 0
+        return next((size for size in range(len(text), 0, -1) if text[:size] in self._closings), 0)
+
+    def encode(self, rendering: "MarkedRendering", add_special_tokens: bool) -> list[int]:
         """The tokens of a rendering, in which messages' texts are text."""
         copy = self._copy
         marked = self._pattern.sub(lambda match: copy.names[match[0]], rendering.marked)
@@ -167,7 +182,7 @@ class Held:
         return re.sub(rf"{self._secret}n(\d+)x", piece, marked)
 
 
-class Rendering(str):
+class MarkedRendering(str):
     """A rendered conversation in which messages spell control tokens."""
 
     control: ControlTokens
@@ -176,7 +191,7 @@ class Rendering(str):
     """The rendering with placeholders."""
 
     @classmethod
-    def make(cls, marked: str, held: Held, control: ControlTokens) -> "Rendering":
+    def make(cls, marked: str, held: Held, control: ControlTokens) -> "MarkedRendering":
         made = cls(held.restore(marked))
         made.marked, made.held, made.control = marked, held, control
         return made
@@ -186,7 +201,7 @@ class Rendering(str):
 
 
 def render(control: ControlTokens, apply: Callable[..., str], inputs: Mapping[str, Any]) -> str:
-    """What `apply` renders of a template's `inputs` (`conversation`, `tools` and others); a `Rendering` if a string in
+    """What `apply` renders of a template's `inputs` (`conversation`, `tools` and others); a `MarkedRendering` if a string in
     them spells a control token.
 
     Marks that the template itself looks for in the content of an answer keep their meaning there: many split it at
@@ -195,7 +210,7 @@ def render(control: ControlTokens, apply: Callable[..., str], inputs: Mapping[st
     if not any(control.spelled(text) for text in _strings(inputs)):
         return apply(**inputs)
 
-    def render_with(spared: frozenset[str]) -> Rendering:
+    def render_with(spared: frozenset[str]) -> MarkedRendering:
         held = Held(control)
         conversation = []
         for message in inputs["conversation"]:
@@ -204,7 +219,7 @@ def render(control: ControlTokens, apply: Callable[..., str], inputs: Mapping[st
                 made["content"] = held.hold(message.get("content"), spared)
             conversation.append(made)
         others = held.hold({key: each for key, each in inputs.items() if key != "conversation"})
-        return Rendering.make(apply(conversation=conversation, **others), held, control)
+        return MarkedRendering.make(apply(conversation=conversation, **others), held, control)
 
     whole = render_with(frozenset())
     contents = [each.get("content") for each in inputs["conversation"] if each["role"] == "assistant"]
@@ -226,6 +241,13 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _strings(each)
+
+
+def _is_found_inside(tokenizer: Tokenizer, number: int, token: AddedToken) -> bool:
+    """Whether the tokenizer finds an added token between other letters."""
+    if token.single_word:
+        return False
+    return not token.normalized or number in _ids(tokenizer, f"a{token.content}a")
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -289,7 +311,7 @@ def install() -> None:
 
     def with_ids(prompt: Any, params: Any) -> Any:
         text = prompt.get("prompt")
-        if not isinstance(text, Rendering):
+        if not isinstance(text, MarkedRendering):
             return prompt
         ids = text.token_ids(params.add_special_tokens)
         return {**prompt, "prompt": str(text), "prompt_token_ids": ids}
@@ -306,7 +328,7 @@ def install() -> None:
 
     @functools.wraps(tokenize_async)
     async def tokenized_async(self: Any, prompt: Any, params: Any) -> Any:
-        if isinstance(prompt.get("prompt"), Rendering):
+        if isinstance(prompt.get("prompt"), MarkedRendering):
             prompt = await asyncio.to_thread(with_ids, prompt, params)
         return await tokenize_async(self, prompt, params)
 

@@ -22,10 +22,10 @@ from art_server.process.shared.kept_set import LIST, MASK
 MIN_TEMPERATURE = 1e-5
 """Below this temperature vLLM samples greedily. Source: vllm/v1/sample/sampler.py, _SAMPLING_EPS."""
 
-Source = Literal["raw", "whole", "cut", "unknown"]
+LogprobSource = Literal["raw", "whole", "cut", "unknown"]
 
 
-def logprob_source(params: Any) -> Source:
+def logprob_source(params: Any) -> LogprobSource:
     """Where the log-probabilities of a request's tokens under the behaviour policy come from.
 
     "raw": they are the model's own. "whole" and "cut": entries contain them, and for "cut" also the kept sets.
@@ -52,7 +52,7 @@ def logprob_source(params: Any) -> Source:
     return "whole" if params.temperature != 1.0 or params.logit_bias else "raw"
 
 
-class Sampling(NamedTuple):
+class BehaviourLogprobs(NamedTuple):
     """`sampled_logprobs`, `kept` and `sets` of one choice's `Record`."""
 
     logprobs: list[float] | None
@@ -60,13 +60,13 @@ class Sampling(NamedTuple):
     sets: list[bytes]
 
 
-def read_choice(source: Source, raw: list[float], entries: Sequence[Sequence[int]]) -> Sampling:
+def read_choice(source: LogprobSource, raw: list[float], entries: Sequence[Sequence[int]]) -> BehaviourLogprobs:
     """What a choice was sampled from, read from its raw log-probabilities and the entries of its tokens."""
-    unknown = Sampling(None, [], [])
+    unknown = BehaviourLogprobs(None, [], [])
     if source == "unknown" or not all(map(math.isfinite, raw)):
         return unknown
     if source == "raw":
-        return Sampling(raw, [], [])
+        return BehaviourLogprobs(raw, [], [])
     kept: list[int] = []
     bits: list[int] = []
     sets: list[bytes] = []
@@ -80,7 +80,7 @@ def read_choice(source: Source, raw: list[float], entries: Sequence[Sequence[int
     logprobs = np.array(bits, dtype=np.int32).view(np.float32)
     if len(entries) != len(raw) or not np.isfinite(logprobs).all():
         return unknown
-    return Sampling(logprobs.tolist(), kept if sets else [], sets)
+    return BehaviourLogprobs(logprobs.tolist(), kept if sets else [], sets)
 
 
 class Kept:
@@ -105,7 +105,7 @@ class Kept:
         self.ids = (words[found >> 6] % bits_RW.shape[1] * 64 + (found & 63)).astype(np.int32)
 
 
-class Figures(NamedTuple):
+class SampledRows(NamedTuple):
     """Log-probabilities and kept sets of R rows after sampling, on the CPU."""
 
     logprobs_R: np.ndarray
@@ -128,7 +128,7 @@ SHORT_BYTES = 256
 """A set up to this size is its own key in `Choice.numbers`; a larger one is hashed."""
 
 
-def make_entries(figures: Figures, choices_R: Sequence[Choice]) -> tuple[np.ndarray, list[int]]:
+def make_entries(figures: SampledRows, choices_R: Sequence[Choice]) -> tuple[np.ndarray, list[int]]:
     """The words of R rows' entries, one after the other, and the number of words of each, 0 for an empty set. A new set
     gets the next number in its row's choice."""
     kept, logprobs_R = figures.kept, figures.logprobs_R.view(np.int32)

@@ -11,7 +11,7 @@ code. Where vLLM's parser contradicts what a stream has sent by then, `reconcile
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ TAIL_TOKENS = 16
 """So many tokens at a prompt's end hold the marks of thinking that a template writes there."""
 
 
-class Message(NamedTuple):
+class ParsedAnswer(NamedTuple):
     """What an answer says."""
 
     reasoning: str | None
@@ -122,7 +122,7 @@ class Marks:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParserRules:
     """How a parser reads the texts of a kind of request."""
 
     marks: Marks
@@ -197,39 +197,59 @@ class Opening:
             self.content += text
 
 
-def reconciled(opening: Opening, whole: Message) -> Message:
+def reconciled(opening: Opening, whole: ParsedAnswer) -> ParsedAnswer:
     """What an answer says, which begins with what a stream has sent: what vLLM's parser says, where it can.
 
     A call is complete or is text: no call has arguments that are not a JSON object, and no text of a call is lost. Half a
     surrogate pair in a call is replaced: it can be neither sent nor tokenized.
     """
     reasoning, content, calls = whole
-    if not all(is_object(call.arguments) for call in calls or ()):
-        calls = None
+    calls = _complete_calls(calls or [])
+    if opening.is_thinking:
+        reasoning, content = _reconciled_thinking(opening, reasoning, content, bool(calls))
+    else:
+        if opening.reasoning or opening.content:
+            reasoning = opening.reasoning or None
+        content = _reconciled_content(opening, content or "", bool(calls))
+    return ParsedAnswer(reasoning, content or None, calls or None)
+
+
+def _complete_calls(calls: list[FunctionCall]) -> list[FunctionCall]:
+    """The calls, each with an id that no other has; none if the arguments of any are no JSON object."""
+    if not all(is_object(call.arguments) for call in calls):
+        return []
     ids: set[str | None] = set()
-    for call in calls or ():
+    for call in calls:
         call.name, call.arguments = whole_characters(call.name), whole_characters(call.arguments)
         if call.id in ids:  # Kimi K2 writes ids itself; vLLM makes a new one
             call.id = None
         ids.add(call.id)
-    if opening.is_thinking:
-        if not (reasoning or "").startswith(opening.reasoning):
-            reasoning = opening.reasoning + ("" if calls else opening.rest)
-            content = None
-        elif opening.is_call and not calls and (reasoning or "").rstrip() == opening.reasoning:
-            content = opening.rest.lstrip()
-        return Message(reasoning, content or None, calls or None)
-    if opening.reasoning or opening.content:
-        reasoning = opening.reasoning or None
-    sent, space = opening.content, leading_space(opening.content)
-    if not calls and opening.is_call:
-        content = (sent + opening.rest) if (sent + opening.rest).strip() else None
-    elif not (content or "").startswith(sent):
-        if (content or "").startswith(sent[len(space) :]):
-            content = space + (content or "")
-        else:
-            content = sent if calls else sent + opening.rest
-    return Message(reasoning, content or None, calls or None)
+    return calls
+
+
+def _reconciled_thinking(
+    opening: Opening, reasoning: str | None, content: str | None, has_calls: bool
+) -> tuple[str | None, str | None]:
+    """Thinking and content of an answer that had only sent thinking."""
+    if not (reasoning or "").startswith(opening.reasoning):
+        return opening.reasoning + ("" if has_calls else opening.rest), None
+    if opening.is_call and not has_calls and (reasoning or "").rstrip() == opening.reasoning:
+        return reasoning, opening.rest.lstrip()
+    return reasoning, content
+
+
+def _reconciled_content(opening: Opening, content: str, has_calls: bool) -> str:
+    """The content of an answer whose thinking has ended."""
+    sent = opening.content
+    if opening.is_call and not has_calls:
+        text = sent + opening.rest
+        return text if text.strip() else ""
+    if content.startswith(sent):
+        return content
+    space = leading_space(sent)
+    if content.startswith(sent[len(space) :]):
+        return space + content
+    return sent if has_calls else sent + opening.rest
 
 
 def leading_space(text: str) -> str:
@@ -247,7 +267,7 @@ def is_object(text: str) -> bool:
 class WholeAnswers(DelegatingParser):
     """Comes before a parser class of vLLM's in the order of inheritance. vLLM makes a parser for each choice."""
 
-    _readings: dict[Any, Reading]
+    _readings: dict[Any, ParserRules]
     """Of the class, as `whole_parser` makes it."""
     _opening: Opening | None = None
     _is_streaming = False
@@ -316,7 +336,7 @@ class WholeAnswers(DelegatingParser):
         self._texts.append(delta_text)
         if opening.is_thinking:
             self._num_thinking += len(delta_token_ids)
-        message = Message(opening.reasoning, opening.content, None)
+        message = ParsedAnswer(opening.reasoning, opening.content, None)
         self._is_streaming = not finished
         if finished:
             self._is_at_limit = isinstance(delta_text, CutText)
@@ -330,15 +350,17 @@ class WholeAnswers(DelegatingParser):
             return self._num_thinking
         return super().count_reasoning_tokens(token_ids)
 
-    def _read(self, opening: Opening, text: str, request: Any, auto_tools: bool) -> Message:
+    def _read(self, opening: Opening, text: str, request: Any, auto_tools: bool) -> ParsedAnswer:
         """What a whole answer says."""
         reasoning_parser, reading = self._reasoning_parser, self._reading(request)
         if self._is_answering or (reading.must_open and not self._has_opened(text)):
+            # vLLM's parser of thinking does not know the prompt, and would take such an answer for thinking.
             self._reasoning_parser = None
         elif opening.has_thought and self._drops_calls():
             self._reasoning_parser = None
             text = opening.content + opening.rest
         elif self._opened and not reading.thinks_unasked:
+            # vLLM's parser gets the answer without the mark that the prompt ends with.
             text = self._opened + text
         try:
             whole = super().parse(text, request, auto_tools)
@@ -347,7 +369,7 @@ class WholeAnswers(DelegatingParser):
         reasoning, content, calls = whole
         if calls and self._is_cut(opening.rest, request):
             calls = None
-        return reconciled(opening, Message(reasoning, content, calls))
+        return reconciled(opening, ParsedAnswer(reasoning, content, calls))
 
     def _drops_calls(self) -> bool:
         """Whether the parser of thinking, one with a grammar, drops marks of calls of which it does not know."""
@@ -388,7 +410,7 @@ class WholeAnswers(DelegatingParser):
     def _is_forced(self, request: Any) -> bool:
         return self._tool_parser is not None and request.tool_choice not in (None, "auto", "none")
 
-    def _reading(self, request: Any) -> Reading:
+    def _reading(self, request: Any) -> ParserRules:
         """Remembered, because a parser is made for each choice and needs milliseconds to show how it reads."""
         key = (
             self._template_kwargs,
@@ -403,16 +425,11 @@ class WholeAnswers(DelegatingParser):
             self._readings[key] = self._find_reading(request)
         return self._readings[key]
 
-    def _find_reading(self, request: Any) -> Reading:
-        tool, reasoning = self._tool_parser, self._reasoning_parser
-        call, other = frozenset[str](), frozenset[str]()
-        if tool is not None and not self._is_forced(request):
-            if tool.engine_based_streaming:
-                call, other = grammar_marks(tool)
-            elif request.tool_choice != "none":
-                call = frozenset(CALL_MARKS.get(type(tool).__name__, UNKNOWN_CALL_MARKS))
+    def _find_reading(self, request: Any) -> ParserRules:
+        reasoning = self._reasoning_parser
+        call, other = self._call_marks(request)
         if reasoning is None or self._is_answering:
-            return Reading(Marks(call, other, None, None), False, True)
+            return ParserRules(Marks(call, other, None, None), False, True)
 
         def thinking(text: str) -> str | None:
             return reasoning.extract_reasoning(text, request)[0]
@@ -423,15 +440,24 @@ class WholeAnswers(DelegatingParser):
         start, end = self._think_marks()
         other |= {mark for mark in (start, end) if mark}
         other |= set(THINKING_MARKS.get(type(reasoning).__name__, ()))
-        starts = (f"{start}thought\n", start) if start else ()  # Gemma 4's thinking has a title
-        endings = ("", f"{end}y") if end else ("",)  # some see thinking at its end only
-        whole_start = next((s for s in starts if "x" in [thinking(f"{s}x{ending}") for ending in endings]), None)
+        opening = opening_mark(thinking, start, end)
         takes_all = thinking("x") == "x"
         must_open = takes_all and self._must_open
         unasked = takes_all and not must_open
-        begin = "" if unasked else whole_start or ""
+        begin = "" if unasked else opening or ""
         keeps_space = thinking(f"{begin}x\n{end}y") == "x\n"
-        return Reading(Marks(call, other, whole_start, end), unasked, keeps_space, must_open)
+        return ParserRules(Marks(call, other, opening, end), unasked, keeps_space, must_open)
+
+    def _call_marks(self, request: Any) -> tuple[frozenset[str], frozenset[str]]:
+        """What begins a call in answers to this request, and the other texts that its parser does not hand on."""
+        tool = self._tool_parser
+        if tool is None or self._is_forced(request):
+            return frozenset(), frozenset()
+        if tool.engine_based_streaming:
+            return grammar_marks(tool)
+        if request.tool_choice == "none":
+            return frozenset(), frozenset()
+        return frozenset(CALL_MARKS.get(type(tool).__name__, UNKNOWN_CALL_MARKS)), frozenset()
 
     def _begun_answer(self, tail: list[int]) -> str:
         """What a prompt's end says after the last mark of a turn: an earlier turn may contain a mark of thinking."""
@@ -442,6 +468,17 @@ class WholeAnswers(DelegatingParser):
     def _think_marks(self) -> tuple[str | None, str | None]:
         parser = self._reasoning_parser
         return (parser.reasoning_start_str, parser.reasoning_end_str) if parser else (None, None)
+
+
+def opening_mark(thinking: Callable[[str], str | None], start: str | None, end: str | None) -> str | None:
+    """The text that begins thinking, if the parser whose thinking this is reads one. `start` and `end` are its marks."""
+    if not start:
+        return None
+    endings = ("", f"{end}y") if end else ("",)  # some see thinking at its end only
+    for opening in (f"{start}thought\n", start):  # Gemma 4's thinking has a title
+        if any(thinking(f"{opening}x{ending}") == "x" for ending in endings):
+            return opening
+    return None
 
 
 @functools.lru_cache(maxsize=8)
@@ -509,10 +546,10 @@ class HeldAnswers(Parser):
             return None
         text = "".join(part for part, _ in held)
         ids = [token for _, tokens in held for token in tokens]
-        return delta_of(Message(*self.parse(text, request, True, ids)), 0, 0, request)
+        return delta_of(ParsedAnswer(*self.parse(text, request, True, ids)), 0, 0, request)
 
 
-def delta_of(message: Message, sent_reasoning: int, sent_content: int, request: Any) -> DeltaMessage | None:
+def delta_of(message: ParsedAnswer, sent_reasoning: int, sent_content: int, request: Any) -> DeltaMessage | None:
     """What of a message was not sent yet."""
     fields: dict[str, Any] = {}
     if request.include_reasoning and (reasoning := (message.reasoning or "")[sent_reasoning:]):

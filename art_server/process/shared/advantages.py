@@ -6,7 +6,7 @@ Only this file decides which groups have signal, so that forward passes, denomin
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from art_protocol.signal import has_signal
@@ -38,23 +38,36 @@ def trained_tokens(
         FloatingPointError: a reward is not finite, or too large for a standard deviation.
     """
     config = config or LossConfig()
-    lowered = itertools.repeat(0.0) if penalties is None else iter(penalties)
-    rewards = [[reward - next(lowered) for reward in penalised_rewards(group, config)] for group in groups]
-    is_live = [_has_signal(group, config) for group in groups]
-    outcomes = [
-        group_advantages(rewards_G, config) if live else None for rewards_G, live in zip(rewards, is_live, strict=True)
-    ]
-    turns = [turn_advantages(group, config) if live else None for group, live in zip(groups, is_live, strict=True)]
-    outcomes, turns = scale_over_batch(outcomes, config), scale_over_batch(turns, config)
-    made = [_group_tokens(*each, config) for each in zip(groups, outcomes, turns, strict=True)]
+    keeps = has_tokens if trains_without_signal(config) else has_advantage
+    unpenalised = _tokens_of_groups(groups, itertools.repeat(0.0), config)
+    kept = [tokens if keeps(tokens) else None for tokens in unpenalised]
     if penalties is None:
-        keeps = has_tokens if trains_without_signal(config) else has_advantage
-        return [tokens if keeps(tokens) else None for tokens in made]
-    unpenalised = trained_tokens(groups, config)
-    # A group without signal stays as it is: the penalties alone would make differences in it.
+        return kept
+    for index, penalised in enumerate(_tokens_of_groups(groups, penalties, config)):
+        tokens = kept[index]
+        # A group without signal stays as it is: the penalties alone would make differences in it.
+        if tokens is not None and has_advantage(tokens):
+            kept[index] = penalised
+    return kept
+
+
+def _tokens_of_groups(
+    groups: Sequence[TrainableGroup], penalties: Iterable[float], config: LossConfig
+) -> list[GroupTokens]:
+    """The trained tokens of all groups, also of those without signal. `penalties` are subtracted from the rewards."""
+    of_trajectories = iter(penalties)
+    outcomes: list[list[float] | None] = []
+    turns: list[list[float] | None] = []
+    for group in groups:
+        rewards_G = [reward - next(of_trajectories) for reward in penalised_rewards(group, config)]
+        is_live = _has_signal(group, config)
+        outcomes.append(group_advantages(rewards_G, config) if is_live else None)
+        turns.append(turn_advantages(group, config) if is_live else None)
+    outcomes = scale_over_batch(outcomes, config)
+    turns = scale_over_batch(turns, config)
     return [
-        penalised if tokens is not None and has_advantage(tokens) else tokens
-        for tokens, penalised in zip(unpenalised, made, strict=True)
+        _group_tokens(group, outcomes_G, of_turns, config)
+        for group, outcomes_G, of_turns in zip(groups, outcomes, turns, strict=True)
     ]
 
 
@@ -82,7 +95,11 @@ def has_tokens(tokens: GroupTokens) -> bool:
 
 
 def has_advantage(tokens: GroupTokens) -> bool:
-    return any(advantage for of_trajectory in tokens for of_sequence in of_trajectory for _, advantage in of_sequence)
+    for of_trajectory in tokens:
+        for of_sequence in of_trajectory:
+            if any(advantage for _, advantage in of_sequence):
+                return True
+    return False
 
 
 def _group_tokens(
@@ -94,26 +111,41 @@ def _group_tokens(
     """The trained tokens of a group. Where outcomes or turns have no signal (None), their advantages are 0."""
     outcomes_G = outcomes_G or [0.0] * len(group.trajectories)
     turns = iter(of_turns or itertools.repeat(0.0))
-    return [
-        _trajectory_tokens(each, outcome, [next(turns) for _ in turn_rewards(each)], config)
-        for each, outcome in zip(group.trajectories, outcomes_G, strict=True)
-    ]
+    made: GroupTokens = []
+    for trajectory, outcome in zip(group.trajectories, outcomes_G, strict=True):
+        of_trajectory = list(itertools.islice(turns, len(turn_rewards(trajectory))))
+        made.append(_trajectory_tokens(trajectory, outcome, of_trajectory, config))
+    return made
 
 
 def is_identical(group: TrainableGroup) -> bool:
     """Whether several trajectories of the group can be trained, and all of these have the same sampled tokens."""
-    sampled = (
-        [[sequence.token_ids[position] for position in trained_positions(sequence)] for sequence in each.sequences]
-        for each in group.trajectories
-        if each.sequences
-    )
-    first, second = next(sampled, []), next(sampled, None)
-    return any(first) and second == first and all(each == first for each in sampled)
+    trainable = [trajectory for trajectory in group.trajectories if trajectory.sequences]
+    if len(trainable) < 2:
+        return False
+    first = _sampled_ids(trainable[0])
+    return any(first) and all(_sampled_ids(each) == first for each in trainable[1:])
+
+
+def _sampled_ids(trajectory: TrainableTrajectory) -> list[list[int]]:
+    """The sampled tokens of each sequence."""
+    sampled: list[list[int]] = []
+    for sequence in trajectory.sequences:
+        sampled.append([sequence.token_ids[position] for position in trained_positions(sequence)])
+    return sampled
 
 
 def is_masked(sequence: TokenSequence, config: LossConfig) -> bool:
     """Whether the sequence is left out because its conversation was cut at a length limit."""
     return config.overlong == "mask" and sequence.truncated
+
+
+def count_masked(group: TrainableGroup, config: LossConfig) -> int:
+    """The number of trajectories of which a sequence is left out because it was cut."""
+    num = 0
+    for trajectory in group.trajectories:
+        num += any(is_masked(sequence, config) for sequence in trajectory.sequences)
+    return num
 
 
 def _trajectory_tokens(
@@ -126,26 +158,36 @@ def _trajectory_tokens(
     """
     made: list[list[tuple[int, float]]] = []
     is_timed = all(sequence.turns for sequence in trajectory.sequences)
-    places = [
-        _place(number, end, sequence, is_timed)
-        for number, sequence in enumerate(trajectory.sequences)
-        for end in sorted(sequence.rewards)
-    ]
-    in_order = sorted(zip(places, of_turns, strict=True))
-    places.sort()
-    behind = [*itertools.accumulate((value for _, value in reversed(in_order)), initial=0.0)][::-1]
+    places, sums = _sums_of_later_turns(trajectory, of_turns, is_timed)
     for number, sequence in enumerate(trajectory.sequences):
         tokens: list[tuple[int, float]] = []
         for position in trained_positions(sequence):
             advantage = sequence.advantages.get(position)
             if advantage is None:
-                place = _place(number, position, sequence, is_timed) if places else (0, 0, 0)
-                advantage = outcome + behind[bisect.bisect_left(places, place)]
+                advantage = outcome
+                if places:
+                    place = _place(number, position, sequence, is_timed)
+                    advantage += sums[bisect.bisect_left(places, place)]
             # In SFT an advantage is a weight, and a token of weight 0 is context.
             if advantage or config.objective == "policy":
                 tokens.append((position, advantage))
         made.append([] if is_masked(sequence, config) else tokens)
     return made
+
+
+def _sums_of_later_turns(
+    trajectory: TrainableTrajectory, of_turns: Sequence[float], is_timed: bool
+) -> tuple[list[tuple[int, int, int]], list[float]]:
+    """Where the turns with a reward end, in order, and for each the sum of its advantage and those of all later turns;
+    behind these the sum behind the last turn, which is 0."""
+    places: list[tuple[int, int, int]] = []
+    for number, sequence in enumerate(trajectory.sequences):
+        places += [_place(number, end, sequence, is_timed) for end in sorted(sequence.rewards)]
+    in_order = sorted(zip(places, of_turns, strict=True))
+    sums = [0.0]
+    for _, advantage in reversed(in_order):
+        sums.append(sums[-1] + advantage)
+    return sorted(places), sums[::-1]
 
 
 def _place(number: int, position: int, sequence: TokenSequence, is_timed: bool) -> tuple[int, int, int]:
@@ -183,15 +225,20 @@ def turn_rewards(trajectory: TrainableTrajectory) -> list[float]:
 
 
 def penalised_rewards(group: TrainableGroup, config: LossConfig) -> list[float]:
-    """The rewards of a group's trajectories; with overlong="soft_penalty", lowered where a trajectory is too long."""
-    return [each.reward + overlong_penalty(num_sampled(each), config) for each in group.trajectories]
+    """The rewards of a group's trajectories (`penalised_reward`)."""
+    return [penalised_reward(each, config) for each in group.trajectories]
+
+
+def penalised_reward(trajectory: TrainableTrajectory, config: LossConfig) -> float:
+    """A trajectory's reward; with overlong="soft_penalty", lowered if the trajectory is too long."""
+    return trajectory.reward + overlong_penalty(num_sampled(trajectory), config)
 
 
 def num_sampled(trajectory: TrainableTrajectory) -> int:
-    return sum(
-        sum(value is not None for value in sequence.logprobs) + len(sequence.recompute)
-        for sequence in trajectory.sequences
-    )
+    num = 0
+    for sequence in trajectory.sequences:
+        num += len(sequence.logprobs) - sequence.logprobs.count(None) + len(sequence.recompute)
+    return num
 
 
 def group_advantages(
@@ -214,11 +261,9 @@ def group_advantages(
     config = config or LossConfig()
     if not all(math.isfinite(reward) for reward in rewards_G):
         raise FloatingPointError(f"{what} must be finite numbers, got {list(rewards_G)[:8]}")
-    size = len(rewards_G)
-    is_equal = not has_signal(rewards_G)
-    is_zero = not has_signal([0.0, *rewards_G]) and not _is_batch_baseline(config)
-    if not size or (is_zero if config.baseline == "none" else is_equal):
+    if not rewards_G or not _rewards_have_signal(rewards_G, config):
         return None
+    size = len(rewards_G)
     mean = sum(rewards_G) / size
     deviations_G = [reward - mean for reward in rewards_G]
     std = math.sqrt(sum(deviation * deviation for deviation in deviations_G) / size)
@@ -233,9 +278,16 @@ def group_advantages(
         advantages_G = [deviation * size / (size - 1) for deviation in deviations_G]
     else:
         advantages_G = deviations_G
-    if config.scaling != "group_std" or is_equal:
-        return advantages_G
-    return [advantage / (std + STD_FLOOR) for advantage in advantages_G]
+    if config.scaling == "group_std" and has_signal(rewards_G):
+        advantages_G = [advantage / (std + STD_FLOOR) for advantage in advantages_G]
+    return advantages_G
+
+
+def _rewards_have_signal(rewards_G: Sequence[float], config: LossConfig) -> bool:
+    """Whether a group's rewards give any trajectory an advantage. Where only the batch has a baseline, any rewards may."""
+    if config.baseline != "none":
+        return has_signal(rewards_G)
+    return _is_batch_baseline(config) or has_signal([0.0, *rewards_G])
 
 
 def scale_over_batch(advantages: Sequence[list[float] | None], config: LossConfig) -> list[list[float] | None]:
@@ -246,7 +298,9 @@ def scale_over_batch(advantages: Sequence[list[float] | None], config: LossConfi
 
     Source: Hu 2025, arXiv:2501.03262, section 3.2 (global advantage normalisation).
     """
-    values = [value for group in advantages if group is not None for value in group]
+    values: list[float] = []
+    for group in advantages:
+        values += group or ()
     if config.scaling != "batch_std" or not values:
         return list(advantages)
     if not has_signal(values):
@@ -254,7 +308,10 @@ def scale_over_batch(advantages: Sequence[list[float] | None], config: LossConfi
     mean = sum(values) / len(values)
     deviations = [value - mean for value in values]
     std = math.sqrt(sum(each * each for each in deviations) / len(values)) + STD_FLOOR
-    return [None if group is None else [(value - mean) / std for value in group] for group in advantages]
+    scaled: list[list[float] | None] = []
+    for group in advantages:
+        scaled.append(None if group is None else [(value - mean) / std for value in group])
+    return scaled
 
 
 def overlong_penalty(num_tokens: int, config: LossConfig) -> float:

@@ -16,7 +16,7 @@ tokens for it, and sends the prompt with the samples."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class FinishedChoice:
     """One finished choice, as the engine sampled it."""
 
     request_id: str
@@ -51,7 +51,7 @@ def is_first_turn(engine_request_id: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineMessage:
-    """A part of every message. With a prompt, it requests the exact tokens for it; without, it is a `Sample`."""
+    """A part of every message. With a prompt, it requests the exact tokens for it; without, it is a `FinishedChoice`."""
 
     request_id: str
     prompt: list[int] | None = None

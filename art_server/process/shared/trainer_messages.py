@@ -13,7 +13,7 @@ BetweenSteps = Literal["stay", "leave", "reload"]
 """The base model between steps: it stays on the device, leaves it for main memory, or is loaded again from files."""
 
 
-class Record(BaseModel):
+class TrainerMessage(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -25,7 +25,7 @@ class Record(BaseModel):
     only", and its token would silently not be trained."""
 
 
-class WorkerConfig(Record):
+class WorkerConfig(TrainerMessage):
     """How a trainer process works; its command line has this as JSON."""
 
     base_model: str
@@ -48,7 +48,7 @@ class WorkerConfig(Record):
     """The file that stores which token budgets fitted after memory ran out."""
 
 
-class Distribution(Record):
+class Distribution(TrainerMessage):
     """How a token's behaviour policy differs from the model's own distribution. The trainer scores tokens under it."""
 
     temperature: float = Field(default=1.0, gt=0)
@@ -58,7 +58,7 @@ class Distribution(Record):
     """The kept set: base64 of `kept_set.pack_set`. None is the whole vocabulary."""
 
 
-class Span(Record):
+class SampledSpan(TrainerMessage):
     """Tokens [start, stop) of a sequence that the trained model sampled at `step`, by their record in the ledger or, if it
     is missing, by their choice. Then the log-probabilities are unknown."""
 
@@ -67,7 +67,7 @@ class Span(Record):
     step: int
 
 
-class TokenSequence(Record):
+class TokenSequence(TrainerMessage):
     """A run of tokens that the policy read and wrote."""
 
     token_ids: list[int]
@@ -76,7 +76,7 @@ class TokenSequence(Record):
     (`distributions`). None for context, and for positions in `recompute`."""
     distributions: list[int] = []
     """For each token an index into `Batch.distributions`; -1 is the model's own at temperature 1. Empty: -1 for all."""
-    spans: list[Span] = []
+    spans: list[SampledSpan] = []
     """In order. The step of tokens outside them is unknown."""
     truncated: bool = False
     """The sequence's conversation was cut at a length limit (finish_reason "length")."""
@@ -91,7 +91,7 @@ class TokenSequence(Record):
     """Of each turn the index behind its last token, and when it was requested (`clock.tick`). Empty: not all are known."""
 
 
-class TrainableTrajectory(Record):
+class TrainableTrajectory(TrainerMessage):
     """A trajectory; its sequences share the reward. Without sequences it is not trained, but its reward counts in its
     group."""
 
@@ -100,13 +100,13 @@ class TrainableTrajectory(Record):
     """`rows` in JSON, because a queue may hold jobs of an earlier version."""
 
 
-class TrainableGroup(Record):
+class TrainableGroup(TrainerMessage):
     trajectories: list[TrainableTrajectory]
     number: int | None = None
     """Index among the groups of the request, from which groups without a trainable turn are left out."""
 
 
-class Batch(Record):
+class Batch(TrainerMessage):
     """The resolved payload of a job: exactly the tokens and rewards that are trained."""
 
     groups: list[TrainableGroup]
@@ -116,7 +116,7 @@ class Batch(Record):
     """Groups of the request."""
 
 
-class InitTask(Record):
+class InitTask(TrainerMessage):
     """Writes a fresh adapter into out_dir (step 0: the policy equals the base model)."""
 
     kind: Literal["init"] = "init"
@@ -125,7 +125,7 @@ class InitTask(Record):
     seed: int = 0
 
 
-class CheckTask(Record):
+class CheckTask(TrainerMessage):
     """Checks that a folder's adapter, and its optimizer state if there is one, fit the base and `lora`. Fails with
     "bad_checkpoint" otherwise."""
 
@@ -134,14 +134,14 @@ class CheckTask(Record):
     folder: str
 
 
-class LoadTask(Record):
+class LoadTask(TrainerMessage):
     """Loads the base model, so that the first step does not wait for it."""
 
     kind: Literal["load"] = "load"
 
 
-class GapBars(Record):
-    """Thresholds for the gap between the engine's and the trainer's log-probabilities (`gap.py`, `engine/probe.py`)."""
+class MismatchLimits(TrainerMessage):
+    """Thresholds for the gap between the engine's and the trainer's log-probabilities (`gap.py`, `engine/probe_check.py`)."""
 
     high: float
     """A mean above this is noted in the job's report."""
@@ -159,7 +159,7 @@ NUM_SIGMAS_OF_EFFECT = 16.0
 a smaller effect: SmolLM2's applies 0.3 of one as large as rounding, 0.7 at five times, 0.99 at sixteen."""
 
 
-class Probe(Record):
+class Probe(TrainerMessage):
     """A few tokens and their log-probabilities under a step, by the trainer. The engine scores the same tokens before the
     step serves. log-probabilities: nats, one for each token but the first, at temperature 1."""
 
@@ -193,18 +193,18 @@ class Probe(Record):
         return bool(self.token_ids) and not self.num_skipped
 
 
-class LayersTask(Record):
+class LayersTask(TrainerMessage):
     """Writes adapters of random weights into folders of out_dir, each for one kind of layer and named after it, with the
     base's weights for all others; scores a probe for each."""
 
     kind: Literal["layers"] = "layers"
     lora: LoRAConfig
     out_dir: str
-    gap_bars: GapBars
+    mismatch_limits: MismatchLimits
     max_seq_length: int | None = None
 
 
-class TrainTask(Record):
+class TrainTask(TrainerMessage):
     """Takes the optimizer steps of one job, from the adapter (and optimizer state, if any) in in_dir, into out_dir."""
 
     kind: Literal["train"] = "train"
@@ -223,7 +223,7 @@ class TrainTask(Record):
     """The engine's context, on which some rotary embeddings depend. None: the model's number of positions."""
     seed: int = 0
     """Fixes the order of groups when the job takes several optimizer steps."""
-    gap_bars: GapBars | None = None
+    mismatch_limits: MismatchLimits | None = None
     """None: the gap is measured but not judged, and no probe is made."""
     probe: Probe | None = None
     """That of the step in in_dir, if its job made one."""
@@ -238,20 +238,20 @@ class TrainTask(Record):
 Task = Annotated[InitTask | CheckTask | LoadTask | LayersTask | TrainTask, Field(discriminator="kind")]
 
 
-class Ready(Record):
+class Ready(TrainerMessage):
     """The trainer's first line: it is ready for tasks."""
 
     event: Literal["ready"] = "ready"
 
 
-class Progress(Record):
+class Progress(TrainerMessage):
     event: Literal["progress"] = "progress"
     phase: str
     completed: int
     total: int
 
 
-class Done(Record):
+class Done(TrainerMessage):
     event: Literal["done"] = "done"
     metrics: dict[str, float]
     unchanged: bool = False
@@ -261,7 +261,7 @@ class Done(Record):
     notes: list[str] = []
     """Decisions and observations of the trainer, as sentences for the job's report."""
     probe: Probe | None = None
-    """Of a train task with bars: what the engine must reproduce before the step serves."""
+    """Of a train task with limits: what the engine must reproduce before the step serves."""
     layer_probes: dict[str, Probe] = {}
     """Of a layers task: what the engine must reproduce with each adapter, by kind of layer."""
     environment: dict[str, str] = {}
@@ -270,7 +270,7 @@ class Done(Record):
     bits."""
 
 
-class Failed(Record):
+class Failed(TrainerMessage):
     event: Literal["failed"] = "failed"
     code: str
     message: str
@@ -278,4 +278,4 @@ class Failed(Record):
     """The unchanged task may succeed later."""
 
 
-Answer = Annotated[Ready | Progress | Done | Failed, Field(discriminator="event")]
+TrainerReply = Annotated[Ready | Progress | Done | Failed, Field(discriminator="event")]

@@ -89,7 +89,7 @@ class MetricsBuilder:
 
         Raises:
             ValueError: the key has no section, is a sum over the run, or a cost's source is also the beginning of another; or
-                the value is not finite, which no later value would mend in a sum.
+                the value is not finite: a sum would stay so with every later value.
         """
         if not math.isfinite(value):
             raise ValueError(f"{key!r} must be a finite number, not {value!r}")

@@ -207,7 +207,7 @@ COVERED: dict[str, str] = {
         art.skypilot.SkyPilotBackend: .register .down
         art.skypilot.SkyPilotBackend.initialize_cluster: (cluster_name) (gpu)
     """,
-    "plugins/skypilot/tests/test_skypilot.py::test_state_is_told_while_the_server_gets_ready": """
+    "plugins/skypilot/tests/test_skypilot.py::test_state_is_reported_while_the_server_gets_ready": """
         art.skypilot.SkyPilotBackend .initialize_cluster art.skypilot.SkyPilotBackend.initialize_cluster: (tail_logs)
     """,
     "plugins/skypilot/tests/test_skypilot.py::test_close_leaves_the_cluster_and_the_next_program_takes_it_up": """
@@ -222,7 +222,7 @@ COVERED: dict[str, str] = {
     "plugins/skypilot/tests/test_skypilot.py::test_resources_replace_what_the_task_asks_for": """
         art.skypilot.SkyPilotBackend.initialize_cluster: (resources)
     """,
-    "plugins/skypilot/tests/test_skypilot.py::test_version_that_is_no_checkout_is_told_once": """
+    "plugins/skypilot/tests/test_skypilot.py::test_version_that_is_no_checkout_is_reported_once": """
         art.skypilot.SkyPilotBackend.initialize_cluster: (art_version)
     """,
     "plugins/compat/tests/test_compat_settings.py::test_settings_of_a_registration": """

@@ -14,8 +14,7 @@ import pytest
 import requests
 
 import art
-from art.compat import elsewhere as elsewhere_module
-from art.compat import patches
+from art.compat import other_providers, patches
 
 pytestmark = pytest.mark.anyio
 
@@ -411,7 +410,7 @@ def test_a_streamed_answer_may_have_lists_in_its_parts():
     ]
     lines = [json.dumps({"choices": [each]}) for each in deltas]
     stream = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
-    (choice,) = elsewhere_module._join(elsewhere_module._chunks(stream.decode()))
+    (choice,) = other_providers._join(other_providers._chunks(stream.decode()))
     message = choice["message"]
     assert (message["content"], message["score"]) == ("ac", 2)
     assert message["reasoning_details"] == [{"text": "b"}, {"text": "d"}]

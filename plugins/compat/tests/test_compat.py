@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import art
-from art.compat.internal_config import Settings, with_defaults
+from art.compat.internal_config import InternalSettings, with_defaults
 from art_protocol.history import read_rows
 
 pytestmark = pytest.mark.anyio
@@ -206,7 +206,7 @@ async def test_trainer_args_are_defaults_of_train_calls(
 
 
 def test_an_option_that_sets_several_fields_replaces_none_that_a_call_sets() -> None:
-    settings = Settings(trainer_args={"ppo": True})
+    settings = InternalSettings(trainer_args={"ppo": True})
     made = with_defaults(art.TrainConfig(epsilon=0.05), settings)
     preset = with_defaults(art.TrainConfig(), settings)
     assert made.epsilon == 0.05 and preset.epsilon == 0.2

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import art
 from art.rewards import Judge, JudgeError, ruler, ruler_score_group
-from art.rewards.answers import MAX_CHARACTERS, MAX_STARTS, read_scores, schema_of
+from art.rewards.judge_answers import MAX_CHARACTERS, MAX_STARTS, read_scores, schema_of
 from art.rewards.ruler import DISTANCE, TrajectoryScore
 
 pytestmark = pytest.mark.anyio

@@ -279,7 +279,7 @@ async def test_cluster_is_launched_reached_and_given_back(place: Place, caplog: 
     assert ["status", "box"] in [line[1:] for line in place.lines("cli.log")]
 
 
-async def test_state_is_told_while_the_server_gets_ready(place: Place, caplog: Any, answer: Any):
+async def test_state_is_reported_while_the_server_gets_ready(place: Place, caplog: Any, answer: Any):
     caplog.set_level(logging.INFO, "art")
     states = iter(["starting", "starting"])
     place.server.on(
@@ -512,7 +512,7 @@ async def test_resources_replace_what_the_task_asks_for(place: Place):
         assert place.sky.task.resources == "sky.Resources(...)"
 
 
-async def test_version_that_is_no_checkout_is_told_once(place: Place, caplog: Any):
+async def test_version_that_is_no_checkout_is_reported_once(place: Place, caplog: Any):
     async with await launch_quickly(art_version="0.5.17") as backend:
         assert place.sky.task is not None
         assert place.sky.task.config["workdir"] == str(TASK_FILE.parents[4])

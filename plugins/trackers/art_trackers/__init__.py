@@ -49,7 +49,7 @@ class Trackers:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                thread.warning.give("does not finish in time, and the program goes on")
+                thread.warning.give("does not finish in time, and the program continues")
 
     def _close_at_exit(self) -> None:
         """Makes `close` the first thing at the program's exit, before the hooks of the trackers' libraries."""

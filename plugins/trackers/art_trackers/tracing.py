@@ -81,30 +81,30 @@ class Tracing:
     def start(
         self,
         name: str,
-        parent: "Span | str | None" = None,
+        parent: "OpenTelemetrySpan | str | None" = None,
         attributes: Attributes | None = None,
         *,
         kind: str = "INTERNAL",
         links: Sequence[str] = (),
-    ) -> "Span":
+    ) -> "OpenTelemetrySpan":
         """A span that begins now. `parent` is a span or a link; None: the current span, if there is one."""
         try:
             span = self._start(name, parent, attributes or {}, kind, links)
         except Exception as error:  # whatever a configured sampler raises
             self._warning.give(f"makes no span ({type(error).__name__}: {error})")
             span = self.api.INVALID_SPAN
-        return Span(self, span)
+        return OpenTelemetrySpan(self, span)
 
     def _start(
         self,
         name: str,
-        parent: "Span | str | None",
+        parent: "OpenTelemetrySpan | str | None",
         attributes: Attributes,
         kind: str,
         links: Sequence[str],
     ) -> Any:
         context = None
-        if isinstance(parent, Span):
+        if isinstance(parent, OpenTelemetrySpan):
             context = self.api.set_span_in_context(parent.span)
         elif parent is not None:
             remote = self.api.NonRecordingSpan(self._context(parent))
@@ -134,7 +134,7 @@ class Tracing:
         return self.api.SpanContext(trace, span, is_remote=True, trace_flags=self.api.TraceFlags(1))
 
 
-class Span:
+class OpenTelemetrySpan:
     """One span. In a `with` block it is the current one, and it ends with the block."""
 
     def __init__(self, tracing: Tracing, span: Any) -> None:  # Any: OpenTelemetry's

@@ -510,7 +510,7 @@ def test_a_backend_without_trackers_imports_nothing() -> None:
 
 def test_a_long_conversation_keeps_its_ends() -> None:
     messages = [{"role": "user", "content": "a" * 30_000}, {"role": "assistant", "content": "end"}]
-    text = tracking.text_of(messages)
+    text = tracking.conversation_text(messages)
     assert len(text) <= tracking.MAX_TEXT
     assert text.startswith("user: aaa") and text.endswith("assistant: end") and "[...]" in text
 
@@ -522,7 +522,7 @@ def test_parts_and_tool_calls_are_text() -> None:
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": calls},
     ]
-    assert tracking.text_of(messages) == f"user: see [image_url]\n\nassistant: {json.dumps(calls)}"
+    assert tracking.conversation_text(messages) == f"user: see [image_url]\n\nassistant: {json.dumps(calls)}"
 
 
 # --- docs/tracking.md ---
@@ -586,5 +586,5 @@ def test_every_snippet_of_the_page_is_run() -> None:
 def test_tool_calls_of_the_openai_package_are_text_too() -> None:
     function: Any = {"name": "look", "arguments": "{}"}
     call = ChatCompletionMessageFunctionToolCall(id="c", type="function", function=function)
-    text = tracking.text_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    text = tracking.conversation_text([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert "look" in text

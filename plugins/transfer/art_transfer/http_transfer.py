@@ -27,7 +27,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
 
 
-class Server:
+class TransferClient:
     """Client of a server; sends the key of ART_API_KEY."""
 
     def __init__(self, url: str):

@@ -24,7 +24,7 @@ from art_server.store.archive import (
     MAX_DESCRIPTION_BYTES,
     Description,
     check_content,
-    describe,
+    describe_step,
     place_checkpoint,
     read_description,
 )
@@ -40,7 +40,7 @@ from art_server.store.model_folder import (
 )
 from art_server.store.registry import check_case, check_name
 from art_transfer.export import push_folder, write_adapter, write_merged
-from art_transfer.http_transfer import Server
+from art_transfer.http_transfer import TransferClient
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 """Schemes without folders. fsspec would create a missing bucket as if it were one."""
@@ -126,19 +126,19 @@ def opened_model(flags: argparse.Namespace, text: str) -> Iterator[tuple[Path, D
     if step and not (step.isascii() and step.isdecimal()):
         raise InvalidInput(f"'{step}' is not a step: write {path}@NUMBER", code="unknown_step")
     if flags.url is not None:
-        with Server(flags.url) as server, tempfile.TemporaryDirectory() as temporary:
+        with TransferClient(flags.url) as server, tempfile.TemporaryDirectory() as temporary:
             content = Path(temporary) / "content"
             yield content, server.download(project, name, int(step) if step else None, content)
         return
-    folder = find_folder(flags.path, project, name)
+    folder = find_model_folder(flags.path, project, name)
     newest = folder.newest_step()
     number = int(step) if step else newest if newest is not None else 0
-    description = describe(folder, folder.read(), number)
+    description = describe_step(folder, folder.read(), number)
     check_content(folder.checkpoint_dir(number), description)
     yield folder.checkpoint_dir(number), description
 
 
-def find_folder(root: Path, project: str, name: str) -> ModelFolder:
+def find_model_folder(root: Path, project: str, name: str) -> ModelFolder:
     folders = list_model_folders(root.absolute())
     found = [each for each in folders if each.name == name and project in ("", each.project)]
     if len(found) != 1:
@@ -159,7 +159,7 @@ def store_model(flags: argparse.Namespace, text: str, content: Path, description
     folder = ModelFolder(flags.path.absolute(), check_name(project, "project"), check_name(name, "name"))
     check_content(content, description)
     if flags.url is not None:
-        with Server(flags.url) as server:
+        with TransferClient(flags.url) as server:
             server.upload(project, name, content, description)
     else:
         store_in_folder(flags.path, folder, content, description)

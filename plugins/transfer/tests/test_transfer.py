@@ -324,7 +324,7 @@ def test_the_key_is_that_of_the_environment(
     assert (tmp_path / "out" / ADAPTER_FILE).exists()
 
 
-def test_a_server_s_refusal_is_told_in_its_words(
+def test_a_server_s_refusal_is_reported_in_its_words(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_fresh_adapter(str(TINY_DIR), TINY_LORA, 0, tmp_path / "out")
@@ -412,7 +412,7 @@ def test_at_an_address_there_is_a_whole_checkpoint_or_none(
     assert not (tmp_path / "other" / "q").exists()
 
 
-def test_what_is_no_address_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_address_is_reported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "an address with '://'" in refused(capsys, "copy", "p/a", "p/b", "--path", path)
     assert "an address with '://'" in refused(capsys, "copy", "s3://a/b", "s3://c/d")
     assert "gcsfs" in refused(capsys, "copy", "p/a", "gs://bucket/a", "--path", path)

@@ -15,5 +15,5 @@ def test_yes_no_maybe_trains_and_plots(server: Server, tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_game_trains_plots_and_goes_on_where_it_stood(server: Server, tmp_path: Path) -> None:
+def test_a_game_trains_plots_and_continues_at_its_step(server: Server, tmp_path: Path) -> None:
     check_game(server, tmp_path, ["tic_tac_toe.py"], ["both sides"])

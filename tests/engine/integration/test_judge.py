@@ -8,7 +8,7 @@ import pytest
 
 import art
 from art.rewards import Judge, JudgeError, ruler_score_group
-from art.rewards.answers import schema_of
+from art.rewards.judge_answers import schema_of
 from tests.engine.integration.judged_answers import group_of
 from tests.live import PROJECT, Server
 

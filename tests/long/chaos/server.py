@@ -16,7 +16,7 @@ from art_server.engine.engine import Engine
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.trainer import Trainer
 from art_server.store import files
-from art_server.store.history import History
+from art_server.store.history import MetricHistory
 from art_server.store.model_folder import ModelFolder
 
 VARIABLE = "ART_CHAOS_POINT"
@@ -32,8 +32,8 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "engine woken": (Engine, "resume", True),
     "adapter loaded": (Engine, "load_adapter", True),
     "trajectories written": (ModelFolder, "write_lines", True),
-    "history begins": (History, "add", False),
-    "history written": (History, "add", True),
+    "history begins": (MetricHistory, "add", False),
+    "history written": (MetricHistory, "add", True),
     "job ends": (JobQueue, "set_done", False),
     "job is done": (JobQueue, "set_done", True),
 }

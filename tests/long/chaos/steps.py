@@ -13,7 +13,8 @@ from art.types import TrainSFTConfig
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
-from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs.job_row import Payload
+from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer import Trainer
 from art_server.process.background import Background

@@ -13,10 +13,11 @@ from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import NotFound
-from art_server.jobs import step_record
-from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs import replay_record
+from art_server.jobs.job_row import Payload
+from art_server.jobs.queue import JobQueue
+from art_server.jobs.replay_record import FOLDER, ReplayRecord
 from art_server.jobs.runner import JobRunner
-from art_server.jobs.step_record import FOLDER, StepRecord
 from art_server.jobs.trainer_process import TrainerProcess, worker_command
 from art_server.process.background import Background
 from art_server.process.shared.trainer_messages import (
@@ -125,7 +126,7 @@ def test_a_replayed_step_is_bit_equal(trained: ModelFolder, record: Path) -> Non
 
 
 def test_a_replay_has_the_token_budget_of_its_step(record: Path, tmp_path: Path) -> None:
-    described = StepRecord.model_validate_json((record / "record.json").read_bytes())
+    described = ReplayRecord.model_validate_json((record / "record.json").read_bytes())
     names = "max_tokens", "max_tokens_at_end", "checkpointing", "checkpointing_factor"
     assert [described.environment[each] for each in names] == ["16", "16", "True", "1.5"]
     (tmp_path / "again").mkdir()
@@ -197,10 +198,10 @@ def test_another_environment_is_named(record: Path, capsys: pytest.CaptureFixtur
 
 
 def test_only_the_newest_steps_have_a_record(trained: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_record, "RECORDS_KEPT", 1)
+    monkeypatch.setattr(replay_record, "RECORDS_KEPT", 1)
     newest = trained.checkpoint_dir(2) / FOLDER
-    described = step_record.StepRecord.model_validate_json((newest / "record.json").read_bytes())
+    described = replay_record.ReplayRecord.model_validate_json((newest / "record.json").read_bytes())
     packed = (newest / "batch.json.zlib").read_bytes()
     shutil.rmtree(newest)
-    step_record.write_record(trained, described, packed)
+    replay_record.write_record(trained, described, packed)
     assert newest.exists() and not (trained.checkpoint_dir(1) / FOLDER).exists()

@@ -95,7 +95,7 @@ def test_the_example_of_the_readme_runs_with_a_server_of_its_own(tmp_path: Path)
     [(["tic_tac_toe.py", "--self-play"], ["x", "o"]), (["2048.py"], ["2048"])],
     ids=["self_play", "2048"],
 )
-def test_a_game_trains_plots_and_goes_on_where_it_stood(
+def test_a_game_trains_plots_and_continues_at_its_step(
     server: Server, tmp_path: Path, program: list[str], sides: list[str]
 ) -> None:
     check_game(server, tmp_path, program, sides)

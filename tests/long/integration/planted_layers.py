@@ -13,8 +13,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from art_server.engine.probe import find_fault
-from art_server.jobs.gap_bars import gap_bars
+from art_server.engine.probe_check import find_fault
+from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.shared.trainer_messages import Probe
 from art_server.trainer import layers
 from art_server.trainer.policy import Policy
@@ -25,7 +25,7 @@ from tests.toy_models import make_model
 CHANGED = "self_attn.o_proj"
 CHANGES = ("alpha", "layer numbers", "tower")
 numbers = itertools.count(1)
-BARS = gap_bars(("float32", "float32"))
+LIMITS = mismatch_limits(("float32", "float32"))
 
 
 def main() -> None:
@@ -40,8 +40,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base, adapters = make_model(family, Path(folder) / "base"), Path(folder) / "adapters"
         adapters.mkdir()
-        assert BARS is not None
-        probes = write_layer_probes(Policy(str(base)), LORA, adapters, BARS)
+        assert LIMITS is not None
+        probes = write_layer_probes(Policy(str(base)), LORA, adapters, LIMITS)
         for change in CHANGES:
             write_changed(adapters / CHANGED, adapters / change, change)
         engine = start_engine(family, base, "float32")
@@ -54,9 +54,9 @@ def main() -> None:
 
 def compare(engine: Any, probe: Probe, adapter: Path | None) -> str | None:
     """What is wrong with the engine's log-probabilities. Any: vLLM's LLM."""
-    assert BARS is not None and probe.factor == 1
+    assert LIMITS is not None and probe.factor == 1
     _, found = score(engine, probe.token_ids, adapter, next(numbers))
-    return find_fault(probe, found[: len(probe.logprobs)].tolist(), [], BARS)
+    return find_fault(probe, found[: len(probe.logprobs)].tolist(), [], LIMITS)
 
 
 def next_layer(name: str) -> str:

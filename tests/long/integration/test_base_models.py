@@ -13,7 +13,7 @@ from tests.live import PROJECT, Server, chat
 from tests.waiting import PATIENCE_SECONDS
 
 
-def test_a_base_model_that_merely_served_last_gives_way(tmp_path: Path) -> None:
+def test_a_base_model_that_merely_served_last_is_replaced(tmp_path: Path) -> None:
     other = tmp_path / "other-model"
     shutil.copytree(TINY_DIR, other)
     config = json.loads((other / "config.json").read_text())

@@ -14,7 +14,7 @@ import pytest
 
 from art_server.jobs import queue as queue_module
 from art_server.process.shared import clock
-from art_server.store.registry import Model
+from art_server.store.registry import RegisteredModel
 from tests.quick.jobs.job_runner import House, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(3600), pytest.mark.usefixtures("quick_retries")]
@@ -36,7 +36,7 @@ def held() -> tuple[int, int, int, int]:
     )
 
 
-async def keep_ten(model: Model) -> None:
+async def keep_ten(model: RegisteredModel) -> None:
     """As `--keep-last` does."""
     await asyncio.to_thread(model.folder.remove_steps, model.folder.steps()[:-10])
 

@@ -6,7 +6,7 @@ import pytest
 
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.trainer_messages import TrainTask
-from art_server.trainer.base import outline
+from art_server.trainer.base import meta_model
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
 from art_server.trainer.layers import find_layers
@@ -35,6 +35,6 @@ def test_a_step_moves_layers_that_the_engine_adapts(family: str, make_batch: Mak
     assert done.metrics["loss/grad_norm"] > 0
     assert (policy.shares_prefixes, done.notes == []) == (family not in WITHOUT_TREES,) * 2
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.parameters}
-    assert layers == {path.rpartition(".")[2] for path in find_layers(outline(str(base))).takes}
+    assert layers == {path.rpartition(".")[2] for path in find_layers(meta_model(str(base))).takes}
     assert not layers & {"router", "gate", "experts", "shared_expert_gate", "lm_head"}
     assert all(each.grad is not None for each in policy.parameters.values())

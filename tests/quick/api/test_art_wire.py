@@ -15,7 +15,7 @@ from art_protocol.wire import ErrorDetail, JobEvent, TrainConfig
 from art_server.api.auth import ART_PATHS
 from art_server.api.control import event_lines
 from art_server.app import make_app
-from art_server.jobs.queue import Job
+from art_server.jobs.job_row import Job
 from art_server.server import Server
 from art_server.settings import ApiKey, ServerConfig
 from art_server.store import files
@@ -64,7 +64,7 @@ async def test_a_train_call_streams_one_line_of_numbers(tmp_path: Path) -> None:
     assert (job.report.turns, job.metrics["train/reward"]) == ({"ids": 2}, 0.5)
 
 
-async def test_trainer_args_win_and_unknown_keys_are_told_once(
+async def test_trainer_args_win_and_unknown_keys_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     app, server = make(tmp_path)
@@ -122,7 +122,9 @@ async def test_a_failed_job_ends_the_stream_with_cause_and_remedy(
         (train_body(choice(), trajectory_groups=[{"trajectories": 1}]), "trajectories"),
     ],
 )
-async def test_what_cannot_be_trained_is_told_in_the_stream(tmp_path: Path, body: dict[str, Any], text: str) -> None:
+async def test_what_cannot_be_trained_is_reported_in_the_stream(
+    tmp_path: Path, body: dict[str, Any], text: str
+) -> None:
     app, server = make(tmp_path)
     (row,) = await train(app, body)
     assert set(row) == {"error"}

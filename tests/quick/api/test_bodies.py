@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from art_protocol.wire import LoRAConfig, TrainRequest, TrajectoryGroupBody
-from art_server.api import errors
+from art_server.api import error_responses
 from art_server.api.bodies import (
     MAX_DEPTH,
     SMALL_BYTES,
@@ -40,7 +40,7 @@ from tests.quick.api.idle_server import DONE, choice, follow_with, make
 
 def test_a_body_that_tells_its_length_is_refused_before_it_is_read() -> None:
     app = FastAPI()
-    errors.install(app)
+    error_responses.add_error_handlers(app)
     sent = 0
 
     @app.post("/")
@@ -96,7 +96,7 @@ def test_requests_for_inference_are_bounded_by_the_context() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_request_above_the_context_s_limit_is_told_so(tmp_path: Path) -> None:
+async def test_a_request_above_the_context_s_limit_is_refused(tmp_path: Path) -> None:
     app, _ = make(tmp_path)
     message = {"role": "user", "content": "x" * 6 * 2**20}
     async with client(app) as http:
@@ -366,7 +366,7 @@ async def test_a_json_body_above_four_megabytes_is_refused(declared: bool, tmp_p
 
 
 @pytest.mark.anyio
-async def test_a_json_body_of_another_type_is_told_its_header(tmp_path: Path) -> None:
+async def test_a_json_body_of_another_type_gets_the_header_to_send(tmp_path: Path) -> None:
     app, _ = make(tmp_path)
     model = {"name": "run", "project": "p", "base_model": "art/tiny"}
     async with client(app) as http:

@@ -23,7 +23,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_an_expired_key_is_told_so(tmp_path: Path) -> None:
+async def test_an_expired_key_gets_the_reason(tmp_path: Path) -> None:
     keys = (ApiKey(key="old", expires=PAST), ApiKey(key="new", expires=FUTURE))
     app, _ = make(tmp_path, api_keys=keys)
     async with client(app) as http:

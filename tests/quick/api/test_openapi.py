@@ -161,7 +161,7 @@ POSTS = sorted({path for method, path in OPERATIONS if method == "POST"} | {"/v1
 @pytest.mark.parametrize("path", POSTS)
 @settings(max_examples=12, deadline=None, suppress_health_check=EVERY_CHECK)
 @given(body=st.binary(max_size=60) | JSON)
-def test_what_does_not_fit_is_told(path: str, app: FastAPI, body: Any) -> None:
+def test_a_value_that_does_not_fit_is_reported(path: str, app: FastAPI, body: Any) -> None:
     path = path.format(project="p", name="a", job_id="x")
     content = body if isinstance(body, bytes) else json.dumps(body)
     told(send(app, "POST", path, headers=KEY, content=content))

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from art_protocol.history import history_row
 from art_protocol.wire import JobReport, LoRAConfig, TrainConfig
 from art_server.app import make_app
-from art_server.jobs.queue import Payload
+from art_server.jobs.job_row import Payload
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.shared.trainer_messages import Batch, CheckTask, Done, Task
 from art_server.server import build

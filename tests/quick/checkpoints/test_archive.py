@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from art_server.errors import InvalidInput, NotFound
 from art_server.store.adapter import read_lora
-from art_server.store.archive import Description, describe, read_tar, write_tar
+from art_server.store.archive import Description, describe_step, read_tar, write_tar
 from art_server.store.base_models import TINY_DIR
 from art_server.store.model_folder import (
     ADAPTER_FILE,
@@ -37,7 +37,7 @@ MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 def made(tiny_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Description]:
     """A checkpoint's folder and its description."""
     folder = add_model(tmp_path_factory.mktemp("path"), tiny_adapter, steps=2)
-    return folder.checkpoint_dir(1), describe(folder, folder.read(), 1)
+    return folder.checkpoint_dir(1), describe_step(folder, folder.read(), 1)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +72,13 @@ def test_a_tar_is_the_same_each_time_and_is_read_back(
 def test_a_checkpoint_without_its_optimizer_is_complete(tiny_adapter: Path, tmp_path: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=2)
     (folder.checkpoint_dir(1) / OPTIMIZER_FILE).unlink()
-    data = tar_of(folder.checkpoint_dir(1), describe(folder, folder.read(), 1))
+    data = tar_of(folder.checkpoint_dir(1), describe_step(folder, folder.read(), 1))
     assert OPTIMIZER_FILE not in taken_in(data, tmp_path).files
 
 
 def test_a_file_that_was_deleted_meanwhile_is_named(tiny_adapter: Path, tmp_path: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=2)
-    description = describe(folder, folder.read(), 1)
+    description = describe_step(folder, folder.read(), 1)
     folder.remove_steps([1])
     with pytest.raises(NotFound) as error:
         tar_of(folder.checkpoint_dir(1), description)

@@ -10,7 +10,7 @@ import pytest
 from art_server import checkpoints as checkpoints_module
 from art_server.errors import NotFound
 from art_server.ledger.records import Request
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 from art_server.settings import ApiKey
 from art_server.store.model_folder import ADAPTER_FILE, OPTIMIZER_FILE
 from art_server.store.registry import Registry
@@ -278,7 +278,7 @@ def sampled_by(here: House, step: int) -> str:
     ledger = here.server.ledger
     with ledger.open_request(request) as opened:
         ledger.take_prompt(request.request_id, 0, [1, 2])
-        sample = Sample("x", 0, "yes", [7], [-0.5], "stop", None, {"n": 1})
+        sample = FinishedChoice("x", 0, "yes", [7], [-0.5], "stop", None, {"n": 1})
         ledger.take_samples([(request.request_id, 0, 0, sample)])
         return opened.records[0].choice_id
 

@@ -15,7 +15,7 @@ from starlette.types import Message
 from art_protocol.wire import LoRAConfig
 from art_server import uploads as uploads_module
 from art_server.api.checkpoints import CHUNK_BYTES, TarResponse, download
-from art_server.store.archive import Description, describe, read_tar, write_tar
+from art_server.store.archive import Description, describe_step, read_tar, write_tar
 from art_server.store.model_folder import (
     ADAPTER_FILE,
     OPTIMIZER_FILE,
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, tiny_adapter: Path) -> ModelFolder:
 
 
 def tar_of(folder: ModelFolder, kept: int = 1, **changes: Any) -> bytes:
-    description = describe(folder, folder.read(), kept).model_copy(update=changes)
+    description = describe_step(folder, folder.read(), kept).model_copy(update=changes)
     return tar_bytes(folder.checkpoint_dir(kept), description)
 
 

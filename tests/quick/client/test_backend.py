@@ -37,7 +37,7 @@ async def test_registering_makes_the_model_and_learns_its_address(server, backen
     assert await model.get_step() == 3
 
 
-async def test_no_server_is_told_at_once():
+async def test_no_server_is_reported_at_once():
     async with art.Backend("http://127.0.0.1:9") as backend:
         with pytest.raises(art.ArtConnectionError) as caught:
             await make_model().register(backend)

@@ -123,7 +123,7 @@ async def test_server_that_never_gets_ready_is_given_up_and_stopped(script: Path
         await make_backend(script, "--hang", timeout=0.4).start()
 
 
-async def test_server_that_dies_is_told_instead_of_waited_for_and_can_be_started_again(
+async def test_server_that_dies_is_reported_instead_of_waited_for_and_can_be_started_again(
     script: Path,
 ):
     async with make_backend(script) as backend:

@@ -280,7 +280,7 @@ async def test_group_of_failures_is_sent_for_the_server_to_count(server, answer,
     assert failed["trajectories"] == [] and failed["exceptions"][0]["message"] == "failed"
 
 
-async def test_what_was_not_trained_is_told(server, answer, model, groups, caplog: pytest.LogCaptureFixture):
+async def test_what_was_not_trained_is_reported(server, answer, model, groups, caplog: pytest.LogCaptureFixture):
     place = "groups[0].trajectories[1]"
     report = {
         "num_trajectories": 2,

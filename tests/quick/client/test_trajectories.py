@@ -151,7 +151,7 @@ def test_a_completion_in_place_of_its_choice_is_named():
         trajectory.model_dump(mode="json")
 
 
-def test_misspelt_field_is_told(caplog: pytest.LogCaptureFixture):
+def test_misspelt_field_is_reported(caplog: pytest.LogCaptureFixture):
     art.Trajectory(rewards=1.0)  # type: ignore[call-arg]
     assert "no field 'rewards': its value is left out; did you mean 'reward'?" in caplog.text
 

@@ -62,7 +62,7 @@ async def test_a_request_that_is_worked_on_waits_for_nothing(server, answer, cap
     assert capsys.readouterr().err == ""
 
 
-async def test_a_start_is_told_line_by_line_and_never_silent(server, answer, capsys, monkeypatch) -> None:
+async def test_a_start_is_reported_line_by_line_and_never_silent(server, answer, capsys, monkeypatch) -> None:
     monkeypatch.setattr(waiting, "START_SECONDS", 0.1)
     lines = [
         {"number": 4, "seconds": 0.2, "text": "base model art/tiny: 0.0094 GB of weights"},
@@ -83,7 +83,7 @@ async def test_a_start_is_told_line_by_line_and_never_silent(server, answer, cap
     assert sum("0.0094 GB" in line for line in told) == 1
 
 
-async def test_an_earlier_start_is_not_told(server, answer, capsys) -> None:
+async def test_an_earlier_start_is_not_reported(server, answer, capsys) -> None:
     line = {"number": 9, "seconds": 40.0, "text": "engine: ready"}
     server.on("GET", "/health", answer(200, {"engine": "ready", "progress": [line]}))
     with waiting.waiting_for(server.url, None).call("a request"):

@@ -13,7 +13,7 @@ import yaml
 
 from art import openai_client
 from art_server import flags
-from art_server.jobs.gap_bars import gap_bars
+from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.settings import ServerConfig
 from art_watch.terminal.cli import make_parser
 from tests.pages import HOWTO, PAGES, ROOT, blocks, commands
@@ -145,13 +145,13 @@ def test_the_limits_of_the_gap_are_those_of_the_code() -> None:
     found = {(row[0], row[1]): row[3:] for row in rows("gap.md") if row[0] in types}
     assert len(found) == 4
     for pair, (high, wrong) in found.items():
-        bars = gap_bars(pair)
-        assert bars is not None and (float(high), float(wrong)) == (bars.high, bars.wrong), pair
+        limits = mismatch_limits(pair)
+        assert limits is not None and (float(high), float(wrong)) == (limits.high, limits.wrong), pair
     (exact,) = (row[3:] for row in rows("gap.md") if row[0] == "`--exact`")
-    bars = gap_bars(("float32", "float32"), is_exact=True)
-    assert bars is not None and bars.largest is not None
+    limits = mismatch_limits(("float32", "float32"), is_exact=True)
+    assert limits is not None and limits.largest is not None
     wrong, largest = re.findall(r"\de-\d", exact[1])
-    assert (float(exact[0]), float(wrong), float(largest)) == pytest.approx((bars.high, bars.wrong, bars.largest))
+    assert (float(exact[0]), float(wrong), float(largest)) == pytest.approx((limits.high, limits.wrong, limits.largest))
 
 
 def test_the_timeouts_are_those_of_the_code() -> None:

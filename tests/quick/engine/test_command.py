@@ -9,7 +9,7 @@ import pytest
 
 from art_server.engine import command
 from art_server.engine.command import engine_command, engine_environment
-from art_server.engine.device.plan import make_plan
+from art_server.engine.device.plan import make_memory_plan
 from art_server.process.shared import switches
 from art_server.settings import ServerConfig
 from art_server.store.base_facts import Facts
@@ -45,7 +45,7 @@ def test_latent_attention_gets_the_kernels_that_take_float32_on_any_cpu() -> Non
     assert "--attention-backend" not in engine_command(config, TINY, "cpu", Path("y"))
 
 
-def test_vllm_is_told_by_how_much_queries_grow_with_the_position() -> None:
+def test_vllm_gets_by_how_much_queries_grow_with_the_position() -> None:
     """Which it reads from Mistral's own format only (tests/long/integration/family_engine.py compares them)."""
     config, growing = ServerConfig(path=Path("x")), BaseModel("growing", TINY_DIR)
     scaling = {"text_config": {"llama_4_scaling": {"beta": 0.1}}}
@@ -84,7 +84,7 @@ def test_on_cuda_the_context_is_what_the_cache_holds_unless_it_is_given() -> Non
 @pytest.mark.parametrize("case", ["none", "kv_cache", "sleep"])
 def test_vllm_gets_its_share_of_the_plan_and_can_sleep_if_it_must(case: str) -> None:
     model, on = {"none": ("4B", "80 GB"), "kv_cache": ("14B", "80 GB"), "sleep": ("8B", "24 GB")}[case]
-    plan = make_plan(card(on), demand(model), FIGURES)
+    plan = make_memory_plan(card(on), demand(model), FIGURES)
     assert plan.handover == case and 0.05 < plan.utilization < 0.95
     made = engine_command(ServerConfig(path=Path("x")), TINY, "cuda", Path("y"), plan)
     assert float(value_of(made, "--gpu-memory-utilization")) == plan.utilization

@@ -9,7 +9,7 @@ import pytest
 
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.engine import AdapterRefused, Engine, PolicyDiffers
-from art_server.jobs.gap_bars import gap_bars
+from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.background import Background
 from art_server.process.shared.trainer_messages import Probe
 from art_server.settings import ServerConfig
@@ -41,7 +41,7 @@ class ScoringEngine(Engine):
             None,  # type: ignore[arg-type]
             lambda: False,
             Background(),
-            lambda _: gap_bars(("bfloat16", "float32"), limit=limit),
+            lambda _: mismatch_limits(("bfloat16", "float32"), limit=limit),
         )
         self.base = BaseModel("base", folder)
         self.state, self._run_dir = "ready", folder

@@ -5,17 +5,17 @@ import math
 from pathlib import Path
 
 from art_server.engine.engine import make_scaled_adapter
-from art_server.engine.probe import find_fault
-from art_server.jobs.gap_bars import gap_bars
-from art_server.process.shared.trainer_messages import GapBars, Probe
+from art_server.engine.probe_check import find_fault
+from art_server.jobs.mismatch_limits import mismatch_limits
+from art_server.process.shared.trainer_messages import MismatchLimits, Probe
 
 BASE = [-1.0, -2.0, -3.0, -0.5] * 8
 EFFECT = [0.1, -0.2, 0.3, 0.0] * 8
 ROUNDING = [0.02, -0.03, 0.01, 0.02] * 8
 
 
-def bars(engine: str) -> GapBars:
-    found = gap_bars((engine, "float32"))
+def limits(engine: str) -> MismatchLimits:
+    found = mismatch_limits((engine, "float32"))
     assert found is not None
     return found
 
@@ -37,32 +37,32 @@ ROUNDED = Probe(
 
 
 def test_an_engine_that_differs_by_rounding_has_no_fault() -> None:
-    assert find_fault(EXACT, plus(EXACT.logprobs, ROUNDING, 1e-3), [], bars("float32")) is None
+    assert find_fault(EXACT, plus(EXACT.logprobs, ROUNDING, 1e-3), [], limits("float32")) is None
     near = plus(ROUNDED.logprobs, ROUNDING)
     scaled = plus(ROUNDED.scaled_logprobs, ROUNDING)
-    assert find_fault(ROUNDED, near, scaled, bars("bfloat16")) is None
+    assert find_fault(ROUNDED, near, scaled, limits("bfloat16")) is None
 
 
 def test_another_policy_is_a_fault() -> None:
-    seen = find_fault(EXACT, plus(EXACT.logprobs, ROUNDING), [], bars("float32"))
+    seen = find_fault(EXACT, plus(EXACT.logprobs, ROUNDING), [], limits("float32"))
     assert seen is not None and "0.021 (root mean square); rounding explains at most 0.0004" in seen
-    seen = find_fault(ROUNDED, plus(ROUNDED.logprobs, ROUNDING, 4.0), ROUNDED.scaled_logprobs, bars("bfloat16"))
+    seen = find_fault(ROUNDED, plus(ROUNDED.logprobs, ROUNDING, 4.0), ROUNDED.scaled_logprobs, limits("bfloat16"))
     assert seen is not None and "rounding explains at most 0.06" in seen
-    assert find_fault(EXACT, [math.nan] * 32, [], bars("float32")) is not None
+    assert find_fault(EXACT, [math.nan] * 32, [], limits("float32")) is not None
 
 
 def test_another_alpha_and_no_adapter_are_faults_although_rounding_hides_them() -> None:
     for factor, seen in ((0.0, "0.00 times"), (0.5, "0.50 times"), (2.0, "2.00 times")):
         scaled = plus(BASE, EFFECT, 3.0 * factor)
         near = plus(BASE, EFFECT, 0.01 * factor)
-        fault = find_fault(ROUNDED, near, scaled, bars("bfloat16"))
+        fault = find_fault(ROUNDED, near, scaled, limits("bfloat16"))
         assert fault is not None and seen in fault
 
 
 def test_an_adapter_without_effect_has_only_its_gap_judged() -> None:
     zero = Probe(token_ids=IDS, logprobs=BASE, base_logprobs=BASE)
-    assert find_fault(zero, BASE, [], bars("float32")) is None
-    assert find_fault(zero, plus(BASE, ROUNDING), [], bars("float32")) is not None
+    assert find_fault(zero, BASE, [], limits("float32")) is None
+    assert find_fault(zero, plus(BASE, ROUNDING), [], limits("float32")) is not None
 
 
 def test_a_scaled_adapter_has_the_same_weights_and_a_multiple_of_alpha(tmp_path: Path) -> None:

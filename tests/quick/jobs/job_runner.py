@@ -8,23 +8,24 @@ from art_protocol.history import pack_rows
 from art_protocol.wire import JobReport, TrainConfig
 from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
+from art_server.jobs.job_row import Payload
 from art_server.jobs.layer_check import LayerCheck
-from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.process.background import Background
-from art_server.process.shared.trainer_messages import Batch, GapBars, Probe
-from art_server.store.registry import Model, Registry
+from art_server.process.shared.trainer_messages import Batch, MismatchLimits, Probe
+from art_server.store.registry import RegisteredModel, Registry
 from tests.fakes import FakeEngine, FakeTrainer, keep_all
 from tests.new_models import add_model
 from tests.waiting import until
 
-BARS = GapBars(high=1e-4, wrong=4e-4)
+LIMITS = MismatchLimits(high=1e-4, wrong=4e-4)
 
 
 class House:
     """A job runner over real folders and a real queue."""
 
-    def __init__(self, folder: Path, retain: Callable[[Model], Awaitable[None]] = keep_all):
+    def __init__(self, folder: Path, retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all):
         self.folder = folder
         self.engine, self.trainer, self.gate = FakeEngine(), FakeTrainer(), PauseGate()
         self.background = Background()
@@ -42,10 +43,10 @@ class House:
 
     def check_layers(self) -> None:
         layers = LayerCheck(self.folder / "layers")
-        self.runner._layers, self.engine.gap_bars = layers, BARS
+        self.runner._layers, self.engine.mismatch_limits = layers, LIMITS
         self.trainer.layer_probes = {"attn.q_proj": PROBE, "attn.kv_b_proj": PROBE}
 
-    def add_model(self, name: str, base_model: str = "base") -> Model:
+    def add_model(self, name: str, base_model: str = "base") -> RegisteredModel:
         return add_model(self.registry, name, base_model)
 
     def add_job(
@@ -71,7 +72,7 @@ class House:
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, *models: str, retain: Callable[[Model], Awaitable[None]] = keep_all
+    folder: Path, *models: str, retain: Callable[[RegisteredModel], Awaitable[None]] = keep_all
 ) -> AsyncIterator[House]:
     house = House(folder, retain)
     for name in models:

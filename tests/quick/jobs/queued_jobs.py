@@ -5,7 +5,8 @@ from art_protocol.wire import (
     JobReport,
     TrainConfig,
 )
-from art_server.jobs.queue import Job, JobQueue, Payload
+from art_server.jobs.job_row import Job, Payload
+from art_server.jobs.queue import JobQueue
 from art_server.process.shared.trainer_messages import (
     Batch,
     Distribution,

@@ -28,14 +28,15 @@ from art_server.engine.device.owner import DeviceOwner
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, Unavailable
 from art_server.jobs import runner as runner_module
-from art_server.jobs.queue import Job, JobQueue, Payload
+from art_server.jobs.job_row import Job, Payload
+from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.jobs.trainer_process import TrainerDied, TrainerError
 from art_server.process.shared import clock
 from art_server.process.shared.trainer_messages import Batch, Done, Progress, Task, TrainTask
-from art_server.store.history import History
+from art_server.store.history import MetricHistory
 from art_server.store.model_folder import ModelFolder
-from art_server.store.registry import Model, Registry
+from art_server.store.registry import RegisteredModel, Registry
 from tests.fakes import FakeEngine, keep_all
 from tests.new_models import add_model
 
@@ -56,8 +57,8 @@ BEFORE_THE_STEP = {"step begins": (ModelFolder, "commit_checkpoint", False)}
 AFTER_THE_STEP = {
     "step is there": (ModelFolder, "commit_checkpoint", True),
     "trajectories written": (ModelFolder, "write_lines", True),
-    "history begins": (History, "add", False),
-    "history written": (History, "add", True),
+    "history begins": (MetricHistory, "add", False),
+    "history written": (MetricHistory, "add", True),
     "job ends": (JobQueue, "set_done", False),
     "job is done": (JobQueue, "set_done", True),
 }
@@ -179,7 +180,7 @@ class Server:
     async def create(self, name: str) -> None:
         add_model(self.registry, name, write=lambda checkpoint: (checkpoint / WEIGHTS).write_text(""))
 
-    async def accept(self, model: Model, key: str | None, body: str, number: int) -> Job:
+    async def accept(self, model: RegisteredModel, key: str | None, body: str, number: int) -> Job:
         """What the train route does, with a batch instead of trajectories."""
         found = await self.runner.find_repeated(model, key, body)
         if found is not None:

@@ -13,8 +13,10 @@ from art_protocol.wire import (
     TrainConfig,
 )
 from art_server.errors import Conflict, NotFound, StorageFull, TooMany, Unavailable
+from art_server.jobs import job_schema
 from art_server.jobs import queue as queue_module
-from art_server.jobs.queue import Job, JobQueue
+from art_server.jobs.job_row import Job
+from art_server.jobs.queue import JobQueue
 from art_server.process.shared import clock
 from art_server.process.shared.trainer_messages import (
     Batch,
@@ -154,7 +156,7 @@ def test_only_the_latest_ended_jobs_are_kept(tmp_path: Path, monkeypatch: pytest
     assert kept == {waits.job_id, ended[2].job_id, ended[3].job_id}
 
 
-def test_a_disk_that_takes_nothing_and_a_locked_file_are_told_apart(tmp_path: Path) -> None:
+def test_a_disk_that_takes_nothing_and_a_locked_file_are_distinguished(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path / "jobs.sqlite")
     job = add(queue)
     with sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None) as other:
@@ -221,7 +223,7 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pyt
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(queue_module, "_as_gzip", fail)
+        patched.setattr(job_schema, "_as_gzip", fail)
         with pytest.raises(sqlite3.OperationalError):
             JobQueue(file)
     queue = JobQueue(file)

@@ -23,11 +23,11 @@ from art_server.errors import UsageError
 from art_server.flags import parse
 from art_server.jobs.logs import write_log
 from art_server.jobs.queue import JobQueue
+from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.reports import Reports, Totals, step_record, stored_rows
-from art_server.jobs.rollouts import Rollouts
 from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder, ModelRecord
-from art_server.store.registry import Model
+from art_server.store.registry import RegisteredModel
 from tests.quick.jobs.queued_jobs import add
 from tests.quick.server.served import sample_group, serving
 
@@ -84,10 +84,10 @@ async def test_a_server_reports_the_steps_and_logs_of_all_clients(
     assert numbers.metrics == {"val/games": 3.0} and no_rows == []
 
 
-def make_model(folder: Path) -> Model:
+def make_model(folder: Path) -> RegisteredModel:
     record = ModelRecord(name="agent", project="demo", base_model="base", lora=LoRAConfig())
     model = ModelFolder(folder, "demo", "agent")
-    return Model(model, record, step=3, history=HistoryTable(None).of(model))
+    return RegisteredModel(model, record, step=3, history=HistoryTable(None).of(model))
 
 
 async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(
@@ -100,7 +100,7 @@ async def test_rollouts_that_are_logged_again_do_not_replace_those_of_the_job(
     model.folder.tokens_file(3).touch()
     group = TrajectoryGroupBody(trajectories=[TrajectoryBody(messages_and_choices=[], reward=0.5)] * 2)
     for split, is_kept in (("train", True), ("val", False)):
-        rollouts = Rollouts()
+        rollouts = ReceivedTrajectories()
         rollouts.add(group)
         reply = await write_log(model, LogRequest(split=split), rollouts, Reports((), tmp_path))
         assert reply.metrics[f"{split}/reward"] == 0.5

@@ -201,7 +201,7 @@ async def test_a_jobs_own_fault_ends_it_at_once(tmp_path: Path) -> None:
         assert again is not None and again.state == "failed"
 
 
-async def test_an_unforeseen_error_is_tried_again_and_then_told(tmp_path: Path) -> None:
+async def test_an_unforeseen_error_is_tried_again_and_then_reported(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as house:
         house.trainer.events = [KeyError("what")] * 4
         job = house.add_job("a")

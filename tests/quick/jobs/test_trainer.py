@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.engine.device.plan import Plan, make_plan
+from art_server.engine.device.plan import MemoryPlan, make_memory_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
 from art_server.process.children import Children
 from art_server.process.shared.trainer_messages import CheckTask, InitTask, Progress, TrainTask, WorkerConfig
@@ -17,7 +17,7 @@ from art_server.store.base_models import TINY_DIR
 from tests.quick.engine.device.cards import FIGURES, card, demand
 
 
-def made(plan: Plan | None, folder: Path, **settings: int) -> WorkerConfig:
+def made(plan: MemoryPlan | None, folder: Path, **settings: int) -> WorkerConfig:
     """The settings on the command line of the process."""
     device = "cpu" if plan is None else "cuda"
     config = ServerConfig(path=folder, **settings)  # type: ignore[arg-type]
@@ -26,8 +26,8 @@ def made(plan: Plan | None, folder: Path, **settings: int) -> WorkerConfig:
     return WorkerConfig.model_validate_json(trainer._command[-1])
 
 
-def planned(model: str, on: str) -> Plan:
-    return make_plan(card(on), demand(model), FIGURES)
+def planned(model: str, on: str) -> MemoryPlan:
+    return make_memory_plan(card(on), demand(model), FIGURES)
 
 
 def test_micro_batches_are_as_large_as_the_plan_says(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
-from art_server.jobs.rollouts import Rollouts
+from art_server.jobs.received_trajectories import ReceivedTrajectories
 from art_server.jobs.turns import ResolvedTurn, TurnTrace, join_turns
 from tests.resolving import LIMITS, Resolved, bare, choice, record, resolve, sources
 
@@ -54,7 +54,7 @@ def test_a_dropped_turn_has_its_reason_and_a_side_history_its_number() -> None:
     assert one[0].dropped is not None and two[0].dropped == one[0].dropped
     assert (one[2].sequence, one[2].start, one[2].stop, one[2].step) == (1, 1, 3, 0)
 
-    rollouts = Rollouts()
+    rollouts = ReceivedTrajectories()
     rollouts.add(group, [[each.as_json() for each in turns] for turns in found.traces[0]])
     (line,) = gzip.decompress(rollouts.content).splitlines()
     stored = json.loads(line)["trajectories"]

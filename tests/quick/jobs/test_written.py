@@ -8,9 +8,9 @@ import pytest
 
 from art_protocol.wire import TrainConfig, TrajectoryGroupBody
 from art_server.engine.vllm_process import plain_text
-from art_server.engine.vllm_process.plain_text import ControlTokens, Rendering
+from art_server.engine.vllm_process.plain_text import ControlTokens, MarkedRendering
 from art_server.errors import InvalidInput
-from art_server.jobs.resolve import Limits, Sources
+from art_server.jobs.token_sources import Limits, TokenSources
 from art_server.ledger import conversation
 from art_server.ledger.decoder import Decoder
 from tests.quick.ledger.chat_families import CHATML, CHATML_PLAIN, FAMILIES, Family, said, user
@@ -43,7 +43,7 @@ def as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
-def sources(family: Family) -> Sources:
+def sources(family: Family) -> TokenSources:
     facts = facts_of(family.folder)
     decoder = Decoder(family.folder, facts.stop_ids, facts.rules.behind_answer)
     control = ControlTokens(family.tokenizer, family.text)
@@ -60,9 +60,9 @@ def sources(family: Family) -> Sources:
             lambda conversation: apply(messages=conversation),
             {"conversation": [as_templates_read(message) for message in messages]},
         )
-        return text.token_ids(False) if isinstance(text, Rendering) else family.encode(text)
+        return text.token_ids(False) if isinstance(text, MarkedRendering) else family.encode(text)
 
-    return Sources(
+    return TokenSources(
         find_record=lambda _: None,
         find_by_logprobs=lambda logprobs: [],
         find_by_conversation=lambda prefix, answer: [],

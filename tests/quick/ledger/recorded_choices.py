@@ -4,15 +4,15 @@ import dataclasses
 
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 
 REQUEST = Request("f" * 32, "chat", "p", "a", 3, "me")
 
 
-def sample(tokens: list[int] | None = None, text: str = "yes") -> Sample:
+def sample(tokens: list[int] | None = None, text: str = "yes") -> FinishedChoice:
     tokens = [7, 8, 9] if tokens is None else tokens
     logprobs = [-0.1 * (i + 1) for i in range(len(tokens))]
-    return Sample("x", 0, text, tokens, logprobs, "stop", None, {"n": 1})
+    return FinishedChoice("x", 0, text, tokens, logprobs, "stop", None, {"n": 1})
 
 
 def add(ledger: Ledger, number: int, prompt: list[int], text: str = "yes", **request: object) -> str:

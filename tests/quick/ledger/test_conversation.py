@@ -30,7 +30,7 @@ def test_a_parsed_tool_call_says_what_was_sampled(content: str, name: str, value
 
 
 @given(st.text(), st.text())
-def test_different_words_are_told_apart(one: str, two: str) -> None:
+def test_different_words_are_distinguished(one: str, two: str) -> None:
     is_same = "".join(one.split()) == "".join(two.split())
     if "{" not in one + two and "<" not in one + two and "[" not in one + two:
         assert (c.text_digest(one) == c.text_digest(two)) == is_same

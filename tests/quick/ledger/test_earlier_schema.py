@@ -16,7 +16,7 @@ from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Request
 from art_server.ledger.sessions import session_trajectory
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 from art_server.store.base_facts import read_facts
 from art_server.store.base_models import TINY_DIR
 
@@ -73,7 +73,7 @@ def test_a_conversation_is_continued(ledger: Ledger, session: str | None) -> Non
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with ledger.open_request(request) as opened:
         ledger.take_prompt(request.request_id, 0, list(rendered))
-        sample = Sample("x", 0, "yes", [5], [-0.5], "stop", None, {"n": 1})
+        sample = FinishedChoice("x", 0, "yes", [5], [-0.5], "stop", None, {"n": 1})
         ledger.take_samples([(request.request_id, 0, 0, sample)])
         record = opened.records[0]
     past = ledger.find(f"{3 if session else 6:032x}-0")

@@ -19,7 +19,7 @@ from art_server.ledger.ledger import Ledger, Retention
 from art_server.ledger.records import Request
 from art_server.ledger.storage import MAX_EQUAL
 from art_server.process.background import Background
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 from art_server.process.shared.kept_set import pack_set
 from tests.quick.ledger.recorded_choices import REQUEST, add, sample
 
@@ -47,7 +47,7 @@ def test_a_sample_that_nobody_asked_for_is_not_kept(tmp_path: Path) -> None:
     assert ledger.find(f"{'0' * 32}-0") is None
 
 
-def first_turn(tokens: list[int], prompt: list[int], sampling: Any = None) -> Sample:
+def first_turn(tokens: list[int], prompt: list[int], sampling: Any = None) -> FinishedChoice:
     return dataclasses.replace(sample(tokens), rendered=prompt, sampling=sampling or {"n": 1})
 
 
@@ -337,7 +337,7 @@ def test_figures_of_what_was_sampled_travel_on_the_line() -> None:
     told = dataclasses.replace(
         sample([7, 8]), sampled_logprobs=[float(np.float32(-0.1)), -2.0], kept=[0, -1], sets=[MASK]
     )
-    assert msgspec.json.decode(msgspec.json.encode(told), type=Sample) == told
+    assert msgspec.json.decode(msgspec.json.encode(told), type=FinishedChoice) == told
 
 
 @pytest.mark.anyio

@@ -25,7 +25,7 @@ from art_server.engine.vllm_process.child import with_prompt
 from art_server.ledger import conversation
 from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record, Request
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 from tests.quick.ledger import spelled_tokens
 from tests.quick.ledger.chat_families import (
     CHATML,
@@ -91,7 +91,7 @@ class Talk:
             self.ledger.take_prompt(request_id, 0, rendered)
             for index, ids in enumerate(sampled):
                 tokens = [*ids, *([self.family.tokenizer.token_to_id(end)] if end else [])]
-                sample = Sample(
+                sample = FinishedChoice(
                     "x",
                     index,
                     self.family.decode(ids),
@@ -712,7 +712,7 @@ def test_a_prompt_that_had_no_room_is_recorded_as_it_was_sampled_from() -> None:
     with talk.ledger.open_request(request):
         assert talk.ledger.take_prompt(request.request_id, 0, rendered) is not None
         for index in range(2):
-            sample = Sample("x", index, "", [5], [-0.5], "stop", None, {"n": 2}, rendered=rendered)
+            sample = FinishedChoice("x", index, "", [5], [-0.5], "stop", None, {"n": 2}, rendered=rendered)
             talk.ledger.take_samples([(request.request_id, index, 0, sample)])
     for index in range(2):
         record = talk.ledger.find(f"{request.request_id}-{index}")

@@ -11,7 +11,7 @@ import pytest
 
 from art_server.engine.vllm_process.child import LedgerClient, record_generate
 from art_server.ledger.intake import RecordReceiver
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ class Server:
             raise RuntimeError("the ledger's disk is full")
         return [*rendered, 7]
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_samples(self, samples: Sequence[FinishedChoice]) -> None:
         if any(each.request_id == "refused" for each in samples):
             raise RecursionError("maximum recursion depth exceeded")
         self.taken += [each.request_id for each in samples]
@@ -84,7 +84,7 @@ async def test_what_cannot_be_taken_is_lost_alone_and_the_line_stays(tmp_path: P
 
 async def test_a_prompt_that_could_not_be_stored_comes_with_its_samples(tmp_path: Path) -> None:
     server = Server()
-    taken: list[Sample] = []
+    taken: list[FinishedChoice] = []
     receiver = RecordReceiver(server.on_prompt, taken.extend, server.on_lost)
     await receiver.listen(tmp_path / "records.sock")
     client = LedgerClient(str(tmp_path / "records.sock"))

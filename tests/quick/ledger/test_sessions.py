@@ -20,7 +20,7 @@ from art_server.ledger.sessions import (
     session_trajectory,
 )
 from art_server.process.shared import clock
-from art_server.process.shared.engine_messages import Sample
+from art_server.process.shared.engine_messages import FinishedChoice
 
 USER = {"role": "user", "content": "q"}
 
@@ -53,10 +53,10 @@ class Agent:
         )
         with self.ledger.open_request(request):
             self.ledger.take_prompt(request_id, 0, [1, 2])
-            sample = Sample("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
+            sample = FinishedChoice("x", 0, said, [3], [-1.0], "stop", None, {"n": 1})
             self.ledger.take_samples([(request_id, 0, 0, sample)])
             if unseen is not None:
-                sample = Sample("x", 1, unseen, [4], [-1.0], "stop", None, {"n": 2})
+                sample = FinishedChoice("x", 1, unseen, [4], [-1.0], "stop", None, {"n": 2})
                 self.ledger.take_samples([(request_id, 1, 0, sample)])
         choice = {
             "index": 0,
@@ -234,7 +234,7 @@ def test_an_attempt_that_begins_again_and_ends_at_once_counts(tmp_path: Path) ->
     assert answers(agent.reply()) == [["good end"]]
 
 
-def test_an_attempt_with_equal_answers_is_told_from_the_one_before_it(tmp_path: Path) -> None:
+def test_an_attempt_with_equal_answers_is_distinguished_from_the_one_before_it(tmp_path: Path) -> None:
     """Equal answers to one conversation: a request continues the one that was there, not the one that came later."""
     agent = Agent(tmp_path)
     for end in ("bad end", "good end"):

@@ -187,7 +187,7 @@ def test_a_server_is_healthy_while_its_engine_has_not_failed(engine: str) -> Non
 
 
 @pytest.mark.parametrize(("detail", "told"), [("out of memory", "out of memory"), (None, "the server logs why")])
-def test_a_failed_engine_is_unhealthy_and_the_reason_is_told(detail: str | None, told: str) -> None:
+def test_a_failed_engine_is_unhealthy_and_the_reason_is_reported(detail: str | None, told: str) -> None:
     with server_answering({"status": "ok", "engine": "failed", "detail": detail}) as url:
         result = check_health(url)
     assert (result.returncode, result.stderr) == (1, f"the engine has failed: {told}\n")

@@ -10,7 +10,7 @@ import uvicorn
 
 import art
 from art_server.app import make_app
-from art_server.jobs.gap_bars import gap_bars
+from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.server import build
 from art_server.settings import ServerConfig
 from tests.fakes import FakeEngine, FakeTrainer
@@ -21,7 +21,7 @@ class Served:
 
     def __init__(self, config: ServerConfig):
         self.engine, self.trainer = FakeEngine(), FakeTrainer()
-        self.engine.gap_bars = gap_bars(("float32", "float32"))
+        self.engine.mismatch_limits = mismatch_limits(("float32", "float32"))
         engine: Any = self.engine
         trainer: Any = self.trainer
         self.server = build(config, make_engine=lambda *_: engine, make_trainer=lambda *_: trainer)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from art_server import base_loader
+from art_server.engine.device.detection import Gpu, Machine
 from art_server.engine.device.plan import Card
-from art_server.engine.device.probe import Gpu, Machine
 from art_server.errors import Conflict, InvalidInput
 from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
 from art_server.trainer.checkpoint import write_first_checkpoint

@@ -12,7 +12,8 @@ import pytest
 
 from art_protocol.wire import JobReport, TrainConfig
 from art_server.errors import StorageFull
-from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs.job_row import Payload
+from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
 from art_server.process.shared.trainer_messages import Batch
 from art_server.store.history import HistoryTable

@@ -11,7 +11,7 @@ from art_protocol.wire import ForkRequest, LoRAConfig, RegisterRequest
 from art_server.errors import Conflict
 from art_server.process.shared.trainer_messages import Done, InitTask
 from art_server.store.base_models import TINY_DIR, BaseModel
-from art_server.store.registry import Model
+from art_server.store.registry import RegisteredModel
 from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, House, house
 from tests.waiting import until
@@ -44,7 +44,7 @@ async def made(root: Path) -> AsyncIterator[tuple[House, SlowTrainer]]:
         yield here, trainer
 
 
-async def register(here: House, name: str, lora: LoRAConfig = TINY_LORA) -> Model:
+async def register(here: House, name: str, lora: LoRAConfig = TINY_LORA) -> RegisteredModel:
     request = RegisterRequest(project="p", name=name, base_model="art/tiny", lora=lora)
     await here.server.registration.register(request, {}, always_logprobs=True)
     return here.registry.get("p", name)

@@ -11,11 +11,11 @@ import pytest
 import art
 from art_protocol.wire import LoRAConfig, TrainConfig, TrajectoryGroupBody
 from art_server.api.bodies import decode
-from art_server.api.openai.grammars import check_grammars
+from art_server.api.openai.grammar_limits import check_grammars
 from art_server.api.openai.routes import check_choices, check_conversation
 from art_server.engine.device.assignment import check_devices
-from art_server.engine.device.plan import make_plan
-from art_server.engine.device.probe import Gpu, Machine
+from art_server.engine.device.detection import Gpu, Machine
+from art_server.engine.device.plan import make_memory_plan
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import ServerError, UsageError
 from art_server.flags import parse
@@ -224,7 +224,7 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
     ),
     (
         "does_not_fit",
-        lambda _: make_plan(card("24 GB"), demand("32B"), FIGURES),
+        lambda _: make_memory_plan(card("24 GB"), demand("32B"), FIGURES),
         "base model '32B' (61.0 GiB of weights) does not fit 24 GB with 23.6 GiB: handover sleep: the engine's "
         "share of 21.7 GiB leaves 0 tokens of KV cache, and 8,192 are needed; handover sleep: training has room "
         "for 0 tokens at a time, and a sequence has 4,096. Use a smaller base model or a 4-bit one, a lower "

@@ -67,7 +67,7 @@ def test_a_written_file_replaces_the_old_one_and_leaves_no_temporary(tmp_path: P
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_full_disk_is_told_and_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files.write_file(tmp_path / "a", b"one")
 
     def no_space(_: int) -> None:

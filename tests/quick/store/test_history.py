@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from art_server.errors import StorageFull
-from art_server.store.history import BEST_METRICS, History, HistoryTable
+from art_server.store.history import BEST_METRICS, HistoryTable, MetricHistory
 from art_server.store.model_folder import CheckpointRecord, ModelFolder
 
 
-def make_history(root: Path, steps: int = 0, name: str = "a") -> History:
+def make_history(root: Path, steps: int = 0, name: str = "a") -> MetricHistory:
     folder = ModelFolder(root, "p", name)
     for step in range(steps):
         folder.commit_checkpoint(folder.new_checkpoint_dir(), CheckpointRecord(step=step))
@@ -26,7 +26,7 @@ def lines_of(folder: ModelFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in folder.history_file.read_text().splitlines()]
 
 
-def imported(root: Path, content: bytes | str) -> History:
+def imported(root: Path, content: bytes | str) -> MetricHistory:
     """The history of a file with this content."""
     folder = ModelFolder(root, "p", "a")
     folder.path.mkdir(parents=True, exist_ok=True)

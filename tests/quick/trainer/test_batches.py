@@ -6,7 +6,7 @@ from art_protocol.wire import TrainConfig
 from art_server.process.shared.advantages import trained_tokens
 from art_server.process.shared.trainer_messages import (
     Batch,
-    Span,
+    SampledSpan,
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
@@ -131,7 +131,7 @@ def test_truncated_trajectories_can_be_left_out_of_loss_and_denominators() -> No
 
 
 def test_tokens_that_are_too_stale_are_context_and_counted() -> None:
-    spans = [Span(start=2, stop=3, step=1), Span(start=3, stop=4, step=4)]
+    spans = [SampledSpan(start=2, stop=3, step=1), SampledSpan(start=3, stop=4, step=4)]
     old, unknown = SEQUENCE.model_copy(update={"spans": spans}), SEQUENCE
     batch = Batch(groups=[group((1.0, [old]), (0.0, [unknown]))])
     kept, num_dropped = drop_stale(batch, 2)
@@ -279,7 +279,7 @@ def test_a_penalty_for_kl_leaves_the_trained_groups_as_they_are() -> None:
 
 def test_the_soft_penalty_counts_tokens_that_are_too_stale() -> None:
     """As the job's report did: both trajectories are as long, so that there is no signal."""
-    stale = SEQUENCE.model_copy(update={"spans": [Span(start=2, stop=3, step=1)]})
+    stale = SEQUENCE.model_copy(update={"spans": [SampledSpan(start=2, stop=3, step=1)]})
     batch = Batch(groups=[group((1.0, [stale]), (1.0, [SEQUENCE]))])
     config = TrainConfig(overlong="soft_penalty", overlong_length=2, overlong_buffer=2)
     kept, num_dropped = drop_stale(with_penalties(batch, config), 2)

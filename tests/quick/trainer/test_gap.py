@@ -4,31 +4,31 @@ import pytest
 import torch
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.jobs.gap_bars import EXACT, gap_bars
+from art_server.jobs.mismatch_limits import EXACT, mismatch_limits
 from art_server.process.shared.trainer_messages import Probe, TrainTask
 from art_server.settings import ServerConfig
 from art_server.trainer.batches import TrainSequence, make_sampled_tokens
 from art_server.trainer.gap import GapTooLarge, judge_gap
-from art_server.trainer.metrics import sampler_metrics
+from art_server.trainer.step_metrics import sampler_metrics
 
 
 def test_bars_are_a_multiple_of_what_was_measured_unless_a_limit_is_given() -> None:
-    bars = gap_bars(("bfloat16", "float32"))
-    assert bars is not None
-    assert (bars.high, bars.wrong) == (0.25, 0.5)
-    bars = gap_bars(("float32", "float32"))
-    assert bars is not None
-    assert (bars.high, bars.wrong, bars.epsilon) == (1e-4, 4e-4, 0.0)
-    given = gap_bars(("bfloat16", "float32"), limit=0.4)
+    limits = mismatch_limits(("bfloat16", "float32"))
+    assert limits is not None
+    assert (limits.high, limits.wrong) == (0.25, 0.5)
+    limits = mismatch_limits(("float32", "float32"))
+    assert limits is not None
+    assert (limits.high, limits.wrong, limits.epsilon) == (1e-4, 4e-4, 0.0)
+    given = mismatch_limits(("bfloat16", "float32"), limit=0.4)
     assert given is not None and (given.high, given.wrong) == (0.1, 0.4)
-    assert gap_bars(("bfloat16", "float32"), limit=0.0) is None
-    assert gap_bars(("float32", "float32"), is_exact=True) == EXACT
+    assert mismatch_limits(("bfloat16", "float32"), limit=0.0) is None
+    assert mismatch_limits(("float32", "float32"), is_exact=True) == EXACT
 
 
 @pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("trainer", ["float32", "bfloat16", "float16"])
 def test_each_pair_of_number_types_has_a_bar(engine: str, trainer: str) -> None:
-    assert gap_bars((engine, trainer)) is not None
+    assert mismatch_limits((engine, trainer)) is not None
 
 
 def test_number_types_follow_the_device_unless_they_are_given() -> None:
@@ -54,7 +54,7 @@ def judge(types: tuple[str, str], gap: float, sampled_at: int, moved: list[float
         out_dir="",
         config=TrainConfig(),
         start_step=8,
-        gap_bars=gap_bars(types),
+        mismatch_limits=mismatch_limits(types),
         probe=Probe(moved=moved),
     )
     tokens = make_sampled_tokens([sequence], TrainConfig(), 8, moved)

@@ -13,8 +13,8 @@ from peft.helpers import rescale_adapter_scale
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.engine.probe import find_fault
-from art_server.jobs.gap_bars import gap_bars
+from art_server.engine.probe_check import find_fault
+from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.shared.trainer_messages import Probe, TrainTask
 from art_server.trainer.checkpoint import write_first_checkpoint
 from art_server.trainer.job import train
@@ -48,8 +48,8 @@ class Engine:
 
 def seen(policy: Policy, folder: Path, batch: Any, dtype: str, fault: str | None, steps: int = 1) -> str | None:
     """What the probe shows after some honest steps of a fresh adapter."""
-    bars = gap_bars((dtype, "float32"))
-    assert bars is not None
+    limits = mismatch_limits((dtype, "float32"))
+    assert limits is not None
     write_first_checkpoint(policy.base_model, LoRAConfig(), 0, folder / "0")
     probe: Probe | None = None
     for step in range(steps):
@@ -62,13 +62,13 @@ def seen(policy: Policy, folder: Path, batch: Any, dtype: str, fault: str | None
             # Made long ago, so that the next step has one again.
             probe=probe and probe.model_copy(update={"made_at": 0.0}),
             # The batch's log-probabilities are random numbers.
-            gap_bars=bars.model_copy(update={"wrong": 100.0}),
+            mismatch_limits=limits.model_copy(update={"wrong": 100.0}),
         )
         probe = train(policy, task, 4096, lambda _: None).probe
     assert probe is not None and probe.is_of_step
     engine = Engine(Path(policy.base_model), folder / str(steps), dtype, fault)
     scaled = engine.score(probe.token_ids, probe.factor) if probe.factor > 1 else []
-    return find_fault(probe, engine.score(probe.token_ids), scaled, bars)
+    return find_fault(probe, engine.score(probe.token_ids), scaled, limits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

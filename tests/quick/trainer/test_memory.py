@@ -41,7 +41,7 @@ def test_default_tokens_fit_the_memory_of_the_container(monkeypatch: pytest.Monk
     assert fitting == 2**31 // (4 * 6 * (28 * 1024 + 8 * 3072)) == 1680
 
 
-def test_a_failed_allocation_is_told_from_other_errors() -> None:
+def test_a_failed_allocation_is_distinguished_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(failed.value)

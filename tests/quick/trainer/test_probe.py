@@ -9,13 +9,13 @@ from peft.helpers import rescale_adapter_scale
 from safetensors.torch import load_file
 
 from art_protocol.wire import LoRAConfig, TrainConfig
-from art_server.engine.probe import effect_ratio, find_fault
-from art_server.jobs.gap_bars import gap_bars
+from art_server.engine.probe_check import effect_ratio, find_fault
+from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.process.shared.trainer_messages import (
     NUM_SIGMAS_OF_EFFECT,
     Batch,
     Done,
-    GapBars,
+    MismatchLimits,
     Probe,
     TrainTask,
 )
@@ -35,7 +35,7 @@ from art_server.trainer.probe import (
     write_layer_probes,
 )
 
-WIDE = GapBars(high=100.0, wrong=100.0)
+WIDE = MismatchLimits(high=100.0, wrong=100.0)
 """The batches' log-probabilities are random numbers."""
 
 
@@ -46,7 +46,7 @@ def job(policy: Policy, start: Path, out: Path, batch: Batch, probe: Probe | Non
         config=TrainConfig(learning_rate=1e-3),
         batch=batch,
         probe=probe,
-        **({"gap_bars": WIDE, "lora": LoRAConfig()} | given),
+        **({"mismatch_limits": WIDE, "lora": LoRAConfig()} | given),
     )
     return train(policy, task, 4096, lambda _: None)
 
@@ -54,8 +54,8 @@ def job(policy: Policy, start: Path, out: Path, batch: Batch, probe: Probe | Non
 def test_a_probe_holds_what_the_new_step_and_its_base_compute(
     policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch
 ) -> None:
-    bars = GapBars(high=1e-4, wrong=100.0)
-    done = job(policy, adapter_dir, tmp_path / "1", make_batch(0), gap_bars=bars)
+    limits = MismatchLimits(high=1e-4, wrong=100.0)
+    done = job(policy, adapter_dir, tmp_path / "1", make_batch(0), mismatch_limits=limits)
     probe = done.probe
     assert probe is not None and 2 <= len(probe.token_ids) <= NUM_TOKENS + 1
     before = Policy(policy.base_model, torch.float32)
@@ -73,11 +73,11 @@ def test_a_probe_holds_what_the_new_step_and_its_base_compute(
 
 
 def test_an_effect_near_rounding_is_scored_at_a_multiple_of_alpha(policy: Policy, tmp_path: Path, make_batch) -> None:
-    bars = gap_bars(("bfloat16", "float32"))
-    assert bars is not None
-    bars = bars.model_copy(update={"wrong": 100.0})
+    limits = mismatch_limits(("bfloat16", "float32"))
+    assert limits is not None
+    limits = limits.model_copy(update={"wrong": 100.0})
     write_first_checkpoint(policy.base_model, LoRAConfig(), 0, tmp_path / "0")
-    probe = job(policy, tmp_path / "0", tmp_path / "1", make_batch(0), gap_bars=bars).probe
+    probe = job(policy, tmp_path / "0", tmp_path / "1", make_batch(0), mismatch_limits=limits).probe
     assert probe is not None and probe.rounding > 0 and probe.factor > 1
     policy.load_adapter(LoRAConfig(), tmp_path / "1")
     with rescale_adapter_scale(policy.model, probe.factor):
@@ -92,13 +92,13 @@ def test_the_measured_rounding_is_that_of_the_number_type(
 ) -> None:
     """Against the same base computed in 16 bits by torch."""
     for name in ("bfloat16", "float16"):
-        bars = gap_bars((name, "float32"))
-        assert bars is not None
-        wide = bars.model_copy(update={"wrong": 100.0})
+        limits = mismatch_limits((name, "float32"))
+        assert limits is not None
+        wide = limits.model_copy(update={"wrong": 100.0})
         found = []
         for seed in range(6):
             out = tmp_path / f"{name}{seed}"
-            probe = job(policy, adapter_dir, out, make_batch(seed), gap_bars=wide).probe
+            probe = job(policy, adapter_dir, out, make_batch(seed), mismatch_limits=wide).probe
             assert probe is not None
             rounded = Policy(str(base_dir), getattr(torch, name))
             rounded.load_adapter(LoRAConfig(), out)
@@ -108,11 +108,11 @@ def test_the_measured_rounding_is_that_of_the_number_type(
 
 
 def test_a_probe_changes_no_weight(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:
-    bars = gap_bars(("bfloat16", "bfloat16"))
-    assert bars is not None
-    wide = bars.model_copy(update={"wrong": 100.0})
-    job(policy, adapter_dir, tmp_path / "with", make_batch(1), gap_bars=wide)
-    none = job(policy, adapter_dir, tmp_path / "without", make_batch(1), gap_bars=None)
+    limits = mismatch_limits(("bfloat16", "bfloat16"))
+    assert limits is not None
+    wide = limits.model_copy(update={"wrong": 100.0})
+    job(policy, adapter_dir, tmp_path / "with", make_batch(1), mismatch_limits=wide)
+    none = job(policy, adapter_dir, tmp_path / "without", make_batch(1), mismatch_limits=None)
     assert none.probe is None
     weights = [(tmp_path / each / ADAPTER_FILE).read_bytes() for each in ("with", "without")]
     assert weights[0] == weights[1]
@@ -174,9 +174,9 @@ def test_the_tokens_are_those_that_the_update_moves_most(make_batch) -> None:
 
 
 def test_each_kind_of_layer_has_an_adapter_of_its_own_and_a_probe(policy: Policy, tmp_path: Path) -> None:
-    bars = gap_bars(("float32", "float32"))
-    assert bars is not None
-    probes = write_layer_probes(policy, LoRAConfig(), tmp_path, bars)
+    limits = mismatch_limits(("float32", "float32"))
+    assert limits is not None
+    probes = write_layer_probes(policy, LoRAConfig(), tmp_path, limits)
     mlp = {f"mlp.{each}_proj" for each in ("gate", "up", "down")}
     assert set(probes) == {f"self_attn.{each}_proj" for each in "qkvo"} | mlp
     assert not any(bool(each.any()) for name, each in policy.parameters.items() if ".lora_B." in name)
@@ -191,8 +191,8 @@ def test_each_kind_of_layer_has_an_adapter_of_its_own_and_a_probe(policy: Policy
         with rescale_adapter_scale(policy.model, probe.factor):
             scaled = policy.sequence_logprobs(probe.token_ids).tolist()
         assert (probe.scaled_logprobs or probe.logprobs) == pytest.approx(scaled, abs=1e-5)
-        assert effect_ratio(probe, scaled, bars) == pytest.approx(1, abs=1e-3)
-        assert find_fault(probe, probe.base_logprobs, probe.base_logprobs, bars), "a lost adapter"
+        assert effect_ratio(probe, scaled, limits) == pytest.approx(1, abs=1e-3)
+        assert find_fault(probe, probe.base_logprobs, probe.base_logprobs, limits), "a lost adapter"
 
 
 def test_a_lost_layer_is_not_trained(policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch) -> None:

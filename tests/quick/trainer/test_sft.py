@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.process.shared.trainer_messages import (
     Batch,
-    GapBars,
-    Span,
+    MismatchLimits,
+    SampledSpan,
     TrainTask,
 )
 from art_server.trainer.job import train
@@ -135,15 +135,15 @@ def test_the_gap_is_judged_before_the_weights_change(policy: Policy, adapter_dir
         of_policy = policy.sequence_logprobs(sequence.token_ids, [*range(first - 1, len(sequence.token_ids) - 1)])
         sequence.logprobs[first:] = of_policy.tolist()
         sequence.recompute.clear()
-        sequence.spans.append(Span(start=first, stop=len(sequence.token_ids), step=0))
-    bars = GapBars(high=1e-4, wrong=1e-3, largest=None)
+        sequence.spans.append(SampledSpan(start=first, stop=len(sequence.token_ids), step=0))
+    limits = MismatchLimits(high=1e-4, wrong=1e-3, largest=None)
     task = TrainTask(
         lora=LoRAConfig(),
         in_dir=str(adapter_dir),
         out_dir=str(tmp_path / "out"),
         config=TrainConfig(objective="likelihood", learning_rate=1e-2, batch_size=BATCH_SIZE, sampling="raw"),
         batch=batch,
-        gap_bars=bars,
+        mismatch_limits=limits,
     )
     done = train(policy, task, 150, lambda _: None)
     assert done.metrics["data/step_num_gradient_steps"] == NUM_STEPS and not done.notes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from art_protocol.wire import TrainConfig
 from art_server.trainer.policy import Policy
-from art_server.trainer.states import MAX_PADDING, make_plan
+from art_server.trainer.states import MAX_PADDING, plan_layer_calls
 from art_server.trainer.tree import lay_out, sort_sequences
 from tests.forests import assert_tree_equals_rows, save_random_adapter
 from tests.toy_models import make_model
@@ -35,7 +35,7 @@ def test_a_plan_computes_each_token_once_after_those_before_it(sequences: list[l
     forest = lay_out(sequences, sort_sequences(sequences, min_shared=1))
     ends: dict[int, tuple[int, ...]] = {}  # a layer's state: all tokens that it has seen
     computed: dict[int, tuple[int, ...]] = {}
-    plan = make_plan(forest.nodes)
+    plan = plan_layer_calls(forest.nodes)
     assert plan.num_nodes == len(forest.nodes)
     for runs in plan.calls:
         lengths = [len(run.tokens) for run in runs]

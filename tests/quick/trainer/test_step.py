@@ -25,9 +25,9 @@ from art_server.process.shared.trainer_messages import (
     BetweenSteps,
     Distribution,
     Done,
-    GapBars,
+    MismatchLimits,
     Progress,
-    Span,
+    SampledSpan,
     TokenSequence,
     TrainableGroup,
     TrainableTrajectory,
@@ -38,10 +38,10 @@ from art_server.trainer.batches import MicroBatch, TrainSequence, make_train_bat
 from art_server.trainer.checkpoint import OPTIMIZER_FILE, write_first_checkpoint
 from art_server.trainer.gap import GapTooLarge
 from art_server.trainer.job import train
-from art_server.trainer.metrics import merge_steps
 from art_server.trainer.mini_batches import split_mini_batches
 from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.step import compute_gradient
+from art_server.trainer.step_metrics import merge_steps
 from art_server.trainer.token_budget import Budgets, budget_key
 from art_server.trainer.tree import Forest
 
@@ -1268,7 +1268,7 @@ def gap_batch(
             TokenSequence(
                 token_ids=token_ids,
                 logprobs=logprobs,
-                spans=[Span(start=1, stop=num_tokens + 1, step=step)],
+                spans=[SampledSpan(start=1, stop=num_tokens + 1, step=step)],
                 advantages=advantages or {},
             )
         )
@@ -1278,7 +1278,7 @@ def gap_batch(
     return Batch(groups=[TrainableGroup(trajectories=trajectories)])
 
 
-BARS = GapBars(high=0.01, wrong=0.04)
+LIMITS = MismatchLimits(high=0.01, wrong=0.04)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -1287,11 +1287,11 @@ def test_a_wrong_gap_trains_nothing_and_says_what_to_do(
 ) -> None:
     config = TrainConfig(passes=passes)
     batch = gap_batch(policy, adapter_dir, 0.05, 40, step=3)
-    task = train_task(adapter_dir, tmp_path / "out", batch, config, start_step=3, gap_bars=BARS)
+    task = train_task(adapter_dir, tmp_path / "out", batch, config, start_step=3, mismatch_limits=LIMITS)
     with pytest.raises(GapTooLarge, match=r"0\.05 on average.*80 tokens of step 3.*gap-limit 0"):
         train(policy, task, BUDGET, lambda _: None)
     assert not (tmp_path / "out").exists()
-    # Without bars it is measured only.
+    # Without limits it is measured only.
     free = train_task(adapter_dir, tmp_path / "free", batch, config, start_step=3)
     done = train(policy, free, BUDGET, lambda _: None)
     assert done.metrics["loss/logprob_gap_mean"] == pytest.approx(0.05, abs=1e-5)
@@ -1304,7 +1304,7 @@ def test_the_gap_of_supervised_steps_is_over_all_of_them(policy: Policy, adapter
     batches = [gap_batch(policy, adapter_dir, gap, 40, step=3, advantages=weights) for gap in (0.0, 0.12)]
     batch = Batch(groups=[group for each in batches for group in each.groups])
     config = TrainConfig(objective="likelihood", batch_size=1)
-    task = train_task(adapter_dir, tmp_path / "1", batch, config, start_step=3, gap_bars=BARS)
+    task = train_task(adapter_dir, tmp_path / "1", batch, config, start_step=3, mismatch_limits=LIMITS)
     with pytest.raises(GapTooLarge, match=r"0\.06 on average.*160 tokens of step 3"):
         train(policy, task, BUDGET, lambda _: None)
 
@@ -1315,7 +1315,7 @@ def test_a_high_gap_is_noted_and_one_of_few_tokens_is_not_judged(
     def run(name: str, gap: float, num_tokens: int, sampled_at: int) -> Done:
         batch = gap_batch(policy, adapter_dir, gap, num_tokens, sampled_at)
         out = tmp_path / name
-        task = train_task(adapter_dir, out, batch, TrainConfig(), start_step=3, gap_bars=BARS)
+        task = train_task(adapter_dir, out, batch, TrainConfig(), start_step=3, mismatch_limits=LIMITS)
         return train(policy, task, BUDGET, lambda _: None)
 
     (note,) = run("high", 0.02, 40, 3).notes

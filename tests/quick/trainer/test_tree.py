@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_server.trainer.tree import Node, lay_out, pack, pad_forest, sort_sequences
+from art_server.trainer.tree import Node, lay_out, pack_trees, pad_forest, sort_sequences
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -75,7 +75,7 @@ def test_packs_hold_every_row_once_within_the_budget(
     sequences: list[list[int]], min_shared: int, max_tokens: int
 ) -> None:
     order = sort_sequences(sequences, min_shared)
-    packs = pack(sequences, order, max_tokens)
+    packs = pack_trees(sequences, order, max_tokens)
     assert sorted(index for each in packs for index in each.sequences) == list(range(len(sequences)))
     sizes = []
     for each in packs:
@@ -89,7 +89,7 @@ def test_packs_hold_every_row_once_within_the_budget(
 def test_tree_above_the_budget_repeats_its_trunk() -> None:
     trunk = [5] * 10
     sequences = [[*trunk, leaf, leaf] for leaf in range(6)]
-    packs = pack(sequences, sort_sequences(sequences), 16)
+    packs = pack_trees(sequences, sort_sequences(sequences), 16)
     assert [len(each.sequences) for each in packs] == [3, 3]
     assert [lay_out(sequences, each).num_tokens for each in packs] == [16, 16]
 

@@ -23,10 +23,10 @@ from art_server.process.shared.trainer_messages import (
     CheckTask,
     Done,
     Failed,
-    GapBars,
     InitTask,
     LayersTask,
     LoadTask,
+    MismatchLimits,
     Progress,
     Ready,
     Task,
@@ -189,8 +189,8 @@ def test_wherever_the_base_is_between_steps_they_are_the_same(
         tasks: list[Task] = [InitTask(lora=LORA, out_dir=str(folder / "0"))]
         tasks += [train_task(folder / f"{index}", folder / f"{index + 1}", make_batch(index)) for index in range(3)]
         (folder / "layers").mkdir(parents=True)
-        bars = GapBars(high=1.0, wrong=1.0)
-        layers = LayersTask(lora=LORA, out_dir=str(folder / "layers"), gap_bars=bars)
+        limits = MismatchLimits(high=1.0, wrong=1.0)
+        layers = LayersTask(lora=LORA, out_dir=str(folder / "layers"), mismatch_limits=limits)
         tasks.insert(2, layers)  # it leaves nothing behind for the steps after it
         _, *ended = serve(Worker, base_dir, *tasks, between_steps=way)  # type: ignore[arg-type]
         assert [each["event"] for each in ended] == ["done"] * 5

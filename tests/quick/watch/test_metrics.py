@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import art
 from art_protocol.wire import JobReport, TrainConfig
-from art_server.jobs.queue import Payload
+from art_server.jobs.job_row import Payload
 from art_server.jobs.trainer_process import TrainerError
 from art_server.process.shared.trainer_messages import Batch
 from art_server.settings import ApiKey

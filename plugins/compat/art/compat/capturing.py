@@ -3,7 +3,7 @@
     trajectory = await art.trajectory(run_agent(question))      # or art.capture_auto_trajectory
 
 All requests of the coroutine to the server of a registered model belong to one session, with any HTTP client that
-`patches` covers. Where no registered model answers, the trajectory has the answers of other servers (`elsewhere`). The
+`patches` covers. Where no registered model answers, the trajectory has the answers of other servers (`other_providers`). The
 conversations come after the coroutine has ended. Until then the trajectory contains only what the coroutine sets, for
 example its reward.
 """
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Coroutine, Iterable
 from contextlib import nullcontext
 from typing import Any, Literal, overload
 
-from art.compat import elsewhere, patches
+from art.compat import other_providers, patches
 from art.pool import RolloutPool, current_pool
 from art.scopes import current_scope, entered
 from art.sessions import add_captured, add_histories
@@ -31,8 +31,8 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     """
     if isinstance(coroutine, asyncio.Future):
         raise TypeError("art.trajectory takes a coroutine, not a task: a task has its own context")
-    patches.install()
-    scope = elsewhere.Capture(uuid.uuid4().hex)
+    patches.patch_http_clients()
+    scope = other_providers.Capture(uuid.uuid4().hex)
     captured = scope.trajectory
     with entered(scope):
         await coroutine
@@ -41,7 +41,7 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
         replies |= await server.fetch_captured(scope.session, replies)
     add_captured(captured, replies.values())
     if not any(each.histories or each.unused for each in replies.values()):
-        add_histories(captured, elsewhere.histories(scope.answers))
+        add_histories(captured, other_providers.histories(scope.answers))
     return captured.finish()
 
 
@@ -62,7 +62,7 @@ def current_trajectory(*, required: bool = False, require: bool = False) -> Traj
         RuntimeError: outside a capture, with `required` (`require` in later releases of ART).
     """
     scope = current_scope.get()
-    captured = scope.trajectory if isinstance(scope, elsewhere.Capture) else None
+    captured = scope.trajectory if isinstance(scope, other_providers.Capture) else None
     if captured is None and (required or require):
         raise RuntimeError("no trajectory is being captured here: run this coroutine with `await art.trajectory(...)`")
     return captured

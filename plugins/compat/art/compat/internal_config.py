@@ -16,7 +16,7 @@ CLIENT_CONFIG_IGNORED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class InternalSettings:
     """What a model's `_internal_config` means."""
 
     engine_args: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -25,7 +25,7 @@ class Settings:
     without_effect: list[str] = field(default_factory=list[str])
 
 
-def read(config: Mapping[str, Any] | None) -> Settings:
+def read(config: Mapping[str, Any] | None) -> InternalSettings:
     """The settings in `_internal_config`. Values that are None count as not given."""
     given = {key: _given(value) for key, value in (config or {}).items() if value is not None}
     init_args, peft_args = given.pop("init_args", {}), given.pop("peft_args", {})
@@ -36,10 +36,10 @@ def read(config: Mapping[str, Any] | None) -> Settings:
     _, ignored = apply_options(TrainConfig(), trainer_args)
     without_effect += [f"trainer_args.{key}" for key in ignored]
     lora = LoRAConfig.model_validate(peft_args) if peft_args else None
-    return Settings(engine_args, trainer_args, lora, without_effect)
+    return InternalSettings(engine_args, trainer_args, lora, without_effect)
 
 
-def with_defaults(config: TrainConfig, settings: Settings) -> TrainConfig:
+def with_defaults(config: TrainConfig, settings: InternalSettings) -> TrainConfig:
     """A train call's configuration with the `trainer_args` that it does not set itself."""
     defaults, _ = apply_options(TrainConfig(), settings.trainer_args)
     # One option, such as `ppo`, sets several fields, so that fields are compared and not names.

@@ -20,9 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from art.compat import internal_config, unserved
-from art.compat.foreign import ForeignBackend, train_there
+from art.compat import internal_config, offline_log
 from art.compat.internal_config import CLIENT_CONFIG_IGNORED
+from art.compat.third_party_backend import ThirdPartyBackend, train_there
 from art.metrics import SUMMED, MetricsBuilder
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
@@ -87,13 +87,13 @@ class ArtModel(Model):
     ) -> dict[str, float]:
         if self.trainable and self._links.backend is not None:
             return await super().log(trajectories, split, metrics=metrics, step=step)
-        return await asyncio.to_thread(unserved.log, self._folder, trajectories, split, metrics, step)
+        return await asyncio.to_thread(offline_log.log, self._folder, trajectories, split, metrics, step)
 
     def metrics_builder(self, cost_context: str = "train") -> MetricsBuilder:
         """Collects metrics of the next step ("train", "eval"), which the next `log` of that split writes."""
         if self._metrics is None:
             self._metrics = MetricsBuilder(cost_context)
-            self._metrics.load_state_dict({"totals": unserved.sums(self._folder), "scenarios": ()})
+            self._metrics.load_state_dict({"totals": offline_log.sums(self._folder), "scenarios": ()})
         return self._metrics.for_cost_context(cost_context)
 
     def activate_metrics_context(self, cost_context: str = "train") -> "Token[MetricsBuilder]":
@@ -117,14 +117,14 @@ class ArtModel(Model):
 
 
 class ArtTrainableModel(ArtModel, TrainableModel):
-    """ART's arguments, `_internal_config`, and third-party backends (`art.compat.foreign`)."""
+    """ART's arguments, `_internal_config`, and third-party backends (`art.compat.third_party_backend`)."""
 
     _internal_config: Any = PrivateAttr(default=None)
     """`art.dev.InternalModelConfig`: ART's settings for engine, adapter and trainer (`art.compat.internal_config`)."""
 
-    async def register(self, backend: ServerBackend | ForeignBackend, _openai_client_config: Any = None) -> None:
+    async def register(self, backend: ServerBackend | ThirdPartyBackend, _openai_client_config: Any = None) -> None:
         """The backend is ours, or any object that implements ART's backend protocol."""
-        if not isinstance(backend, ForeignBackend):
+        if not isinstance(backend, ThirdPartyBackend):
             if _openai_client_config:
                 logger.warning(CLIENT_CONFIG_IGNORED)
             return await super().register(backend)
@@ -144,7 +144,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
 
     def get_inference_name(self, step: int | None = None) -> str:
         is_pinned = step is None and self._pinned_name is not None
-        if isinstance(self._links.backend, ForeignBackend) and not is_pinned:
+        if isinstance(self._links.backend, ThirdPartyBackend) and not is_pinned:
             name = self._storage_name  # ART's servers have no projects
             return name if step is None else f"{name}@{step}"
         return super().get_inference_name(step)
@@ -168,7 +168,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
         `config`."""
         groups, config = [*groups, *trajectory_groups], config or TrainConfig()
         backend: Any = self._links.backend
-        if isinstance(backend, ForeignBackend):
+        if isinstance(backend, ThirdPartyBackend):
             return await train_there(backend, self, groups, config, _config or {}, verbose)
         config = internal_config.with_defaults(config, internal_config.read(self._internal_config))
         options: dict[str, Any] = _config or {}
@@ -197,7 +197,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
         expected_step: int | None = None,
     ) -> TrainResult:
         """`_config` and `log_metrics` have no effect."""
-        if isinstance(self._links.backend, ForeignBackend):
+        if isinstance(self._links.backend, ThirdPartyBackend):
             raise ValueError("train_sft needs an art-server: register the model with art.Backend")
         return await super().train_sft(
             trajectories,
@@ -212,7 +212,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
     ) -> DeleteCheckpointsReply | None:
         """With a third-party backend only the newest checkpoint is kept, and the result is None."""
         backend: Any = self._links.backend
-        if isinstance(backend, ForeignBackend):
+        if isinstance(backend, ThirdPartyBackend):
             await backend._delete_checkpoint_files(self, [await backend._get_step(self)])
             return None
         return await super().delete_checkpoints(best_checkpoint_metric, keep=keep)

@@ -1,8 +1,8 @@
 """The client's only patch of other libraries: it adds the session header to requests to an art-server, and notes answers of
-other servers (`elsewhere`).
+other servers (`other_providers`).
 
-The first capture scope calls `install` (`capturing`); `import art` and `art.rollout` never do. httpx, httpx2, aiohttp
-and requests each have a method through which all requests pass. `install` wraps it on the class, so existing clients
+The first capture scope calls `patch_http_clients` (`capturing`); `import art` and `art.rollout` never do. httpx, httpx2, aiohttp
+and requests each have a method through which all requests pass. `patch_http_clients` wraps it on the class, so existing clients
 are covered too. The wrapper adds the header `x-art-session`, unless a request has it already, to requests to `/v1/...`
 of servers with a registered trainable model of this program. It does so only while a capture scope is active.
 
@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from art.compat import elsewhere
+from art.compat import other_providers
 from art.scopes import current_scope, headers_for
 
 _PATCHED_METHODS = [
@@ -33,7 +33,7 @@ _PATCHED_METHODS = [
 
 
 @functools.cache
-def install() -> None:
+def patch_http_clients() -> None:
     """Imports and patches the installed HTTP libraries, once. A coroutine may import them only later."""
     for module_name, class_name, method_name in _PATCHED_METHODS:
         if importlib.util.find_spec(module_name) is not None:
@@ -49,14 +49,14 @@ def _with_header_of_request(send: Callable[..., Any]) -> Callable[..., Any]:
         _add_header(request)
         response = send(self, request, *args, **kwargs)
         if hasattr(response, "iter_raw"):  # httpx; requests has no such method
-            elsewhere.watch(request, response)
+            other_providers.watch(request, response)
         return response
 
     @functools.wraps(send)
     async def send_async(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         _add_header(request)
         response = await send(self, request, *args, **kwargs)
-        elsewhere.watch(request, response)
+        other_providers.watch(request, response)
         return response
 
     return send_async if inspect.iscoroutinefunction(send) else send_with_header
@@ -72,7 +72,7 @@ def _with_header_of_self(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_header(request: Any) -> None:
-    if not isinstance(current_scope.get(), elsewhere.Capture):
+    if not isinstance(current_scope.get(), other_providers.Capture):
         return
     headers: MutableMapping[str, str] = request.headers
     for name, value in headers_for(str(request.url)).items():

@@ -24,8 +24,8 @@ from tqdm.auto import tqdm
 from art.errors import ArtError
 from art.model import Model
 from art.pool import run_all
-from art.rewards.answers import Verdict, get, read_scores, schema_of
 from art.rewards.cache import AnswerCache
+from art.rewards.judge_answers import Verdict, get, read_scores, schema_of
 from art.scopes import no_capture
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -227,19 +227,10 @@ def _to_endpoint(model: str | Model, base_url: str | None, api_key: str | None) 
     if isinstance(model, Model):
         name = model.get_inference_name()
         base_url, api_key = base_url or model.inference_base_url, api_key or model.inference_api_key
+    elif base_url is None:
+        name, base_url, api_key = _of_provider(model, api_key)
     else:
-        provider, _, rest = model.partition("/")
-        is_prefix = rest and provider in ("openai", "hosted_vllm")  # as LiteLLM names endpoints
-        name = rest if is_prefix else model
-        provider = provider if rest else "openai"
-        if base_url is None and provider in PROVIDERS:
-            base_url, variable = PROVIDERS[provider]
-            if provider == "openai":
-                base_url = os.environ.get("OPENAI_BASE_URL") or base_url
-            name = rest or model
-            api_key = api_key or os.environ.get(variable)
-            if not api_key:
-                raise ValueError(f"judge '{model}' needs a key: set {variable} or pass api_key")
+        name = _name_there(model)
     url = urlsplit(base_url or "")
     if not url.hostname or "@" in url.netloc or url.query:
         remedy = "pass base_url (http://HOST/v1) and the model's name there, or register the model"
@@ -247,6 +238,28 @@ def _to_endpoint(model: str | Model, base_url: str | None, api_key: str | None) 
     endpoint = Model(name="judge", project="judges", inference_model_name=name)
     endpoint.inference_base_url, endpoint.inference_api_key = base_url, (api_key or "").strip()
     return endpoint
+
+
+def _of_provider(model: str, api_key: str | None) -> tuple[str, str | None, str | None]:
+    """The name, address and key of a model that is named PROVIDER/NAME, or NAME for OpenAI's."""
+    provider, _, rest = model.partition("/")
+    if not rest:
+        provider = "openai"
+    if provider not in PROVIDERS:
+        return _name_there(model), None, api_key
+    base_url, variable = PROVIDERS[provider]
+    if provider == "openai":
+        base_url = os.environ.get("OPENAI_BASE_URL") or base_url
+    api_key = api_key or os.environ.get(variable)
+    if not api_key:
+        raise ValueError(f"judge '{model}' needs a key: set {variable} or pass api_key")
+    return rest or model, base_url, api_key
+
+
+def _name_there(model: str) -> str:
+    """A model's name at its address; LiteLLM puts the kind of endpoint before it."""
+    provider, _, rest = model.partition("/")
+    return rest if rest and provider in ("openai", "hosted_vllm") else model
 
 
 _judges: OrderedDict[Hashable, Judge] = OrderedDict()

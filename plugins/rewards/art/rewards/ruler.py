@@ -3,26 +3,27 @@
 Names and results are those of ART's `art.rewards.ruler`. The text of a trajectory cannot close its tag.
 """
 
+import itertools
 import json
 import logging
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from art.errors import text_of
-from art.rewards.answers import Verdict
+from art.errors import error_text
 from art.rewards.judge import Judge, JudgeModel, to_judge
+from art.rewards.judge_answers import Verdict
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import MessageOrChoice, Tools
 
 logger = logging.getLogger(__name__)
 
 Mode: TypeAlias = Literal["listwise", "pairwise"]
-Conversation: TypeAlias = tuple[str, ...]
+Transcript: TypeAlias = tuple[str, ...]
 """The messages of a trajectory, each as JSON."""
 
 DISTANCE = 4
@@ -120,7 +121,7 @@ async def ruler_score_group(
     except Exception as error:  # of any kind: a judge can be a function of the program
         if not swallow_exceptions:
             raise
-        logger.warning("a group is left out, the judge failed: %s: %s", type(error).__name__, text_of(error))
+        logger.warning("a group is left out, the judge failed: %s: %s", type(error).__name__, error_text(error))
         return None
     scored = [_with_score(*each) for each in zip(group, verdicts, strict=True)]
     update = {"trajectories": scored, "exceptions": [*group.exceptions], "logs": [*group.logs]}
@@ -152,7 +153,9 @@ async def _judge(
     if mode == "pairwise":
         subsets = _pairs(len(distinct))
     known_tools = tuple(dict.fromkeys(map(_to_json, tools)))
-    prompts = [_make_prompt([distinct[n] for n in each], rubric, known_tools) for each in subsets]
+    prompts: list[list[dict[str, Any]]] = []
+    for numbers in subsets:
+        prompts.append(_make_prompt([distinct[number] for number in numbers], rubric, known_tools))
     ids = [str(number) for number in range(1, len(subsets[0]) + 1)] if subsets else []
     answers, tokens = await judge.ask(prompts, ids, is_shown=debug)
     metrics: dict[str, float] = {f"ruler_{kind}_tokens": each for kind, each in tokens.items()}
@@ -162,13 +165,23 @@ async def _judge(
     if mode == "pairwise":
         verdicts = _shares_of_wins(len(distinct), subsets, answers)
     else:
-        given = [verdict for answer in answers for verdict in answer]
-        verdicts = [each._replace(score=min(max(each.score, 0.0), 1.0)) for each in given]
-        if num_clamped := sum(map(operator.ne, given, verdicts)):
+        verdicts, num_clamped = _clamp(itertools.chain.from_iterable(answers))
+        if num_clamped:
             metrics["ruler_clamped"] = num_clamped
             logger.warning("judge %s: %d scores outside [0, 1] clamped", judge.name, num_clamped)
     by_conversation = dict(zip(distinct, verdicts, strict=True))
     return [by_conversation[each] for each in conversations], metrics
+
+
+def _clamp(given: Iterable[Verdict]) -> tuple[list[Verdict], int]:
+    """The verdicts with scores from 0 to 1, and how many of them were outside."""
+    verdicts: list[Verdict] = []
+    num_clamped = 0
+    for verdict in given:
+        score = min(max(verdict.score, 0.0), 1.0)
+        num_clamped += score != verdict.score
+        verdicts.append(verdict._replace(score=score))
+    return verdicts, num_clamped
 
 
 def _pairs(size: int) -> list[tuple[int, ...]]:
@@ -190,7 +203,7 @@ def _shares_of_wins(
     return list(map(Verdict, shares, texts))
 
 
-def _make_prompt(conversations: Sequence[Conversation], rubric: str, tools: Conversation) -> list[dict[str, Any]]:
+def _make_prompt(conversations: Sequence[Transcript], rubric: str, tools: Transcript) -> list[dict[str, Any]]:
     """The messages that request a score for each conversation, under the ids "1", "2"..."""
     are_equal = [len(set(column)) == 1 for column in zip(*conversations, strict=False)]
     # Of each conversation, at least the last message is not context.
@@ -205,12 +218,12 @@ def _make_prompt(conversations: Sequence[Conversation], rubric: str, tools: Conv
     ]
 
 
-def _tagged(tag: str, entries: Conversation, attributes: str = "") -> str:
+def _tagged(tag: str, entries: Transcript, attributes: str = "") -> str:
     content = ",\n".join(entries)
     return f"<{tag}{attributes}>\n[{content}]\n</{tag}>"
 
 
-def _to_conversation(trajectory: Trajectory) -> Conversation:
+def _to_conversation(trajectory: Trajectory) -> Transcript:
     """The trajectory's messages, then its additional histories, each as one message."""
     entries: list[Any] = [*trajectory.messages()]
     for history in trajectory.additional_histories:

@@ -21,7 +21,7 @@ from art.backend import Backend
 from art.errors import ArtConnectionError, ArtError
 from art.reporting import OnStep
 from art.skypilot.task import TASK_NAME, import_sky, make_task, read_environment
-from art.skypilot.tunnel import Tunnel, run_command, run_ssh
+from art.skypilot.tunnel import Tunnel, run_process, run_ssh
 from art_protocol.wire import Health
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class SkyPilotBackend(Backend):
         return job
 
     async def _open_tunnel(self) -> None:
-        await run_command([*SKY, "status", self._cluster_name])  # writes the entry for ssh
+        await run_process([*SKY, "status", self._cluster_name])  # writes the entry for ssh
         await run_ssh(self._cluster_name, "true")
         self._tunnel = Tunnel(self._cluster_name, SERVER_PORT)
         self._connection.base_url = self._tunnel.url

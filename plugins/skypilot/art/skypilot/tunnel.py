@@ -54,10 +54,10 @@ async def run_ssh(host: str, command: str) -> str:
     Raises:
         ArtError: ssh or the command fails.
     """
-    return await run_command([*SSH, host, command])
+    return await run_process([*SSH, host, command])
 
 
-async def run_command(command: list[str]) -> str:
+async def run_process(command: list[str]) -> str:
     """The output of the command.
 
     Raises:

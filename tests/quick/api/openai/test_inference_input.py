@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from art_server.api.errors import status_of
+from art_server.api.error_responses import status_of
 from art_server.api.openai.routes import check_conversation
 from art_server.errors import BadRequest
 from tests.quick.server.served import serving

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from art_server.engine.command import SOCKET_NAME
 from art_server.engine.device.figures import read_figures
-from art_server.engine.device.plan import GIB, Card, Demand, Plan
+from art_server.engine.device.plan import GIB, Card, Demand, MemoryPlan
 from art_server.engine.engine import Engine
 from art_server.jobs.trainer_process import TrainerDied
 from art_server.process.shared.trainer_messages import Done, InitTask, LoadTask, Progress, TrainTask
@@ -335,7 +335,7 @@ class World:
 
     card: Card
     demand: Demand
-    plan: Plan
+    plan: MemoryPlan
     happens: dict[str, list[str]] = field(default_factory=dict)
     """For each phase, the event at its first, second... time: "", "kill engine", "refuse", "hang", "die", "slow"."""
 

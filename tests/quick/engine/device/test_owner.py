@@ -20,13 +20,14 @@ from art_server.checkpoints import Checkpoints
 from art_server.engine import engine as engine_module
 from art_server.engine.device.figures import read_figures
 from art_server.engine.device.owner import DeviceOwner
-from art_server.engine.device.plan import GIB, Card, Demand, make_plan
+from art_server.engine.device.plan import GIB, Card, Demand, make_memory_plan
 from art_server.engine.engine import AdapterRefused, Engine, EngineDied
 from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Unavailable
 from art_server.jobs import backoff
 from art_server.jobs import runner as runner_module
-from art_server.jobs.queue import JobQueue, Payload
+from art_server.jobs.job_row import Payload
+from art_server.jobs.queue import JobQueue
 from art_server.jobs.runner import JobRunner
 from art_server.ledger.intake import RecordReceiver
 from art_server.ledger.ledger import Ledger
@@ -89,7 +90,7 @@ def make_world(case: str, happens: dict[str, list[str]]) -> World:
     card = Card("a card", int(gib * GIB), 256 * GIB)
     own = card if case == "own" else None
     demand = Demand(model, SIZES[model], 2, 2, 16, 4, training_card=own)
-    plan = make_plan(card, demand, read_figures())
+    plan = make_memory_plan(card, demand, read_figures())
     assert plan.handover == ("none" if own else case)
     return World(card, demand, plan, happens)
 

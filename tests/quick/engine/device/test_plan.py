@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from art_protocol.wire import LoRAConfig
 from art_server.engine.device.model_size import read_model_size
-from art_server.engine.device.plan import CASES, GIB, Card, Demand, Plan, make_plan
+from art_server.engine.device.plan import CASES, GIB, Card, Demand, MemoryPlan, make_memory_plan
 from art_server.errors import InvalidInput
 from art_server.store.base_models import TINY_DIR, weight_bytes
 from art_server.trainer.policy import Policy
@@ -23,7 +23,7 @@ from tests.refusals import refused
 LARGEST = {"16 GB": "4B", "24 GB": "8B", "48 GB": "14B", "80 GB": "32B", "141 GB": "32B"}
 
 
-def check(card: Card, demand: Demand, plan: Plan) -> None:
+def check(card: Card, demand: Demand, plan: MemoryPlan) -> None:
     sampling, training = plan.used()
     assert sampling <= card.total and training <= card.total
     assert plan.kv_tokens >= demand.kv_tokens and plan.checkpointed_tokens >= demand.row_tokens
@@ -38,63 +38,63 @@ def test_what_must_fit_fits(name: str, host_gib: int) -> None:
         if (name, model, host_gib) == ("80 GB", "32B", 64):
             continue  # vLLM's backup in sleep alone is as large as main memory
         here, wanted = card(name, host_gib), demand(model)
-        check(here, wanted, make_plan(here, wanted, FIGURES))
+        check(here, wanted, make_memory_plan(here, wanted, FIGURES))
     for model in names[names.index(LARGEST[name]) + 1 :]:
         with refused(InvalidInput, "does_not_fit", "base_model"):
-            make_plan(card(name, host_gib), demand(model), FIGURES)
+            make_memory_plan(card(name, host_gib), demand(model), FIGURES)
 
 
 def test_main_memory_counts() -> None:
     with refused(InvalidInput, "does_not_fit", "base_model"):
-        make_plan(card("80 GB", 64), demand("32B"), FIGURES)
-    read_again = make_plan(card("80 GB", 128), demand("32B"), FIGURES)
+        make_memory_plan(card("80 GB", 64), demand("32B"), FIGURES)
+    read_again = make_memory_plan(card("80 GB", 128), demand("32B"), FIGURES)
     assert not read_again.is_base_resident and not read_again.has_host_copy
-    assert make_plan(card("80 GB", 256), demand("32B"), FIGURES).has_host_copy
+    assert make_memory_plan(card("80 GB", 256), demand("32B"), FIGURES).has_host_copy
 
 
 def test_quantised_weights_are_read_again() -> None:
     """bitsandbytes keeps references to them that a copy does not reach."""
     packed = replace(SIZES["32B"], num_parameters=10**9, quantized_bytes=31 * 10**9)
     wanted = replace(demand("32B"), size=packed, handover="sleep")
-    plan = make_plan(card("48 GB", 512), wanted, FIGURES)
+    plan = make_memory_plan(card("48 GB", 512), wanted, FIGURES)
     assert not plan.is_base_resident and not plan.has_host_copy
 
 
 def test_as_little_leaves_the_card_as_fits() -> None:
-    assert make_plan(card("80 GB"), demand("8B"), FIGURES).handover == "none"
-    assert make_plan(card("80 GB"), demand("14B"), FIGURES).handover == "kv_cache"
-    assert make_plan(card("24 GB"), demand("8B"), FIGURES).handover == "sleep"
+    assert make_memory_plan(card("80 GB"), demand("8B"), FIGURES).handover == "none"
+    assert make_memory_plan(card("80 GB"), demand("14B"), FIGURES).handover == "kv_cache"
+    assert make_memory_plan(card("24 GB"), demand("8B"), FIGURES).handover == "sleep"
 
 
 def test_a_trainer_with_a_card_of_its_own_takes_no_turns() -> None:
     own, wanted = card("24 GB"), replace(demand("8B"), training_card=card("24 GB"))
-    plan = make_plan(card("24 GB"), wanted, FIGURES)
+    plan = make_memory_plan(card("24 GB"), wanted, FIGURES)
     check(own, wanted, plan)
     assert (plan.handover, plan.is_base_resident) == ("none", True)
-    assert plan.utilization > 0.9 and plan.tokens > make_plan(own, demand("8B"), FIGURES).tokens / 2
+    assert plan.utilization > 0.9 and plan.tokens > make_memory_plan(own, demand("8B"), FIGURES).tokens / 2
     assert "serving   trainer" in plan.table(own) and "to itself" in plan.table(own)
     small = replace(demand("14B"), training_card=card("24 GB"), num_serving=2)
     with refused(InvalidInput, "does_not_fit", "base_model"):
-        make_plan(card("48 GB"), small, FIGURES)
-    make_plan(card("48 GB"), replace(small, training_card=card("80 GB")), FIGURES)
+        make_memory_plan(card("48 GB"), small, FIGURES)
+    make_memory_plan(card("48 GB"), replace(small, training_card=card("80 GB")), FIGURES)
 
 
 def test_several_cards_share_the_engine() -> None:
     wanted = replace(demand("32B"), training_card=card("80 GB"))
     with refused(InvalidInput, "does_not_fit", "base_model"):
-        make_plan(card("48 GB"), wanted, FIGURES)
-    one = make_plan(card("80 GB"), wanted, FIGURES).kv_tokens
-    two = make_plan(card("80 GB"), replace(wanted, num_serving=2), FIGURES).kv_tokens
+        make_memory_plan(card("48 GB"), wanted, FIGURES)
+    one = make_memory_plan(card("80 GB"), wanted, FIGURES).kv_tokens
+    two = make_memory_plan(card("80 GB"), replace(wanted, num_serving=2), FIGURES).kv_tokens
     assert two > 4 * one
-    check(card("80 GB"), wanted, make_plan(card("48 GB"), replace(wanted, num_serving=2), FIGURES))
+    check(card("80 GB"), wanted, make_memory_plan(card("48 GB"), replace(wanted, num_serving=2), FIGURES))
 
 
 def test_recurrent_states_have_room() -> None:
     """By hand: 16 sequences of 10^7 numbers, four bytes each."""
     hybrid = replace(SIZES["4B"], state_per_sequence=10**7)
     wanted = replace(demand("4B"), utilization=0.6)
-    usual = make_plan(card("80 GB"), wanted, FIGURES)
-    plan = make_plan(card("80 GB"), replace(wanted, size=hybrid), FIGURES)
+    usual = make_memory_plan(card("80 GB"), wanted, FIGURES)
+    plan = make_memory_plan(card("80 GB"), replace(wanted, size=hybrid), FIGURES)
     check(card("80 GB"), wanted, plan)
     (line,) = (each for each in plan.lines if "recurrent states, 16 sequences" in each.what)
     per_token = SIZES["4B"].kv_per_token * 2
@@ -105,18 +105,18 @@ def test_recurrent_states_have_room() -> None:
 def test_a_model_of_recurrent_layers_alone_is_planned() -> None:
     recurrent = replace(SIZES["4B"], kv_per_token=0, state_per_sequence=10**7)
     wanted = replace(demand("4B"), size=recurrent)
-    check(card("24 GB"), wanted, make_plan(card("24 GB"), wanted, FIGURES))
+    check(card("24 GB"), wanted, make_memory_plan(card("24 GB"), wanted, FIGURES))
     with refused(InvalidInput, "does_not_fit", "base_model"):
-        make_plan(card("16 GB"), replace(wanted, utilization=0.1), FIGURES)
+        make_memory_plan(card("16 GB"), replace(wanted, utilization=0.1), FIGURES)
 
 
 def test_each_card_of_a_sleeping_engine_copies_its_share() -> None:
     wanted = replace(demand("32B"), handover="sleep")
-    one = make_plan(card("141 GB"), wanted, FIGURES)
-    two = make_plan(card("141 GB"), replace(wanted, num_serving=2), FIGURES)
+    one = make_memory_plan(card("141 GB"), wanted, FIGURES)
+    two = make_memory_plan(card("141 GB"), replace(wanted, num_serving=2), FIGURES)
     assert one.host == pytest.approx(two.host)
     with refused(InvalidInput, "does_not_fit", "base_model"):
-        make_plan(card("141 GB", host_gib=64), replace(wanted, num_serving=2), FIGURES)
+        make_memory_plan(card("141 GB", host_gib=64), replace(wanted, num_serving=2), FIGURES)
 
 
 def test_more_cards_than_heads_have_copies_of_the_cache() -> None:
@@ -124,7 +124,7 @@ def test_more_cards_than_heads_have_copies_of_the_cache() -> None:
 
     def kv_tokens(heads: int, cards: int) -> int:
         model = replace(wanted.size, kv_heads=heads)
-        return make_plan(card("80 GB"), replace(wanted, size=model, num_serving=cards), FIGURES).kv_tokens
+        return make_memory_plan(card("80 GB"), replace(wanted, size=model, num_serving=cards), FIGURES).kv_tokens
 
     assert kv_tokens(8, 4) > 3.9 * kv_tokens(1, 4)
     assert kv_tokens(2, 4) == pytest.approx(2 * kv_tokens(1, 4), rel=0.001)
@@ -136,7 +136,7 @@ def test_sampling_takes_memory_by_vocabulary_and_sequences() -> None:
     batches = [
         next(
             line.sampling
-            for line in make_plan(card("141 GB"), replace(demand("8B"), size=size), FIGURES).lines
+            for line in make_memory_plan(card("141 GB"), replace(demand("8B"), size=size), FIGURES).lines
             if line.what == "engine: largest batch"
         )
         for size in (small, SIZES["8B"])
@@ -147,13 +147,13 @@ def test_sampling_takes_memory_by_vocabulary_and_sequences() -> None:
 @pytest.mark.parametrize("handover", [case[0] for case in CASES])
 def test_numbers_given_by_hand_count(handover: str) -> None:
     wanted = Demand("4B", SIZES["4B"], 2, 2, 16, 4, utilization=0.4, handover=handover)  # type: ignore[arg-type]
-    plan = make_plan(card("80 GB"), wanted, FIGURES)
+    plan = make_memory_plan(card("80 GB"), wanted, FIGURES)
     assert (plan.handover, plan.utilization) == (handover, 0.4)
 
 
 def test_the_table_is_for_people() -> None:
     here = card("24 GB")
-    table = make_plan(here, demand("8B"), FIGURES).table(here)
+    table = make_memory_plan(here, demand("8B"), FIGURES).table(here)
     assert "memory plan for 24 GB, 23.6 GiB (handover: sleep; the trainer's base leaves the card" in table
     assert "engine: KV cache, 26,4" in table and "free" in table
     assert len({line.rindex(".") for line in table.splitlines()[2:-1]}) == 1
@@ -173,7 +173,7 @@ def test_no_plan_is_above_the_card(
     here = Card("a card", int(gib * GIB), int(host * GIB))
     wanted = Demand(model, SIZES[model], itemsize, itemsize, rank, 4, max_seq_length=length)
     try:
-        plan = make_plan(here, wanted, FIGURES)
+        plan = make_memory_plan(here, wanted, FIGURES)
     except InvalidInput:
         return
     check(here, wanted, plan)

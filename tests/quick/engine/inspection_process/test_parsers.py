@@ -229,14 +229,14 @@ def test_a_template_that_marks_generated_text_is_rendered() -> None:
         ),
     ],
 )
-def test_a_user_is_told_what_a_template_does_not_take(template: str, told: list[str], tmp_path: Path) -> None:
+def test_a_user_gets_a_note_of_what_a_template_does_not_take(template: str, told: list[str], tmp_path: Path) -> None:
     notes = find_notes(Templates(template, template), tmp_path)
     assert len(notes) == len(told)
     assert all(part in note for part, note in zip(told, notes, strict=True))
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_a_user_is_told_of_a_second_beginning_of_sequence(adds: bool, tmp_path: Path) -> None:
+def test_a_user_gets_a_note_of_a_second_beginning_of_sequence(adds: bool, tmp_path: Path) -> None:
     words = {"<s>": 0, "</s>": 1, "question": 2}
     tokenizer = Tokenizer(WordLevel(words, unk_token="</s>"))
     tokenizer.pre_tokenizer = Whitespace()

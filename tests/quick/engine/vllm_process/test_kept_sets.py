@@ -215,7 +215,7 @@ def test_sampling_without_truncation_at_temperature_1_costs_no_figures(vllm: Any
     assert sampling_payload.read_choice("unknown", raw[:1], []).logprobs is None
 
 
-def test_a_set_is_told_once_for_a_choice(vllm: Any) -> None:
+def test_a_set_is_sent_once_for_a_choice(vllm: Any) -> None:
     structured = vllm.params.StructuredOutputsParams(regex="x")
     batch = Batch(vllm, [{"structured_outputs": structured}] * 2, {0: GRAMMAR, 1: FEW})
     told: list[list[int]] = []
@@ -283,7 +283,7 @@ def test_an_output_that_is_still_being_copied_gets_its_entries_when_it_is_there(
     batch = Batch(vllm, [{"top_k": 5}, {}], {})
     whole = SimpleNamespace(sampled_token_ids=[[3], [4]], sampling_masks=None)
     output = SimpleNamespace(_sampled_token_ids=torch.tensor([[3], [4]]), get_output=lambda: whole)
-    step = kept_sets.Step()
+    step = kept_sets.SamplerStep()
     step.logits_BV = torch.full((2, V), -torch.inf)
     step.logits_BV[:, :5] = 1.0
     step.fill(batch, output)
@@ -306,7 +306,7 @@ def test_a_gpu_that_does_not_run_ahead_gets_its_entries_at_once(vllm: Any, monke
     """As with pipeline parallelism, where the output has no `get_output`. The second prompt is not yet at its end."""
     batch = Batch(vllm, [{"top_k": 5}, {"top_k": 5}], {})
     output = SimpleNamespace(sampled_token_ids=[[3], []], sampling_masks=None)
-    step = kept_sets.Step()
+    step = kept_sets.SamplerStep()
     logits = torch.full((2, V), -torch.inf)
     logits[:, :5] = 1.0
     step.logits_BV = logits.as_subclass(OnGPU)
@@ -321,7 +321,7 @@ def test_a_gpu_that_does_not_run_ahead_gets_its_entries_at_once(vllm: Any, monke
 
 def test_a_fault_of_ours_leaves_the_step_without_entries(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
     batch = Batch(vllm, [{"top_k": 5}], {})
-    step = kept_sets.Step()
+    step = kept_sets.SamplerStep()
     output = SimpleNamespace(sampled_token_ids=[[V + 1]], sampling_masks=None)
     for _ in range(2):
         step.logits_BV = torch.randn(1, V)

@@ -21,7 +21,7 @@ from tokenizers import (
 from tokenizers.processors import TemplateProcessing
 
 from art_server.engine.inspection_process.template import template_renderer
-from art_server.engine.vllm_process.plain_text import ControlTokens, Held, Rendering, render
+from art_server.engine.vllm_process.plain_text import ControlTokens, Held, MarkedRendering, render
 from art_server.store.base_models import TINY_DIR
 from tests.quick.ledger.chat_families import FAMILIES, Family
 
@@ -112,7 +112,7 @@ def rendered(family: Family, messages: list[Message], **more: Any) -> str:
 
 
 def ids_of(family: Family, text: str) -> list[int]:
-    return text.token_ids(False) if isinstance(text, Rendering) else family.encode(text)
+    return text.token_ids(False) if isinstance(text, MarkedRendering) else family.encode(text)
 
 
 def controls_in(family: Family, ids: list[int]) -> list[int]:
@@ -152,7 +152,7 @@ def test_ordinary_texts_take_the_engines_own_path(name: str) -> None:
         texts = ["word " + " ".join(draw.choices(ORDINARY[:-3], k=3)) + " word" for _ in range(NUM_STRINGS)]
         messages = conversation_of(family, iter(texts))
         prompt = rendered(family, messages)
-        assert not isinstance(prompt, Rendering)
+        assert not isinstance(prompt, MarkedRendering)
         assert prompt == compiled(messages=messages, add_generation_prompt=True)
 
 
@@ -315,12 +315,12 @@ def test_tokenizers_of_other_kinds(name: str) -> None:
 
         for text in CORPUS:
             plain = prompt_of("word", text.replace("</s>", "").replace("<s>", "").replace("<|user|>", ""))
-            made = Rendering.make(str(plain), Held(control), control)
+            made = MarkedRendering.make(str(plain), Held(control), control)
             assert made.token_ids(add_special_tokens) == encode(str(plain))
         written = [number for number in encode(prompt_of("a", "b")) if number in known]
         for text in ("</s>", "a </s> b<s>", "<|user|>  x", "<think></s><unk>", "x</s>" * 9):
             prompt = prompt_of(text, "b")
-            assert isinstance(prompt, Rendering)
+            assert isinstance(prompt, MarkedRendering)
             ids = prompt.token_ids(add_special_tokens)
             assert [number for number in ids if number in known] == written
             assert tokenizer.get_vocab_size() > max(ids)
@@ -335,7 +335,7 @@ def test_the_sampled_text_of_an_ordinary_web_page_stays_as_the_plain_tokenizer_r
         lambda conversation: f"<s>{conversation[0]['content']}</s>",
         {"conversation": [{"role": "user", "content": "the <s>quick</s> fox"}]},
     )
-    assert isinstance(prompt, Rendering)
+    assert isinstance(prompt, MarkedRendering)
     bare = Tokenizer.from_str(tokenizer.to_str())
     fields = json.loads(bare.to_str())
     fields["added_tokens"] = []

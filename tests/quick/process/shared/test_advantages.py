@@ -138,7 +138,7 @@ def test_a_kl_penalty_in_rewards_or_advantages_leaves_groups_without_signal_out(
     assert tokens == [[[(1, 0.0), (2, 0.0)]]] * 2, "a penalty alone is no signal"
 
 
-def test_groups_of_equal_answers_are_told_from_others() -> None:
+def test_groups_of_equal_answers_are_distinguished_from_others() -> None:
     def answers(*token_ids: list[int]) -> TrainableGroup:
         rows = [
             [TokenSequence(token_ids=[9, *each], logprobs=[None, *[-1.0] * len(each)])] * bool(each)

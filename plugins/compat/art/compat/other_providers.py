@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Fields = dict[str, Any]
 
 
-class Answer:
+class ProviderResponse:
     """A request to another server and the bytes of its answer, which a streamed one adds to as the program reads it."""
 
     def __init__(self, request: Any, response: Any) -> None:
@@ -66,7 +66,7 @@ class Capture(Scope):
     """A session whose conversations become a trajectory. Requests of patched HTTP clients belong to it."""
 
     trajectory: Trajectory = field(default_factory=Trajectory)
-    answers: list[Answer] = field(default_factory=list[Answer])
+    answers: list[ProviderResponse] = field(default_factory=list[ProviderResponse])
     """Answers of other servers."""
 
 
@@ -77,14 +77,14 @@ def watch(request: Any, response: Any) -> None:
         return
     if not request.url.path.endswith("/chat/completions") or is_registered(str(request.url)):
         return
-    answer = Answer(request, response)
+    answer = ProviderResponse(request, response)
     if not response.is_stream_consumed:
         response.aiter_raw = answer.tee(response.aiter_raw)
         response.iter_raw = answer.tee_sync(response.iter_raw)
     scope.answers.append(answer)
 
 
-def histories(answers: Iterable[Answer]) -> list[History]:
+def histories(answers: Iterable[ProviderResponse]) -> list[History]:
     """The conversations of these answers, in the order in which they began. A request whose messages are a conversation so
     far continues it. What is no chat completion is left out with a warning."""
     conversations: list[tuple[list[Any], Any]] = []
@@ -108,7 +108,7 @@ def histories(answers: Iterable[Answer]) -> list[History]:
 def _left_out_if_unreadable() -> Generator[None]:
     try:
         yield
-    except Exception as error:  # other servers may answer anything; the rollout goes on
+    except Exception as error:  # other servers may answer anything; the rollout continues
         logger.warning("an answer of another server is not captured: %r", error)
 
 

@@ -1,11 +1,11 @@
-"""Bars for the gap between engine and trainer: above them a job gets a note, or trains nothing (`trainer/gap.py`).
+"""Limits for the gap between engine and trainer: above them a job gets a note, or trains nothing (`trainer/gap.py`).
 
-docs/precision.md has the measured gaps that the bars are derived from.
+docs/precision.md has the measured gaps that the limits are derived from.
 """
 
 import math
 
-from art_server.process.shared.trainer_messages import GapBars
+from art_server.process.shared.trainer_messages import MismatchLimits
 from art_server.settings import Device, ServerConfig
 from art_server.store.base_models import BaseModel
 
@@ -21,26 +21,28 @@ FACTORS = {"bfloat16": 2.0}
 
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 
-EXACT = GapBars(high=1e-5, wrong=WRONG_FACTOR * 1e-5, largest=WRONG_FACTOR * 1e-4)
-"""The bars of `--exact`, with float32 on both sides. Confident answers have a mean gap below 1e-6, incoherent text of a
+EXACT = MismatchLimits(high=1e-5, wrong=WRONG_FACTOR * 1e-5, largest=WRONG_FACTOR * 1e-4)
+"""The limits of `--exact`, with float32 on both sides. Confident answers have a mean gap below 1e-6, incoherent text of a
 model with 30 layers one of 8e-6 (the largest measured)."""
 
 
-def bars_of(config: ServerConfig, device: Device, base: BaseModel) -> GapBars | None:
-    """The bars of a server for a base model."""
+def mismatch_limits_of(config: ServerConfig, device: Device, base: BaseModel) -> MismatchLimits | None:
+    """The limits of a server for a base model."""
     types = config.number_types(device, has_delta_rule=base.facts.has_delta_rule)
-    return gap_bars(types, config.exact, config.gap_limit)
+    return mismatch_limits(types, config.exact, config.gap_limit)
 
 
-def gap_bars(number_types: tuple[str, str], is_exact: bool = False, limit: float | None = None) -> GapBars | None:
-    """The bars for these number types of engine and trainer. A `limit` replaces them: a larger mean gap trains nothing.
+def mismatch_limits(
+    number_types: tuple[str, str], is_exact: bool = False, limit: float | None = None
+) -> MismatchLimits | None:
+    """The limits for these number types of engine and trainer. A `limit` replaces them: a larger mean gap trains nothing.
     None for a limit of 0, which turns the check off."""
     if limit is not None:
-        return GapBars(high=limit / WRONG_FACTOR, wrong=limit) if limit else None
+        return MismatchLimits(high=limit / WRONG_FACTOR, wrong=limit) if limit else None
     if is_exact:
         return EXACT
     kind, measured = next(each for each in LARGEST_MEASURED.items() if each[0] in number_types)
-    return GapBars(
+    return MismatchLimits(
         high=measured,
         wrong=FACTORS.get(kind, WRONG_FACTOR) * measured,
         epsilon=rounding_of(number_types),

@@ -124,7 +124,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return {"data/step_peak_memory_gib": largest / (2**30 if sys.platform == "darwin" else 2**20)}
 
 
-def seconds_since(started: float) -> float:
+def synced_seconds_since(started: float) -> float:
     """Waits for the GPU first, so that the seconds include its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

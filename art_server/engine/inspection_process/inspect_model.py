@@ -21,7 +21,7 @@ from art_server.engine.inspection_process.sizes import (
 from art_server.engine.inspection_process.template import find_notes, find_rules, read_templates
 from art_server.engine.inspection_process.tested import TESTED, UNTESTED
 from art_server.store.base_facts import Facts
-from art_server.trainer.base import outline, read_config
+from art_server.trainer.base import meta_model, read_config
 from art_server.trainer.layers import find_layers
 
 UNREADABLE = (
@@ -52,11 +52,12 @@ def inspect(folder: Path, template: Path | None = None) -> Facts:
     if architecture and (problem := _class_problem(architecture)):
         return _refused(facts, problem)
     try:
-        model = outline(str(folder))
+        model = meta_model(str(folder))
     except Exception as error:  # whatever the constructors of transformers' classes raise
         if quantization not in (None, "bitsandbytes"):
             return facts  # it is refused as quantised, which names the copy to take
         return _refused(facts, _unmakeable(error))
+    # Without `architectures` vLLM (0.32, transformers_utils/config.py) takes the class that transformers has for the family.
     if not architecture and (problem := engine_problem(type(model).__name__)):
         return _refused(facts, problem)
     try:

@@ -114,7 +114,7 @@ def _parameter(location: Sequence[int | str]) -> str:
     return f"{location[1]} in the {location[0]}"
 
 
-def install(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     """Adds handlers that give every error the same shape."""
 
     @app.exception_handler(errors.ServerError)

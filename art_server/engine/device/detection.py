@@ -39,7 +39,7 @@ class Machine:
     """Numbers of the CPU cores that this process may use."""
 
 
-def probe() -> Machine:
+def detect() -> Machine:
     """The machine with its GPUs if vLLM's CUDA build is installed, else with its CPU only.
 
     Raises:

@@ -7,7 +7,7 @@ and is the effect of the adapter the trainer's, at its own alpha or at a multipl
 import math
 from collections.abc import Sequence
 
-from art_server.process.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, GapBars, Probe
+from art_server.process.shared.trainer_messages import NUM_SIGMAS_OF_EFFECT, MismatchLimits, Probe
 
 ROUNDING_FACTOR = 3.0
 """A gap above this many times the measured effect of rounding to 16 bits is another policy (docs/precision.md)."""
@@ -16,19 +16,19 @@ EFFECT_TOLERANCE = 0.2
 at least 1.3, the base's weights 0, and the right adapter 0.98 to 1.04 (docs/precision.md)."""
 
 
-def find_fault(probe: Probe, logprobs: Sequence[float], scaled: Sequence[float], bars: GapBars) -> str | None:
+def find_fault(probe: Probe, logprobs: Sequence[float], scaled: Sequence[float], limits: MismatchLimits) -> str | None:
     """Why the engine's log-probabilities of the probe are not the trainer's; None if they are.
 
     `scaled` are those with `probe.factor` times the adapter's alpha; empty for a factor of 1.
     """
     gap = rms(_difference(logprobs, probe.logprobs))
-    limit = ROUNDING_FACTOR * probe.rounding if probe.rounding else bars.wrong
+    limit = ROUNDING_FACTOR * probe.rounding if probe.rounding else limits.wrong
     if not gap <= limit:
         return (
             f"its log-probabilities of {len(logprobs)} tokens differ from the trainer's by {gap:.2g} (root mean square); "
             f"rounding explains at most {limit:.2g}"
         )
-    ratio = effect_ratio(probe, scaled or logprobs, bars)
+    ratio = effect_ratio(probe, scaled or logprobs, limits)
     if ratio is not None and not abs(ratio - 1) <= EFFECT_TOLERANCE:
         return (
             f"the adapter changes its log-probabilities {ratio:.2f} times as much as the trainer's: it applies another "
@@ -37,11 +37,11 @@ def find_fault(probe: Probe, logprobs: Sequence[float], scaled: Sequence[float],
     return None
 
 
-def effect_ratio(probe: Probe, logprobs: Sequence[float], bars: GapBars) -> float | None:
+def effect_ratio(probe: Probe, logprobs: Sequence[float], limits: MismatchLimits) -> float | None:
     """The engine's effect of the adapter along the trainer's, as a multiple of it (least squares). None if the
     trainer's is too close to rounding: the adapter is zero."""
     expected = _difference(probe.scaled_logprobs or probe.logprobs, probe.base_logprobs)
-    if rms(expected) < NUM_SIGMAS_OF_EFFECT * (probe.rounding or bars.high):
+    if rms(expected) < NUM_SIGMAS_OF_EFFECT * (probe.rounding or limits.high):
         return None
     found = _difference(logprobs, probe.base_logprobs)
     products = (a * b for a, b in zip(found, expected, strict=True))

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from art_protocol.history import outline, pack_rows, trajectory_row
+from art_protocol.history import pack_rows, trajectory_row, without_texts
 from art_protocol.wire import TrajectoryGroupBody
 
 
-class Rollouts:
+class ReceivedTrajectories:
     """The content of a trajectories file, and what metrics need of its groups."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Rollouts:
     def add(self, group: TrajectoryGroupBody, turns: Sequence[Sequence[dict[str, Any]]] | None = None) -> None:
         """Packs a group (blocking); `turns` as in `trajectory_row`."""
         self._rows.append(pack_rows([trajectory_row(group, turns)]))
-        self.outlines.append(outline(group))
+        self.outlines.append(without_texts(group))
 
     @property
     def content(self) -> bytes:

@@ -15,7 +15,7 @@ from art_protocol.wire import TrainConfig
 
 
 @runtime_checkable
-class ForeignBackend(Protocol):
+class ThirdPartyBackend(Protocol):
     """ART's backend protocol. Models have the type `Any`, because a backend may expect its own similar class."""
 
     async def register(self, model: Any) -> None: ...
@@ -32,7 +32,7 @@ class ForeignBackend(Protocol):
 
 
 async def train_there(
-    backend: ForeignBackend,
+    backend: ThirdPartyBackend,
     model: Any,
     groups: Sequence[TrajectoryGroup],
     config: TrainConfig,

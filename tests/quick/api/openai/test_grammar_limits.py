@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from art_server.api.errors import status_of
-from art_server.api.openai import grammars
-from art_server.api.openai.grammars import name_grammar
+from art_server.api.error_responses import status_of
+from art_server.api.openai import grammar_limits
+from art_server.api.openai.grammar_limits import name_grammar
 from art_server.errors import BadRequest, InvalidInput
 from art_server.process.shared import engine_messages as samples
 from tests.asgi_client import client
@@ -48,7 +48,7 @@ def places(schema: Any) -> list[dict[str, Any]]:
 def check(body: dict[str, Any]) -> None:
     """Checks a request to the API that knows its first field."""
     apis = {"text": "responses", "output_config": "messages"}
-    grammars.check_grammars(apis.get(next(iter(body)), "chat"), body)
+    grammar_limits.check_grammars(apis.get(next(iter(body)), "chat"), body)
 
 
 def nested(depth: int) -> Any:
@@ -136,7 +136,7 @@ def test_many_tools_are_refused() -> None:
 
 
 @given(
-    st.sampled_from([each for each in grammars.FIELDS if each != "structured_outputs"]),
+    st.sampled_from([each for each in grammar_limits.FIELDS if each != "structured_outputs"]),
     st.recursive(
         st.none() | st.integers(-9, 9) | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
@@ -149,7 +149,7 @@ def test_small_values_pass_and_deep_ones_do_not(field: str, value: Any, depth: i
     check({field: value})
     for _ in range(depth):
         value = {"schema": value}
-    if depth > grammars.MAX_DEPTH:
+    if depth > grammar_limits.MAX_DEPTH:
         with pytest.raises(InvalidInput) as error:
             check({"response_format": value})
         assert (error.value.code, error.value.param) == ("grammar_too_large", "response_format")
@@ -183,17 +183,17 @@ def test_options_that_the_engine_would_ignore_are_refused(body: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("api", "path"),
-    [(api, path) for api, own in grammars.OWN.items() for path in sorted(grammars.EVERY - {*own})],
+    [(api, path) for api, own in grammar_limits.OWN.items() for path in sorted(grammar_limits.EVERY - {*own})],
 )
 def test_constraints_of_another_api_are_refused(api: str, path: str) -> None:
     """vLLM would ignore them, and the answer would be free."""
     field, _, member = path.partition(".")
     wanted = {"type": "json_schema", "schema": SCHEMA}
     with pytest.raises(BadRequest) as error:
-        grammars.check_grammars(api, {field: {member: wanted} if member else wanted})
+        grammar_limits.check_grammars(api, {field: {member: wanted} if member else wanted})
     assert (error.value.code, error.value.param) == ("unknown_option", path)
     assert status_of(error.value) == 400
-    grammars.check_grammars(api, {field: {"verbosity": "low"} if member else None})
+    grammar_limits.check_grammars(api, {field: {"verbosity": "low"} if member else None})
 
 
 @pytest.mark.parametrize(

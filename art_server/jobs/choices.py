@@ -1,0 +1,108 @@
+"""A turn as the client sent it: an OpenAI choice, or an assistant's message that is trained as a demonstration."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from art_protocol.wire import BY_REFERENCE
+from art_server.jobs.turns import ResolvedTurn
+from art_server.ledger import conversation
+from art_server.ledger.conversation import Message
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "reasoning"})
+
+MAX_STEP = 2**31
+"""Of the step that a choice names."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentTurn:
+    """A turn as the client sent it."""
+
+    message: Message
+    is_choice: bool
+    choice_id: str | None
+    """`art.id`."""
+    model_id: str | None
+    """The model that sampled it, by `art.model`; None is the base model. Without `art.model` it is the job's."""
+    step: int | None
+    """`art.step`."""
+    logprobs: list[float] | None
+    """The log-probabilities that the choice carries; None if there are none or one is missing."""
+    carried: ResolvedTurn | None
+    """The tokens that the choice carries."""
+    is_reference: bool
+    """The choice names its record, and was sent without its tokens."""
+
+
+def read_turn(entry: dict[str, Any], job_model_id: str) -> SentTurn:
+    """Reads an entry of a trajectory."""
+    choice = entry if is_choice(entry) else {"message": entry}
+    mark = choice.get("art")
+    if not isinstance(mark, dict):
+        mark = {}
+    choice_id, step = mark.get("id"), mark.get("step")
+    if not isinstance(choice_id, str):
+        choice_id = None
+    return SentTurn(
+        message=choice["message"],
+        is_choice=choice is entry,
+        choice_id=choice_id,
+        model_id=mark.get("model", job_model_id),
+        step=step if type(step) is int and 0 <= step < MAX_STEP else None,
+        logprobs=logprob_values(choice),
+        carried=carried_tokens(choice, choice_id),
+        is_reference=choice_id is not None and choice.get(BY_REFERENCE) is True,
+    )
+
+
+def is_choice(entry: dict[str, Any]) -> bool:
+    """Whether an entry of a trajectory is an OpenAI choice; other entries are messages."""
+    return isinstance(entry.get("message"), dict) and "finish_reason" in entry
+
+
+def carried_tokens(choice: dict[str, Any], choice_id: str | None) -> ResolvedTurn | None:
+    """The tokens that a choice carries itself; None unless it has prompt ids and token ids, and log-probabilities of these
+    or none at all."""
+    prompt, tokens = id_list(choice.get("prompt_token_ids")), id_list(choice.get("token_ids"))
+    logprobs = logprob_values(choice)
+    if prompt is None or tokens is None:
+        return None
+    if logprob_entries(choice) and (logprobs is None or len(logprobs) != len(tokens)):
+        return None
+    return ResolvedTurn(prompt, tokens, logprobs, "ids", choice_id)
+
+
+def logprob_entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    entries = content if isinstance(content, list) else []
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def logprob_values(choice: dict[str, Any]) -> list[float] | None:
+    """The log-probabilities that a choice carries; None if there are none or one is missing."""
+    values = [entry.get("logprob") for entry in logprob_entries(choice)]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return numbers if numbers and len(numbers) == len(values) else None
+
+
+def id_list(value: Any) -> list[int] | None:
+    """`value` if it is a list of integers, else None."""
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return value
+    return None
+
+
+def first_other_part(messages: Sequence[Message]) -> tuple[float, str | None]:
+    """The number of the first message with a part that is no text, and the part's type, such as "image_url"; infinity
+    and None if there is none."""
+    for number, message in enumerate(messages):
+        for part in conversation.as_list(message.get("content")):
+            kind = "text"
+            if isinstance(part, dict):
+                kind = str(part.get("type", "text"))[:40]
+            if kind not in TEXT_PARTS:
+                return number, kind
+    return math.inf, None

@@ -1,0 +1,197 @@
+"""The report of a job: what it trains, what it leaves out and why, counted while its turns are resolved (`resolve.py`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from art_protocol.wire import Dropped, FailureBody, JobReport, TrainConfig, TrajectoryGroupBody
+from art_server.errors import InvalidInput
+from art_server.jobs.choices import is_choice
+from art_server.jobs.turns import ResolvedTurn
+from art_server.process.shared.advantages import (
+    GroupTokens,
+    count_masked,
+    has_advantage,
+    is_identical,
+    trained_tokens,
+)
+from art_server.process.shared.trainer_messages import Batch
+
+MAX_EXAMPLES = 5
+"""Examples that a report lists for each reason; the count includes all."""
+
+NO_TURN = "the trajectory holds no trainable turn"
+
+
+@dataclass(slots=True)
+class ReportCounts:
+    """What happened to the groups and turns of a job so far."""
+
+    num_groups: int = 0
+    num_trajectories: int = 0
+    num_failed: int = 0
+    first_failure: FailureBody | None = None
+    has_choice: bool = False
+    """Whether any trajectory contains a choice."""
+    turns: dict[str, int] = field(default_factory=dict)
+    continuations: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    unscored: dict[str, set[str]] = field(default_factory=dict)
+    """The names of all turns' `ResolvedTurn.unscored`, with their values."""
+    num_unscored: int = 0
+    """Number of tokens in turns with such sampling parameters."""
+    num_unrecorded: int = 0
+    """Number of tokens that clients carried, and whose records are missing."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """Number of tokens by the step that sampled them."""
+
+    def add_group(self, group: TrajectoryGroupBody) -> None:
+        self.num_groups += 1
+        self.num_trajectories += len(group.trajectories)
+        self.num_failed += len(group.exceptions)
+        if self.first_failure is None and group.exceptions:
+            self.first_failure = group.exceptions[0]
+        for trajectory in group.trajectories:
+            self.has_choice = self.has_choice or any(map(is_choice, trajectory.messages_and_choices))
+
+    def add_trained(self, turn: ResolvedTurn) -> None:
+        self.turns[turn.origin] = self.turns.get(turn.origin, 0) + 1
+        num_tokens = len(turn.token_ids)
+        if turn.unscored:
+            self.num_unscored += num_tokens
+        for name, value in turn.unscored.items():
+            self.unscored.setdefault(name, set()).add(str(value))
+        if turn.is_unrecorded:
+            self.num_unrecorded += num_tokens
+        if turn.step is not None:
+            self.steps[turn.step] = self.steps.get(turn.step, 0) + num_tokens
+
+    def add_continuation(self, how: str) -> None:
+        self.continuations[how] = self.continuations.get(how, 0) + 1
+
+    def add_dropped(self, reason: str, where: str) -> None:
+        count, examples = self.dropped.get(reason, (0, []))
+        self.dropped[reason] = (count + 1, [*examples, where][:MAX_EXAMPLES])
+
+    def nothing_trainable(self) -> str:
+        """Why no group can be trained."""
+        if not self.num_trajectories:
+            first = self.first_failure
+            why = f"; the first: {first.type}: {first.message[:300]}" if first else ""
+            return f"the groups contain no trajectory ({self.num_failed} rollouts failed{why}): nothing to train"
+        reasons = "; ".join(
+            f"{reason} ({count} times, e.g. {examples[0]})" for reason, (count, examples) in self.dropped.items()
+        )
+        hint = ""
+        if not self.has_choice:
+            hint = (
+                ". No trajectory contains a choice: put `completion.choices[0]` into it, not only its message; an agent "
+                "under art.rollout needs the rollout's base_url or api_key"
+            )
+        return f"no group holds a trainable turn: {reasons}{hint}"
+
+
+def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig) -> JobReport:
+    """The report of a job that trains this batch.
+
+    Raises:
+        InvalidInput: rewards or advantages are invalid.
+    """
+    try:
+        tokens_of_groups = trained_tokens(batch.groups, config)
+    except FloatingPointError as error:
+        raise InvalidInput(str(error), code="bad_reward", param="groups") from error
+    num_groups = num_trajectories = num_sequences = num_tokens = num_without_logprob = 0
+    for group, group_tokens in zip(batch.groups, tokens_of_groups, strict=True):
+        if group_tokens is None:  # it has no signal
+            continue
+        num_groups += 1
+        for trajectory, of_sequences in zip(group.trajectories, group_tokens, strict=True):
+            num_trajectories += any(of_sequences)
+            for sequence, tokens in zip(trajectory.sequences, of_sequences, strict=True):
+                num_sequences += bool(tokens)
+                num_tokens += len(tokens)
+                num_without_logprob += sum(sequence.logprobs[position] is None for position, _ in tokens)
+    return JobReport(
+        num_groups=counts.num_groups,
+        num_groups_trained=num_groups,
+        num_trajectories=counts.num_trajectories,
+        num_trajectories_trained=num_trajectories,
+        num_failed_rollouts=counts.num_failed,
+        num_rows=num_sequences,
+        num_trained_tokens=num_tokens,
+        turns=counts.turns,
+        continuations=counts.continuations,
+        dropped=_left_out(batch, counts, config),
+        config=config.model_dump(),
+        num_tokens_without_logprob=num_without_logprob,
+        sampled_steps=dict(sorted(counts.steps.items())),
+        notes=[
+            *_unscored_notes(counts, config),
+            *_unrecorded_notes(counts, config),
+            *_group_notes(batch, tokens_of_groups),
+        ],
+    )
+
+
+def _left_out(batch: Batch, counts: ReportCounts, config: TrainConfig) -> list[Dropped]:
+    """What the job does not train, with the reasons."""
+    dropped: list[Dropped] = []
+    for reason, (count, examples) in counts.dropped.items():
+        unit = "trajectory" if reason == NO_TURN else "turn"
+        dropped.append(Dropped(reason=reason, count=count, unit=unit, examples=examples))
+    # A group that is masked as a whole is counted as masked, not as one without signal.
+    unmasked = config.model_copy(update={"overlong": "keep"}) if config.overlong == "mask" else config
+    num_equal = sum(tokens is None for tokens in trained_tokens(batch.groups, unmasked))
+    if num_equal:
+        reason = "all rewards in the group are equal: no signal"
+        dropped.append(Dropped(reason=reason, count=num_equal, unit="group"))
+    num_masked = sum(count_masked(group, config) for group in batch.groups)
+    if num_masked:
+        reason = "cut at a length limit, and overlong='mask' leaves it out"
+        dropped.append(Dropped(reason=reason, count=num_masked, unit="trajectory"))
+    if counts.num_failed:
+        dropped.append(Dropped(reason="the rollout failed", count=counts.num_failed, unit="rollout"))
+    return dropped
+
+
+def _unscored_notes(counts: ReportCounts, config: TrainConfig) -> list[str]:
+    if not counts.unscored:
+        return []
+    seen = ", ".join(f"{name} {'/'.join(sorted(values))}" for name, values in counts.unscored.items())
+    what = f"{counts.num_unscored} tokens were sampled with {seen}"
+    if config.sampling == "raw":
+        return [f"{what}; sampling='raw' scores them at temperature 1 over the whole vocabulary"]
+    return [
+        f"{what}. Their log-probabilities under these settings are unknown, so they are trained with ratio 1, as "
+        "if the trainer had sampled them. For exact ratios, sample at a temperature above 0 and without penalties, on "
+        "a GPU with art-server --record-distributions"
+    ]
+
+
+def _unrecorded_notes(counts: ReportCounts, config: TrainConfig) -> list[str]:
+    if not counts.num_unrecorded:
+        return []
+    what = f"{counts.num_unrecorded} tokens came with their choices, and their records are not in the ledger"
+    if config.sampling == "raw":
+        how = "sampling='raw' scores them at temperature 1 over the whole vocabulary"
+    else:
+        how = "how they were sampled is unknown, so they are trained with ratio 1, as if the trainer had sampled them"
+    return [f"{what}: {how}. `max_staleness` takes their step from their `art.step`"]
+
+
+def _group_notes(batch: Batch, tokens_of_groups: Sequence[GroupTokens | None]) -> list[str]:
+    """What is special about the batch's groups."""
+    notes: list[str] = []
+    num_dead = sum(tokens is not None and not has_advantage(tokens) for tokens in tokens_of_groups)
+    if num_dead:
+        notes.append(
+            f"{num_dead} groups have no signal, because all their rewards are equal: only the KL divergence and the "
+            "entropy in the loss train their tokens, which have the advantage 0"
+        )
+    num_identical = sum(map(is_identical, batch.groups))
+    if num_identical:
+        notes.append(
+            f"in {num_identical} groups all trajectories have the same sampled tokens, so that nothing tells the better "
+            "answer. Check for temperature 0, one seed for the group or cached answers; the policy may also have collapsed"
+        )
+    return notes

@@ -1,0 +1,135 @@
+"""A job: what is known of it, as a row of the table of jobs (`queue.py`), and its payload."""
+
+import json
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass, fields
+
+from art_protocol.history import pack_rows
+from art_protocol.wire import ErrorDetail, JobEvent, JobInfo, JobReport, JobState
+from art_server.process.shared.trainer_messages import Batch
+
+PENDING: tuple[JobState, ...] = ("queued", "running")
+ENDED: tuple[JobState, ...] = ("done", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a job trains and what it writes into the model's folder, as stored bytes. Deleted when the job is done."""
+
+    batch: bytes
+    """JSON of a `trainer_messages.Batch`."""
+    trajectories: bytes = pack_rows(())
+    """The content of the trajectories file."""
+
+    @staticmethod
+    def make(batch: Batch, trajectories: bytes = pack_rows(())) -> "Payload":
+        """Encodes one group at a time, because a call of a JSON library blocks all other threads."""
+        shared = batch.model_copy(update={"groups": []}).model_dump_json().encode()
+        trained = b",".join(group.model_dump_json().encode() for group in batch.groups)
+        start, end = shared.split(b'"groups":[]')
+        return Payload(start + b'"groups":[' + trained + b"]" + end, trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingJob:
+    """A job that has not ended, with what the runner needs to choose one."""
+
+    job_id: str
+    model_id: str
+    next_attempt_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row of the table, without its payload."""
+
+    job_id: str
+    project: str
+    name: str
+    idempotency_key: str | None
+    """The client's; None without one, and when it may name another job."""
+    request_digest: str
+    config: str
+    """JSON of a `TrainConfig`."""
+    created_at: float
+    state: JobState
+    phase: str
+    """Of a running job: what it does now. "queued" before it runs; of an ended job the last."""
+    completed: int | None
+    total: int | None
+    """How much of the phase is done, if it can be counted."""
+    target_step: int | None
+    """The step that the job makes, set when the job starts."""
+    attempts: Counter[str]
+    """How many attempts ended with an error, by the error's code."""
+    next_attempt_at: float
+    """When a job with an error is tried again (`clock.now`)."""
+    last_error: ErrorDetail | None
+    """Why the job failed; for a job that has not ended, why its last attempt failed."""
+    report: JobReport
+    metrics: dict[str, float]
+    """Metrics of the trajectories; when the job is done, also those of the training."""
+    changes: int
+    """Number of changes of the row."""
+
+    @property
+    def model_id(self) -> str:
+        return f"{self.project}/{self.name}"
+
+    def info(self, waits_for: str | None = None) -> JobInfo:
+        return JobInfo(
+            job_id=self.job_id,
+            project=self.project,
+            name=self.name,
+            state=self.state,
+            phase=self.phase,
+            completed=self.completed,
+            total=self.total,
+            step=self.target_step if self.state == "done" else None,
+            metrics=self.metrics if self.state == "done" else {},
+            report=self.report,
+            attempts=self.attempts.total(),
+            error=self.last_error,
+            created_at=self.created_at,
+            waits_for=waits_for,
+        )
+
+    def event(self, waits_for: str | None = None) -> JobEvent:
+        """The row as a line of the job's event stream."""
+        if self.state in PENDING:
+            return JobEvent(
+                event="progress" if self.state == "running" else "waiting",
+                job_id=self.job_id,
+                number=self.changes,
+                phase=self.phase,
+                completed=self.completed,
+                total=self.total,
+                waits_for=waits_for,
+            )
+        if self.state == "done":
+            return JobEvent(
+                event="done",
+                job_id=self.job_id,
+                step=self.target_step,
+                metrics=self.metrics,
+                report=self.report,
+            )
+        cancelled = ErrorDetail(message=f"job {self.job_id} was cancelled", code="cancelled")
+        error = cancelled if self.state == "cancelled" else self.last_error
+        return JobEvent(event="error", job_id=self.job_id, error=error, report=self.report)
+
+
+COLUMNS = ", ".join(column.name for column in fields(Job))
+
+
+def read_job(row: sqlite3.Row) -> Job:
+    error = row["last_error"]
+    parsed = {
+        "attempts": Counter(json.loads(row["attempts"])),
+        "next_attempt_at": row["next_attempt_at"] or 0.0,
+        "last_error": None if error is None else ErrorDetail.model_validate_json(error),
+        "report": JobReport.model_validate_json(row["report"]),
+        "metrics": json.loads(row["metrics"]),
+    }
+    return Job(**dict(row) | parsed)

@@ -1,0 +1,72 @@
+"""A turn from the ledger's record of its choice, with the distribution that each token was sampled from."""
+
+import base64
+from typing import Any
+
+from art_server.jobs.turns import ResolvedTurn
+from art_server.ledger.records import Record
+from art_server.process.shared.trainer_messages import Distribution
+
+RAW_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "structured": False,
+    "logit_bias": None,
+    "min_tokens": 0,
+    "bad_words": False,
+    "allowed_token_ids": False,
+    "thinking_token_budget": None,
+}
+"""Sampling parameters under which the model's own distribution is the behaviour policy."""
+
+
+def recorded_turn(record: Record, *, is_raw: bool) -> ResolvedTurn:
+    """A recorded turn, scored under its behaviour policy or, with sampling="raw", under the model's own distribution."""
+    if is_raw:
+        logprobs, drawn = record.logprobs, None
+    else:
+        logprobs, drawn = as_sampled(record)
+    is_unscored = is_raw or logprobs is None
+    return ResolvedTurn(
+        record.prompt_token_ids,
+        record.token_ids,
+        logprobs,
+        "ledger",
+        record.choice_id,
+        drawn,
+        record.request.step,
+        unusual(record.sampling) if is_unscored else {},
+        requested_at=record.request.requested_at,
+    )
+
+
+def unusual(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that make the behaviour policy differ from the model's own distribution."""
+    given = {name: sampling.get(name) for name in RAW_SAMPLING}
+    given["top_k"] = max(0, given["top_k"] or 0)  # -1 also means off
+    return {name: value for name, value in given.items() if value is not None and value != RAW_SAMPLING[name]}
+
+
+def as_sampled(record: Record) -> tuple[list[float] | None, list[Distribution | None] | None]:
+    """The log-probabilities of a record's tokens under their behaviour policy (None: unknown), and the distribution of
+    each token (None: the model's own)."""
+    if record.sampled_logprobs is None:
+        return (None if unusual(record.sampling) else record.logprobs), None
+    temperature = record.sampling.get("temperature", 1.0)
+    bias = {int(token): float(value) for token, value in (record.sampling.get("logit_bias") or {}).items()}
+    over_vocabulary = None
+    if temperature != 1.0 or bias:
+        over_vocabulary = Distribution(temperature=temperature, logit_bias=bias)
+    over_kept_sets = [
+        Distribution(temperature=temperature, logit_bias=bias, kept=base64.b64encode(packed).decode())
+        for packed in record.sets
+    ]
+    drawn: list[Distribution | None] = []
+    for index in record.kept or [-1] * len(record.token_ids):
+        drawn.append(over_vocabulary if index < 0 else over_kept_sets[index])
+    return record.sampled_logprobs, drawn

@@ -1,0 +1,96 @@
+"""A turn without sampled tokens, as the chat template writes it: a demonstration, or a choice that nobody recorded."""
+
+from typing import Any
+
+from art_server.errors import InvalidInput
+from art_server.jobs.token_sources import TokenSources
+from art_server.jobs.turns import UnusableTurn
+from art_server.ledger import conversation
+from art_server.ledger.conversation import Message
+
+PART_OF_CHARACTER = "\ufffd"
+
+
+class TemplateTurns:
+    """Renders turns."""
+
+    def __init__(self, sources: TokenSources):
+        self._sources = sources
+
+    def write(
+        self, message: Message, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[int], list[int]]:
+        """A prompt, and the tokens that the chat template writes for the answer, to the end of the turn.
+
+        Raises:
+            UnusableTurn: the template writes the answer elsewhere than behind the prompt, or writes no end.
+        """
+        prompt = self._render(messages, tools, has_header=True)
+        whole = self._render([*messages, message], tools)
+        if whole[: len(prompt)] == prompt:
+            answer = whole[len(prompt) :]
+        else:  # the prompt's last characters may have merged with the answer's first ones
+            answer = self._behind(prompt, whole)
+        if _calls(message) and whole == self._render([*messages, {**message, "tool_calls": None}], tools):
+            raise UnusableTurn("the chat template writes no tool calls")
+        end = self._last_of_turn(answer)
+        if end is not None:
+            return prompt, answer[: end + 1]
+        return prompt, [*answer, self._end_behind(whole, message, messages, tools)]
+
+    def _render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, has_header: bool = False
+    ) -> list[int]:
+        made = [conversation.for_engine(message) for message in messages]
+        try:
+            return self._sources.render(made, tools, has_header)
+        except InvalidInput as error:  # the chat template refuses it
+            raise UnusableTurn(error.message) from error
+
+    def _behind(self, prompt: list[int], whole: list[int]) -> list[int]:
+        """The tokens behind a prompt in a rendering that begins with its text, where they merged with its last ones.
+        Only the merged token's text is tokenised again: the rest may contain texts that spell control tokens."""
+        pairs = zip(prompt, whole, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
+        before = self._sources.decode(prompt[same:])
+        for end in range(same + 1, len(whole) + 1):
+            text = self._sources.decode(whole[same:end])
+            if before is None or text is None:
+                break
+            if text.startswith(before):
+                rest = text[len(before) :]
+                return [*(self._sources.tokenize(rest) if rest else ()), *whole[end:]]
+            if not before.startswith(text.rstrip(PART_OF_CHARACTER)):
+                break
+        raise UnusableTurn(
+            "the chat template does not write this answer behind the prompt that the model gets: if the prompt opens "
+            "thinking, give the message its `reasoning_content`"
+        )
+
+    def _last_of_turn(self, answer: list[int]) -> int | None:
+        """The index of the token that ends the turn: the first at which the engine stops, else the last that ends a turn.
+        Behind it some templates close the whole conversation; in gpt-oss's, thinking has an end of its own before it."""
+        stops = [index for index, token in enumerate(answer) if token in self._sources.stop_ids]
+        if stops:
+            return stops[0]
+        ends = [index for index, token in enumerate(answer) if token in self._sources.end_ids]
+        return ends[-1] if ends else None
+
+    def _end_behind(
+        self, whole: list[int], message: Message, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> int:
+        """The token that ends a turn whose rendering ends without one: in some families the next role's header does."""
+        following: Message = {"role": "user", "content": "x"}
+        calls = _calls(message)
+        if calls and isinstance(calls[0], dict):
+            following = {"role": "tool", "content": "x", "tool_call_id": calls[0].get("id")}
+        more = self._render([*messages, message, following], tools)
+        is_behind = more[: len(whole)] == whole and len(more) > len(whole)
+        end = more[len(whole)] if is_behind else self._sources.end_id
+        if end is None or (is_behind and end not in self._sources.end_ids):
+            raise UnusableTurn("the chat template writes no end of this turn")
+        return end
+
+
+def _calls(message: Message) -> list[Any]:
+    return conversation.as_list(message.get("tool_calls"))
