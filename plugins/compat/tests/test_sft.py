@@ -27,7 +27,7 @@ def test_schedules_by_hand() -> None:
     assert create_lr_schedule(3, 1.0, "cosine", min_lr=0.5) == pytest.approx([1.0, 0.75, 0.5])
     assert create_lr_schedule(3, 0.2, "constant") == [0.2] * 3
     assert create_lr_schedule(1, 0.2) == [0.2] and create_lr_schedule(0, 0.2) == []
-    with pytest.raises(ValueError, match="none of linear, cosine, constant"):
+    with pytest.raises(ValueError, match="'square'"):
         create_lr_schedule(1, 1.0, "square")  # type: ignore[arg-type]
 
 
@@ -87,9 +87,9 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     for line in ("{", '{"text": 1}', "[]", '{"messages": 3}'):
         file.write_text('{"messages": []}\n' + line + "\n")
-        with pytest.raises(ValueError, match=r"data\.jsonl, line 2: not a JSON object with `mess"):
+        with pytest.raises(ValueError, match=r"data\.jsonl, line 2"):
             list(iterate_file(str(file)))
-    with pytest.raises(ValueError, match=r"not a \.jsonl file"):
+    with pytest.raises(ValueError, match=r"data\.json "):
         list(iterate_file(str(tmp_path / "data.json")))
 
 

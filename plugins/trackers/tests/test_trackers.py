@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +27,7 @@ from art_protocol.wire import FailureBody, JobReport
 from art_trackers import Trackers
 from art_trackers.thread import MAX_QUEUED
 from tests.quick.client.conftest import MODEL_INFO
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = [
     pytest.mark.anyio,
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy"),
 ]
 
-SECONDS = 60.0
+SECONDS = PATIENCE_SECONDS
 CONFIG = {"base_model": "art/tiny", "lora": {"rank": 8}, "learning_rate": 1e-5}
 
 
@@ -67,8 +67,8 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         # Its process takes longer on cores that other tests use.
-        patch.setattr("art_trackers.wandb.INIT_SECONDS", 60.0)
-        patch.setattr("art_trackers.wandb.FINISH_SECONDS", 60.0)
+        patch.setattr("art_trackers.wandb.INIT_SECONDS", SECONDS)
+        patch.setattr("art_trackers.wandb.FINISH_SECONDS", SECONDS)
         patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -97,13 +97,8 @@ def warnings_of(log: pytest.LogCaptureFixture) -> list[str]:
 
 def read_wandb(folder: Path) -> list[Any]:
     """The records of an offline run that has ended. Its process may still write the last ones."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        found = read_log(folder)
-        if any(each.WhichOneof("record_type") == "exit" for each in found):
-            return found
-        assert time.monotonic() < deadline, "the run has no end"
-        time.sleep(0.1)
+    wait_until(lambda: any(each.WhichOneof("record_type") == "exit" for each in read_log(folder)))
+    return read_log(folder)
 
 
 def read_log(folder: Path) -> list[Any]:
@@ -172,8 +167,8 @@ def test_wandb_has_a_run_for_each_model_with_metrics_config_and_a_table(tmp_path
 def test_wandb_stores_neither_the_command_line_nor_a_key(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; from art_trackers import StepRecord, Trackers, wandb\n"
-        "Trackers.close.__defaults__ = (60.0,)\n"  # cores that other tests use
-        "wandb.INIT_SECONDS = wandb.FINISH_SECONDS = 60.0\n"
+        f"Trackers.close.__defaults__ = ({SECONDS},)\n"  # cores that other tests use
+        f"wandb.INIT_SECONDS = wandb.FINISH_SECONDS = {SECONDS}\n"
         "trackers = Trackers(['wandb'], Path(sys.argv[1]))\n"
         "record = StepRecord('demo', 'agent', 1, 'train', {'a': 1.0}, {})\n"
         "asyncio.run(asyncio.to_thread(trackers.report, record))\n"
@@ -398,7 +393,7 @@ def test_reports_after_close_continue(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_tracker_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'wandbb'.* wandb"):
+    with pytest.raises(ValueError, match="'wandbb'"):
         art.Backend(trackers=["wandbb"])
 
 
