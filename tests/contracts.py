@@ -12,6 +12,7 @@ import art
 from art_server.engine.engine import AdapterRefused, Engine
 from art_server.errors import Unavailable
 from art_server.process.shared.engine_messages import new_request_id
+from tests.waiting import PATIENCE_SECONDS
 
 
 async def check_server(url: str) -> None:
@@ -42,7 +43,7 @@ async def check_server(url: str) -> None:
         result = await model.train([group])
         assert result.step == 1 == await model.get_step()
         assert result.metrics["train/reward"] >= 0
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
         assert (await http.get("/health")).json()["status"]
         info = (await http.get("/api/models/tests/contract")).json()
         assert (info["name"], info["project"], info["step"]) == ("contract", "tests", 1)

@@ -90,7 +90,7 @@ class Server:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(timeout=60)
+            self.process.wait(timeout=PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
 
@@ -98,7 +98,7 @@ class Server:
         return (self.path / "server.log").read_text()[-3000:]
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=600, **options)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_SECONDS, **options)
 
     def model_dir(self, name: str) -> Path:
         return self.path / "art" / PROJECT / "models" / name

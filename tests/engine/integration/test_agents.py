@@ -9,6 +9,7 @@ import pytest
 
 import art
 from tests.live import PROJECT, Server
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +58,7 @@ async def test_a_captured_conversation_trains_on_exact_tokens(server: Server, ba
 
     async def run(reward: float) -> None:
         """Two turns by a plain HTTP client; the second one streams."""
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS) as client:
             first = (await client.post("/v1/chat/completions", json=body)).json()
             said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
             messages = [*body["messages"], said, {"role": "user", "content": "again"}]

@@ -13,7 +13,7 @@ import pytest
 from tests.art_wire_bodies import train_body
 from tests.engine.integration.answers import WEATHER_TOOL, has_one_whole_call
 from tests.live import PROJECT, Server, find_process, train_one_step
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 QUESTION = {"role": "user", "content": "respond with yes, no, maybe"}
 
@@ -57,7 +57,7 @@ def ask(base_url: str, name: str, messages: list[dict[str, Any]], **more: Any) -
     """The first choice of a request with the model's bare name, which does not request log-probabilities."""
     body = {"messages": messages, "model": name, "max_tokens": 12, "stream": False, **more}
     headers = {"authorization": "Bearer default"}
-    response = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=600)
+    response = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=PATIENCE_SECONDS)
     assert response.status_code == 200, response.text
     assert response.json()["model"] == name
     return response.json()["choices"][0]
@@ -124,8 +124,8 @@ def test_a_tool_episode_without_its_calls_trains_on_exact_tokens(server: Server)
     base_url = prepared(server, model)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
     episodes: list[list[dict[str, Any]]] = []
-    for _ in range(16):  # the tiny model does not always call
-        more = {"tools": [WEATHER_TOOL], "max_tokens": 64, "temperature": 0.3}
+    for seed in range(16):  # the tiny model does not call with each of them
+        more = {"tools": [WEATHER_TOOL], "max_tokens": 64, "temperature": 0.3, "seed": seed}
         call = ask(base_url, "wire-tools", messages, **more)
         if not has_one_whole_call(call["message"]):
             continue
@@ -181,5 +181,5 @@ def test_a_step_without_memory_says_what_to_lower(server: Server) -> None:
 def test_streamed_answers_carry_log_probabilities_unasked(server: Server) -> None:
     base_url = prepared(server, model_body("nat-stream"))
     body = {"model": "nat-stream", "messages": [QUESTION], "max_tokens": 4, "stream": True}
-    response = httpx.post(f"{base_url}/chat/completions", json=body, timeout=600)
+    response = httpx.post(f"{base_url}/chat/completions", json=body, timeout=PATIENCE_SECONDS)
     assert '"logprob":' in response.text

