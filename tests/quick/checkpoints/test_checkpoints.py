@@ -77,8 +77,7 @@ async def test_a_metric_that_was_never_logged_deletes_nothing(tmp_path: Path, ti
     async with house(tmp_path) as here:
         reply = await post(here, "checkpoints/delete", {"best_metric": "val/acuracy"})
         error = reply.json()["error"]
-        assert (reply.status_code, error["param"]) == (422, "best_metric")
-        assert "'val/acuracy'; it has: sampled_step, train/reward" in error["message"]
+        assert (reply.status_code, error["code"], error["param"]) == (422, "unknown_metric", "best_metric")
         assert folder.steps() == [0, 1, 2]
         assert (await post(here, "checkpoints/delete", {})).json()["kept"] == [2]
 
@@ -323,8 +322,7 @@ async def test_a_deletion_leaves_jobs_alone(tmp_path: Path, tiny_adapter: Path) 
     async with house(tmp_path) as here, here.client() as http:
         here.engine.holds("p/a@1")
         job = here.add_job()
-        async with asyncio.timeout(5):  # at once
-            assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
+        assert (await http.delete(MODEL)).json()["error"]["code"] == "jobs_pending"
         here.queue.set_done(job, {}, here.queue.get(job).report)
         jobs: list[str] = []
 

@@ -1,5 +1,4 @@
 import inspect
-import json
 import subprocess
 import sys
 
@@ -29,21 +28,16 @@ def test_unknown_name_is_an_attribute_error():
 
 
 IMPORT = """
-import json, sys, time
-import pydantic, asyncio
-start = time.process_time()
+import sys
 import art
-seconds = time.process_time() - start
 heavy = "openai httpx httpx2 sky yaml torch vllm transformers fastapi wandb numpy".split()
-print(json.dumps([seconds, [name for name in heavy if name in sys.modules]]))
+print(*(name for name in heavy if name in sys.modules))
 """
 
 
-def test_import_is_quick_and_loads_nothing_heavy():
-    runs = [subprocess.run([sys.executable, "-c", IMPORT], capture_output=True) for _ in range(3)]
-    seconds, heavy = zip(*(json.loads(run.stdout) for run in runs), strict=True)
-    assert heavy == ([], [], [])
-    assert min(seconds) < 0.5
+def test_import_loads_nothing_heavy():
+    run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
 
 
 def test_types_choice_is_the_openai_class():

@@ -65,8 +65,8 @@ async def test_the_best_of_each_group(server: Any, model: art.TrainableModel) ->
 
 
 async def test_what_cannot_be_trained_is_refused(model: art.TrainableModel) -> None:
-    with pytest.raises(ValueError, match="nothing to train on"):
+    with pytest.raises(ValueError, match="groups"):
         await model.train_sft([])
     few = art.TrainSFTConfig(learning_rate=[1e-4], batch_size=1)
-    with pytest.raises(ValueError, match="lists 1 rates, and the job takes 2 optimizer steps"):
+    with pytest.raises(ValueError, match="learning_rate"):
         await model.train_sft([example("a", "x"), example("b", "y")], few)

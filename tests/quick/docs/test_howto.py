@@ -74,7 +74,7 @@ async def test_a_program_that_was_interrupted_makes_the_missing_steps(fake: Fake
     fake.on("POST", path, accept_and_go_away)
     fake.on("GET", "/api/jobs/j/events", Answer(503, {}))
     process = await start_program(program, fake.url)
-    await asyncio.wait_for(arrived.wait(), PATIENCE_SECONDS)
+    await arrived.wait()
     process.send_signal(signal.SIGINT)
     output, errors = await process.communicate()
     assert output.decode().splitlines() == [
@@ -232,7 +232,7 @@ async def test_synchronous_agents_run_in_threads(
     assert path.startswith("/s/")
 
     await run(page, 1, names)
-    meeting = threading.Barrier(48, timeout=10)  # more than the 32 threads of Python's own pool
+    meeting = threading.Barrier(48, timeout=PATIENCE_SECONDS)  # more than the 32 threads of Python's own pool
     names["run_agent"] = lambda *_: f"maybe {meeting.wait()}"
     played = await asyncio.gather(*(names["rollout"](model, QUESTION) for _ in range(48)))
     assert len(played) == 48

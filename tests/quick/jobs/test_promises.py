@@ -39,8 +39,9 @@ from art_server.store.model_folder import ModelFolder
 from art_server.store.registry import RegisteredModel, Registry
 from tests.fakes import FakeEngine, keep_all
 from tests.new_models import add_model
+from tests.waiting import PATIENCE_SECONDS
 
-SECONDS = 120.0
+SECONDS = PATIENCE_SECONDS
 """Until a server that neither trains nor rests counts as hung."""
 MODELS = ("a", "b")
 MAX_DEATHS = 5

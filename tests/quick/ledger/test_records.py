@@ -11,7 +11,8 @@ import pytest
 
 from art_server.engine.vllm_process.child import LedgerClient, record_generate
 from art_server.ledger.intake import RecordReceiver
-from art_server.process.shared.engine_messages import FinishedChoice
+from art_server.process.shared.engine_messages import Sample
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -67,15 +68,13 @@ async def test_what_cannot_be_taken_is_lost_alone_and_the_line_stays(tmp_path: P
     content = [json.dumps(line).encode() for line in lines]
     content.insert(3, b"this is no JSON")
     writer.write(b"\n".join(content) + b"\n")
-    answers = [json.loads(await asyncio.wait_for(reader.readline(), 5)) for _ in range(2)]
+    answers = [json.loads(await reader.readline()) for _ in range(2)]
     assert answers == [
         {"request_id": "broken", "token_ids": None, "is_stored": False},
         {"request_id": "asks", "token_ids": [1, 2, 7], "is_stored": True},
     ]
     writer.write(json.dumps(sample("after")).encode() + b"\n")
-    async with asyncio.timeout(5):
-        while "after" not in server.taken:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: "after" in server.taken)
     assert server.taken == ["first", "last", "after"]
     assert server.lost == [("no number", 1, 2), ("refused", 0, 2)]
     writer.close()
@@ -119,9 +118,7 @@ async def test_a_prompt_that_could_not_be_stored_comes_with_its_samples(tmp_path
     prompt = {"type": "token", "prompt_token_ids": [1, 2]}
     recorded = record_generate(generate, client, max_model_len=100)
     assert [each async for each in recorded(prompt, params, "broken")]
-    async with asyncio.timeout(5):
-        while not taken:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: taken)
     assert taken[0].rendered == [1, 2]
     assert client._reading is not None and client._writer is not None
     client._reading.cancel()  # it ends its process with the server

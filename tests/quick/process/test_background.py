@@ -1,10 +1,12 @@
 import asyncio
-import time
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from art_server.process import background as background_module
 from art_server.process.background import Background, LoopWatch
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -24,14 +26,12 @@ async def test_work_that_fails_begins_again_and_is_named_until_it_works(
         if tries < 3:
             raise OSError("no room")
         works.set()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     background.start("pruning", work)
-    await asyncio.wait_for(works.wait(), 5)
+    await works.wait()
     assert background.faults == {"pruning": "OSError: no room"} and tries == 3
-    async with asyncio.timeout(5):
-        while background.faults:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not background.faults)
     assert background.num_faults == {"pruning": 2}
     await background.stop()
 
@@ -44,20 +44,20 @@ async def test_work_that_returns_is_over() -> None:
         tries += 1
 
     background.start("once", work)
-    await asyncio.sleep(0.05)
+    await background._tasks["once"]
     assert tries == 1 and not background.faults
     await background.stop("once")
 
 
 async def test_a_blocked_event_loop_is_measured_and_logged(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each beat comes a second later than the one before it."""
+    clock = SimpleNamespace(monotonic=itertools.count(0.0, 1.0).__next__)
+    monkeypatch.setattr(background_module, "time", clock)
     watch, background = LoopWatch(), Background()
     background.start("loop watch", watch.run)
-    for _ in range(5):
-        await asyncio.sleep(0)  # so that it has begun
-    time.sleep(1.0)  # noqa: ASYNC251 - this is what is measured
-    while watch.longest_stall_seconds < 0.5:  # noqa: ASYNC110 - it has no event
-        await asyncio.sleep(0.01)
+    await until(lambda: watch.longest_stall_seconds)
+    assert watch.longest_stall_seconds == 1.0 - background_module.BEAT_SECONDS
     await background.stop()
     assert any("was blocked" in record.message for record in caplog.records)

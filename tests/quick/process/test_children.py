@@ -11,7 +11,7 @@ import psutil
 from art_server.process.children import Children
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
-SPAWNS = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+SPAWNS = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
 
 
 def session_members(leader: int) -> list[int]:
@@ -47,7 +47,7 @@ def test_what_a_killed_server_left_is_killed_with_all_that_it_spawned(tmp_path: 
 
 
 def test_a_process_id_that_another_program_took_is_left_alone(tmp_path: Path) -> None:
-    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (tmp_path / "children.json").write_text(f'["{other.pid}"]')
     assert children(tmp_path).reap() == []
     assert other.poll() is None
@@ -57,7 +57,7 @@ def test_a_process_id_that_another_program_took_is_left_alone(tmp_path: Path) ->
 
 def test_a_server_on_a_copied_folder_leaves_the_first_ones_children_alone(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    child = start(tmp_path / "one" / "logs", ["sleep", "60"])
+    child = start(tmp_path / "one" / "logs", ["sleep", "600"])
     first = children(tmp_path / "one")
     first.add(child.pid)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -68,7 +68,7 @@ def test_a_server_on_a_copied_folder_leaves_the_first_ones_children_alone(tmp_pa
 
 
 def test_a_full_disk_does_not_keep_a_child_from_being_ended(tmp_path: Path) -> None:
-    child = start(tmp_path / "logs", ["sleep", "60"])
+    child = start(tmp_path / "logs", ["sleep", "600"])
     listed = Children(Path("/dev/full"), tmp_path / "logs")  # no folder: nothing can be written in it
     listed.add(child.pid)
     listed.remove(child.pid)
@@ -78,7 +78,7 @@ def test_a_full_disk_does_not_keep_a_child_from_being_ended(tmp_path: Path) -> N
 def test_a_child_whose_id_another_program_got_is_not_killed(tmp_path: Path) -> None:
     """Neither when it is removed from the list, nor if its id is that of the session of this very server."""
     mine = children(tmp_path)
-    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
     mine.add(other.pid)
     mine.remove(other.pid)
     assert other.poll() is None

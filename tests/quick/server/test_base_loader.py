@@ -16,7 +16,8 @@ from art_server.errors import Conflict, InvalidInput
 from art_server.store.base_models import SMALL_FILES, TINY_DIR, BaseModel
 from art_server.trainer.checkpoint import write_first_checkpoint
 from tests.quick.checkpoints.house import TINY_LORA, House, add_model, house
-from tests.waiting import until
+from tests.refusals import refused
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("in_process")]
 
@@ -81,7 +82,7 @@ async def test_two_fine_tunes_of_one_configuration_are_two_base_models(tmp_path:
         made = Loading(here)
         loaded = await made.loader.load(str(one))
         assert await made.loader.load(str(link)) is loaded
-        with pytest.raises(Conflict, match="is not the one that this server has loaded"):
+        with refused(Conflict, "base_model_differs", "base_model"):
             await made.loader.load(str(other))
         await made.loader.stop()
 
@@ -120,7 +121,7 @@ async def test_a_base_that_cannot_be_trained_is_refused_before_its_download(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     async with house(tmp_path / "server") as here:
-        with pytest.raises(InvalidInput, match="quantised by 'fp8'"):
+        with refused(InvalidInput, "not_trainable", "base_model"):
             await Loading(here).loader.load("some/model-FP8")
         assert asked == [SMALL_FILES] and here.engine.base is None
 
@@ -132,7 +133,7 @@ async def test_requests_wait_while_the_base_model_is_being_found(
     may_end = threading.Event()
 
     def find(*_: object, **__: object) -> BaseModel:
-        may_end.wait(20)
+        may_end.wait(PATIENCE_SECONDS)
         return BaseModel("art/tiny", TINY_DIR)
 
     monkeypatch.setattr(base_loader, "find_base_model", find)
@@ -154,8 +155,9 @@ async def test_requests_wait_while_the_base_model_is_being_found(
         for path, options in refused_ones:
             refused = (await http.post(path, **options)).json()["error"]
             assert (refused["code"], refused["retryable"]) == ("engine_not_ready", True), refused
+        made.loader._config = made.loader._config.model_copy(update={"wait_limit_seconds": PATIENCE_SECONDS})
         asked = asyncio.create_task(http.post("/api/models/p/a/train", **train))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         may_end.set()
         answer = (await asked).json()["error"]
         assert answer["code"] == "key_reused"  # the queue was asked; this body is another
@@ -168,15 +170,16 @@ GPUS = tuple(Gpu(each, f"GPU-{each}", f"card {each}", gib << 30, (9, 0)) for eac
 async def test_on_a_shared_card_the_trainer_loads_after_the_engine(tmp_path: Path) -> None:
     """vLLM measures the card's free memory when it starts."""
     async with house(tmp_path / "art") as here:
-        made, is_ready = Loading(here), asyncio.Event()
+        made, is_asked, is_ready = Loading(here), asyncio.Event(), asyncio.Event()
         made.loader._machine = Machine("cuda", GPUS, 256 << 30)
 
         async def wait_ready(timeout_seconds: float) -> None:
+            is_asked.set()
             await is_ready.wait()
 
         here.engine.wait_ready = wait_ready  # type: ignore[method-assign]
         await made.loader.load("art/tiny")
-        await asyncio.sleep(0.05)
+        await is_asked.wait()
         assert made.trained is None
         is_ready.set()
         await until(lambda: made.trained == TINY_DIR)
@@ -205,19 +208,20 @@ async def test_a_base_model_that_cannot_be_trained_starts_nothing(tmp_path: Path
     (quantised / "config.json").write_text(json.dumps(config))
     async with house(tmp_path / "art") as here:
         made = Loading(here)
-        with pytest.raises(InvalidInput, match="mxfp4"):
+        with refused(InvalidInput, "not_trainable", "base_model"):
             await made.loader.load(str(quantised))
         assert here.engine.base is None and made.plans == []
 
 
 async def test_a_trainer_that_cannot_start_hinders_no_stop(tmp_path: Path) -> None:
     async with house(tmp_path / "art") as here:
-        made = Loading(here)
+        made, has_failed = Loading(here), asyncio.Event()
 
         async def run(_: object) -> Any:
+            has_failed.set()
             raise PermissionError("logs/trainer.log")
 
         made.run = run  # type: ignore[method-assign]
         await made.loader.load("art/tiny")
-        await asyncio.sleep(0.05)
+        await has_failed.wait()
         await made.loader.stop()

@@ -11,6 +11,7 @@ import pytest
 import art
 from tests.fake_vllm import ANSWER, PROMPT
 from tests.quick.server.served import Served, sample_group, serving
+from tests.refusals import refused
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +66,7 @@ async def test_choices_of_another_server_are_sent_whole_under_one_key(tmp_path: 
         again = await model.train([group], idempotency_key="step 1")
         assert (again.step, again.report) == (result.step, result.report)
         assert len(served.trainer.batches) == 1, "a call that is repeated gets the same job"
-        with pytest.raises(art.ArtStatusError, match="another train request"):
+        with refused(art.ArtStatusError, "key_reused", "idempotency-key"):
             await model.train([group, group], idempotency_key="step 1")
 
 
@@ -73,7 +74,7 @@ async def test_choices_without_record_and_tokens_are_named(tmp_path: Path) -> No
     async with model_on(tmp_path / "one") as (_, sampler):
         group = await sample_group(sampler)
     async with model_on(tmp_path / "two") as (_, model):
-        with pytest.raises(art.ArtStatusError, match="request `logprobs` so that choices carry"):
+        with refused(art.ArtStatusError, "no_trainable_turn", "groups"):
             await model.train([group])
         own = await sample_group(model)
         result = await model.train([group, own])

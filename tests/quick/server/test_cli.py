@@ -15,6 +15,7 @@ from art_server.errors import Conflict, UsageError
 from art_server.flags import make_parser, parse, settings_table
 from art_server.store.files import lock_folder
 from art_watch.terminal.cli import main as art
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +27,7 @@ def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "::", "example.org"])
 def test_without_keys_it_binds_to_loopback_only(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="API key is needed"):
+    with pytest.raises(UsageError, match="--api-key"):
         parse(["--host", host])
     assert parse(["--host", host, "--api-key", "k"]).api_keys[0].key == "k"
     monkeypatch.setenv("ART_API_KEY", "from-environment")
@@ -46,9 +47,9 @@ def test_a_key_file_gives_scopes_and_projects(tmp_path: Path) -> None:
     assert (two.scopes, two.projects) == ({"infer", "train"}, {"p", "q"})
     assert three.scopes == {"infer", "train"}
     file.write_text("one admin\n")
-    with pytest.raises(UsageError, match="line 1"):
+    with pytest.raises(UsageError, match=r"--api-key-file .*line 1"):
         parse(["--api-key-file", str(file)])
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="--api-key-file"):
         parse(["--api-key-file", str(tmp_path / "none")])
 
 
@@ -101,7 +102,7 @@ def test_a_line_that_is_no_key_is_named_by_its_number_alone(
 def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="not a text file"):
+    with pytest.raises(UsageError, match="--api-key-file"):
         parse(["--api-key-file", str(file)])
 
 
@@ -109,12 +110,12 @@ def test_engine_arguments_come_from_a_list() -> None:
     config = parse(["--engine-arg", "gpu-memory-utilization=0.5", "--engine-arg", "seed=1"])
     assert config.engine_args == {"gpu_memory_utilization": "0.5", "seed": "1"}
     for text in ("trust_remote_code=true", "host=0.0.0.0", "seed"):
-        with pytest.raises(UsageError, match="one of"):
+        with pytest.raises(UsageError, match="--engine-arg"):
             parse(["--engine-arg", text])
 
 
 def test_values_out_of_range_name_their_flag() -> None:
-    with pytest.raises(UsageError, match=r"--max-loras.*greater"):
+    with pytest.raises(UsageError, match="--max-loras"):
         parse(["--max-loras", "1"])
     with pytest.raises(UsageError, match="--wait-limit"):
         parse(["--wait-limit", "-1"])
@@ -127,11 +128,11 @@ def test_devices_are_lists_and_go_together() -> None:
     config = parse(["--serve-devices", "0,2-4", "--train-devices", "1"])
     assert (config.serve_devices, config.train_devices) == ((0, 2, 3, 4), (1,))
     assert not config.takes_turns and parse([]).takes_turns
-    with pytest.raises(UsageError, match="go together"):
+    with pytest.raises(UsageError, match="--train-devices"):
         parse(["--train-devices", "1"])
-    with pytest.raises(UsageError, match="device 1 is in both"):
+    with pytest.raises(UsageError, match="--train-devices"):
         parse(["--serve-devices", "0-1", "--train-devices", "1"])
-    with pytest.raises(UsageError, match="leave it out"):
+    with pytest.raises(UsageError, match="--handover"):
         parse(["--serve-devices", "0", "--train-devices", "1", "--handover", "sleep"])
     for wrong in ("", "a", "1-", "-1", "1,,2"):
         with pytest.raises(SystemExit):
@@ -161,18 +162,18 @@ def test_the_page_of_settings_is_that_of_the_code() -> None:
     assert page.endswith("\n\n" + settings_table()), "run scripts/pages"
 
 
-def test_a_taken_port_says_what_to_do() -> None:
+def test_a_taken_port_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(UsageError, match="choose another port"):
+        with pytest.raises(UsageError, match="--port"):
             open_port("127.0.0.1", taken.getsockname()[1], "--port")
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     config = parse(["--path", str(tmp_path)])
     lock_folder(config.server_dir)
-    with pytest.raises(Conflict, match="another art-server"):
+    with refused(Conflict, "path_in_use", "path"):
         lock_folder(config.server_dir)
 
 

@@ -20,6 +20,7 @@ from art_server.store.history import HistoryTable
 from art_server.store.model_folder import ModelFolder
 from tests.quick.jobs.job_runner import running
 from tests.quick.ledger.recorded_choices import REQUEST, add, sample
+from tests.refusals import refused
 from tests.waiting import until
 
 SIZE_MB = 6
@@ -60,7 +61,7 @@ async def test_a_job_waits_for_room_and_is_done(small_disk: Path) -> None:
         with filled(small_disk):
             house.background.start("job runner", house.runner.run_forever)
             await until(lambda: house.background.faults or house.queue.get(acknowledged).next_attempt_at)
-            with pytest.raises(StorageFull, match="free some space"):
+            with refused(StorageFull, "no_disk_space"):
                 for _ in range(100):
                     big = Payload(os.urandom(100_000), b"")
                     report = JobReport()
@@ -77,11 +78,12 @@ def test_a_full_disk_costs_the_ledger_these_records_and_no_more(small_disk: Path
     ledger = Ledger(small_disk / "ledger.sqlite")
     before = add(ledger, 1, [1, 2, 3])
     with filled(small_disk), ledger.open_request(REQUEST) as opened:
-        with pytest.raises(sqlite3.OperationalError, match="full"):
+        with pytest.raises(sqlite3.OperationalError) as caught:
             for index in range(100):
                 prompt = [index * number % 50_000 for number in range(4000)]
                 taken = dataclasses.replace(sample(), rendered=prompt)
                 ledger.take_samples([(REQUEST.request_id, index, index, taken)])
+        assert caught.value.sqlite_errorcode == sqlite3.SQLITE_FULL
         ledger.lose(REQUEST.request_id, 0, "the disk is full")
         ledger.mark_delivered(REQUEST.request_id)
         ledger.keep_turn(REQUEST.request_id, {"messages": ["x" * 100_000]})

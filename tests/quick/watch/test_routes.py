@@ -20,6 +20,7 @@ from art_watch.view import make_view
 from tests import asgi_client
 from tests.demo import HOSTILE_METRIC, log, make_demo
 from tests.demo_server import make_live
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 RUN = "/api/look/models/demo/webnav-8b"
@@ -259,7 +260,7 @@ async def marks_of(app: FastAPI, change: Any, key: str | None = None) -> list[di
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(look, "marks", counted)
             stream = asyncio.create_task(http.get("/api/look/events"))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await looks.acquire()
                 change()
                 for _ in range(3):

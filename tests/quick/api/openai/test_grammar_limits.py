@@ -123,7 +123,7 @@ async def test_the_gate_refuses_them_by_name(tmp_path: Path) -> None:
         response = await http.post("/v1/chat/completions", json=body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (422, "structured_outputs.regex")
-    assert error["code"] == "grammar_too_large" and "600 characters" in error["message"]
+    assert error["code"] == "grammar_too_large"
 
 
 def test_many_tools_are_refused() -> None:
