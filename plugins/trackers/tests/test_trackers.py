@@ -24,6 +24,8 @@ from art.reporting import group_rows
 from art_protocol import tracking
 from art_protocol.tracking import StepRecord
 from art_protocol.wire import FailureBody, JobReport
+from art_server.errors import UsageError
+from art_server.flags import parse
 from art_trackers import Trackers
 from art_trackers.thread import MAX_QUEUED
 from tests.quick.client.conftest import MODEL_INFO
@@ -583,3 +585,10 @@ def test_tool_calls_of_the_openai_package_are_text_too() -> None:
     call = ChatCompletionMessageFunctionToolCall(id="c", type="function", function=function)
     text = tracking.conversation_text([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert "look" in text
+
+
+def test_the_flag_names_trackers_and_refuses_others() -> None:
+    assert parse(["--tracker", "wandb", "--tracker", "otlp"]).trackers == ("wandb", "otlp")
+    assert parse([]).trackers == ()
+    with pytest.raises(UsageError, match="--tracker"):
+        parse(["--tracker", "neptune"])

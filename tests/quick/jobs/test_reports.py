@@ -19,8 +19,6 @@ from art_protocol.wire import (
     TrajectoryBody,
     TrajectoryGroupBody,
 )
-from art_server.errors import UsageError
-from art_server.flags import parse
 from art_server.jobs.logs import write_log
 from art_server.jobs.queue import JobQueue
 from art_server.jobs.received_trajectories import ReceivedTrajectories
@@ -139,10 +137,3 @@ def test_totals_have_the_seconds_of_the_last_step(tmp_path: Path) -> None:
     queue.close()
     assert totals.seconds == {"job_train": 2.0} and totals.trained_tokens == 20
     assert totals.jobs == {"done": 2, "failed": 1}
-
-
-def test_the_flag_names_trackers_and_refuses_others() -> None:
-    assert parse(["--tracker", "wandb", "--tracker", "otlp"]).trackers == ("wandb", "otlp")
-    assert parse([]).trackers == ()
-    with pytest.raises(UsageError, match="--tracker"):
-        parse(["--tracker", "neptune"])
