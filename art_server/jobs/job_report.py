@@ -121,7 +121,7 @@ def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig) -> JobR
         num_trained_tokens=num_tokens,
         turns=counts.turns,
         continuations=counts.continuations,
-        dropped=_left_out(batch, counts, config),
+        dropped=_left_out(batch, tokens_of_groups, counts, config),
         config=config.model_dump(),
         num_tokens_without_logprob=num_without_logprob,
         sampled_steps=dict(sorted(counts.steps.items())),
@@ -133,15 +133,18 @@ def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig) -> JobR
     )
 
 
-def _left_out(batch: Batch, counts: ReportCounts, config: TrainConfig) -> list[Dropped]:
+def _left_out(
+    batch: Batch, tokens_of_groups: Sequence[GroupTokens | None], counts: ReportCounts, config: TrainConfig
+) -> list[Dropped]:
     """What the job does not train, with the reasons."""
     dropped: list[Dropped] = []
     for reason, (count, examples) in counts.dropped.items():
         unit = "trajectory" if reason == NO_TURN else "turn"
         dropped.append(Dropped(reason=reason, count=count, unit=unit, examples=examples))
-    # A group that is masked as a whole is counted as masked, not as one without signal.
-    unmasked = config.model_copy(update={"overlong": "keep"}) if config.overlong == "mask" else config
-    num_equal = sum(tokens is None for tokens in trained_tokens(batch.groups, unmasked))
+    unmasked = tokens_of_groups
+    if config.overlong == "mask":  # a group that is masked as a whole is counted as masked, not as one without signal
+        unmasked = trained_tokens(batch.groups, config.model_copy(update={"overlong": "keep"}))
+    num_equal = sum(tokens is None for tokens in unmasked)
     if num_equal:
         reason = "all rewards in the group are equal: no signal"
         dropped.append(Dropped(reason=reason, count=num_equal, unit="group"))
