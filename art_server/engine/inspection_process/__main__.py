@@ -11,7 +11,6 @@ from pathlib import Path
 import jinja2
 import transformers
 
-from art_server.engine.inspection_process.inspect_model import inspect
 from art_server.engine.inspection_process.template import template_renderer
 from art_server.process.children import claim_stdout
 
@@ -26,6 +25,8 @@ def main() -> None:
             template_renderer(template.read_text())
         except jinja2.TemplateSyntaxError as error:
             sys.exit(f"--chat-template {template}, line {error.lineno}: {error.message}")
+    from art_server.engine.inspection_process.inspect_model import inspect  # loads torch and vLLM, which takes seconds
+
     answers.write(inspect(Path(folder), template).model_dump_json().encode())
     answers.close()
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 import art
+from art.compat import buckets
 from art.compat.buckets import address_of
 from tests.quick.checkpoints.transfers import model as folder_of
 from tests.quick.checkpoints.transfers import run, same_weights, serving
@@ -69,7 +70,9 @@ async def test_a_copy_that_failed_is_an_error(path: Path, tmp_path: Path) -> Non
         await backend.close()
 
 
-async def test_a_server_that_has_gone_is_an_error(path: Path, tmp_path: Path) -> None:
+async def test_a_server_that_has_gone_is_an_error(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = "from art_transfer import http_transfer; http_transfer.WAIT_SECONDS = 0.01; "
+    monkeypatch.setattr(buckets, "COMMAND", patient + buckets.COMMAND)
     with serving(path) as (url, _):
         async with art.Backend(url) as backend:
             await backend._experimental_push_to_s3(program(), s3_bucket=f"file://{tmp_path}/b")

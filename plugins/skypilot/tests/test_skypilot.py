@@ -231,6 +231,7 @@ def place(tmp_path: Path, server: Any, answer: Any, monkeypatch: pytest.MonkeyPa
     for name, value in prepare_machine(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ART_API_KEY", raising=False)
+    monkeypatch.setattr("art.skypilot.tunnel.PAUSE_SECONDS", 0.1)
     sky = FakeSky()
     monkeypatch.setitem(sys.modules, "sky", sky)
     (tmp_path / "port").write_text(str(server.port))

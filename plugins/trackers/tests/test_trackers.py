@@ -404,6 +404,7 @@ def test_a_program_that_ends_is_not_held_up_by_a_tracker_that_hangs(tmp_path: Pa
         "import sys, threading, types; from pathlib import Path; from art_trackers import StepRecord, Trackers\n"
         "module = types.ModuleType('hanging'); module.open_run = lambda record, folder: threading.Event().wait()\n"
         "sys.modules['art_trackers.tensorboard'] = module\n"
+        "Trackers.close.__defaults__ = (0.01,)\n"
         "Trackers(['tensorboard'], Path()).report(StepRecord('p', 'a', 1, 'train', {}, {}))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,19 +1,22 @@
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from art_server.store.base_models import TINY_DIR
-from art_server.trainer.checkpoint import write_first_checkpoint
-from art_server.trainer.optimizer import STATE_KEYS
-from art_server.trainer.policy import outline_adapter
-from tests.quick.checkpoints.house import TINY_LORA, add_model
+# Imports of torch stand in the fixtures: pytest reads this file before it starts the processes of a run, which wait for it.
 
 
 @pytest.fixture(scope="session")
 def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of TINY_LORA on art/tiny that changes its answers, with optimizer state; not to be written into."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from art_server.store.base_models import TINY_DIR
+    from art_server.trainer.checkpoint import write_first_checkpoint
+    from art_server.trainer.optimizer import STATE_KEYS
+    from art_server.trainer.policy import outline_adapter
+    from tests.quick.checkpoints.house import TINY_LORA
+
     folder = tmp_path_factory.mktemp("adapter")
     write_first_checkpoint(str(TINY_DIR), TINY_LORA, 0, folder)
     file = folder / "adapter_model.safetensors"
@@ -35,5 +38,7 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def path(tmp_path: Path, tiny_adapter: Path) -> Path:
     """A server's folder with p/a at step 2."""
+    from tests.quick.checkpoints.house import add_model
+
     add_model(tmp_path / "path", tiny_adapter, steps=3)
     return tmp_path / "path"

@@ -1,7 +1,6 @@
 """The record of a base model: in a process of its own, kept by the content of the files."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,12 +64,8 @@ def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(tmp_path: P
     assert mine.rules.behind_answer == "<end><user>question<end>"
 
 
-def test_the_process_prints_the_record_or_ends_with_the_reason(tmp_path: Path) -> None:
-    shutil.copytree(TINY_DIR, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
-    own = BaseModel("a base", tmp_path / "base")
-    facts = own.facts
-    assert (facts.model_type, facts.problem, facts.parsers.tool) == ("qwen3", None, "hermes")
+def test_the_process_ends_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}")
     with pytest.raises(InvalidInput, match=r"mine\.jinja"):
-        _ = replace(own, template=file).facts
+        _ = BaseModel("a base", TINY_DIR, template=file).facts

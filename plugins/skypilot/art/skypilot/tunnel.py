@@ -17,6 +17,10 @@ SSH = shlex.split(
 """A separate connection (no ControlPath) that notices within a minute when the other machine is gone."""
 
 
+PAUSE_SECONDS = 2.0
+"""Between the end of a tunnel and the next one."""
+
+
 class Tunnel:
     """An open tunnel to `remote_port` of `host`, a name in ~/.ssh/config. A broken tunnel is opened again."""
 
@@ -32,7 +36,7 @@ class Tunnel:
             [
                 "sh",
                 "-c",
-                f"until {command}; do kill -0 {os.getpid()} 2>/dev/null || exit; sleep 2; done",
+                f"until {command}; do kill -0 {os.getpid()} 2>/dev/null || exit; sleep {PAUSE_SECONDS}; done",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
