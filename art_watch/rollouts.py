@@ -84,8 +84,12 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
             param="rollout",
         )
     trajectory = trajectories[index]
-    histories = _histories(trajectory)
     turns = {f"{each.get('history')} {each.get('entry')}": each for each in _list(trajectory, "turns")}
+    histories: list[Row] = []
+    for place, history in enumerate(_histories(trajectory)):
+        messages = enumerate(_list(history, MESSAGES))
+        entries = [entry_row(message, turns.get(f"{place} {position}")) for position, message in messages]
+        histories.append({"entries": entries, "tools": history.get("tools")})
     with opened_tokens(folder, split, step) as tokens:
         sequences = [] if tokens is None else tokens.sequences(group, index)
     return {
@@ -94,16 +98,7 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
         "metrics": _dict(trajectory, "metrics"),
         "metadata": _dict(trajectory, "metadata"),
         "logs": [str(each) for each in _values(trajectory, "logs")],
-        "histories": [
-            {
-                "entries": [
-                    entry_row(entry, turns.get(f"{place} {position}"))
-                    for position, entry in enumerate(_list(history, MESSAGES))
-                ],
-                "tools": history.get("tools"),
-            }
-            for place, history in enumerate(histories)
-        ],
+        "histories": histories,
         "sequences": sequences,
         "has_token_record": tokens is not None,
     }
@@ -119,25 +114,21 @@ def entry_row(entry: Row, trace: Row | None) -> Row:
     """A message, or a choice with its finish reason, in the form that people read. `logprobs` are those that earlier
     versions stored with a choice."""
     message = entry["message"] if isinstance(entry.get("message"), dict) else entry
+    calls = [_dict(each, "function") for each in _list(message, "tool_calls")]
     row: Row = {
         "role": str(message.get("role", "?")),
         "text": plain_text(message.get("content")),
         "reasoning": plain_text(message.get("reasoning_content") or message.get("reasoning")),
-        "tool_calls": [
-            {"name": call.get("name"), "arguments": call.get("arguments")}
-            for call in (_dict(each, "function") for each in _list(message, "tool_calls"))
-        ],
+        "tool_calls": [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls],
         "name": message.get("name"),
         "tool_call_id": message.get("tool_call_id"),
         "finish_reason": entry.get("finish_reason"),
         "turn": trace,
     }
     if message is not entry:
+        tokens = _list(_dict(entry, "logprobs"), "content")
         row["sampled_by"] = _dict(entry, "art") or None
-        row["logprobs"] = [
-            [str(each.get("token")), finite_number(each.get("logprob"))]
-            for each in _list(_dict(entry, "logprobs"), "content")
-        ]
+        row["logprobs"] = [[str(each.get("token")), finite_number(each.get("logprob"))] for each in tokens]
     return row
 
 
@@ -149,8 +140,13 @@ def plain_text(content: object) -> str:
         return content
     if not isinstance(content, list):
         return json.dumps(content)
-    parts = (part if isinstance(part, dict) else {"text": str(part)} for part in content)
-    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)
+    return "\n".join(map(_part_text, content))
+
+
+def _part_text(part: object) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
 
 
 def _read_groups(folder: ModelFolder, split: str, step: int) -> Iterator[Row | None]:
@@ -244,9 +240,11 @@ def _answers(history: Row) -> list[Row]:
 def _contains(trajectory: Row, text: str) -> bool:
     """Whether a message or a tool call of the rollout contains the text, which is casefolded."""
     for history in _histories(trajectory):
-        for row in (entry_row(entry, None) for entry in _list(history, MESSAGES)):
-            calls = (f"{call['name']} {call['arguments']}" for call in row["tool_calls"])
-            if any(text in each.casefold() for each in (row["text"], row["reasoning"], *calls)):
+        for message in _list(history, MESSAGES):
+            row = entry_row(message, None)
+            said = [row["text"], row["reasoning"]]
+            said += [f"{call['name']} {call['arguments']}" for call in row["tool_calls"]]
+            if text in "\n".join(said).casefold():
                 return True
     return False
 

@@ -6,6 +6,7 @@ Reads the record that the trainer writes (`trainer/token_record.py`).
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,11 +28,10 @@ class TokenFile:
         self._opened = opened
         metadata = opened.metadata()
         self._texts: dict[str, str] = json.loads(metadata["texts"])
-        self.groups: dict[int, list[list[tuple[int, int]]]] = {
-            group["number"]: [[(start, stop) for start, stop in sequences] for sequences in group["trajectories"]]
-            for group in json.loads(metadata["groups"])
-        }
+        self.groups: dict[int, list[list[list[int]]]] = {}
         """By group number: for each trajectory, [start, stop) of its sequences."""
+        for group in json.loads(metadata["groups"]):
+            self.groups[group["number"]] = group["trajectories"]
 
     def column(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._opened.get_slice(f"{name}_T")[start:stop]
@@ -44,18 +44,17 @@ class TokenFile:
 
     def sequences(self, group: int, rollout: int) -> list[Row]:
         """The token sequences of a rollout, column by column; None where a token has no number."""
-        of_group = self.groups.get(group, [])
-        return [self._sequence(*span) for span in of_group[rollout : rollout + 1] for span in span]
+        rollouts = self.groups.get(group, [])
+        if rollout >= len(rollouts):
+            return []
+        return [self._sequence(start, stop) for start, stop in rollouts[rollout]]
 
     def _sequence(self, start: int, stop: int) -> Row:
         ids: list[int] = self.column("token_ids", start, stop).tolist()
         row: Row = {"ids": ids, "texts": list(map(self._text, ids))}
         for name in NUMBERS:
-            values = self.column(name, start, stop)
-            row[name] = [
-                round(value, NUM_DIGITS) if known else None
-                for value, known in zip(values.tolist(), np.isfinite(values).tolist(), strict=True)
-            ]
+            values: list[float] = self.column(name, start, stop).tolist()
+            row[name] = [round(value, NUM_DIGITS) if math.isfinite(value) else None for value in values]
         row["is_clipped"] = self.column("is_clipped", start, stop).astype(bool).tolist()
         return row
 

@@ -314,7 +314,8 @@ class JobQueue:
             names = [name for name, _ in queued]
             for name in (job_id, before):
                 if name is not None and name not in names:
-                    raise Conflict(f"job '{name[:80]}' does not wait", code="not_queued", param="job_id")
+                    reason = f"job '{name[:80]}' does not wait: only a job whose state is \"queued\" can be moved"
+                    raise Conflict(reason, code="not_queued", param="job_id")
             names.remove(job_id)
             names.insert(len(names) if before is None or before == job_id else names.index(before), job_id)
             orders = sorted(order for _, order in queued)

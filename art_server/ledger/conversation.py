@@ -465,7 +465,7 @@ def _thinking_items(items: Sequence[Any], left: Iterator[str | None]) -> list[An
         num = len(messages)
         _add_item(messages, item)
         is_new = len(messages) > num and messages[-1].get("role") == "assistant"
-        thought = next(left) if is_new else None
+        thought = next(left, None) if is_new else None
         has_own = bool(made) and isinstance(made[-1], dict) and made[-1].get("type") == "reasoning"
         if thought is not None and not has_own:
             content = [{"type": "reasoning_text", "text": thought}]

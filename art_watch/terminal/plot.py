@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import plotext
 from rich.console import Console
@@ -16,42 +17,52 @@ MAX_WIDTH, HEIGHT = 100, 13
 """Of a chart, in characters."""
 MAX_TICKS = 6
 """Numbers below a chart."""
-Point = tuple[float, float]
+
+
+class Curve(NamedTuple):
+    steps: list[float]
+    values: list[float]
 
 
 def print_plot(console: Console, models: Mapping[str, Row], metrics: Sequence[str]) -> None:
     """One chart for each metric and model. The charts of a metric have the same axes."""
     for metric in metrics:
-        curves = {model: found for model, row in models.items() if (found := points(row, metric))}
-        every = [point for curve in curves.values() for point in curve]
+        curves: dict[str, Curve] = {}
+        all_points = Curve([], [])
+        for model, row in models.items():
+            curve = read_curve(row, metric)
+            if curve.steps:
+                curves[model] = curve
+                all_points.steps.extend(curve.steps)
+                all_points.values.extend(curve.values)
         for model, curve in curves.items():
-            best = max(curve, key=lambda point: point[1])
-            chart = draw(f"{model} {metric}", curve, every, min(console.width, MAX_WIDTH))
             console.print()
-            console.print(plain(chart))
-            console.print(f"last {number(curve[-1][1])}, highest {number(best[1])} at step {best[0]:.0f}")
+            console.print(plain(draw(f"{model} {metric}", curve, all_points, min(console.width, MAX_WIDTH))))
+            highest = max(curve.values)
+            step = curve.steps[curve.values.index(highest)]
+            console.print(f"last {number(curve.values[-1])}, highest {number(highest)} at step {step:.0f}")
 
 
-def points(history: Row, metric: str) -> list[Point]:
+def read_curve(history: Row, metric: str) -> Curve:
     """Steps and values of a metric, where both are known and finite."""
-    columns = zip(history["steps"], history["metrics"].get(metric, []), strict=False)
-    return [
-        (float(step), value)
-        for step, value in columns
-        if step is not None and value is not None and math.isfinite(value)
-    ]
+    curve = Curve([], [])
+    for step, value in zip(history["steps"], history["metrics"].get(metric, []), strict=False):
+        if step is not None and value is not None and math.isfinite(value):
+            curve.steps.append(float(step))
+            curve.values.append(value)
+    return curve
 
 
-def draw(title: str, curve: Sequence[Point], every: Sequence[Point], width: int) -> str:
-    """A chart of the curve, whose axes span the points of `every`."""
-    (left, right), (low, high) = (_span(values) for values in zip(*every, strict=True))
+def draw(title: str, curve: Curve, all_points: Curve, width: int) -> str:
+    """A chart of the curve, whose axes span `all_points`."""
     figure = plotext.figure.clear()
-    figure.draw(figure.signal([x for x, _ in curve], [y for _, y in curve]).lines())
+    figure.draw(figure.signal(curve.steps, curve.values).lines())
     figure.title(visible(title).replace("\n", "⏎")).plot_size(width, HEIGHT)
+    left, right = _span(all_points.steps)
     steps = figure.ruler("x").lim(left, right)
     ticks = {round(left + (right - left) * place / MAX_TICKS) for place in range(MAX_TICKS + 1)}
     steps.ticks([tick for tick in sorted(ticks) if left <= tick <= right])
-    figure.ruler("y").lim(low, high)
+    figure.ruler("y").lim(*_span(all_points.values))
     return figure.build().string(colorless=True).rstrip()
 
 
@@ -86,8 +97,8 @@ def _save_picture(models: Mapping[str, Row], metrics: Sequence[str], file: Path)
         figure = Figure(figsize=(8, 3 * len(metrics)), layout="constrained")
         for axes, metric in zip(figure.subplots(len(metrics), squeeze=False), metrics, strict=True):
             for model, row in models.items():
-                curve = points(row, metric)
-                axes[0].plot([x for x, _ in curve], [y for _, y in curve], label=visible(model))
+                curve = read_curve(row, metric)
+                axes[0].plot(curve.steps, curve.values, label=visible(model))
             axes[0].set_ylabel(visible(metric))
             axes[0].legend(fontsize=8)
         figure.supxlabel("step", fontsize=9)
@@ -100,13 +111,8 @@ def _save_page(models: Mapping[str, Row], metrics: Sequence[str], file: Path) ->
     figure = make_subplots(rows=len(metrics), shared_xaxes=True, subplot_titles=[visible(each) for each in metrics])
     for place, metric in enumerate(metrics, 1):
         for model, row in models.items():
-            curve = points(row, metric)
-            figure.add_scatter(
-                x=[x for x, _ in curve],
-                y=[y for _, y in curve],
-                name=visible(f"{model} {metric}"),
-                row=place,
-                col=1,
-            )
+            curve = read_curve(row, metric)
+            name = visible(f"{model} {metric}")
+            figure.add_scatter(x=curve.steps, y=curve.values, name=name, row=place, col=1)
     figure.update_xaxes(title_text="step", row=len(metrics), col=1)
     figure.write_html(file, include_plotlyjs=True)

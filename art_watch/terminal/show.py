@@ -29,8 +29,10 @@ def _print_group(console: Console, group: Row, *, is_table: bool) -> None:
     parts = [f"group {group['index']}"]
     if group["mean"] is not None:
         parts += [f"mean {number(group['mean'])}", f"deviation {number(group['std'])}"]
-    parts += ["no signal"] if group["is_dead"] else []
-    parts += ["its line in the file cannot be read"] if group.get("is_unreadable") else []
+    if group["is_dead"]:
+        parts.append("no signal")
+    if group.get("is_unreadable"):
+        parts.append("its line in the file cannot be read")
     console.print()
     console.print(plain(", ".join(parts), "bold"))
     for failure in group["failures"]:

@@ -30,8 +30,10 @@ def _picture(found: re.Match[str]) -> str:
 
 
 def number(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return NOTHING if value is None else "nan"
+    if value is None:
+        return NOTHING
+    if math.isnan(value):
+        return "nan"
     return f"{value:.3f}" if abs(value) < MAX_DECIMAL else f"{value:.3g}"
 
 
@@ -54,6 +56,10 @@ def small_bars(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None and math.isfinite(value)]
     low = min(known, default=0.0)
     scale = (len(BARS) - 1) / ((max(known, default=0.0) - low) or 1.0)
-    return "".join(
-        BARS[round((value - low) * scale)] if value is not None and math.isfinite(value) else " " for value in values
-    )
+    bars = ""
+    for value in values:
+        if value is None or not math.isfinite(value):
+            bars += " "
+        else:
+            bars += BARS[round((value - low) * scale)]
+    return bars

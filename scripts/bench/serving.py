@@ -118,7 +118,7 @@ async def main() -> None:
     parser.add_argument("--logprobs-of", choices=("vllm", "both"), default="vllm")
     flags = parser.parse_args()
     # Requests at concurrency 1 are short: in a long one, the engine's time would hide the latency that the server adds.
-    short = flags.max_tokens // 16
+    short = max(2, flags.max_tokens // 16)
     flags.cells = [
         (1, 8, 6 * flags.pairs, short),
         (16, 64, flags.pairs, flags.max_tokens),

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 from typing import Any, cast
 
 import httpx
@@ -20,6 +19,7 @@ from tests.engine.integration.answers import (
     sse_data,
 )
 from tests.live import PROJECT, Server, register, train
+from tests.waiting import wait_until
 
 QUESTION = {"role": "user", "content": "respond with yes, no, maybe"}
 
@@ -256,7 +256,7 @@ def test_a_client_that_hangs_up_leaves_nothing_to_train(server: Server, model: s
         httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=0.3)
     with server.client(headers=headers) as client:
         kept = client.post("/v1/chat/completions", json=body | {"max_tokens": 4}).json()
-    time.sleep(1.0)
+        wait_until(lambda: "\nart_requests_running 0" in client.get("/metrics").text)
     reply = session_of(server, "gone")
     assert reply["num_choices"] == 1
     entries = reply["histories"][0]["messages_and_choices"]

@@ -5,6 +5,8 @@ With such a backend a `TrainableModel` can train and delete checkpoints. Logs an
 
 # pyright: reportPrivateUsage=false
 
+import statistics
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,6 +55,8 @@ async def train_there(
 
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    keys = sorted({key for row in rows for key in row})
-    values = {key: [row[key] for row in rows if key in row] for key in keys}
-    return {key: sum(each) / len(each) for key, each in values.items()}
+    values = defaultdict[str, list[float]](list)
+    for row in rows:
+        for name, value in row.items():
+            values[name].append(value)
+    return {name: statistics.fmean(values[name]) for name in sorted(values)}

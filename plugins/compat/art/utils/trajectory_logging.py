@@ -140,16 +140,19 @@ def _from_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A trajectory from its record, or, in files of version 1, from its columns."""
     if row.get("trajectory_json"):
         return _with_messages(json.loads(row["trajectory_json"]))
-    plain = ("role", "content", "tool_call_id")
-    messages = [
-        {name: value for name, value in each.items() if value is not None and name in plain}
-        | ({"tool_calls": json.loads(each["tool_calls"])} if each.get("tool_calls") else {})
-        for each in row["messages"] or ()
-    ]
+    messages = [_from_columns(each) for each in row["messages"] or ()]
     texts = {name: json.loads(row.get(name) or "{}") for name in ("metrics", "metadata")}
     tools = json.loads(row["tools"]) if row.get("tools") else None
     logs: list[str] = row.get("logs") or []
     return {"reward": row["reward"], "messages": messages, "tools": tools, "logs": logs, **texts}
+
+
+def _from_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    message = {name: columns.get(name) for name in ("role", "content", "tool_call_id")}
+    message = {name: value for name, value in message.items() if value is not None}
+    if columns.get("tool_calls"):
+        message["tool_calls"] = json.loads(columns["tool_calls"])
+    return message
 
 
 def _with_messages(trajectory: Mapping[str, Any]) -> dict[str, Any]:

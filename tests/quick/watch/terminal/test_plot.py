@@ -6,7 +6,7 @@ import pytest
 
 from art_protocol.wire import LoRAConfig
 from art_server.store.model_folder import ModelFolder, ModelRecord
-from art_watch.terminal.plot import HEIGHT, draw, points, print_plot
+from art_watch.terminal.plot import HEIGHT, Curve, draw, print_plot, read_curve
 from tests.demo import HOSTILE_METRIC, log
 from tests.quick.watch.terminal.conftest import ESCAPES, SHOWN_ESCAPES, Ran, screen, shown
 
@@ -18,7 +18,7 @@ def history(*values: float | None, first: int = 1) -> dict[str, Any]:
 
 
 def test_a_curve_is_drawn_from_corner_to_corner_with_whole_steps() -> None:
-    rising = [(1.0, 0.0), (4.0, 1.0)]
+    rising = Curve([1.0, 4.0], [0.0, 1.0])
     title, top, *rows, bottom, ticks = draw("p/a m", rising, rising, 40).splitlines()
     assert title.strip() == "p/a m" and top.strip().startswith("┌") and bottom.strip()[0] == "└"
     assert rows[0].startswith("1.0") and rows[-1].startswith("0.0")
@@ -28,22 +28,21 @@ def test_a_curve_is_drawn_from_corner_to_corner_with_whole_steps() -> None:
     assert ticks.split() == ["1", "2", "3", "4"]
 
 
-@pytest.mark.parametrize("curve", [[(3.0, 0.5)], [(1.0, 2.0), (2.0, 2.0)]])
-def test_one_point_and_equal_values_can_be_drawn(
-    curve: list[tuple[float, float]], capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("curve", [Curve([3.0], [0.5]), Curve([1.0, 2.0], [2.0, 2.0])])
+def test_one_point_and_equal_values_can_be_drawn(curve: Curve, capfd: pytest.CaptureFixture[str]) -> None:
     assert len(draw("m", curve, curve, 40).splitlines()) == HEIGHT
     assert capfd.readouterr() == ("", ""), "the library has no complaint"
 
 
 def test_what_a_terminal_would_obey_is_shown_in_the_title() -> None:
-    title = draw(f"a\n{ESCAPES}", [(1.0, 1.0)], [(1.0, 1.0)], 100).splitlines()[0]
+    point = Curve([1.0], [1.0])
+    title = draw(f"a\n{ESCAPES}", point, point, 100).splitlines()[0]
     assert title.strip() == f"a⏎{SHOWN_ESCAPES}"
 
 
 def test_missing_and_infinite_values_are_left_out() -> None:
     row = {"steps": [1, None, 3, 4], "metrics": {"m": [0.5, 1.0, None, float("inf")]}}
-    assert points(row, "m") == [(1.0, 0.5)] and points(row, "other") == []
+    assert read_curve(row, "m") == ([1.0], [0.5]) and read_curve(row, "other") == ([], [])
 
 
 def test_charts_of_a_metric_share_their_axes() -> None:
