@@ -158,7 +158,7 @@ async def test_a_student_learns_from_its_teacher_s_probabilities(backend: art.Ba
     names |= {"teacher": teacher, "questions": [QUESTION] * 4, "STEPS": 12}
     await run("distillation.md", 0, names)
     learnt = await art.evaluate(names["student"], rollout, [QUESTION], reps=64, seed=1, log=False)
-    assert learnt.reward.mean > 0.6 * taught.reward.mean > 0.4, (learnt, taught)
+    assert taught.reward.mean > 0.7 and learnt.reward.mean > 0.3, (learnt, taught)
     gaps = [row["train/teacher_gap"] for row in history("student") if "train/teacher_gap" in row]
     assert len(gaps) == 12 and gaps[0] < -0.3 and gaps[-1] > 0.5 * gaps[0], gaps
     base = art.Model(
