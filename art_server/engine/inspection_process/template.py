@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from art_server.store.base_facts import TemplateRules
@@ -157,6 +156,8 @@ def _render(template: str, *messages: dict[str, Any], **more: Any) -> str:
 
 def _twice(template: str, folder: Path) -> str | None:
     """The token that a rendered text begins with twice when the tokenizer reads it as it reads any text."""
+    from transformers import AutoTokenizer  # loads torch, which takes seconds: a template is checked before
+
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # Any: its methods are untyped
         text = tokenizer.apply_chat_template([QUESTION], chat_template=template, tokenize=False)
