@@ -244,7 +244,7 @@ def _contains(trajectory: Row, text: str) -> bool:
             row = entry_row(message, None)
             said = [row["text"], row["reasoning"]]
             said += [f"{call['name']} {call['arguments']}" for call in row["tool_calls"]]
-            if text in "\n".join(said).casefold():
+            if any(text in each.casefold() for each in said):
                 return True
     return False
 

@@ -28,10 +28,9 @@ class TokenFile:
         self._opened = opened
         metadata = opened.metadata()
         self._texts: dict[str, str] = json.loads(metadata["texts"])
-        self.groups: dict[int, list[list[list[int]]]] = {}
+        groups = json.loads(metadata["groups"])
+        self.groups: dict[int, list[list[list[int]]]] = {group["number"]: group["trajectories"] for group in groups}
         """By group number: for each trajectory, [start, stop) of its sequences."""
-        for group in json.loads(metadata["groups"]):
-            self.groups[group["number"]] = group["trajectories"]
 
     def column(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._opened.get_slice(f"{name}_T")[start:stop]

@@ -25,7 +25,7 @@ def main() -> None:
             template_renderer(template.read_text())
         except jinja2.TemplateSyntaxError as error:
             sys.exit(f"--chat-template {template}, line {error.lineno}: {error.message}")
-    from art_server.engine.inspection_process.inspect_model import inspect  # loads torch and vLLM, which takes seconds
+    from art_server.engine.inspection_process.inspect_model import inspect  # its imports take seconds
 
     answers.write(inspect(Path(folder), template).model_dump_json().encode())
     answers.close()

@@ -156,7 +156,7 @@ def _render(template: str, *messages: dict[str, Any], **more: Any) -> str:
 
 def _twice(template: str, folder: Path) -> str | None:
     """The token that a rendered text begins with twice when the tokenizer reads it as it reads any text."""
-    from transformers import AutoTokenizer  # loads torch, which takes seconds: a template is checked before
+    from transformers import AutoTokenizer  # takes seconds: a template is checked before
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # Any: its methods are untyped

@@ -62,10 +62,3 @@ def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(tmp_path: P
     assert mine.notes == ("its chat template renders no tools, so the model does not see them",)
     assert mine.parsers.tool is None
     assert mine.rules.behind_answer == "<end><user>question<end>"
-
-
-def test_the_process_ends_with_the_reason(tmp_path: Path) -> None:
-    file = tmp_path / "mine.jinja"
-    file.write_text("{% for m in messages %}")
-    with pytest.raises(InvalidInput, match=r"mine\.jinja"):
-        _ = BaseModel("a base", TINY_DIR, template=file).facts

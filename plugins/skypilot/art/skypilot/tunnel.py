@@ -17,7 +17,7 @@ SSH = shlex.split(
 """A separate connection (no ControlPath) that notices within a minute when the other machine is gone."""
 
 
-PAUSE_SECONDS = 2.0
+PAUSE_SECONDS: float = 2  # as an integer, which every shell can sleep
 """Between the end of a tunnel and the next one."""
 
 
