@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -218,14 +219,14 @@ def test_trackio_has_a_run_for_each_model_which_continues(tmp_path: Path) -> Non
 def test_trackio_has_the_settings_of_training_also_if_the_first_report_is_of_log(
     tmp_path: Path,
 ) -> None:
-    first = make_record(1, "validated", split="val", config={"base_model": "art/tiny"})
-    report(tmp_path, "trackio", [first, make_record(2, "validated")])
+    first = replace(make_record(1, split="val", config={"base_model": "art/tiny"}), project="validated")
+    report(tmp_path, "trackio", [first, replace(make_record(2), project="validated")])
 
     from trackio.sqlite_storage import SQLiteStorage
 
-    config = SQLiteStorage.get_run_config("demo", "validated")
+    config = SQLiteStorage.get_run_config("validated", "agent")
     assert config is not None and config["learning_rate"] == 1e-5
-    assert len(SQLiteStorage.get_logs("demo", "validated")) == 2
+    assert len(SQLiteStorage.get_logs("validated", "agent")) == 2
 
 
 def test_tensorboard_has_the_metrics_in_event_files_and_needs_no_torch(tmp_path: Path) -> None:
