@@ -12,6 +12,7 @@ from art_server.process.shared.trainer_messages import (
     CheckTask,
     Done,
     InitTask,
+    LoadTask,
     Progress,
     Task,
     WorkerConfig,
@@ -25,8 +26,8 @@ MIN_TOKENS = 64
 class Trainer(TrainerProcess):
     """The worker process that trains adapters of the server's base model.
 
-    A task without a device (init, check) never waits for a step: while the process is busy, a second one runs it, which
-    ends when no such task is left.
+    A task without a device (init, check) never waits for a step: a second process runs it beside the step, and ends when no
+    such task is left. It does wait while the process starts and loads the base model, which a second one would slow down.
     """
 
     def __init__(self, config: ServerConfig, device: Device, kept_to: Mapping[str, str], children: Children):
@@ -37,6 +38,8 @@ class Trainer(TrainerProcess):
         self._device: Device = device
         self._aside = TrainerProcess((), config.log_dir / "trainer.log", environment, children)
         self._num_aside = 0
+        self._num_steps = 0
+        """Tasks that train, running or waiting."""
 
     def set_base(self, path: Path, plan: MemoryPlan | None = None) -> None:
         """Sets the base model's folder and the GPU's memory plan (None on a CPU); the first task starts the process."""
@@ -67,9 +70,14 @@ class Trainer(TrainerProcess):
         on_progress: Callable[[Progress], Awaitable[None]] | None = None,
         batch: bytes | None = None,
     ) -> Done:
-        if self.is_busy and isinstance(task, InitTask | CheckTask):
+        if self._num_steps and isinstance(task, InitTask | CheckTask):
             return await self._run_aside(task)
-        return await super().run(task, on_progress, batch)
+        is_step = not isinstance(task, InitTask | CheckTask | LoadTask)
+        self._num_steps += is_step
+        try:
+            return await super().run(task, on_progress, batch)
+        finally:
+            self._num_steps -= is_step
 
     async def _run_aside(self, task: InitTask | CheckTask) -> Done:
         self._num_aside += 1

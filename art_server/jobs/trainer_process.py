@@ -124,11 +124,6 @@ class TrainerProcess:
         """The id of the process and of its process group; None while no process runs."""
         return self._process.pid if self._process is not None else None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a task runs, so that the next one waits."""
-        return self._lock.locked()
-
     async def run(
         self,
         task: Task,

@@ -11,7 +11,7 @@ from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server.engine.device.plan import MemoryPlan, make_memory_plan
 from art_server.jobs.trainer import MIN_TOKENS, Trainer
 from art_server.process.children import Children
-from art_server.process.shared.trainer_messages import CheckTask, InitTask, Progress, TrainTask, WorkerConfig
+from art_server.process.shared.trainer_messages import CheckTask, InitTask, LoadTask, Progress, TrainTask, WorkerConfig
 from art_server.settings import ServerConfig
 from art_server.store.base_models import TINY_DIR
 from tests.quick.engine.device.cards import FIGURES, card, demand
@@ -84,9 +84,11 @@ async def test_a_task_without_a_device_never_waits_for_a_step(tmp_path: Path) ->
     init = InitTask(lora=LoRAConfig(), out_dir=str(tmp_path))
     check = CheckTask(lora=LoRAConfig(), folder=str(tmp_path))
     begun = asyncio.Event()
+    load = LoadTask()
     step = TrainTask(lora=LoRAConfig(), in_dir="0", out_dir="1", config=TrainConfig())
     async with asyncio.timeout(100):
-        assert (await trainer.run(init)).notes == ["main"], "nothing else runs: no second process"
+        done = await asyncio.gather(trainer.run(load), trainer.run(init), trainer.run(check))
+        assert [each.notes for each in done] == [["main"]] * 3, "no step runs: no second process slows the start"
         assert trainer._aside.pid is None
 
         async def note(_: Progress) -> None:
