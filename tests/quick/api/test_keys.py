@@ -1,19 +1,24 @@
 """Keys: names, expiry, and what strangers see; how many choices one request may ask for."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
+import art
 from art_protocol.wire import Health
 from art_server.api.openai.routes import check_choices, num_choices
 from art_server.errors import BadRequest
 from art_server.settings import ApiKey
 from tests.asgi_client import client
 from tests.quick.api.idle_server import MODEL, make
+from tests.quick.server.served import sample_group, serving
 from tests.refusals import refused
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -130,3 +135,40 @@ def test_a_text_is_no_number_of_choices(n: str) -> None:
 )
 def test_choices_are_prompts_times_n(api: str, body: dict[str, Any], num: int) -> None:
     assert num_choices(api, body) == num
+
+
+async def test_a_job_is_moved_before_jobs_of_its_callers_projects_only(tmp_path: Path) -> None:
+    keys = (ApiKey(key="all"), ApiKey(key="one", projects=frozenset({"q"})))
+    goes_on = asyncio.Event()
+
+    async def wait(_: object) -> None:
+        await goes_on.wait()
+
+    patience = asyncio.timeout(PATIENCE_SECONDS)
+    async with patience, serving(tmp_path, api_keys=keys) as served, art.Backend(served.url, "all") as backend:
+        served.trainer.events = [wait]
+        sampled: list[tuple[art.TrainableModel, art.TrajectoryGroup]] = []
+        for number, project in enumerate(("p", "p", "q")):
+            model = art.TrainableModel(name=f"a{number}", project=project, base_model="art/tiny")
+            await model.register(backend)
+            sampled.append((model, await sample_group(model)))
+        training: list[asyncio.Task[Any]] = []
+        async with httpx.AsyncClient(base_url=served.url, headers=bearer("all")) as http:
+
+            async def queued() -> dict[str, str]:
+                """Ids by project, in the order of the queue."""
+                jobs = (await http.get("/api/jobs", params={"state": "queued"})).json()["jobs"]
+                return {job["project"]: job["job_id"] for job in jobs}
+
+            for model, group in sampled:
+                training.append(asyncio.create_task(model.train([group])))
+                while len((await http.get("/api/jobs")).json()["jobs"]) < len(training):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            ids = await queued()
+            assert list(ids) == ["p", "q"]
+            path, before = f"/api/jobs/{ids['q']}/move", {"before": ids["p"]}
+            refused = await http.post(path, json=before, headers=bearer("one"))
+            assert refused.status_code in (403, 404) and list(await queued()) == ["p", "q"]
+            assert (await http.post(path, json=before)).status_code == 200 and list(await queued()) == ["q", "p"]
+        goes_on.set()
+        await asyncio.gather(*training)
