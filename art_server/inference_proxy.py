@@ -54,6 +54,8 @@ class InferenceRequest:
     """The assistant's messages in the conversation."""
     cited_choices: Sequence[str] = ()
     """The ids of choices to which it refers by an earlier response."""
+    pinned_step: str | None = None
+    """What the name of a trainable model without a step means: a step, or "base". None: the newest."""
     requested_at: int | None = None
     """When the server received the request (`clock.tick`)."""
     model: RegisteredModel | None = None
@@ -124,6 +126,11 @@ class Proxy:
         base = self._engine.base
         base_name = base.name if base is not None else None
         found = self._registry.resolve(inference.requested_model, base_name, inference.projects, inference.only_model)
+        if inference.pinned_step is not None and found.model is not None and "@" not in inference.requested_model:
+            name = f"{found.model.id}@{inference.pinned_step}"
+            if inference.pinned_step == "base":
+                name = found.model.record.base_model
+            found = self._registry.resolve(name, base_name, inference.projects, inference.only_model)
         inference.model, inference.step = found.model, found.step
         self._base.is_wanted = True
         if found.model is None:

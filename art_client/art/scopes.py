@@ -1,6 +1,6 @@
 """Scopes: the session to which the requests of the current context (`contextvars`) belong."""
 
-from collections.abc import Container, Generator
+from collections.abc import Callable, Container, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from art_protocol.wire import SESSION_HEADER, SessionReply
+from art_protocol.wire import SESSION_HEADER, STEP_HEADER, SessionReply
 
 
 class CapturingServer(Protocol):
@@ -29,7 +29,10 @@ class CapturingServer(Protocol):
 class Scope:
     """A session. Requests belong to it while it is the value of `current_scope`."""
 
-    session: str
+    session: str | Callable[[], str]
+    """Its name, or a function that names it for each request."""
+    step: int | str | None = None
+    """The step that the name of a trainable model means, or "base"; None: the newest."""
     servers: "dict[CapturingServer, None]" = field(default_factory=dict[Any, None])
     """The servers that got requests in this scope, in the order of their first request."""
 
@@ -64,7 +67,7 @@ def add_server(server: CapturingServer) -> None:
 
 
 def headers_for(url: str) -> dict[str, str]:
-    """The current scope's session header for a request to the URL; empty outside a scope and for other servers.
+    """The current scope's headers for a request to the URL; empty outside a scope and for other servers.
 
     A URL that contains a session's name gets no header.
     """
@@ -73,7 +76,10 @@ def headers_for(url: str) -> dict[str, str]:
         return {}
     asked = _servers_at(_to_address(url))
     scope.servers.update(dict.fromkeys(asked))
-    return {SESSION_HEADER: scope.session} if asked else {}
+    if not asked:
+        return {}
+    headers = {SESSION_HEADER: scope.session if isinstance(scope.session, str) else scope.session()}
+    return headers if scope.step is None else headers | {STEP_HEADER: str(scope.step)}
 
 
 def is_registered(url: str) -> bool:

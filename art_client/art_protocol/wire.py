@@ -32,7 +32,8 @@ BY_REFERENCE = "by_reference"
 """The field of a choice that a client has sent without the tokens that it has."""
 
 STEP_HEADER = "x-art-step"
-"""Response header of inference answers: the adapter step that sampled it. Answers of the base model have none."""
+"""The step that answered an inference request. In a request: what the name of a trainable model without a step means, a kept step or
+"base" for its base model. So an agent that knows one name can be evaluated at any step."""
 
 
 class Body(BaseModel):

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
+from art_protocol.wire import STEP_HEADER
 from art_server.api.auth import Caller
 from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
 from art_server.api.openai.answers import answer_json
@@ -108,6 +109,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         projects=caller.projects,
         only_model=caller.model_id,
         session=caller.session,
+        pinned_step=request.headers.get(STEP_HEADER),
         messages=messages,
         prefix_digest=prefix_digest,
         answers=answers,

@@ -1,6 +1,7 @@
 """The Python of the how-to pages runs as it stands, against a server that samples "maybe" and trains nothing.
 
-Pages that need an engine are in `tests/engine/integration/test_howto.py`, the notebook is in `tests/long/docs`.
+Pages that need an engine are in `tests/engine/integration/test_howto.py`, the notebook is in `tests/long/docs`, an annex's page is
+among its tests.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ HERE = {
     "threads.md",
 }
 ELSEWHERE = {
+    "finetune-parts.md",
     "notebook.md",
     "read-rollouts.md",
     "serve-elsewhere.md",

@@ -11,8 +11,8 @@ example its reward.
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Coroutine, Iterable
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, overload
 
 from art.compat import other_providers, patches
@@ -32,17 +32,28 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
     if isinstance(coroutine, asyncio.Future):
         raise TypeError("art.trajectory takes a coroutine, not a task: a task has its own context")
     patches.patch_http_clients()
-    scope = other_providers.Capture(uuid.uuid4().hex)
+    session = uuid.uuid4().hex
+    scope = other_providers.Capture(session)
     captured = scope.trajectory
     with entered(scope):
         await coroutine
     replies: dict[str, SessionReply] = {}
     for server in scope.servers:
-        replies |= await server.fetch_captured(scope.session, replies)
+        replies |= await server.fetch_captured(session, replies)
     add_captured(captured, replies.values())
     if not any(each.histories or each.unused for each in replies.values()):
         add_histories(captured, other_providers.histories(scope.answers))
     return captured.finish()
+
+
+@contextmanager
+def capture(session: str | Callable[[], str], step: int | str | None = None) -> Generator[None]:
+    """Requests of this context to the servers of registered models belong to a session, with any HTTP client that `patches`
+    covers; a function names the session of each request. `art.rollout(model, session)` then has their trajectory. Names of
+    trainable models mean `step`, or with "base" the base model."""
+    patches.patch_http_clients()
+    with entered(other_providers.Capture(session, step)):
+        yield
 
 
 capture_auto_trajectory = trajectory

@@ -1,0 +1,47 @@
+"""The finetuning harness: `art finetune` trains an agent workflow from one file, or a function without a file.
+
+    await art.finetune.run("finetune.yml")
+
+docs/finetune.md has the file, the commands, and how a part is replaced.
+"""
+
+from art.finetune.agent import RolloutFailed
+from art.finetune.context import Run
+from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
+from art.finetune.evaluating import evaluate
+from art.finetune.interfaces import (
+    Trainer,
+    TrainerAdapter,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryBuilder,
+    TrajectoryCollection,
+)
+from art.finetune.rollouts import ArtTrajectoryBuilder
+from art.finetune.runs import check, run
+from art.finetune.training import ArtTrainer, ArtTrainerAdapter
+from art.finetune.workflows import function
+
+__all__ = [
+    "ArtTrainer",
+    "ArtTrainerAdapter",
+    "ArtTrajectoryBuilder",
+    "FinetuneError",
+    "NoServer",
+    "NoSignal",
+    "RolloutFailed",
+    "Run",
+    "Trainer",
+    "TrainerAdapter",
+    "TrainingJobRef",
+    "TrainingJobStatus",
+    "TrainingStatusEnum",
+    "TrajectoryBuilder",
+    "TrajectoryCollection",
+    "WrongInput",
+    "check",
+    "evaluate",
+    "function",
+    "run",
+]

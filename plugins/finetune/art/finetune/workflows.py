@@ -1,0 +1,180 @@
+"""Workflows: what a rollout runs. A Python function, or any program (`command`); `toolkit` has those of NVIDIA's toolkit.
+
+The requests of a function are captured in this process, whichever HTTP client sends them. A program, or a service that a
+function passes the rollout's address to, is captured by that address.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import json
+import os
+import shlex
+import signal
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import art
+from art.finetune import components
+from art.finetune.rows import Row
+from art.finetune.sections import LLM, Component
+
+WORKFLOW = "<workflow>"
+"""The name that calls outside of all functions have."""
+NAMES = ("question", "row", "rollout", "llms", "seed")
+"""What a function can ask for by the names of its parameters."""
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+ERROR_CHARACTERS = 2000
+MAX_THREADS = 256
+"""Of plain functions that run at a time. A thread is started when it is needed."""
+
+current_function: ContextVar[str] = ContextVar("current_function", default=WORKFLOW)
+
+
+@contextlib.contextmanager
+def function(name: str) -> Generator[None]:
+    """Requests inside this block are those of the function `name`, which `finetuning.target_functions` can list."""
+    token = current_function.set(name)
+    try:
+        yield
+    finally:
+        current_function.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A model that a workflow can use: one of `llms`."""
+
+    base_url: str | None
+    api_key: str | None = field(repr=False)
+    model: str | None
+    parameters: dict[str, Any]
+    """The other fields of the section, such as `temperature`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One rollout of one row."""
+
+    row: Row
+    rollout: art.Rollout
+    seed: int
+    llms: Mapping[str, Address]
+
+
+class Workflow(Protocol):
+    """Runs a rollout and returns the output that is scored."""
+
+    async def __call__(self, call: Call) -> Any: ...
+
+    def function_name(self) -> str:
+        """The innermost function around the current context, or WORKFLOW."""
+        ...
+
+
+def addresses(llms: Mapping[str, LLM], policy: str | None, rollout: art.Rollout) -> dict[str, Address]:
+    """The models of a file. The policy's has the address, the key and the name of the rollout's model."""
+    found: dict[str, Address] = {}
+    for name, llm in llms.items():
+        found[name] = Address(llm.base_url, llm.api_key, llm.model_name, llm.fields())
+    model = rollout.model
+    key = model.inference_api_key or "default"
+    parameters = found[policy].parameters if policy in found else {}
+    found[policy or "policy"] = Address(model.inference_base_url, key, model.get_inference_name(), parameters)
+    return found
+
+
+class FunctionWorkflow:
+    """A Python function, async or plain. Plain ones run in threads.
+
+    It gets what its parameters name (`NAMES`). A single parameter of another name gets the question.
+    """
+
+    def __init__(self, given: Callable[..., Any]) -> None:
+        self._function = given
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "rollout")
+        self._is_async = inspect.iscoroutinefunction(given) or inspect.iscoroutinefunction(type(given).__call__)
+        self._names: dict[str, str] = {}
+        for name, parameter in inspect.signature(given).parameters.items():
+            if name in NAMES:
+                self._names[name] = name
+            elif parameter.default is parameter.empty and parameter.kind not in VARIABLE:
+                self._names[name] = "question"
+
+    async def __call__(self, call: Call) -> Any:
+        known: dict[str, Any] = {
+            "question": call.row.question,
+            "row": dict(call.row.columns),
+            "rollout": call.rollout,
+            "llms": call.llms,
+            "seed": call.seed,
+        }
+        arguments = {name: known[source] for name, source in self._names.items()}
+        if self._is_async:
+            return await self._function(**arguments)
+        in_context = functools.partial(contextvars.copy_context().run, self._function, **arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, in_context)
+
+    def function_name(self) -> str:
+        return current_function.get()
+
+
+class CommandWorkflow:
+    """A program. It gets the row as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
+    OPENAI_MODEL. The output is what it prints. If it takes too long, it ends with all its children."""
+
+    def __init__(self, command: str | list[str]) -> None:
+        self._command = shlex.split(command) if isinstance(command, str) else list(command)
+
+    async def __call__(self, call: Call) -> str:
+        rollout = call.rollout
+        variables = openai_variables(rollout.base_url, rollout.api_key, rollout.model.get_inference_name())
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=os.environ | variables | {"ART_SEED": str(call.seed)},
+                start_new_session=True,
+            )
+        )
+        try:
+            process = await asyncio.shield(starting)
+            given = json.dumps(call.row.columns, ensure_ascii=False, default=str).encode()
+            output, errors = await process.communicate(given)
+        finally:  # also if this call was cancelled while the program started
+            process = await starting
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if process.returncode:
+            end = errors.decode(errors="replace").strip()[-ERROR_CHARACTERS:]
+            raise RuntimeError(f"{self._command[0]} ended with exit code {process.returncode}: {end}")
+        return output.decode(errors="replace").strip()
+
+    def function_name(self) -> str:
+        return WORKFLOW
+
+
+def openai_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
+    """The environment variables in which an agent finds its model."""
+    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
+
+
+def make_workflow(section: Component, model: art.TrainableModel) -> Workflow:
+    """The workflow of a file, for a registered model. The variables are set before its module is imported.
+
+    Raises:
+        ValueError: its module cannot be imported.
+    """
+    if section.type == "command":
+        return CommandWorkflow(section.fields()["command"])
+    key = model.inference_api_key or "default"
+    os.environ.update(openai_variables(str(model.inference_base_url), key, model.get_inference_name()))
+    return FunctionWorkflow(components.load("workflow", section.type))

@@ -1,0 +1,59 @@
+"""A server that keeps sessions: it answers as a test says, and trains nothing. tests/contracts.py holds its base to the real one."""
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tests.fake_server import Answer, FakeArt, Request
+
+IN_PATH = re.compile(r"^/s/([^/]+)/v1/chat/completions$")
+
+
+class PolicyServer(FakeArt):
+    """A conversation of a session is one request and its answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Callable[[str, int], str] = lambda question, number: ("yes", "no")[number % 2]
+        """Of a question, and the number of the request."""
+        self.sessions: dict[str, list[dict[str, Any]]] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.jobs: dict[str, int] = {}
+        """The step of each idempotency key."""
+        self.trained: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
+        self._numbers = itertools.count()
+
+    def _answer(self, request: Request) -> Answer:
+        if request.path.endswith("/checkpoints"):
+            kept = [{"step": step, "created_at": 0.0, "size_bytes": 1} for step in range(max(self.steps.values()) + 1)]
+            return Answer(body={"checkpoints": [*kept[:-1], kept[-1] | {"is_best": True}]})
+        if "/sessions/" in request.path:
+            histories = self.sessions.get(request.path.rpartition("/")[2], [])
+            return Answer(body={"histories": histories, "num_choices": len(histories)})
+        if request.path.endswith("/log"):
+            self.logged.append(request.json())
+        return super()._answer(request)
+
+    def train(self, request: Request, model: str) -> Answer:
+        key = request.headers["idempotency-key"]
+        if key in self.jobs:
+            return Answer(lines=[{"event": "done", "job_id": key, "step": self.jobs[key], "metrics": {}}])
+        answer = super().train(request, model)
+        if answer.status == 200 and self.job_error is None:
+            self.jobs[key] = self.steps[model]
+            self.trained.append(request.json())
+        return answer
+
+    def _completion(self, request: Request) -> dict[str, Any]:
+        asked = request.json() | {"step": request.headers.get("x-art-step")}
+        self.asked.append(asked)
+        self.text = self.answer(asked["messages"][-1]["content"], next(self._numbers))
+        found = IN_PATH.match(request.path)
+        session = found[1] if found else request.headers.get("x-art-session")
+        body = super()._completion(request)
+        if session is not None:
+            entries = [*asked["messages"], body["choices"][0] | {"token_ids": [7, 8]}]
+            self.sessions.setdefault(session, []).append({"messages_and_choices": entries})
+        return body

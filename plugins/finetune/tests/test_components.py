@@ -1,0 +1,255 @@
+"""What `_type` names: found without an import, checked, and loaded."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from art.finetune import components
+from art.finetune.components import Kind, Located, load, locate
+
+AGENT = """\
+import os
+from json import dumps
+
+raise_at_import = os.environ["NO_SUCH_VARIABLE"]
+
+async def answer(question): ...
+def by_row(row, llms, seed=1, *rest, timeout=5, **others): ...
+def other_name(task, rollout): ...
+def nothing(): ...
+def two(question, task): ...
+def two_others(task, place): ...
+def by_position(question, /): ...
+def by_keyword(*, temperature): ...
+
+def score(row, output): ...
+def of_all(trajectory, output, row, scale=1.0): ...
+def of_answer(answer): ...
+
+@some_decorator
+def decorated(a, b, c): ...
+
+class Trainer: ...
+first, (second, third) = 1, (2, 3)
+made: object = dumps
+if os.name == "posix":
+    def in_if(question): ...
+else:
+    in_else = None
+try:
+    import numpy as np
+except ImportError:
+    np = None
+with open(os.devnull) as opened:
+    pass
+match os.name:
+    case "posix":
+        in_case = 1
+for in_for in (1, 2):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("agent.py").write_text(AGENT)
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+class FakeToolkit:
+    def names(self, kind: Kind) -> list[str]:
+        return ["react_agent"] if kind == "workflow" else []
+
+
+GOOD: list[tuple[Kind, str]] = [
+    ("workflow", "agent.py:answer"),
+    ("workflow", "./agent.py:answer"),
+    ("workflow", "agent:answer"),
+    ("workflow", "agent.py:by_row"),
+    ("workflow", "agent.py:other_name"),
+    ("workflow", "agent.py:nothing"),
+    ("workflow", "agent.py:in_if"),
+    ("workflow", "agent.py:in_else"),
+    ("workflow", "agent.py:decorated"),
+    ("workflow", "agent.py:made"),
+    ("workflow", "agent.py:third"),
+    ("workflow", "agent.py:np"),
+    ("workflow", "agent.py:opened"),
+    ("workflow", "agent.py:dumps"),
+    ("workflow", "agent.py:in_case"),
+    ("workflow", "agent.py:in_for"),
+    ("trainer", "art.finetune.interfaces:Trainer"),
+    ("workflow", "agent.py:Trainer.run"),
+    ("workflow", "json:dumps"),
+    ("workflow", "itertools:chain"),
+    ("workflow", "command"),
+    ("evaluator", "agent.py:score"),
+    ("evaluator", "agent.py:of_all"),
+    ("evaluator", "ruler"),
+    ("trainer", "agent.py:Trainer"),
+    ("trainer", "openpipe_art_trainer"),
+    ("trainer_adapter", "openpipe_art_trainer_adapter"),
+    ("trajectory_builder", "openpipe_art_traj_builder"),
+    ("dataset", "agent.py:two_others"),
+    ("dataset", "agent.two_others"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), GOOD)
+def test_components_are_found(kind: Kind, name: str) -> None:
+    assert locate(kind, name).source == ("code" if ":" in name or kind == "dataset" else "built-in")
+
+
+BAD: list[tuple[Kind, str, str]] = [
+    ("workflow", "agent.py:answr", "agent.py has no 'answr': did you mean 'answer'?"),
+    ("workflow", "agent.py:_", "agent.py has no '_': known: os, dumps, "),
+    ("workflow", "none.py:answer", "no such file: "),
+    ("workflow", "agent.py", "name the function in the file: agent.py:NAME"),
+    ("workflow", "agent.py:", "names nothing: write package.module:NAME or path/file.py:NAME"),
+    ("workflow", ":answer", "names nothing"),
+    ("workflow", "agent.py:an swer", "names nothing"),
+    ("workflow", "no_such_package.module:f", "no module 'no_such_package'"),
+    ("workflow", "package.none:f", "no module 'package.none'"),
+    ("workflow", "a b:f", "no module 'a b'"),
+    ("workflow", "agent.deeper:f", "no module 'agent.deeper': 'agent' is a module and no package"),
+    ("workflow", "package:f", "has no 'f': there are none"),
+    ("workflow", "broken.py:f", "broken.py:2: not valid Python: "),
+    ("workflow", "agent.py:two", "two cannot be called, because of its parameter 'task'"),
+    ("workflow", "agent.py:two_others", "two_others cannot be called, because of its parameter 'place'"),
+    ("workflow", "agent.py:by_position", "takes 'question' by position only"),
+    ("workflow", "agent.py:Trainer", "'Trainer' is a class"),
+    ("evaluator", "agent.py:of_answer", "the parameters of this evaluator can be row, output, trajectory"),
+    ("evaluator", "agent.py:answer", "because of its parameter 'question'"),
+    (
+        "evaluator",
+        "exact_mach",
+        "unknown type 'exact_mach'; did you mean 'exact_match'?; known: exact_match, json_match, ",
+    ),
+    (
+        "workflow",
+        "react_agent",
+        "known: command, package.module:NAME or path/file.py:NAME; components of NVIDIA's toolkit need",
+    ),
+    ("trainer", "agent.py:Trainr", "did you mean 'Trainer'?"),
+    ("trainer", "agent.py", "name the class in the file"),
+    ("dataset", "rows", "unknown type 'rows'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "words"), BAD)
+def test_what_is_no_component_is_one_sentence(kind: Kind, name: str, words: str) -> None:
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("")
+    Path("broken.py").write_text("def f():\nreturn 1\n")
+    with pytest.raises(ValueError) as error:
+        locate(kind, name)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_packages_are_not_imported() -> None:
+    Path("outer/inner").mkdir(parents=True)
+    Path("outer/inner/__init__.py").write_text("raise SystemExit('imported')")
+    Path("outer/inner/deep.py").write_text("def answer(question): ...\ndef two(a, b): ...\n")
+    assert locate("workflow", "outer.inner.deep:answer").file == Path.cwd() / "outer/inner/deep.py"
+    with pytest.raises(ValueError, match="cannot be called"):
+        locate("workflow", "outer.inner.deep:two")
+    assert "outer" not in sys.modules
+
+
+def test_names_that_the_source_does_not_show_are_left_to_the_import() -> None:
+    Path("star.py").write_text("from os.path import *\n")
+    Path("lazy.py").write_text("def __getattr__(name): return len\n")
+    locate("workflow", "star.py:join")
+    locate("workflow", "lazy.py:anything")
+
+
+def test_components_of_the_toolkit() -> None:
+    assert locate("workflow", "react_agent", FakeToolkit()) == Located("toolkit", name="react_agent")
+    with pytest.raises(ValueError, match="did you mean 'react_agent'"):
+        locate("workflow", "react_agnt", FakeToolkit())
+    assert components.is_of_toolkit("workflow", "react_agent")
+    assert not components.is_of_toolkit("workflow", "command") and not components.is_of_toolkit("workflow", "a.py:b")
+
+
+def test_a_file_is_loaded_once_and_can_import_its_neighbours() -> None:
+    Path("below").mkdir()
+    Path("below/helper.py").write_text("import task\nVALUE = 3\n")
+    Path("below/task.py").write_text(
+        "import helper\ndef answer(question): return helper.VALUE\ndef score(row): return answer\n"
+    )
+    answer, score = load("workflow", "below/task.py:answer"), load("evaluator", "below/task.py:score")
+    assert answer("x") == 3 and score({}) is answer and sys.modules["helper"].task.answer is answer
+
+
+def test_a_file_whose_name_a_module_has_is_loaded_beside_it() -> None:
+    Path("json.py").write_text("def answer(question): return question\n")
+    assert load("workflow", "json.py:answer")("x") == "x"
+    assert "dumps" in vars(sys.modules["json"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "import no_such_package",
+            "task.py cannot be imported: ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        ("x = 1\ny = 1 / 0\n", "ZeroDivisionError: division by zero ({folder}/task.py:2)"),
+        ("raise SystemExit", "cannot be imported: SystemExit"),
+        ("from os.path import *", "task.py has no 'answer'"),
+        ("answer = 3", "'task.py:answer' is of type int: name a function or a class"),
+        ("import functools\nanswer = functools.partial(lambda a, b, c: 1, 1)", "because of its parameter 'c'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(folder: Path, text: str, words: str) -> None:
+    Path("task.py").write_text(text)
+    with pytest.raises(ValueError) as error:
+        load("workflow", "task.py:answer")
+    assert words.format(folder=folder) in str(error.value) and "\n" not in str(error.value)
+    assert "task" not in sys.modules or "raise" not in text
+
+
+def test_built_in_parts_are_classes() -> None:
+    assert load("trainer", "openpipe_art_trainer").__name__ == "ArtTrainer"
+    assert load("trainer_adapter", "openpipe_art_trainer_adapter").__name__ == "ArtTrainerAdapter"
+    assert load("trajectory_builder", "openpipe_art_traj_builder").__name__ == "ArtTrajectoryBuilder"
+    with pytest.raises(ValueError, match="'command' is built in"):
+        load("workflow", "command")
+
+
+def test_entry_points_name_components(folder: Path) -> None:
+    Path("plugged-1.0.dist-info").mkdir()
+    Path("plugged-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
+    Path("plugged-1.0.dist-info/entry_points.txt").write_text("[art.finetune]\ncity_agent = plugged:answer\n")
+    Path("plugged.py").write_text("def answer(question): return 'Rome'\n")
+    sys.path.insert(0, str(folder))
+    assert locate("workflow", "city_agent").file == folder / "plugged.py"
+    assert load("workflow", "city_agent")("x") == "Rome"
+    with pytest.raises(ValueError, match="known: city_agent, command"):
+        locate("workflow", "cty")
+
+
+def test_locating_imports_nothing_heavy(folder: Path) -> None:
+    program = (
+        "import sys\nfrom art.finetune import components\ncomponents.locate('workflow', 'agent.py:answer')\n"
+        "print(sorted({'openai', 'torch', 'agent', 'matplotlib', 'polars'} & sys.modules.keys()))"
+    )
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,219 @@
+"""Data sets: what becomes of rows, and broken files."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art.finetune.errors import WrongInput
+from art.finetune.rows import Row, load_rows
+from art.finetune.sections import Dataset
+
+FUNCTIONS = """\
+def rows(file_path=None, number=2):
+    return [{"question": f"{file_path} {each}", "answer": each} for each in range(number)]
+
+def wrong():
+    raise KeyError("no table")
+
+def nothing():
+    return None
+
+class Item:
+    def __init__(self, number):
+        self.id, self.input_obj, self.expected_output_obj = f"i{number}", "Q", number
+        self.full_dataset_entry = {"level": number}
+
+class EvalInput:
+    eval_input_items = [Item(1), Item(2)]
+
+def of_toolkit():
+    return EvalInput()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def dataset(**fields: Any) -> Dataset:
+    return Dataset.model_validate({"_type": "jsonl", **fields})
+
+
+def written(name: str, text: str, **fields: Any) -> Dataset:
+    Path(name).write_bytes(text.encode())
+    return dataset(_type=Path(name).suffix[1:], file_path=name, **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '[{"id": "x", "question": "1+1?", "answer": "2"}, {"id": "y", "question": "2+2?", "answer": "4"}]'),
+        (
+            "a.jsonl",
+            '{"id": "x", "question": "1+1?", "answer": "2"}\r\n\n{"id": "y", "question": "2+2?", "answer": "4"}',
+        ),
+        ("a.csv", '\ufeffid,question,answer\r\nx,1+1?,2\r\n\r\ny,"2+2?",4\r\n'),
+    ],
+)
+def test_rows_of_files(name: str, text: str) -> None:
+    found = load_rows(written(name, text))
+    assert found.left_out == 0
+    assert found.rows == [
+        Row("x", "1+1?", "2", {"id": "x", "question": "1+1?", "answer": "2"}),
+        Row("y", "2+2?", "4", {"id": "y", "question": "2+2?", "answer": "4"}),
+    ]
+
+
+def test_rows_of_parquet() -> None:
+    polars = pytest.importorskip("polars")
+    polars.DataFrame({"question": ["a", "b"], "answer": [1, 2]}).write_parquet("a.parquet")
+    found = load_rows(dataset(_type="parquet", file_path="a.parquet"))
+    assert [(row.id, row.question, row.answer) for row in found.rows] == [("1", "a", 1), ("2", "b", 2)]
+
+
+def test_rows_of_functions() -> None:
+    Path("made.py").write_text(FUNCTIONS)
+    found = load_rows(dataset(_type="custom", function="made.py:rows", file_path="x", kwargs={"number": 3}))
+    assert [row.question for row in found.rows] == ["x 0", "x 1", "x 2"]
+    found = load_rows(dataset(_type="custom", function="made.of_toolkit"))
+    assert found.rows[1] == Row("i2", "Q", 2, {"level": 2, "id": "i2", "question": "Q", "answer": 2})
+
+
+def test_rows_without_a_question_are_left_out_and_counted() -> None:
+    text = '{"question": "a"}\n{"question": " "}\n{"question": null}\n{"other": 1}\n{"question": "b"}\n'
+    found = load_rows(written("a.jsonl", text))
+    assert [(row.id, row.question) for row in found.rows] == [("1", "a"), ("5", "b")] and found.left_out == 3
+
+
+def test_a_row_without_an_id_has_its_number() -> None:
+    found = load_rows(
+        written("a.jsonl", '{"id": 7, "question": "a"}\n{"id": null, "question": "b"}\n{"question": "c"}\n')
+    )
+    assert [row.id for row in found.rows] == ["7", "2", "3"]
+
+
+def test_other_names_of_columns() -> None:
+    text = "key,ask,wanted\nk,why?,because\n"
+    structure = {"question_key": "ask", "answer_key": "wanted"}
+    row = load_rows(written("a.csv", text, id_key="key", structure=structure)).rows[0]
+    assert (row.id, row.question, row.answer) == ("k", "why?", "because")
+
+
+def test_without_structure_the_question_is_the_row() -> None:
+    found = load_rows(written("a.jsonl", '{"id": "x", "city": "Köln", "answer": 1}\n', structure={"disable": True}))
+    assert found.rows[0].question == '{"id": "x", "city": "Köln", "answer": 1}' and found.rows[0].answer == 1
+
+
+def test_a_question_that_is_no_text_becomes_json() -> None:
+    found = load_rows(written("a.jsonl", '{"question": [{"role": "user", "content": "hi"}]}\n{"question": 5}\n'))
+    assert [row.question for row in found.rows] == ['[{"role": "user", "content": "hi"}]', "5"]
+
+
+@pytest.mark.parametrize(
+    ("row_filter", "kept"),
+    [
+        ({"allowlist": {"field": {"level": [1, 2]}}}, ["a", "b"]),
+        ({"denylist": {"field": {"level": [1]}}}, ["b", "c"]),
+        ({"allowlist": {"field": {"level": [1, 2], "kind": ["x"]}}}, ["a"]),
+        ({"denylist": {"field": {"level": [1], "kind": ["y"]}}}, ["c"]),
+        ({"allowlist": {"field": {"kind": ["x"]}}, "denylist": {"field": {"level": [3]}}}, ["a"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_filters(kind: str, row_filter: dict[str, Any], kept: list[str]) -> None:
+    rows = [("a", 1, "x"), ("b", 2, "y"), ("c", 3, "x")]
+    text = "question,level,kind\n" + "".join(f"{q},{n},{k}\n" for q, n, k in rows)
+    if kind == "jsonl":
+        text = "".join(f'{{"question": "{q}", "level": {n}, "kind": "{k}"}}\n' for q, n, k in rows)
+    found = load_rows(written(f"a.{kind}", text, filter=row_filter))
+    assert [row.question for row in found.rows] == kept and found.left_out == 0
+
+
+BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
+    ("a.jsonl", "", {}, "a.jsonl: has no rows"),
+    ("a.jsonl", "\n\n", {}, "a.jsonl: has no rows"),
+    ("a.json", "", {}, "a.json: has no rows: the file is empty"),
+    ("a.json", "[]", {}, "a.json: has no rows"),
+    ("a.csv", "question,answer\n", {}, "a.csv: has no rows"),
+    ("a.jsonl", '{"question": "a"}\n{"question": \n', {}, "a.jsonl: line 2 is not JSON (Expecting value)"),
+    ("a.jsonl", '{"question": "a"}\n\n["b"]\n', {}, "a.jsonl: line 3 is a list: a row is an object"),
+    ("a.jsonl", '[{"question": "a"}]\n', {}, "a list of objects is _type: json"),
+    ("a.jsonl", '{"question": "a"}\n3\n', {}, "a.jsonl: line 2 is the number 3: a row is an object"),
+    ("a.json", '[{"question": "a"},\n {"question" "b"}]', {}, "a.json: line 2, column 14 is not JSON"),
+    ("a.json", '{"question": "a"}\n{"question": "b"}\n', {}, "one object a line is _type: jsonl"),
+    ("a.json", '{"rows": []}', {}, "a.json: is a mapping: write the rows as a list of objects"),
+    ("a.json", '[{"question": "a"}, null]', {}, "a.json: row 2 is empty: a row is an object"),
+    ("a.json", "[" * 100_000, {}, "a.json: is nested too deeply"),
+    ("a.csv", "question,answer\na,1\nb,2,3\n", {}, "a.csv: line 3 has 3 values for 2 columns"),
+    ("a.csv", 'question,answer\na,1\n"b,2\n', {}, "is not CSV"),
+    ("a.csv", "question,question\na,b\n", {}, "a.csv: line 1 has the column 'question' twice"),
+    ("a.jsonl", '{"prompt": "a", "answer": 1}', {}, "no row has the column 'question'; the columns are prompt, answer"),
+    ("a.jsonl", '{"question": "a"}', {"structure": {"question_key": "ask"}}, "no row has the column 'ask'"),
+    ("a.jsonl", '{"question": ""}\n{"question": null}', {}, "a.jsonl: all 2 rows have an empty question"),
+    (
+        "a.jsonl",
+        '{"id": "x", "question": "a"}\n{"id": "y", "question": "b"}\n{"id": "x", "question": "c"}\n',
+        {},
+        "a.jsonl: line 3 has the id 'x' of line 1: make the values of 'id' different",
+    ),
+    ("a.json", '[{"id": 1, "question": "a"}, {"id": "1", "question": "b"}]', {}, "row 2 has the id '1' of row 1"),
+    (
+        "a.csv",
+        "question,level\na,1\n",
+        {"filter": {"allowlist": {"field": {"levle": [1]}}}},
+        "no row has the column 'levle' of the filter: did you mean 'level'?",
+    ),
+    (
+        "a.csv",
+        "question,level\na,1\n",
+        {"filter": {"allowlist": {"field": {"level": [2]}}}},
+        "the filter leaves none of 1 rows",
+    ),
+    ("a.parquet", "question", {}, "a.parquet: is no Parquet file"),
+    (
+        "made.py",
+        FUNCTIONS,
+        {"_type": "custom", "function": "made.py:wrong"},
+        "the function failed (KeyError: 'no table')",
+    ),
+    (
+        "made.py",
+        FUNCTIONS,
+        {"_type": "custom", "function": "made.py:rowz"},
+        "made.py has no 'rowz': did you mean 'rows'?",
+    ),
+    ("made.py", FUNCTIONS, {"_type": "custom", "function": "made.py:nothing"}, "it must return a list of rows"),
+    ("a.xls", "", {}, "save the sheet as CSV"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "fields", "words"), BROKEN)
+def test_a_broken_data_set_is_one_sentence(name: str, text: str, fields: dict[str, Any], words: str) -> None:
+    Path(name).write_text(text)
+    given = {"_type": Path(name).suffix[1:], "file_path": name, **fields}
+    if given["_type"] == "custom":
+        del given["file_path"]
+    with pytest.raises(WrongInput) as error:
+        load_rows(Dataset.model_validate(given))
+    assert len(error.value.problems) == 1 and words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read(folder: Path) -> None:
+    for kind in ("json", "jsonl", "csv", "parquet"):
+        with pytest.raises(WrongInput, match=f"none: no such file: {folder}/none"):
+            load_rows(dataset(_type=kind, file_path="none"))
+        with pytest.raises(WrongInput, match="is a folder"):
+            load_rows(dataset(_type=kind, file_path=str(folder)))
+    Path("latin.csv").write_bytes(b"question\ncaf\xe9\n")
+    with pytest.raises(WrongInput, match="not UTF-8 in line 2"):
+        load_rows(dataset(_type="csv", file_path="latin.csv"))

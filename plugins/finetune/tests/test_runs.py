@@ -1,0 +1,346 @@
+"""Runs, against a server that keeps sessions and trains nothing."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import art
+import art.finetune
+from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput
+from plugins.finetune.tests.policy_server import PolicyServer
+from tests.fake_server import Answer
+from tests.processes import wait_until_gone
+
+pytestmark = pytest.mark.anyio
+
+MakeFile = Callable[..., dict[str, Any]]
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_a_run_trains_each_epoch_once_and_reports_it(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    statuses = await art.finetune.run(make_file())
+    assert [each.status for each in statuses] == ["completed"] * 2
+    assert policy.steps == {"demo/agent": 2}
+    assert [each["expected_step"] for each in policy.trained] == [0, 1]
+    assert [len(each["groups"]) for each in policy.trained] == [4, 4]
+    rows = lines(folder / "out" / "training_metrics.jsonl")
+    assert [(row["epoch"], row["avg_reward"], row["num_trajectories"], row["step"]) for row in rows] == [
+        (0, 0.5, 8, 1),
+        (1, 0.5, 8, 2),
+    ]
+    assert [(each["split"], each["metrics"]) for each in policy.logged] == [("epoch", {"epoch/reward": 0.5})] * 2
+
+
+WORKFLOWS = {
+    "plain": """
+        import openai
+        def plain(question):
+            messages = [{"role": "user", "content": question}]
+            with openai.OpenAI() as client:
+                completion = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
+            return completion.choices[0].message.content
+    """,
+    "by_address": """
+        import httpx
+        async def by_address(row, rollout, seed):
+            assert isinstance(seed, int)
+            body = {"model": rollout.model.get_inference_name(), "messages": [{"role": "user", "content": row["question"]}]}
+            async with httpx.AsyncClient() as http:
+                answer = await http.post(f"{rollout.base_url}/chat/completions", json=body)
+            return answer.json()["choices"][0]["message"]["content"]
+    """,
+    "by_client": """
+        import httpx
+        http = httpx.AsyncClient()
+        async def by_client(question):
+            body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": question}]}
+            answer = await http.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body)
+            return answer.json()["choices"][0]["message"]["content"]
+    """,
+    "by_llms": """
+        import httpx
+        def by_llms(question, llms):
+            llm = llms["policy"]
+            body = {"model": llm.model, "messages": [{"role": "user", "content": question}]}
+            answer = httpx.post(f"{llm.base_url}/chat/completions", json=body)
+            return answer.json()["choices"][0]["message"]["content"]
+    """,
+}
+
+
+async def test_each_trajectory_has_its_own_rows_marker(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:
+    rows = [{"question": f"marker {number}", "answer": "yes"} for number in range(100)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    file = make_file(
+        WORKFLOWS["by_client"],
+        workflow___type="agent.py:by_client",
+        eval__general__max_concurrency=64,
+        trajectory_builders__b__num_generations=4,
+        finetuning__num_epochs=1,
+    )
+    await art.finetune.run(file)
+    (request,) = policy.trained
+    for number, group in enumerate(request["groups"]):
+        asked = {each["messages_and_choices"][0]["content"] for each in group["trajectories"]}
+        assert asked == {f"marker {number}"} and len(group["trajectories"]) == 4
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+async def test_any_function_is_a_workflow(policy: PolicyServer, make_file: MakeFile, name: str) -> None:
+    await art.finetune.run(make_file(WORKFLOWS[name], workflow___type=f"agent.py:{name}"))
+    assert policy.steps["demo/agent"] == 2
+    assert all(each["model"] == "demo/agent" for each in policy.asked)
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": row["question"]}]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+
+
+async def test_a_program_is_a_workflow(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:
+    (folder / "program.py").write_text(PROGRAM)
+    await art.finetune.run(make_file(workflow={"_type": "command", "command": "python program.py"}))
+    assert policy.steps["demo/agent"] == 2
+
+
+async def test_what_fails_is_no_reward(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:
+    code = """
+        def picky(row, output):
+            return {"question 0": None, "question 1": float("nan"), "question 2": "0.5"}.get(row["question"], output == "yes")
+    """
+    with pytest.raises(FinetuneError, match="evaluator 'reward'"):
+        await art.finetune.run(make_file(code, eval__evaluators={"reward": {"_type": "agent.py:picky"}}))
+    assert not policy.trained
+    await art.finetune.run(
+        make_file(eval__evaluators={"reward": {"_type": "agent.py:picky"}}, finetuning__max_exceptions=20), fresh=True
+    )
+    rows = lines(folder / "out" / "training_metrics.jsonl")
+    assert [(row["num_trajectories"], row["num_failed"], row["avg_reward"]) for row in rows] == [(2, 6, 0.5)] * 2
+    assert sum(rows[0]["failures"].values()) == 6
+    assert [len(each["groups"]) for each in policy.trained] == [1, 1]
+
+
+async def test_a_rollout_that_takes_too_long_fails_with_its_children(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    command = ["bash", "-c", "sleep 1000 & echo $! >> pids; wait"]
+    file = make_file(
+        workflow={"_type": "command", "command": command},
+        eval__general__rollout_timeout_seconds=0.5,
+        eval__general__max_concurrency=1,
+    )
+    with pytest.raises(FinetuneError, match="rollout_timeout_seconds"):
+        await art.finetune.run(file)
+    wait_until_gone({int(pid) for pid in (folder / "pids").read_text().split()})
+
+
+async def test_requests_that_went_elsewhere_are_told_where_to_go(policy: PolicyServer, make_file: MakeFile) -> None:
+    code = """
+        def silent(question):
+            return "yes"
+    """
+    with pytest.raises(FinetuneError, match=f"OPENAI_BASE_URL={policy.url}/v1"):
+        await art.finetune.run(make_file(code, workflow___type="agent.py:silent"))
+
+
+FUNCTIONS = """
+    import art.finetune
+    async def planned(question):
+        plan = await answer("plan " + question)
+        with art.finetune.function("worker"):
+            return await answer(question)
+"""
+
+
+@pytest.mark.parametrize(("targets", "asked"), [(["<workflow>"], "plan question 0"), (["worker"], "question 0")])
+async def test_answers_of_target_functions_are_trained(
+    policy: PolicyServer, make_file: MakeFile, targets: list[str], asked: str
+) -> None:
+    policy.answer = lambda _, number: ("yes", "yes", "no", "no")[number % 4]
+    file = make_file(
+        FUNCTIONS,
+        workflow___type="agent.py:planned",
+        finetuning__target_functions=targets,
+        eval__general__max_concurrency=1,
+    )
+    await art.finetune.run(file)
+    for trajectory in policy.trained[0]["groups"][0]["trajectories"]:
+        assert trajectory["messages_and_choices"][0]["content"] == asked
+        assert not trajectory["additional_histories"] and trajectory["metrics"]["untrained_answers"] == 1
+
+
+async def test_functions_that_are_never_called_are_named(policy: PolicyServer, make_file: MakeFile) -> None:
+    file = make_file(FUNCTIONS, workflow___type="agent.py:planned", finetuning__target_functions=["other"])
+    with pytest.raises(FinetuneError, match="<workflow>, worker"):
+        await art.finetune.run(file)
+
+
+async def test_weights_combine_evaluators(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:
+    code = """
+        def with_metrics(output):
+            return {"score": len(output), "metrics": {"length": len(output)}, "turn_rewards": [0.5]}
+    """
+    evaluators = {"exact": {"_type": "exact_match"}, "length": {"_type": "agent.py:with_metrics"}}
+    reward = {"weights": {"exact": 2.0, "length": -0.1}}
+    await art.finetune.run(make_file(code, eval__evaluators=evaluators, finetuning__reward_function=reward))
+    trajectories = policy.trained[0]["groups"][0]["trajectories"]
+    assert sorted(each["reward"] for each in trajectories) == pytest.approx([-0.2, 1.7])
+    assert all(each["turn_rewards"] == [0.5] and each["metrics"]["length"] in (2, 3) for each in trajectories)
+
+
+async def test_a_killed_run_samples_only_what_is_missing(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    file = make_file(eval__general__max_concurrency=1)
+
+    def dies(question: str, number: int) -> str:
+        if number == 5:
+            running.cancel()
+        return ("yes", "no")[number % 2]
+
+    policy.answer = dies
+    running = asyncio.create_task(art.finetune.run(file))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(policy.asked) == 6 and not policy.trained
+    await art.finetune.run(file)
+    assert len(policy.asked) == 6 + 3 + 8
+    rows = lines(folder / "out" / "training_metrics.jsonl")
+    assert [row["epoch"] for row in rows] == [0, 1] and len(policy.trained) == 2
+    assert not await art.finetune.run(file), "complete already"
+    assert len(policy.asked) == 17
+
+
+async def test_a_run_that_was_killed_behind_its_train_call_gets_the_same_job(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    file = make_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+        with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
+            await art.finetune.run(file)
+    assert policy.steps["demo/agent"] == 1
+    await art.finetune.run(file)
+    assert policy.steps["demo/agent"] == 2 and len(policy.jobs) == 2
+
+
+async def test_another_configuration_is_refused_and_more_epochs_are_not(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    await art.finetune.run(make_file())
+    with pytest.raises(WrongInput, match="num_generations"):
+        await art.finetune.run(make_file(trajectory_builders__b__num_generations=3))
+    assert len(await art.finetune.run(make_file(), {"finetuning.num_epochs": 3})) == 1
+    await art.finetune.run(make_file(), fresh=True)
+    assert (folder / "out.1" / "state.json").exists() and policy.steps["demo/agent"] == 5
+
+
+async def test_equal_rewards_in_all_epochs_are_an_error(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    policy.answer = lambda *_: "yes"
+    with pytest.raises(NoSignal) as caught:
+        await art.finetune.run(make_file())
+    assert caught.value.exit_code == 3 and not policy.trained
+    assert len(lines(folder / "out" / "training_metrics.jsonl")) == 2
+
+
+async def test_one_generation_is_compared_with_the_batch(policy: PolicyServer, make_file: MakeFile) -> None:
+    await art.finetune.run(make_file(trajectory_builders__b__num_generations=1))
+    assert (policy.trained[0]["config"]["baseline"], policy.trained[0]["config"]["scaling"]) == ("none", "batch_std")
+    assert [len(each["trajectories"]) for each in policy.trained[0]["groups"]] == [1] * 4
+
+
+async def test_no_server_and_a_failed_job_have_their_own_errors(policy: PolicyServer, make_file: MakeFile) -> None:
+    policy.job_error = {"message": "CUDA out of memory", "code": "out_of_memory"}
+    with pytest.raises(FinetuneError, match="max_tokens_per_micro_batch") as failed:
+        await art.finetune.run(make_file())
+    assert failed.value.exit_code == 1
+    await policy.stop()
+    with pytest.raises(NoServer, match="art-server") as lost:
+        await art.finetune.run(make_file())
+    assert lost.value.exit_code == 4
+
+
+async def test_validation_before_at_intervals_and_at_the_end(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    validation = {"dataset": "rows.json", "interval": 2}
+    await art.finetune.run(make_file(finetuning__num_epochs=3, finetuning__validation=validation))
+    rows = json.loads((folder / "out" / "validation_history.json").read_text())
+    assert [(row["epoch"], row["step"], row["num_examples"]) for row in rows] == [(0, 0, 4), (2, 2, 4), (3, 3, 4)]
+    assert sum(each["split"] == "val" for each in policy.logged) == 3
+
+
+async def test_a_failed_validation_has_a_reason_and_no_reward(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    code = """
+        def broken(output):
+            raise RuntimeError("no judge")
+    """
+    evaluators = {"reward": {"_type": "agent.py:score"}, "broken": {"_type": "agent.py:broken"}}
+    validation = {"dataset": "rows.json", "reward": {"name": "broken"}}
+    await art.finetune.run(make_file(code, eval__evaluators=evaluators, finetuning__validation=validation))
+    rows = json.loads((folder / "out" / "validation_history.json").read_text())
+    assert all("no judge" in row["error"] and "avg_reward" not in row for row in rows)
+    assert policy.steps["demo/agent"] == 2
+
+
+async def test_a_check_trains_nothing_and_leaves_the_folder_alone(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await art.finetune.check(make_file())
+    shown = capsys.readouterr().out
+    assert "> assistant: yes" in shown and "reward: 1" in shown and "1 answers would be trained" in shown
+    assert not policy.trained and not (folder / "out").exists() and len(policy.asked) == 1
+
+
+async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, make_file: MakeFile) -> None:
+    file = make_file(finetuning__validation={"dataset": "rows.json"})
+    await art.finetune.run(file)
+    policy.asked.clear()
+    found = await art.finetune.evaluate(file, step="best", baseline="0", reps=2)
+    assert found.step == 2 and found.baseline is not None and found.difference is not None
+    assert {(each["model"], each["step"]) for each in policy.asked} == {("demo/agent", "2"), ("demo/agent", "0")}
+    assert len(policy.asked) == 16
+    figures = json.loads((folder / "out" / "eval.json").read_text())
+    assert figures["step"] == 2 and len(figures["difference"]["interval"]) == 2
+    with pytest.raises(WrongInput, match="no step 9"):
+        await art.finetune.evaluate(file, step="9")
+
+
+async def test_the_curriculum_chooses_and_the_rest_is_logged(
+    policy: PolicyServer, folder: Path, make_file: MakeFile
+) -> None:
+    curriculum = {"enabled": True, "initial_percentile": 0.5}
+    await art.finetune.run(make_file(finetuning__curriculum_learning=curriculum, finetuning__num_epochs=1))
+    assert len(policy.trained[0]["groups"]) == 2
+    left_out = [each for each in policy.logged if each["split"] == "left_out"]
+    assert [len(each["groups"]) for each in left_out] == [2]
+    state = json.loads((folder / "out" / "curriculum_state.json").read_text())
+    assert state["current_percentile"] == 0.5 and len(state["included_groups"]) == 2
+
+
+async def test_a_server_that_refuses_the_model_says_why(policy: PolicyServer, make_file: MakeFile) -> None:
+    error = {"error": {"message": "art/tiny is not the base model", "code": "other_base"}}
+    policy.on("POST", "/api/models", Answer(409, error))
+    with pytest.raises(FinetuneError, match="not the base model"):
+        await art.finetune.run(make_file())
