@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -645,7 +644,7 @@ def test_fields_without_effect_are_listed() -> None:
     )
 
 
-def test_a_check_takes_less_than_two_seconds_and_imports_little() -> None:
+def test_a_check_imports_little() -> None:
     Path("f.yml").write_text(changed(("  num_epochs: 3", "  num_epoch: 3")))
     program = (
         "import sys\nfrom pathlib import Path\nfrom art.finetune import checking, reading\n"
@@ -654,9 +653,7 @@ def test_a_check_takes_less_than_two_seconds_and_imports_little() -> None:
         "print(sorted({'openai', 'torch', 'agent', 'matplotlib', 'polars'} & sys.modules.keys()))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    assert time.perf_counter() - start < 10, "ten times what it takes, on a busy machine"
     assert done.stdout.splitlines() == [
         "f.yml:40:3: finetuning.num_epoch: unknown key: did you mean 'num_epochs'?",
         "[]",

@@ -1,8 +1,15 @@
 """The commands, as processes."""
 
+import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from art.finetune.commands import add_commands, run_finetune
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(['ruamel', 'ruamel.yaml', 'matplotlib'])); "
 
@@ -27,7 +34,88 @@ def test_the_schema_has_all_sections() -> None:
     assert {"llms", "workflow", "eval", "finetuning"} <= schema["properties"].keys()
 
 
-def test_a_wrong_file_ends_with_2_and_its_place(tmp_path) -> None:
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(dest="command"))
+    return parser.parse_args(arguments)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `art.finetune.run` was called with."""
+    calls: list[Any] = []
+
+    async def run(file: Any, overrides: Any, *, fresh: bool) -> None:
+        calls.extend((file, dict(overrides), fresh))
+
+    monkeypatch.setattr("art.finetune.runs.run", run)
+    return calls
+
+
+def test_flags_set_the_file_and_overrides_win(asked: list[Any]) -> None:
+    flags = (
+        "--dataset",
+        "a.json",
+        "--validation-dataset=b.json",
+        "--validation_interval",
+        "2",
+        "-o",
+        "finetuning.num_epochs",
+        "3",
+    )
+    run_finetune(parsed("finetune", "--config_file=f.yml", *flags))
+    assert asked == [
+        "f.yml",
+        {
+            "eval.general.dataset.file_path": Path("a.json"),
+            "finetuning.validation.dataset": Path("b.json"),
+            "finetuning.validation.interval": 2,
+            "finetuning.num_epochs": "3",
+        },
+        False,
+    ]
+
+
+def test_a_function_needs_no_file(asked: list[Any]) -> None:
+    flags = (
+        "--dataset",
+        "rows.csv",
+        "--reward",
+        "agent.py:score",
+        "--base_model",
+        "art/tiny",
+        "--learning-rate",
+        "1e-3",
+    )
+    run_finetune(parsed("finetune", "agent.py:answer", *flags, "--num_generations", "4", "--fresh"))
+    file, overrides, fresh = asked
+    assert file["workflow"] == {"_type": "agent.py:answer"} and fresh and not overrides
+    assert file["eval"]["general"]["dataset"] == {"_type": "csv", "file_path": "rows.csv"}
+    adapter = file["trainer_adapters"]["adapter"]
+    assert adapter["training"] == {"learning_rate": 1e-3} and adapter["backend"]["base_model"] == "art/tiny"
+    assert file["trajectory_builders"]["builder"]["num_generations"] == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["finetune"],
+        ["finetune", "a.yml", "--config_file", "b.yml"],
+        ["finetune", "a.yml", "--reward", "agent.py:score"],
+        ["finetune", "a.yml", "--learning_rate", "1"],
+        ["finetune", "agent.py:answer", "--dataset", "rows.json"],
+    ],
+    ids=" ".join,
+)
+def test_flags_that_do_not_fit_are_refused(
+    asked: list[Any], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_finetune(parsed(*arguments))
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("art: ") and not asked
+
+
+def test_a_wrong_file_ends_with_2_and_its_place(tmp_path: Path) -> None:
     (tmp_path / "wrong.yml").write_text("workflow:\n  _type: agent.py:answer\nfinetunning: {}\n")
     code = "from art_watch.terminal.cli import main; main(['finetune', 'wrong.yml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
