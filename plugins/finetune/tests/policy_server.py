@@ -1,7 +1,7 @@
 """A server that keeps sessions: it answers as a test says, and trains nothing. tests/contracts.py holds its base to the real one."""
 
-import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +16,14 @@ class PolicyServer(FakeArt):
     def __init__(self) -> None:
         super().__init__()
         self.answer: Callable[[str, int], str] = lambda question, number: ("yes", "no")[number % 2]
-        """Of a question, and the number of the request."""
+        """Of a question, and how often it was asked before."""
         self.sessions: dict[str, list[dict[str, Any]]] = {}
         self.asked: list[dict[str, Any]] = []
         self.jobs: dict[str, int] = {}
         """The step of each idempotency key."""
         self.trained: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
-        self._numbers = itertools.count()
+        self._counts: Counter[str] = Counter()
 
     def _answer(self, request: Request) -> Answer:
         if request.path.endswith("/checkpoints"):
@@ -49,7 +49,9 @@ class PolicyServer(FakeArt):
     def _completion(self, request: Request) -> dict[str, Any]:
         asked = request.json() | {"step": request.headers.get("x-art-step")}
         self.asked.append(asked)
-        self.text = self.answer(asked["messages"][-1]["content"], next(self._numbers))
+        question = asked["messages"][-1]["content"]
+        self.text = self.answer(question, self._counts[question])
+        self._counts[question] += 1
         found = IN_PATH.match(request.path)
         session = found[1] if found else request.headers.get("x-art-session")
         body = super()._completion(request)

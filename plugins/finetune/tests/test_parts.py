@@ -22,7 +22,6 @@ async def test_each_part_can_be_replaced(
         name = code.partition("\n")[0].removeprefix("# ")
         assert len(code.splitlines()) <= 40
         (folder / name).write_text(code)
-    policy.answer = lambda _, number: ("yes", "no")[number % 2]
     file = make_file(
         trajectory_builders__b___type="short_builder.py:ShortBuilder",
         trainer_adapters__a___type="keeping_adapter.py:KeepingAdapter",

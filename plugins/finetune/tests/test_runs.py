@@ -60,10 +60,10 @@ WORKFLOWS = {
     """,
     "by_client": """
         import httpx
-        http = httpx.AsyncClient()
         async def by_client(question):
             body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": question}]}
-            answer = await http.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body)
+            async with httpx.AsyncClient(verify=False) as http:
+                answer = await http.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body)
             return answer.json()["choices"][0]["message"]["content"]
     """,
     "by_llms": """
@@ -171,7 +171,6 @@ FUNCTIONS = """
 async def test_answers_of_target_functions_are_trained(
     policy: PolicyServer, make_file: MakeFile, targets: list[str], asked: str
 ) -> None:
-    policy.answer = lambda _, number: ("yes", "yes", "no", "no")[number % 4]
     file = make_file(
         FUNCTIONS,
         workflow___type="agent.py:planned",
@@ -209,7 +208,7 @@ async def test_a_killed_run_samples_only_what_is_missing(
     file = make_file(eval__general__max_concurrency=1)
 
     def dies(question: str, number: int) -> str:
-        if number == 5:
+        if len(policy.asked) == 6:
             running.cancel()
         return ("yes", "no")[number % 2]
 
@@ -264,6 +263,7 @@ async def test_equal_rewards_in_all_epochs_are_an_error(
 
 
 async def test_one_generation_is_compared_with_the_batch(policy: PolicyServer, make_file: MakeFile) -> None:
+    policy.answer = lambda question, _: ("yes", "no")[int(question[-1]) % 2]
     await art.finetune.run(make_file(trajectory_builders__b__num_generations=1))
     assert (policy.trained[0]["config"]["baseline"], policy.trained[0]["config"]["scaling"]) == ("none", "batch_std")
     assert [len(each["trajectories"]) for each in policy.trained[0]["groups"]] == [1] * 4
