@@ -21,6 +21,8 @@ class PolicyServer(FakeArt):
         self.asked: list[dict[str, Any]] = []
         self.jobs: dict[str, int] = {}
         """The step of each idempotency key."""
+        self.failed: set[str] = set()
+        """Keys of jobs that failed: they fail again."""
         self.trained: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
         self._counts: Counter[str] = Counter()
@@ -40,6 +42,11 @@ class PolicyServer(FakeArt):
         key = request.headers["idempotency-key"]
         if key in self.jobs:
             return Answer(lines=[{"event": "done", "job_id": key, "step": self.jobs[key], "metrics": {}}])
+        error = {"message": "out of memory", "code": "out_of_memory"}
+        if key in self.failed:
+            return Answer(lines=[{"event": "error", "job_id": key, "error": error}])
+        if self.job_error is not None:
+            self.failed.add(key)
         answer = super().train(request, model)
         if answer.status == 200 and self.job_error is None:
             self.jobs[key] = self.steps[model]

@@ -274,9 +274,12 @@ async def test_no_server_and_a_failed_job_have_their_own_errors(policy: PolicySe
     with pytest.raises(FinetuneError, match="max_tokens_per_micro_batch") as failed:
         await art.finetune.run(make_file())
     assert failed.value.exit_code == 1
+    policy.job_error, num_asked = None, len(policy.asked)
+    assert len(await art.finetune.run(make_file())) == 2, "the same command tries again"
+    assert len(policy.asked) == num_asked + 8, "with the rollouts that it has"
     await policy.stop()
     with pytest.raises(NoServer, match="art-server") as lost:
-        await art.finetune.run(make_file())
+        await art.finetune.run(make_file(finetuning__num_epochs=3))
     assert lost.value.exit_code == 4
 
 

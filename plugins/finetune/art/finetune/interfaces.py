@@ -49,7 +49,7 @@ class TrajectoryCollection:
     trajectories: list[art.TrajectoryGroup]
     run_id: str
     meta: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`epoch`, `rows`, and `step`, the model's step that sampled."""
+    """`epoch`, `rows`, `step` (the model's step that sampled) and `num_failed_jobs` of this epoch."""
 
 
 class Part(ABC):

@@ -5,6 +5,7 @@ policy gets address, key and model of the run.
 """
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import uuid
@@ -47,6 +48,7 @@ def find() -> Registered | None:
     return Registered()
 
 
+@functools.cache
 def _registry() -> Any:  # Any: the toolkit is installed in few environments
     from nat.cli.type_registry import GlobalTypeRegistry
     from nat.runtime.loader import PluginTypes, discover_and_register_plugins
@@ -80,7 +82,7 @@ async def build(config: Config, policy: str | None, model: art.TrainableModel) -
     Raises:
         ValueError: the toolkit refuses its sections.
     """
-    registry = _registry()
+    _registry()
     from nat.data_models.config import Config as ToolkitConfig
     from nat.plugins.eval.runtime.builder import WorkflowEvalBuilder
     from nat.runtime.session import SessionManager
@@ -107,7 +109,6 @@ async def build(config: Config, policy: str | None, model: art.TrainableModel) -
         "evaluators": {each: _dump(config.eval.evaluators[each]) for each in names},
     }
     checked = ToolkitConfig.model_validate(given)
-    del registry
     async with WorkflowEvalBuilder.from_config(checked) as builder:
         workflow = None
         if has_workflow:

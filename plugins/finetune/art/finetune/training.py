@@ -46,7 +46,7 @@ class ArtTrainerAdapter(TrainerAdapter):
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         run, meta = self.context, trajectories.meta
-        key = f"{trajectories.run_id}-{meta['epoch']}"
+        key = f"{trajectories.run_id}-{meta['epoch']}-{meta['num_failed_jobs']}"
         if run.config.adapter.backend.delete_old_checkpoints:
             await run.model.delete_checkpoints()
         call = run.model.train(
@@ -99,6 +99,10 @@ class ArtTrainer(Trainer):
             else:
                 status = await self.adapter.wait_until_complete(ref)
             if status.status is not TrainingStatusEnum.COMPLETED:
+                begun = folder.noted("begun")
+                folder.note(
+                    "begun", begun | {"num_failed_jobs": begun["num_failed_jobs"] + 1}
+                )  # the next job is another
                 raise FinetuneError(f"epoch {epoch + 1} was not trained: {status.message}")
             await self._finish_epoch(status)
             statuses.append(status)
@@ -107,11 +111,12 @@ class ArtTrainer(Trainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         run = self.context
-        step = run.folder.noted(f"step of epoch {epoch}")
-        if step is None:  # else a killed run began the epoch
-            step = await run.model.get_step()
-            run.folder.note(f"step of epoch {epoch}", step)
-        meta: dict[str, Any] = {"epoch": epoch, "step": step, "rows": self._rows_of(epoch)}
+        begun = run.folder.noted("begun")
+        if begun is None or begun["epoch"] != epoch:  # else a killed run began the epoch
+            begun = {"epoch": epoch, "step": await run.model.get_step(), "num_failed_jobs": 0}
+            run.folder.note("begun", begun)
+        step: int = begun["step"]
+        meta: dict[str, Any] = {**begun, "rows": self._rows_of(epoch)}
         await self.builder.start_run(run_id, meta)
         sampled = await self.builder.finalize(run_id, meta)
         groups = sampled.trajectories
