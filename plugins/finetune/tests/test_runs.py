@@ -271,7 +271,7 @@ async def test_one_generation_is_compared_with_the_batch(policy: PolicyServer, m
 
 async def test_no_server_and_a_failed_job_have_their_own_errors(policy: PolicyServer, make_file: MakeFile) -> None:
     policy.job_error = {"message": "CUDA out of memory", "code": "out_of_memory"}
-    with pytest.raises(FinetuneError, match="max_tokens_per_micro_batch") as failed:
+    with pytest.raises(FinetuneError, match="--max-tokens-per-micro-batch") as failed:
         await art.finetune.run(make_file())
     assert failed.value.exit_code == 1
     policy.job_error, num_asked = None, len(policy.asked)

@@ -127,7 +127,7 @@ class Trainer(Part):
         """Runs what is left of the epochs, and returns how each ended."""
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Is called after each epoch with its row of `training_metrics.jsonl`."""
+        """Is called after each epoch with the step's metrics, `epoch` and `epoch/reward`."""
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         """The figures of the newest epoch."""

@@ -55,22 +55,16 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
             return await self._restore(known)
         row, session = run.rows[place], f"{run.folder.run_id}-{epoch}-{place}-{generation}-{uuid.uuid4().hex[:8]}"
         seed = seed_of(run.seed, epoch, row.id, generation)
-        score: dict[str, Any] = {"error": None}
+        about: dict[str, Any] = {"epoch": epoch, "row": row.id, "generation": generation, "session": session}
         try:
             trajectory, output = await run.agent.play(run.model, row, session, seed)
             trajectory.reward = await self.compute_reward(trajectory, {"row": row, "output": output})
-        except Exception as error:
-            score["error"] = reason_of(error)
+        except Exception as error:  # a cancelled rollout is sampled again
+            run.folder.add_rollout(RolloutRow(**about, error=reason_of(error)))
             raise
-        else:
-            score |= _score_of(trajectory)
-            trajectory.metadata |= {"session": session, "generation": generation}
-            return trajectory
-        finally:
-            # A cancelled rollout has neither a score nor an error: it is sampled again.
-            if score["error"] is not None or "reward" in score:
-                finished = RolloutRow(epoch=epoch, row=row.id, generation=generation, session=session, **score)
-                run.folder.add_rollout(finished)
+        run.folder.add_rollout(RolloutRow(**about, **_score_of(trajectory)))
+        trajectory.metadata |= {"session": session, "generation": generation}
+        return trajectory
 
     async def _restore(self, known: RolloutRow) -> art.Trajectory:
         if known.error is not None:
@@ -91,7 +85,7 @@ class ArtTrajectoryBuilder(TrajectoryBuilder):
         scored = await run.agent.reward.score_group(group)
         for each in scored:
             known = {"row": each.metadata["id"], **{name: each.metadata[name] for name in ("session", "generation")}}
-            run.folder.add_rollout(RolloutRow(epoch=self._epoch, error=None, **known, **_score_of(each)))
+            run.folder.add_rollout(RolloutRow(epoch=self._epoch, **known, **_score_of(each)))
         return scored
 
 

@@ -27,7 +27,7 @@ from art.finetune.interfaces import (
 )
 from art.gather import is_informative
 
-MEMORY_ADVICE = "lower training.max_tokens_per_micro_batch or backend.engine_args.gpu_memory_utilization, or sample shorter rollouts"
+MEMORY_ADVICE = "start the server with a lower --max-tokens-per-micro-batch or --engine-arg gpu_memory_utilization, or sample shorter rollouts"
 
 
 class ArtTrainerAdapter(TrainerAdapter):
@@ -99,10 +99,9 @@ class ArtTrainer(Trainer):
             else:
                 status = await self.adapter.wait_until_complete(ref)
             if status.status is not TrainingStatusEnum.COMPLETED:
+                # The server would answer the same key with the failed job.
                 begun = folder.noted("begun")
-                folder.note(
-                    "begun", begun | {"num_failed_jobs": begun["num_failed_jobs"] + 1}
-                )  # the next job is another
+                folder.note("begun", begun | {"num_failed_jobs": begun["num_failed_jobs"] + 1})
                 raise FinetuneError(f"epoch {epoch + 1} was not trained: {status.message}")
             await self._finish_epoch(status)
             statuses.append(status)
