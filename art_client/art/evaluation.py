@@ -18,7 +18,6 @@ A rollout that raises, or whose reward or metric is not a finite number, has fai
 
 import logging
 import math
-import random
 import re
 import statistics
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from art.estimates import Estimate, estimate
 from art.gather import gather_trajectories
 from art.model import TrainableModel
 from art.pool import DEFAULT_MAX_CONCURRENT_ROLLOUTS, DEFAULT_MAX_EXCEPTIONS
+from art.scopes import seeds_from
 from art.trajectories import Trajectory, TrajectoryGroup, to_trajectory
 from art_protocol.signal import to_finite
 from art_protocol.wire import NAME_PATTERN, NAME_RULE
@@ -163,7 +163,8 @@ def _make_rollouts(
     for index, case in enumerate(cases):
         for repetition in range(reps):
             for step in steps:
-                pinned = model._pinned(step, _make_seeds(seed, index, repetition))
+                seeds = None if seed is None else seeds_from(f"{seed} {index} {repetition}")
+                pinned = model._pinned(step, seeds)
                 yield _play(rollout, pinned, case)
 
 
@@ -178,15 +179,6 @@ def _check(cases: Sequence[object], reps: int, steps: Mapping[str, object], spli
             raise ValueError(f"{name} {step!r} is not a step: pass its number, or 'base'")
     if not re.fullmatch(NAME_PATTERN, split):
         raise ValueError(f"split {split!r} becomes a folder: {NAME_RULE}")
-
-
-def _make_seeds(seed: int | None, scenario: int, repetition: int) -> Iterator[int] | None:
-    """The seeds of a rollout's requests. They are random numbers, because vLLM gives the i-th of a request's n choices
-    the seed + i."""
-    if seed is None:
-        return None
-    rng = random.Random(f"{seed} {scenario} {repetition}")
-    return iter(lambda: rng.getrandbits(32), -1)  # unlike a generator, it can be copied
 
 
 async def _play(rollout: Callable[[M, S], Awaitable[Trajectory]], model: M, scenario: S) -> Trajectory:

@@ -1,6 +1,7 @@
 """Scopes: the session to which the requests of the current context (`contextvars`) belong."""
 
-from collections.abc import Callable, Container, Generator
+import random
+from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from art_protocol.wire import SESSION_HEADER, STEP_HEADER, SessionReply
+from art_protocol.wire import SEED_HEADER, SESSION_HEADER, STEP_HEADER, SessionReply
 
 
 class CapturingServer(Protocol):
@@ -33,11 +34,19 @@ class Scope:
     """Its name, or a function that names it for each request."""
     step: int | str | None = None
     """The step that the name of a trainable model means, or "base"; None: the newest."""
+    seeds: Iterator[int] | None = None
+    """The seeds of requests for which the caller sets none."""
     servers: "dict[CapturingServer, None]" = field(default_factory=dict[Any, None])
     """The servers that got requests in this scope, in the order of their first request."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
+
+
+def seeds_from(seed: int | str) -> Iterator[int]:
+    """Seeds of requests. They are random numbers, because vLLM gives the i-th of a request's n choices the seed + i."""
+    rng = random.Random(seed)
+    return iter(lambda: rng.getrandbits(32), -1)  # unlike a generator, it can be copied
 
 
 @contextmanager
@@ -79,7 +88,11 @@ def headers_for(url: str) -> dict[str, str]:
     if not asked:
         return {}
     headers = {SESSION_HEADER: scope.session if isinstance(scope.session, str) else scope.session()}
-    return headers if scope.step is None else headers | {STEP_HEADER: str(scope.step)}
+    if scope.step is not None:
+        headers[STEP_HEADER] = str(scope.step)
+    if scope.seeds is not None:
+        headers[SEED_HEADER] = str(next(scope.seeds))
+    return headers
 
 
 def is_registered(url: str) -> bool:

@@ -34,6 +34,8 @@ BY_REFERENCE = "by_reference"
 STEP_HEADER = "x-art-step"
 """The step that answered an inference request. In a request: what the name of a trainable model without a step means, a kept step or
 "base" for its base model. So an agent that knows one name can be evaluated at any step."""
+SEED_HEADER = "x-art-seed"
+"""Request header with the `seed` of an inference request whose body has none."""
 
 
 class Body(BaseModel):

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
-from art_protocol.wire import STEP_HEADER
+from art_protocol.wire import SEED_HEADER, STEP_HEADER
 from art_server.api.auth import Caller
 from art_server.api.bodies import SHORTER, beside, decode, read_body, v1_limit_mb
 from art_server.api.openai.answers import answer_json
@@ -35,6 +35,9 @@ PATHS: Mapping[str, str] = {
 
 MAX_CHOICES = 1024
 """Choices of one request: `n` times the number of prompts. More are more than an engine samples at a time."""
+
+MAX_SEED = 2**63 - 1
+"""The largest seed of torch's generators."""
 
 OPENING_ROLES = frozenset({"system", "developer", "user"})
 """A conversation of only these roles contains no answer."""
@@ -89,6 +92,8 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
     check_no_beam_search(data)
     check_choices(api, data)
     check_grammars(api, data)
+    if SEED_HEADER in request.headers and data.get("seed") is None and api != "messages":  # whose API has no seed
+        data["seed"] = seed_of(request.headers[SEED_HEADER])
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
     messages = conversation.messages_of(api, data)
@@ -117,6 +122,14 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
         cited_choices=conversation.cited_choices(data),
         requested_at=arrived_at,
     )
+
+
+def seed_of(header: str) -> int:
+    if not header.isdecimal() or len(header) > len(str(MAX_SEED)) or int(header) > MAX_SEED:
+        raise BadRequest(
+            f"{SEED_HEADER}: it must be a whole number up to {MAX_SEED}", code="invalid_body", param="seed"
+        )
+    return int(header)
 
 
 CONVERSATIONS = {"chat": "messages", "messages": "messages", "responses": "input"}

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 import art
@@ -84,3 +85,18 @@ async def test_step_0_equals_the_base_and_the_best_step_answers_to_its_name(
     assert answer.headers["x-art-step"] == str(NUM_STEPS)
     assert answer.json()["model"] == f"{PROJECT}/evaluated@best"
     assert answer.json()["choices"][0]["art"]["step"] == NUM_STEPS
+
+
+async def test_a_captured_request_of_any_client_has_the_next_seed(model: art.TrainableModel) -> None:
+    body = {"model": model.get_inference_name(), "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 8}
+
+    async def answers(first_seed: str, **more: Any) -> list[str]:
+        async with httpx.AsyncClient(base_url=f"{model.inference_base_url}/", timeout=None) as client:
+            with art.capture("seeds", step="base", seed=first_seed):
+                replies = [await client.post("chat/completions", json=body | more) for _ in range(12)]
+        return [reply.raise_for_status().json()["choices"][0]["message"]["content"] for reply in replies]
+
+    first = await answers("a")
+    assert first == await answers("a") and len(set(first)) > 1, "each request has another seed"
+    assert first != await answers("b")
+    assert len(set(await answers("a", seed=5))) == 1, "a request's own seed counts"

@@ -17,7 +17,7 @@ from typing import Any, Literal, overload
 
 from art.compat import other_providers, patches
 from art.pool import RolloutPool, current_pool
-from art.scopes import current_scope, entered
+from art.scopes import current_scope, entered, seeds_from
 from art.sessions import add_captured, add_histories
 from art.trajectories import Trajectory, TrajectoryGroup
 from art_protocol.wire import FailureBody, SessionReply
@@ -47,12 +47,15 @@ async def trajectory(coroutine: Coroutine[Any, Any, object]) -> Trajectory:
 
 
 @contextmanager
-def capture(session: str | Callable[[], str], step: int | str | None = None) -> Generator[None]:
+def capture(
+    session: str | Callable[[], str], step: int | str | None = None, seed: int | str | None = None
+) -> Generator[None]:
     """Requests of this context to the servers of registered models belong to a session, with any HTTP client that `patches`
     covers; a function names the session of each request. `art.rollout(model, session)` then has their trajectory. Names of
-    trainable models mean `step`, or with "base" the base model."""
+    trainable models mean `step`, or with "base" the base model. With a `seed`, requests that have none of their own get the
+    next number that it begins."""
     patches.patch_http_clients()
-    with entered(other_providers.Capture(session, step)):
+    with entered(other_providers.Capture(session, step, None if seed is None else seeds_from(seed))):
         yield
 
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 import art
-from art_protocol.wire import STEP_HEADER
+from art_protocol.wire import SEED_HEADER, STEP_HEADER
 from tests.quick.server.served import sample_group, serving
 
 pytestmark = pytest.mark.anyio
@@ -38,3 +38,11 @@ async def test_a_name_without_a_step_means_the_headers(tmp_path: Path) -> None:
         for wrong in ("7", "x"):
             refused = await ask("p/a", wrong)
             assert refused.status_code == 404 and refused.json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize("seed", ["x", "-1", "9" * 30])
+async def test_a_seed_in_the_header_is_a_number(tmp_path: Path, seed: str) -> None:
+    async with serving(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as http:
+        body = {"model": "base", "messages": [{"role": "user", "content": "q"}]}
+        refused = await http.post("/v1/chat/completions", json=body, headers={SEED_HEADER: seed})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "seed"
