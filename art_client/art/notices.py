@@ -9,7 +9,7 @@ from typing import NoReturn
 from tqdm.auto import tqdm
 
 from art.pool import format_numbers, set_total
-from art_protocol.wire import Dropped, JobEvent, JobReport
+from art_protocol.wire import Difference, Dropped, JobEvent, JobReport
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ class Notices:
         left_out = left_out_sentence(report)
         if left_out is not None:
             self._log("; ".join(dropped.reason for dropped in report.dropped), left_out)
+        for difference in report.differences:
+            self._log(difference.whose, difference_sentence(difference))
         for note in report.notes:
             self._log(note, note)
 
@@ -49,6 +51,16 @@ def left_out_sentence(report: JobReport) -> str | None:
         text += f" {EQUAL_REMEDY}."
     examples = [path for dropped in report.dropped for path in dropped.examples][:MAX_EXAMPLES]
     return text + (f" For example {', '.join(examples)}." if examples else "")
+
+
+def difference_sentence(difference: Difference) -> str:
+    """Where turns do not continue those before them."""
+    things = "1 rollout has" if difference.count == 1 else f"{difference.count} rollouts have"
+    return (
+        f"{things} turns that do not continue those before them, and are sequences of their own: {difference.whose} was "
+        f"{difference.expected!r} and is {difference.found!r} in a later request ({difference.example}). An agent that "
+        "sends earlier messages back unchanged gets one sequence"
+    )
 
 
 def _part(dropped: Dropped) -> str:

@@ -377,6 +377,21 @@ class Dropped(Reply):
     """The first few paths of such parts, for example "groups[0].trajectories[2].messages_and_choices[1]"."""
 
 
+class Difference(Reply):
+    """Why a turn begins a new sequence: the first text that is not that of the turns before it. One for each shape of
+    rollouts (the roles of their messages, and whose text differs), with the texts of the first such rollout."""
+
+    whose: str
+    """"the policy's answer", "the tool message", "the user message"..., or "the chat template's own text"."""
+    expected: str
+    """What the turns before it have there; empty: nothing follows them."""
+    found: str
+    count: int
+    """Rollouts of this shape whose first difference this is."""
+    example: str
+    """The path of the turn, for example "groups[0].trajectories[2].messages_and_choices[3]"."""
+
+
 class JobReport(Reply):
     """What a job trains. The report is fixed when the server accepts the job; only notes are added until it is done."""
 
@@ -398,6 +413,8 @@ class JobReport(Reply):
     """Number of later turns by how they continue earlier ones. "joined": in the same sequence. The others begin a new
     sequence. "dropped": the template removed thinking. "retokenized": rendering changed tokens while splicing was off.
     "changed": the context changed otherwise."""
+    differences: list[Difference] = []
+    """Where turns that begin a new sequence first differ from the turns before them, by shape of rollouts."""
     dropped: list[Dropped] = []
     config: dict[str, Any] = {}
     """The configuration in effect, defaults included."""

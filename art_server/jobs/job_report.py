@@ -3,9 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from art_protocol.wire import Dropped, FailureBody, JobReport, TrainConfig, TrajectoryGroupBody
+from art_protocol.wire import (
+    Difference,
+    Dropped,
+    FailureBody,
+    HistoryBody,
+    JobReport,
+    TrainConfig,
+    TrajectoryGroupBody,
+)
 from art_server.errors import InvalidInput
 from art_server.jobs.choices import is_choice
+from art_server.jobs.differences import FirstDifference, messages_of
 from art_server.jobs.turns import ResolvedTurn
 from art_server.process.shared.advantages import (
     GroupTokens,
@@ -18,6 +27,9 @@ from art_server.process.shared.trainer_messages import Batch
 
 MAX_EXAMPLES = 5
 """Examples that a report lists for each reason; the count includes all."""
+
+MAX_SHAPES = 10
+"""Differences that a report lists."""
 
 NO_TURN = "the trajectory holds no trainable turn"
 
@@ -34,6 +46,8 @@ class ReportCounts:
     """Whether any trajectory contains a choice."""
     turns: dict[str, int] = field(default_factory=dict)
     continuations: dict[str, int] = field(default_factory=dict)
+    differences: dict[tuple[str, ...], tuple[int, FirstDifference, str]] = field(default_factory=dict)
+    """By whose text differs, and the roles of the messages up to the turn: their number, and the first with its path."""
     dropped: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     unscored: dict[str, set[str]] = field(default_factory=dict)
     """The names of all turns' `ResolvedTurn.unscored`, with their values."""
@@ -67,6 +81,12 @@ class ReportCounts:
 
     def add_continuation(self, how: str) -> None:
         self.continuations[how] = self.continuations.get(how, 0) + 1
+
+    def add_difference(self, history: HistoryBody, entry: int, difference: FirstDifference, where: str) -> None:
+        """Counts a rollout's first difference, which the turn at `entry` has."""
+        shape = (difference.whose, *(str(message.get("role")) for message in messages_of(history)[:entry]))
+        count, first, path = self.differences.get(shape, (0, difference, f"{where}messages_and_choices[{entry}]"))
+        self.differences[shape] = (count + 1, first, path)
 
     def add_dropped(self, reason: str, where: str) -> None:
         count, examples = self.dropped.get(reason, (0, []))
@@ -121,6 +141,10 @@ def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig) -> JobR
         num_trained_tokens=num_tokens,
         turns=counts.turns,
         continuations=counts.continuations,
+        differences=[
+            Difference(whose=first.whose, expected=first.expected, found=first.found, count=count, example=path)
+            for count, first, path in [*counts.differences.values()][:MAX_SHAPES]
+        ],
         dropped=_left_out(batch, tokens_of_groups, counts, config),
         config=config.model_dump(),
         num_tokens_without_logprob=num_without_logprob,

@@ -25,6 +25,7 @@ from typing import Any
 from art_protocol.wire import BY_REFERENCE, HistoryBody, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
 from art_server.jobs.choices import SentTurn, first_other_part, is_choice, read_turn
+from art_server.jobs.differences import FirstDifference, of_histories, of_prompt
 from art_server.jobs.job_report import NO_TURN, ReportCounts, make_report
 from art_server.jobs.recorded_turns import recorded_turn
 from art_server.jobs.template_turns import TemplateTurns
@@ -82,6 +83,8 @@ class Before:
 class HistoryTurns:
     """The turns of one conversation, by their index in `messages_and_choices`."""
 
+    digests: Sequence[bytes]
+    """`conversation.prefix_digests` of its messages."""
     trained: list[tuple[int, ResolvedTurn]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """With the reason."""
@@ -172,16 +175,30 @@ class Resolver:
         sequences: list[TokenSequence] = []
         traces: list[TurnTrace] = []
         rewards: list[float] = []
+        first_difference: FirstDifference | None = None
+        others: list[tuple[HistoryBody, Sequence[bytes]]] = []
         for number, history in enumerate([trajectory, *trajectory.additional_histories]):
             prefix = f"additional_histories[{number - 1}]." if number else ""
             turns = self._turns(history, f"{where}.{prefix}", seen, rewards)
             made, places = join_turns([turn for _, turn in turns.trained], self._index)
             for entry, reason in turns.dropped:
                 traces.append(TurnTrace(number, entry, dropped=reason))
-            is_first = True
+            earlier: list[tuple[int, Place]] = []
             for (entry, turn), place in zip(turns.trained, places, strict=True):
-                traces.append(self._trace(number, entry, turn, place, len(sequences), is_first=is_first))
-                is_first = False
+                difference = None
+                if not earlier:
+                    difference = of_histories(others, history, turns.digests, entry)
+                elif not place.is_joined:
+                    before = [(each, of_turn) for each, of_turn in earlier if of_turn.sequence == place.sequence - 1]
+                    tokens = made[place.sequence - 1].token_ids
+                    difference = of_prompt(history, before, tokens, turn.prompt_token_ids, self._sources.decode)
+                is_later = bool(earlier) or difference is not None
+                traces.append(self._trace(number, entry, turn, place, len(sequences), difference, is_later=is_later))
+                earlier.append((entry, place))
+                if difference is not None and first_difference is None:
+                    first_difference = difference
+                    self._counts.add_difference(history, entry, difference, f"{where}.{prefix}")
+            others.append((history, turns.digests))
             for sequence in made:
                 sequences.append(sequence.model_copy(update={"truncated": turns.is_truncated}))
             if sequences:  # of turns behind the history's last trained one
@@ -197,15 +214,15 @@ class Resolver:
         entries, tools = history.messages_and_choices, history.tools
         given = self._given(history, where)
         messages = [entry["message"] if is_choice(entry) else entry for entry in entries]
-        prefixes = conversation.prefix_digests(messages)
+        digests = conversation.prefix_digests(messages)
         first_other, kind = first_other_part(messages)
-        turns = HistoryTurns()
+        turns = HistoryTurns(digests)
         for position, entry in enumerate(entries):
             if not self._is_turn(entry):
                 continue
             reward, advantages = next(given)
             other_part = kind if position >= first_other else None
-            before = Before(messages[:position], prefixes[position], tools, other_part)
+            before = Before(messages[:position], digests[position], tools, other_part)
             turns.is_truncated = entry.get("finish_reason") == "length"
             try:
                 turn = with_signal(self._turn(entry, before, seen), reward, advantages)
@@ -227,11 +244,12 @@ class Resolver:
         turn: ResolvedTurn,
         place: Place,
         num_before: int,
+        difference: FirstDifference | None,
         *,
-        is_first: bool,
+        is_later: bool,
     ) -> TurnTrace:
         """The trace of a trained turn. `num_before` is the number of the trajectory's sequences before the history."""
-        continues = None if is_first else self._continuation(turn, place.is_joined)
+        continues = self._continuation(turn, place.is_joined) if is_later else None
         if continues is not None:
             self._counts.add_continuation(continues)
         return TurnTrace(
@@ -239,6 +257,7 @@ class Resolver:
             entry,
             origin=turn.origin,
             continues=continues,
+            difference=None if difference is None else str(difference),
             step=turn.step,
             sequence=num_before + place.sequence,
             start=place.start,

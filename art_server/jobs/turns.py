@@ -81,6 +81,8 @@ class TurnTrace:
     """Index among the trajectory's sequences, whose tokens [start, stop) the turn sampled."""
     start: int | None = None
     stop: int | None = None
+    difference: str | None = None
+    """Of a turn that begins a new sequence: the first difference from the turns before it."""
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}

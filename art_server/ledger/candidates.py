@@ -64,10 +64,14 @@ class Candidates:
     def _repeated(self, answer: PastAnswer) -> list[sqlite3.Row]:
         """The choices with the digests of a message and of the conversation before it, newest first."""
         if self._request.session is None:
-            return self._storage.find_answers(self._request, answer.prefix_digest, answer.answer_digest)
+            return [
+                row
+                for digest in answer.digests
+                for row in self._storage.find_answers(self._request, answer.prefix_digest, digest)
+            ]
         found: list[sqlite3.Row] = []
         for row in self._of_session:
-            if row["prefix_digest"] == answer.prefix_digest and row["answer_digest"] == answer.answer_digest:
+            if row["prefix_digest"] == answer.prefix_digest and row["answer_digest"] in answer.digests:
                 found.append(row)
         return found
 

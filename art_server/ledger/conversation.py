@@ -59,6 +59,14 @@ def message_digest(message: Message) -> bytes:
     return _name(_without_thinking(content_text(message.get("content"))) + "".join(calls))
 
 
+def cut_digest(message: Message, stops: Sequence[str]) -> bytes | None:
+    """Digest of an assistant message up to the first of these stop strings, which the agent added to the answer with all
+    text behind it; None if it contains none."""
+    text = content_text(message.get("content"))
+    ends = [end for stop in stops if (end := text.find(stop)) >= 0]
+    return message_digest({**message, "content": text[: min(ends)]}) if ends else None
+
+
 def _without_thinking(text: str) -> str:
     return text.partition(THINK_END)[2] if THINK_END in text else text
 
@@ -236,15 +244,23 @@ class PastAnswer:
     prefix_digest: bytes
     """Digest of the conversation before it."""
     answer_digest: bytes
+    cut_digest: bytes | None = None
+    """Digest of the answer if the agent added a stop string to it (`cut_digest`)."""
     ids: tuple[str, ...] = ()
     """Those in the message: of its tool calls, and its choice's."""
     has_calls: bool = False
     has_thinking: bool = False
     """The agent returns the thinking, too."""
 
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """Of the answers that the message may repeat."""
+        return (self.answer_digest,) if self.cut_digest is None else (self.answer_digest, self.cut_digest)
 
-def past_answers(messages: Sequence[Message]) -> tuple[bytes, list[PastAnswer]]:
-    """The digest of a conversation, and the assistant's messages in it, oldest first."""
+
+def past_answers(messages: Sequence[Message], stops: Sequence[str] = ()) -> tuple[bytes, list[PastAnswer]]:
+    """The digest of a conversation, and the assistant's messages in it, oldest first. `stops` are the stop strings of the
+    request."""
     prefix, answers = EMPTY, list[PastAnswer]()
     for message in messages:
         if message.get("role") != "assistant":
@@ -252,7 +268,7 @@ def past_answers(messages: Sequence[Message]) -> tuple[bytes, list[PastAnswer]]:
             continue
         made = message_digest(message)
         flags = bool(message.get("tool_calls")), has_thinking(message)
-        answers.append(PastAnswer(prefix, made, tuple(ids_in(message)), *flags))
+        answers.append(PastAnswer(prefix, made, cut_digest(message, stops), tuple(ids_in(message)), *flags))
         prefix = after(prefix, made)
     return prefix, answers
 
@@ -272,6 +288,13 @@ def has_thinking(message: Message) -> bool:
     return any(isinstance(field, str) and field for field in fields) or (
         THINK_END in content_text(message.get("content"))
     )
+
+
+def stops_of(api: str, body: dict[str, Any]) -> list[str]:
+    """The stop strings of a request."""
+    given = body.get("stop_sequences" if api == "messages" else "stop")
+    listed = [given] if isinstance(given, str) else as_list(given)
+    return [each for each in listed if isinstance(each, str) and each]
 
 
 def cited_choices(body: dict[str, Any]) -> list[str]:

@@ -37,6 +37,11 @@ class Decoder:
         assert self._tokenizer is not None, "check can_decode first"
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text within an answer."""
+        assert self._tokenizer is not None, "check can_decode first"
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def decode_behind(self, token_ids: Sequence[int], before: int | None) -> str:
         """The text of tokens that follow the token `before`: some tokenizers drop white space at a text's beginning."""
         if before is not None:

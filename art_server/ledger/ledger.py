@@ -273,7 +273,7 @@ class Ledger:
             thought = (thought or "").strip("\n") or None
             self._thoughts[row["choice_id"]] = thought, is_comparable
         thought, is_comparable = self._thoughts[row["choice_id"]]
-        is_edited = is_comparable and row["answer_digest"] != answer.answer_digest
+        is_edited = is_comparable and row["answer_digest"] not in answer.digests
         return None if is_edited else thought
 
     def name_calls(self, choice: str, call_ids: Iterable[str]) -> None:

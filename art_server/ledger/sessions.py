@@ -44,6 +44,8 @@ class SessionTurn:
     asked: tuple[bytes, str]
     """Equal for equal conversations."""
     choice: dict[str, Any]
+    stops: Sequence[str]
+    """The stop strings of its request."""
     ends: set[bytes]
     """Digests of the conversation that the choice ends: as it was sampled, and as the agent received it."""
     parent: "SessionTurn | None" = None
@@ -110,6 +112,7 @@ def make_turns(found: Sequence[tuple[Record, dict[str, Any]]]) -> list[SessionTu
                 tools=kept["tools"],
                 asked=(talk.exact if talk else record.request.prefix_digest, asked),
                 choice=choice,
+                stops=kept.get("stops", ()),
                 ends={record.after, conversation.after(record.request.prefix_digest, received)},
             )
         )
@@ -142,12 +145,22 @@ def find_parent(turn: SessionTurn, by_end: dict[bytes, list[SessionTurn]]) -> Se
     """The earlier turn that this one continues. Among equal answers, the one that the record names, else the latest that
     was delivered before this turn's request, else the latest."""
     for beginning in turn.conversation or ():
-        equal = [one for one in by_end.get(beginning.digest, ()) if one.requested_at < turn.requested_at]
+        ended = [one for end in ends_of(beginning, turn.stops) for one in by_end.get(end, ())]
+        equal = [one for one in ended if one.requested_at < turn.requested_at]
         if equal:
             named = [one for one in equal if one.record.choice_id == turn.record.continues]
             had = [one for one in equal if (one.delivered_at or turn.requested_at) < turn.requested_at]
             return (named or had or equal)[-1]
     return None
+
+
+def ends_of(beginning: Conversation, stops: Sequence[str]) -> list[bytes]:
+    """The digests with which the choice may have ended that a conversation's last message repeats."""
+    cut = conversation.cut_digest(beginning.message, stops) if beginning.message.get("role") == "assistant" else None
+    if cut is None:
+        return [beginning.digest]
+    before = beginning.before.digest if beginning.before is not None else conversation.EMPTY
+    return [beginning.digest, conversation.after(before, cut)]
 
 
 def mark_discarded(turns: Sequence[SessionTurn]) -> None:
@@ -178,7 +191,8 @@ def make_history(turn: SessionTurn, used: set[str]) -> HistoryBody:
         parent = parent.parent
     entries: list[dict[str, Any]] = []
     for beginning in reversed([*(turn.conversation or ())]):
-        if (made := earlier.get(beginning.digest)) is not None:
+        made = next((earlier[end] for end in ends_of(beginning, turn.stops) if end in earlier), None)
+        if made is not None:
             used.add(made.record.choice_id)
             entries.append(made.choice)
         else:

@@ -10,16 +10,18 @@ The ledger finds the answers that a request may continue by what identifies them
 digest of the conversation before an answer. The new prompt is [the tokens that the engine really sampled from][the tokens
 that it really sampled][new tokens].
 
-Sampled tokens replace a rendering if their text equals it character for character. Three differences are harmless:
+Sampled tokens replace a rendering if their text equals it character for character. Four differences are harmless:
 
     1  the text is split into other tokens
     2  white space at the turn's ends is missing, because the template strips it by its own rule (`template.py`)
     3  a tool call is written as other JSON of the same value, with the template's own separators around it
+    4  behind an answer that a stop string or the limit of tokens ended, the agent added text; it stays as it is rendered
 
 Otherwise the rendering stays: an edited answer is new context, and thinking that the template drops stays dropped.
 """
 
 import array
+import bisect
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -101,11 +103,32 @@ def continue_answer(
         sampled_ids = [*answer.rendering[shown.place.start :], *sampled_ids]
         if sampled_ids == shown.token_ids:
             return join(answer, rendered, shown.place, reading)
-        if found is None and is_same_answer(
-            decode_answer(answer, sampled_ids, shown, reading), shown.text, reading.rules
-        ):
-            found = join(answer, rendered, shown.place, reading)
+        if found is None:
+            text = decode_answer(answer, sampled_ids, shown, reading)
+            found = join_same(answer, sampled_ids, text, rendered, shown, reading)
     return found
+
+
+def join_same(
+    answer: Candidate,
+    sampled_ids: Sequence[int],
+    text: str,
+    rendered: "array.array[int]",
+    shown: Shown,
+    reading: Comparison,
+) -> Continuation | None:
+    """The prompt with the answer's own tokens, if it is shown with the same text or, where its turn had no end, with text
+    that the agent added; None otherwise."""
+    added = added_text(text, shown.text, reading.rules)
+    if added == "":
+        return join(answer, rendered, shown.place, reading)
+    has_end = split_end(answer.token_ids, reading.decoder.end_ids)[1] is not None
+    if added is None or has_end:
+        return None
+    added_ids = last_tokens(shown, added, reading.decoder)
+    if reading.decoder.decode_behind([*sampled_ids, *added_ids], shown.before) != text + added:
+        return None
+    return join(answer, rendered, shown.place, reading, added_ids)
 
 
 def find_shown(rendered: "array.array[int]", prompt: "array.array[int]", reading: Comparison) -> Shown | None:
@@ -132,14 +155,30 @@ def decode_answer(answer: Candidate, sampled_ids: Sequence[int], shown: Shown, r
     return reading.texts[key]
 
 
-def join(answer: Candidate, rendered: "array.array[int]", place: range, reading: Comparison) -> Continuation:
-    """The prompt with the answer's own tokens instead of those at `place`."""
+def last_tokens(shown: Shown, text: str, decoder: Decoder) -> list[int]:
+    """The last tokens of a shown answer, which spell `text`; of a token that begins before it, the rest is split anew."""
+    ids, before = shown.token_ids, len(shown.text) - len(text)
+
+    def spelled(num: int) -> str:
+        return decoder.decode_behind(ids[:num], shown.before)
+
+    num = bisect.bisect_left(range(len(ids)), before, key=lambda num: len(spelled(num)))
+    while num < len(ids) and not (len(spelled(num)) >= before and shown.text.startswith(spelled(num))):
+        num += 1  # a part of a character
+    rest = spelled(num)[before:]
+    return [*(decoder.encode(rest) if rest else ()), *ids[num:]]
+
+
+def join(
+    answer: Candidate, rendered: "array.array[int]", place: range, reading: Comparison, added_ids: Sequence[int] = ()
+) -> Continuation:
+    """The prompt with the answer's own tokens, and those that the agent added, instead of the tokens at `place`."""
     sampled_ids, sampled_end = split_end(answer.token_ids, reading.decoder.end_ids)
     # The rendered end of the turn stays: in some model families it is the next role's header.
     num_same = int(sampled_end == rendered[place.stop])
     taken = answer.token_ids[: len(sampled_ids) + num_same]
     new = rendered[place.stop + num_same :]
-    whole = answer.prompt_token_ids + array.array("i", taken) + new
+    whole = answer.prompt_token_ids + array.array("i", [*taken, *added_ids]) + new
     if whole == rendered:
         return Continuation(answer.choice_id, "exact")
     if not reading.is_splicing:
@@ -165,19 +204,23 @@ def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), shorter)
 
 
-def is_same_answer(sampled: str, shown: str, rules: TemplateRules) -> bool:
-    """Whether a sampled answer and a rendered one are the same but for harmless differences."""
+def added_text(sampled: str, shown: str, rules: TemplateRules) -> str | None:
+    """The text behind a sampled answer in a rendered one: none if they are the same but for harmless differences; None if
+    the rendered one is another."""
     if sampled == shown:
-        return True
+        return ""
     thought, answered = conversation.split_thinking(sampled)
     shown_thought, shown_answer = conversation.split_thinking(shown)
     around = rules.around_thinking if thought is not None else ""
     left = None if rules.left is None else rules.left + around
     if (thought is None) != (shown_thought is None):
-        return False
+        return None
     if (thought or "").strip(around) != (shown_thought or "").strip(around):
-        return False
-    return is_same_text(answered, shown_answer, left, rules.right)
+        return None
+    if is_same_text(answered, shown_answer, left, rules.right):
+        return ""
+    answered, shown_answer = answered.lstrip(left), shown_answer.lstrip(left)
+    return shown_answer[len(answered) :] if shown_answer.startswith(answered) else None
 
 
 def is_same_text(sampled: str, shown: str, left: str | None, right: str | None) -> bool:

@@ -87,7 +87,7 @@ function origin(entry, trace) {
   else if (trace.dropped) facts.push(el("b", { class: "badge bad" }, "dropped"), trace.dropped);
   else {
     facts.push(el("b", { class: "badge", title: `from ${ORIGINS[trace.origin] ?? trace.origin}` }, trace.origin), `from ${ORIGINS[trace.origin] ?? trace.origin}`);
-    if (trace.continues) facts.push(el("b", { class: `badge ${trace.continues === "joined" ? "good" : "bad"}` }, trace.continues), CONTINUES[trace.continues] ?? "");
+    if (trace.continues) facts.push(el("b", { class: `badge ${trace.continues === "joined" ? "good" : "bad"}` }, trace.continues), CONTINUES[trace.continues] ?? "", trace.difference ?? "");
     if (trace.step !== undefined) facts.push(`sampled by step ${trace.step}`);
     if (trace.stop !== undefined) facts.push(`${plural(trace.stop - trace.start, "token")} at ${trace.start} of sequence ${trace.sequence}`);
   }

@@ -111,6 +111,8 @@ def _note(entry: Row) -> tuple[str, str]:
         parts.append(f"sampled by step {turn['step']}")
     if "continues" in turn:
         parts.append(turn["continues"])
+    if "difference" in turn:
+        parts.append(turn["difference"])
     if "dropped" in turn:
         parts.append(f"not trained: {turn['dropped']}")
     return visible(", ".join(parts)), "red" if "dropped" in turn else "bright_black"

@@ -154,6 +154,7 @@ def keep_turn(inference: InferenceRequest, opened: OpenRequest, choices: dict[in
         "messages": inference.messages,
         "tools": tools if isinstance(tools, list) else None,
         "constraints": {name: inference.body[name] for name in FIELDS if name != "tools" and name in inference.body},
+        "stops": conversation.stops_of(inference.api, inference.body),
         "choices": kept,
     }
     opened.ledger.keep_turn(opened.request.request_id, turn)

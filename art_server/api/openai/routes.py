@@ -97,7 +97,7 @@ def make_request(request: Request, arrived_at: int, body: bytes) -> InferenceReq
     passed_on = ("anthropic-version", "anthropic-beta")
     headers = {name: request.headers[name] for name in passed_on if name in request.headers}
     messages = conversation.messages_of(api, data)
-    prefix_digest, answers = conversation.past_answers(messages)
+    prefix_digest, answers = conversation.past_answers(messages, conversation.stops_of(api, data))
     if api == "completions":
         is_first_turn = is_token_ids(data.get("prompt"))
     else:

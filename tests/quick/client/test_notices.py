@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from art.notices import Notices, left_out_sentence
-from art_protocol.wire import Dropped, JobReport
+from art_protocol.wire import Difference, Dropped, JobReport
 from tests.waiting import PATIENCE_SECONDS
 
 EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=1, unit="group")
@@ -27,6 +27,18 @@ def test_what_was_left_out_is_a_sentence_with_number_reason_and_remedy() -> None
         "unless its rewards differ: sample more rollouts for each group, or other prompts. For example groups[0].x."
     )
     assert left_out_sentence(report()) is None
+
+
+def test_turns_that_do_not_continue_are_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "art.notices")
+    notices = Notices()
+    for count, found in ((1, "a</code>"), (8, "b</code>")):
+        difference = Difference(
+            whose="the policy's answer", expected=found[0], found=found, count=count, example="groups[0].x"
+        )
+        notices.job(report().model_copy(update={"differences": [difference]}))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
+    assert "8 rollouts" in caplog.text and "'b</code>'" in caplog.text and "groups[0].x" in caplog.text
 
 
 def test_a_notice_is_a_warning_once_even_with_other_numbers(caplog: pytest.LogCaptureFixture) -> None:

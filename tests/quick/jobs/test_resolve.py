@@ -1,6 +1,6 @@
 import base64
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -392,6 +392,75 @@ def test_why_a_turn_could_not_be_joined_is_counted() -> None:
     assert report.continuations == {"dropped": 1}
     _, report = run([[first, choice([1, 2, 3, 4, 5], [6], "c-2"), choice([9], [9], "c-3")]])
     assert report.continuations == {"joined": 1, "changed": 1}
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(chr(96 + token) for token in token_ids)
+
+
+def test_a_turn_that_begins_a_new_sequence_says_which_text_differs() -> None:
+    """The tokens are letters: of a system and a user message, an answer with its end, a tool message."""
+    given = {"decode": letters}
+    opening = [{"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}]
+    first, tool = choice([1, 2, 3, 4], [5, 6, 26], "c-0"), {"role": "tool", "content": "gh"}
+    cases = [
+        ([1, 2, 3, 4, 5, 6, 9, 26, 7, 8], "the policy's answer"),  # text before its end
+        ([1, 2, 3, 4, 5, 9, 26, 7, 8], "the policy's answer"),
+        ([1, 2, 3, 9, 5, 6, 26, 7, 8], "the user message"),
+        ([9, 2, 3, 4, 5, 6, 26, 7, 8], "the system message"),
+        ([1, 2], "the user message"),
+    ]
+    for prompt, whose in cases:
+        second = choice(prompt, [10], "c-1")
+        _, report = run([[*opening, first, tool, second]] * 3, given=given)
+        (difference,) = report.differences
+        assert report.continuations == {"changed": 3}
+        assert (difference.whose, difference.count) == (whose, 3)
+        assert (difference.expected, difference.found) == ("abcdefz", letters(prompt))
+        assert difference.example == "groups[0].trajectories[0].messages_and_choices[4]"
+    # The tool's message is behind an answer.
+    third = choice([1, 2, 3, 4, 5, 6, 26, 9, 10], [11], "c-2")
+    second = choice([1, 2, 3, 4, 5, 6, 26, 7, 8], [10], "c-1")
+    _, report = run([[*opening, first, tool, second, third]], given=given)
+    assert report.continuations == {"joined": 1, "changed": 1}
+    assert [each.whose for each in report.differences] == ["the tool message"]
+    # What stands behind whole messages is the template's.
+    second, third = choice([1, 2, 3, 4, 9, 9], [5, 26], "c-1"), choice([1, 2, 3, 4, 9, 5, 26], [10], "c-2")
+    _, report = run([[*opening, second, tool, third]], given=given)
+    assert [each.whose for each in report.differences] == ["the chat template's own text"]
+
+
+def test_histories_that_repeat_answers_without_continuing_them_say_why() -> None:
+    """As an agent makes them that sends its answers back with more text: three conversations a rollout, nothing shared."""
+    user = {"role": "user", "content": "q"}
+
+    def answered(text: str, tokens: list[int], identity: str) -> dict[str, Any]:
+        made = choice([1], tokens, identity)
+        return {**made, "message": {"role": "assistant", "content": text}}
+
+    def repeated(text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": f"{text}</code>"}
+
+    one, two, three = answered("one", [2], "c-0"), answered("two", [3], "c-1"), answered("three", [4], "c-2")
+    histories = [
+        [user, repeated("one"), user, two],
+        [user, repeated("one"), user, repeated("two"), user, three],
+    ]
+    _, report = run([[user, one], [user, choice([1], [9], "c-9")]], histories=histories)
+    assert report.continuations == {"changed": 2}
+    (difference,) = report.differences  # the first of the rollout
+    assert (difference.whose, difference.expected, difference.found) == ("the policy's answer", "one", "one</code>")
+    assert difference.example == "groups[0].trajectories[0].additional_histories[0].messages_and_choices[3]"
+    # A branch continues an answer; neither a sub-agent nor an example of the prompt is an answer that was not continued.
+    branch = [user, one, {"role": "user", "content": "another"}, choice([1, 2, 8], [9], "c-8")]
+    _, report = run(
+        [[user, one, user, choice([1, 2], [3], "c-7")], [user, choice([1], [9], "c-9")]], histories=[branch]
+    )
+    assert report.continuations == {"joined": 1} and report.differences == []
+    sub = [{"role": "system", "content": "sub"}, user, repeated("an example"), user]
+    histories = [[*sub, two], [*sub, three]]
+    _, report = run([[user, one], [user, choice([1], [9], "c-9")]], histories=histories)
+    assert report.continuations == {} and report.differences == []
 
 
 token_lists = st.lists(st.integers(0, 5), min_size=1, max_size=4)

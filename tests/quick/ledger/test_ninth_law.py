@@ -72,11 +72,13 @@ class Talk:
         session: str | None = None,
         names: Sequence[str] = (),
         end: str | None = None,
+        stops: Sequence[str] = (),
     ) -> list[Record]:
-        """One request with as many answers as are given; each ends with the family's token, unless `end` says otherwise."""
+        """One request with as many answers as are given; each ends with the family's token, unless `end` says otherwise or
+        its text contains one of the `stops`."""
         request_id = f"{next(NUMBERS):032x}"
         messages = with_ids(messages, names)
-        prefix_digest, answers = conversation.past_answers(messages)
+        prefix_digest, answers = conversation.past_answers(messages, stops)
         request = Request(request_id, "chat", "p", self.model, 0, self.owner, session, prefix_digest, answers=answers)
         end = (self.family.sampled_end or self.family.end) if end is None else end
         with self.ledger.open_request(request) as opened:
@@ -90,15 +92,18 @@ class Talk:
             rendered = self.family.encode(self.family.render(sent))
             self.ledger.take_prompt(request_id, 0, rendered)
             for index, ids in enumerate(sampled):
-                tokens = [*ids, *([self.family.tokenizer.token_to_id(end)] if end else [])]
+                text = self.family.decode(ids)
+                stop = next((each for each in stops if each in text), None)
+                is_ended = end and stop is None
+                tokens = [*ids, *([self.family.tokenizer.token_to_id(end)] if is_ended else [])]
                 sample = FinishedChoice(
                     "x",
                     index,
-                    self.family.decode(ids),
+                    text.partition(stop)[0] if stop else text,
                     tokens,
                     [-0.5] * len(tokens),
                     "stop",
-                    None,
+                    stop,
                     {"n": 1},
                 )
                 self.ledger.take_samples([(request_id, index, 0, sample)])
@@ -266,6 +271,43 @@ def test_an_unedited_conversation_goes_on_from_the_sampled_tokens(
     (record,) = talk.ask(messages, [[5]])
     assert record.prompt_token_ids[: len(past)] == past and record.link in ("exact", "spliced")
     assert record.prompt_token_ids[-1] == family.encode(family.render(messages))[-1]
+
+
+STOPS = ["Observation:", "</code>"]
+ADDED = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<>{}|"), max_size=12)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@settings(deadline=None, max_examples=30)
+@given(
+    answers=st.lists(
+        st.tuples(WORDS, st.lists(st.integers(0, 60), max_size=4), ADDED, st.booleans()), min_size=2, max_size=3
+    ),
+    has_session=st.booleans(),
+)
+def test_what_an_agent_adds_behind_a_stop_string_stands_behind_the_sampled_tokens(
+    name: str, answers: list[tuple[str, list[int], str, bool]], has_session: bool
+) -> None:
+    """The agent receives the text before the stop string, and sends it with the stop string and more. Siblings stop at the
+    same text, spelled otherwise."""
+    family = FAMILIES[name]
+    talk = Talk(family)
+    # In gpt-oss' format the digest of no message is that of its text: only a session finds what a stop string cut.
+    session = "s" if has_session or name == "gpt-oss" else None
+    messages = [user("question")]
+    past, before = list[int](), None
+    for text, cuts, added, has_sibling in answers:
+        text = text.strip()  # as the agent's own parser does
+        written = f"\n<think></think>{text}</code>" if name == "GLM-4.5" else f"{family.before}{text}</code>"
+        (record,) = talk.ask(messages, [spell(family, written, cuts)], session=session, stops=STOPS)
+        assert record.prompt_token_ids[: len(past)] == past and record.continues == before
+        if has_sibling:
+            talk.ask(messages, [spell(family, f"{text}Observation:", [])], session="t", stops=STOPS)
+        past, before = record.prompt_token_ids + record.token_ids, record.choice_id
+        messages += [said(f"{text}</code>{added.rstrip()}"), user("and now?")]
+    (record,) = talk.ask(messages, [[5]], session=session, stops=STOPS)
+    assert record.prompt_token_ids[: len(past)] == past and record.link in ("exact", "spliced")
+    assert_law(family, talk.text(record), messages, [None] * len(answers))
 
 
 # --- the cases that were found, and what must not pass for a harmless difference ----------------------------------------
@@ -516,6 +558,21 @@ def test_white_space_at_the_ends_is_harmless_only_where_the_template_strips_it()
         path = [user("q"), said("maybe"), user("more")]
         (record,) = talk.ask(path, [[5]])
         assert (record.link == "spliced") == is_spliced, name
+
+
+def test_text_behind_an_answer_that_ended_or_before_its_stop_string_is_an_edit() -> None:
+    for written, sent in (
+        ("maybe", "maybe</code>"),  # it ended by itself, and the policy read no end behind the stop string
+        ("maybe Observation:", "maybe </code>"),
+        ("maybe</code>\n", "maybe</code>"),
+        ("maybe</code>", "Maybe</code>"),
+        ("maybe</code>", "maybe"),
+    ):
+        talk = Talk(PLAIN)
+        talk.ask([user("q")], [PLAIN.encode(written)], stops=STOPS)
+        path = [user("q"), said(sent), user("more")]
+        (record,) = talk.ask(path, [[5]], stops=STOPS)
+        assert record.link is None and talk.text(record) == talk.rendering(path), (written, sent)
 
 
 def test_other_json_of_the_same_value_is_harmless_and_of_another_is_not() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Agent:
         at: int | None = None,
         constraints: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        stops: Sequence[str] = (),
     ) -> None:
         """`at` is the time of the request; the answer is delivered at once."""
         request_id = f"{next(self._numbers):032x}"
@@ -68,6 +70,7 @@ class Agent:
             "messages": messages,
             "tools": tools,
             "constraints": constraints or {},
+            "stops": stops,
             "choices": {"0": choice},
         }
         self.ledger.keep_turn(request_id, turn)
@@ -107,6 +110,23 @@ def test_sub_agents_and_branches_are_histories_of_their_own(tmp_path: Path) -> N
     reply = agent.reply()
     assert shape(reply) == ["uCuC", "uCuC", "suC"], "the main conversation began first"
     assert reply.num_choices == 4
+
+
+def test_an_agent_that_adds_its_stop_string_to_an_answer_continues_it(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    stops = ["Observation:", "</code>"]
+    first = [USER, said("<code>a</code>\nCalling tools: a"), USER]
+    agent.ask([USER], "<code>a", stops=stops)
+    agent.ask(first, "<code>b", stops=stops)
+    agent.ask([*first, said("<code>b</code>"), USER], "<code>c", stops=stops)
+    reply = agent.reply()
+    assert shape(reply) == ["uCuCuC"] and reply.num_choices == 3 and reply.unused == {}
+    # With another addition it is another conversation, not the same one again.
+    agent.ask([USER, said("<code>a</code>\nCalling tools: b"), USER], "<code>d", stops=stops)
+    assert shape(agent.reply()) == ["uCuCuC", "uCuC"]
+    # Without the stop string in the request it is an edit.
+    agent.ask([USER, said("<code>a</code>"), USER], "<code>e")
+    assert shape(agent.reply()) == ["uCuCuC", "uCuC", "uauC"]
 
 
 def test_few_shot_examples_are_not_taken_for_choices(tmp_path: Path) -> None:
