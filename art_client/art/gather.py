@@ -2,7 +2,8 @@
 
 A failed rollout is recorded and counted, never turned into a reward. `max_exceptions` failures are tolerated (a number,
 or a share of all rollouts if between 0 and 1), and one warning names their number and the first. One more failure
-cancels the running rollouts, and the first error is raised. Groups tolerate a tenth by default. `gather_trajectories`
+cancels the running rollouts, and the first error is raised: its traceback has the program's own frames, and one line
+counts the failures by type. Groups tolerate a tenth by default. `gather_trajectories`
 raises the first failure by default, because it returns tolerated failures among the trajectories.
 
 `min_informative` refills dead groups. A group whose rewards are all equal has no signal, so the next one is sampled in

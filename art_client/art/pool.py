@@ -7,13 +7,16 @@ through `current_pool`. The module `trajectories` checks what a rollout returns.
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from tqdm.auto import tqdm
 
 from art.errors import error_text
+from art.tracebacks import shorten
 from art_protocol.signal import to_finite
 
 logger = logging.getLogger(__name__)
@@ -61,8 +64,11 @@ class RolloutPool:
         self._num_unresolved = 0
         """Coroutines of groups, of which each counts as one rollout until it gives its group."""
         self._largest_group = 1
-        self._num_failed = 0
+        self._failed: Counter[str] = Counter()
+        """Failed rollouts, by the type of their exception."""
         self._first_error: BaseException | None = None
+        self._first_traceback: TracebackType | None = None
+        """That of the first error before it is raised in every group, which adds frames each time."""
         self._counted: dict[int, Finished] = {}  # by id(): equal trajectories count separately
         self._means: dict[str, _Mean] = {}
         self._max_metrics = max_metrics
@@ -76,14 +82,26 @@ class RolloutPool:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         current_pool.reset(self._token)
         self._bar.close()
-        if self._num_failed and error is None:
+        if self._first_error is None:
+            return
+        kinds = ", ".join(f"{kind} {number}" for kind, number in self._failed.most_common())
+        failed = f"{self._num_failed} of {self._num_expected} rollouts failed ({kinds})"
+        if error is None:
             logger.warning(
-                "%d of %d rollouts failed; the first: %s. They have no reward and are not trained. The exceptions in "
-                "the result show where they failed; max_exceptions=0 raises the first",
-                self._num_failed,
-                self._num_expected,
+                "%s; the first: %s. They have no reward and are not trained. The exceptions in the result show where "
+                "they failed; max_exceptions=0 raises the first",
+                failed,
                 error_text(self._first_error, repr),
             )
+        elif error is self._first_error:
+            whole = self._first_traceback
+            logger.debug("the first failure, with all frames", exc_info=(type(error), error, whole))
+            shorten(error, whole)
+            error.add_note(f"{failed}; max_exceptions={self._max_exceptions} allows no more")
+
+    @property
+    def _num_failed(self) -> int:
+        return self._failed.total()
 
     @property
     def has_too_many_failures(self) -> bool:
@@ -162,19 +180,14 @@ class RolloutPool:
         Raises:
             Exception: the first error of all rollouts, if there are too many failures.
         """
-        self._num_failed += 1
-        self._first_error = self._first_error or error
+        self._failed[type(error).__name__] += 1
+        if self._first_error is None:
+            self._first_error, self._first_traceback = error, error.__traceback__
         self._update_bar()
         self.raise_if_too_many_failures()
 
     def raise_if_too_many_failures(self) -> None:
         if self.has_too_many_failures and self._first_error is not None:
-            note = (
-                f"{self._num_failed} of {self._num_expected} rollouts failed; "
-                f"max_exceptions={self._max_exceptions} allows no more"
-            )
-            if note not in getattr(self._first_error, "__notes__", []):
-                self._first_error.add_note(note)
             raise self._first_error
 
     def _update_bar(self) -> None:

@@ -1,10 +1,15 @@
 import asyncio
 import gc
 import math
+import subprocess
+import sys
+import traceback
 import warnings
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 
 import art
@@ -121,7 +126,7 @@ async def test_first_failure_above_the_limit_is_raised_and_cancels_the_rest():
     groups = [art.TrajectoryGroup([waits(), rollout(-1, 0.01)]), art.TrajectoryGroup([waits()])]
     with pytest.raises(BadReward) as caught:
         await art.gather_trajectory_groups(groups)
-    assert caught.value.__notes__ == ["1 of 3 rollouts failed; max_exceptions=0.1 allows no more"]
+    assert caught.value.__notes__ == ["1 of 3 rollouts failed (BadReward 1); max_exceptions=0.1 allows no more"]
     assert cancelled == [1, 1]
 
 
@@ -138,7 +143,7 @@ async def test_groups_tolerate_a_tenth_by_default_with_one_warning(
     gathered = await art.gather_trajectory_groups(groups)
     assert sum(len(group.exceptions) for group in gathered) == num_failing
     assert caplog.messages == [
-        "2 of 20 rollouts failed; the first: BadReward('bad reward -1'). They have no reward and are not trained. "
+        "2 of 20 rollouts failed (BadReward 2); the first: BadReward('bad reward -1'). They have no reward and are not trained. "
         "The exceptions in the result show where they failed; max_exceptions=0 raises the first"
     ] * (num_failing > 0)
 
@@ -258,7 +263,7 @@ async def test_an_exception_without_text_costs_no_other_rollout(caplog: pytest.L
     assert failures(gathered[0]) == ["<Textless, whose text raises ValueError>"]
     assert gathered[0].exceptions[0].type.endswith("Textless")
     assert "in fails" in gathered[0].exceptions[0].traceback
-    assert "2 of 6 rollouts failed; the first: <Textless, whose text raises" in caplog.text
+    assert "2 of 6 rollouts failed (Textless 2); the first: <Textless, whose text raises" in caplog.text
     with pytest.raises(Textless):
         await art.gather_trajectory_groups([art.TrajectoryGroup([fails()])], max_exceptions=0)
 
@@ -281,6 +286,59 @@ async def test_the_error_that_is_raised_is_the_first_one_with_its_own_context():
     with pytest.raises(ValueError) as caught:
         await art.gather_trajectories([fails(0), fails(1), fails(2)], max_exceptions=1)
     assert caught.value is failures[0] and isinstance(caught.value.__context__, KeyError)
+
+
+BUG = """
+import art, asyncio
+async def rollout(k): return art.Trajectory(reward=score(k))
+async def main(): return await art.gather_trajectory_groups(art.TrajectoryGroup(rollout(k) for _ in range(8)) for k in range(8))
+"""
+NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance(colors="nocolor")
+for cell in CELLS:
+    shell.run_cell(cell, store_history=True)
+"""
+
+
+def said_by(program: Path, text: str) -> list[str]:
+    """The lines that a program prints."""
+    program.write_text(text)
+    ended = subprocess.run([sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [BUG + "asyncio.run(main())", NOTEBOOK.replace("CELLS", repr([BUG, "await main()"]))],
+    ids=["program", "notebook"],
+)
+def test_a_bug_in_ones_own_rollout_is_printed_once(program: str, tmp_path: Path) -> None:
+    lines = said_by(tmp_path / "bug.py", program)
+    assert len(lines) <= 25, "\n".join(lines)
+    text = "\n".join(lines)
+    assert text.count("64 of 64 rollouts failed (NameError 64)") == 1
+    assert "reward=score(k)" in text and "name 'score' is not defined" in text
+    assert "pool.py" not in text and "gather.py" not in text
+
+
+async def test_causes_of_a_failure_are_printed_without_the_frames_of_packages():
+    def own_call(client: openai.AsyncOpenAI):
+        return client.chat.completions.create(model="a", messages=[])
+
+    async def asks() -> art.Trajectory:
+        async with (
+            openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0) as client,
+            asyncio.TaskGroup() as both,
+        ):
+            both.create_task(own_call(client))
+        return art.Trajectory()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await art.gather_trajectory_groups([art.TrajectoryGroup([asks()])])
+    printed = "".join(traceback.format_exception(caught.value))
+    assert "in asks" in printed and "openai.APIConnectionError" in printed and "(ExceptionGroup 1)" in printed
+    assert "site-packages" not in printed and "direct cause" in printed
 
 
 async def test_too_many_failures_end_the_gather_even_where_a_coroutine_catches_them():
