@@ -38,8 +38,12 @@ HTTP_CODES: Mapping[int, str] = {400: "invalid_body", 413: "body_too_large"}
 """The codes of FastAPI's own errors, by status."""
 
 
-def status_of(error: errors.ServerError) -> int:
-    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+def status_of(error: errors.ServerError, *, is_inference: bool = False) -> int:
+    """The status of an answer. Clients of OpenAI and Anthropic repeat a request after 408, 409, 429 and 5xx, so no refusal of
+    an inference request that a repetition cannot change has one of these."""
+    status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+    is_repeated = status in (408, 409, 429) or status >= 500
+    return 400 if is_inference and is_repeated and not error.retryable else status
 
 
 def detail_of(error: errors.ServerError) -> ErrorDetail:
@@ -55,9 +59,9 @@ def detail_of(error: errors.ServerError) -> ErrorDetail:
     )
 
 
-def answer(error: errors.ServerError) -> JSONResponse:
+def answer(error: errors.ServerError, *, is_inference: bool = False) -> JSONResponse:
     """The HTTP answer to an error."""
-    status = status_of(error)
+    status = status_of(error, is_inference=is_inference)
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -118,8 +122,8 @@ def add_error_handlers(app: FastAPI) -> None:
     """Adds handlers that give every error the same shape."""
 
     @app.exception_handler(errors.ServerError)
-    async def _server_error(_: Request, error: errors.ServerError) -> JSONResponse:
-        return answer(error)
+    async def _server_error(request: Request, error: errors.ServerError) -> JSONResponse:
+        return answer(error, is_inference=request.scope["path"].startswith("/v1/"))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:

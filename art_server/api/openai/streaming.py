@@ -119,7 +119,7 @@ async def stream_events(proxy: Proxy, inference: InferenceRequest) -> AsyncGener
 
 
 def refused_by(error: ServerError) -> StreamRefused:
-    response = answer(error)
+    response = answer(error, is_inference=True)
     headers = {key: value for key, value in response.headers.items() if key == "retry-after"}
     return StreamRefused(response.status_code, bytes(response.body), headers)
 

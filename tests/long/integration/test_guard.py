@@ -62,12 +62,12 @@ def test_another_alpha_and_another_rope_are_caught_before_the_step_serves(dtype:
             assert ask(client) == right
             change(adapter, lora_alpha=32.0)
             restart_engine(server, client)
-            assert ask(client) == (503, "policy_differs")
+            assert ask(client) == (400, "policy_differs")
             change(adapter, lora_alpha=16.0)
             assert ask(client) == right
             config = base / "config.json"
             change(config, rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
             restart_engine(server, client)
-            assert ask(client) == (503, "policy_differs")
+            assert ask(client) == (400, "policy_differs")
     finally:
         server.stop()

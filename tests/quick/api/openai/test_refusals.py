@@ -1,0 +1,77 @@
+"""Refusals of inference requests: a client does not repeat what cannot succeed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from art_server import errors
+from art_server.api.openai.routes import PATHS
+from art_server.api.openai.streaming import refused_by
+from tests.asgi_client import client
+from tests.new_models import add_model
+from tests.quick.api.idle_server import make
+
+pytestmark = pytest.mark.anyio
+REPEATS = openai.OpenAI(api_key="x")._should_retry
+
+
+def kinds(kind: type[errors.ServerError] = errors.ServerError) -> Iterator[type[errors.ServerError]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from kinds(each)
+
+
+def made(kind: type[errors.ServerError]) -> errors.ServerError:
+    error = kind.__new__(kind)
+    errors.ServerError.__init__(error, "refused", code="c")
+    if isinstance(error, errors.RecordsMissing):
+        error.ids = []
+    return error
+
+
+def is_repeated(status: int, headers: Any) -> bool:
+    return REPEATS(httpx2.Response(status, headers=dict(headers)))
+
+
+@pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
+async def test_openai_s_client_repeats_what_may_succeed_and_nothing_else(
+    kind: type[errors.ServerError], tmp_path: Path
+) -> None:
+    app, server = make(tmp_path)
+    error = made(kind)
+
+    def refuse(_: object) -> None:
+        raise error
+
+    server.proxy.resolve = refuse  # type: ignore[method-assign]
+    async with client(app) as http:
+        for path in (*PATHS, "/s/a/v1/chat/completions"):
+            answer = await http.post(path, json={"model": "a", "messages": [], "prompt": "x"})
+            assert answer.json()["error"]["message"] == error.message
+            assert is_repeated(answer.status_code, answer.headers) == error.retryable, (path, answer.status_code)
+    refused = refused_by(error)
+    assert is_repeated(refused.status, refused.headers) == error.retryable
+
+
+async def test_a_name_in_two_projects_is_asked_once(tmp_path: Path) -> None:
+    app, server = make(tmp_path)
+    add_model(server.registry, "run", "art/tiny", project="q")
+    asked: list[str] = []
+    async with client(app) as http:
+
+        async def send(request: httpx2.Request) -> httpx2.Response:
+            asked.append(request.url.path)
+            answer = await http.post(request.url.path, content=request.content)
+            return httpx2.Response(answer.status_code, headers=dict(answer.headers), content=answer.content)
+
+        transport = httpx2.MockTransport(send)
+        connections = openai.DefaultAsyncHttpxClient(transport=transport)
+        address = "http://127.0.0.1/v1"
+        async with openai.AsyncOpenAI(base_url=address, api_key="x", max_retries=2, http_client=connections) as program:
+            with pytest.raises(openai.BadRequestError, match="several projects"):
+                await program.chat.completions.create(model="run", messages=[{"role": "user", "content": "hi"}])
+    assert len(asked) == 1
