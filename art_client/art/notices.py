@@ -14,7 +14,6 @@ from art_protocol.wire import Difference, Dropped, JobEvent, JobReport
 logger = logging.getLogger(__name__)
 
 MAX_EXAMPLES = 3
-EQUAL_REMEDY = "A group trains nothing unless its rewards differ: sample more rollouts for each group, or other prompts"
 
 
 class Notices:
@@ -47,8 +46,6 @@ def left_out_sentence(report: JobReport) -> str | None:
     trained, total = report.num_trajectories_trained, report.num_trajectories
     parts = "; ".join(_part(dropped) for dropped in report.dropped)
     text = f"{trained} of {total} trajectories trained. Left out: {parts}."
-    if any(dropped.unit == "group" for dropped in report.dropped):
-        text += f" {EQUAL_REMEDY}."
     examples = [path for dropped in report.dropped for path in dropped.examples][:MAX_EXAMPLES]
     return text + (f" For example {', '.join(examples)}." if examples else "")
 

@@ -13,6 +13,7 @@ from art_protocol.wire import (
     TrajectoryGroupBody,
 )
 from art_server.errors import InvalidInput
+from art_server.jobs.advice import Past, advise
 from art_server.jobs.choices import is_choice
 from art_server.jobs.differences import FirstDifference, messages_of
 from art_server.jobs.turns import ResolvedTurn
@@ -20,7 +21,6 @@ from art_server.process.shared.advantages import (
     GroupTokens,
     count_masked,
     has_advantage,
-    is_identical,
     trained_tokens,
 )
 from art_server.process.shared.trainer_messages import Batch
@@ -57,6 +57,8 @@ class ReportCounts:
     """Number of tokens that clients carried, and whose records are missing."""
     steps: dict[int, int] = field(default_factory=dict)
     """Number of tokens by the step that sampled them."""
+    copied: set[int | None] = field(default_factory=set)
+    """Numbers of groups in which a choice is in several trajectories."""
 
     def add_group(self, group: TrajectoryGroupBody) -> None:
         self.num_groups += 1
@@ -110,8 +112,8 @@ class ReportCounts:
         return f"no group holds a trainable turn: {reasons}{hint}"
 
 
-def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig) -> JobReport:
-    """The report of a job that trains this batch.
+def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig, past: Past) -> JobReport:
+    """The report of a job that trains this batch. `past`: the mean rewards of earlier steps, for advice.
 
     Raises:
         InvalidInput: rewards or advantages are invalid.
@@ -120,6 +122,9 @@ def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig) -> JobR
         tokens_of_groups = trained_tokens(batch.groups, config)
     except FloatingPointError as error:
         raise InvalidInput(str(error), code="bad_reward", param="groups") from error
+    unmasked = tokens_of_groups
+    if config.overlong == "mask":  # a group that is masked as a whole is counted as masked, not as one without signal
+        unmasked = trained_tokens(batch.groups, config.model_copy(update={"overlong": "keep"}))
     num_groups = num_trajectories = num_sequences = num_tokens = num_without_logprob = 0
     for group, group_tokens in zip(batch.groups, tokens_of_groups, strict=True):
         if group_tokens is None:  # it has no signal
@@ -145,29 +150,27 @@ def make_report(batch: Batch, counts: ReportCounts, config: TrainConfig) -> JobR
             Difference(whose=first.whose, expected=first.expected, found=first.found, count=count, example=path)
             for count, first, path in [*counts.differences.values()][:MAX_SHAPES]
         ],
-        dropped=_left_out(batch, tokens_of_groups, counts, config),
+        dropped=_left_out(batch, unmasked, counts, config),
         config=config.model_dump(),
         num_tokens_without_logprob=num_without_logprob,
         sampled_steps=dict(sorted(counts.steps.items())),
         notes=[
             *_unscored_notes(counts, config),
             *_unrecorded_notes(counts, config),
-            *_group_notes(batch, tokens_of_groups),
+            *_group_notes(tokens_of_groups),
+            *_advice(batch, unmasked, counts, config, past),
         ],
     )
 
 
 def _left_out(
-    batch: Batch, tokens_of_groups: Sequence[GroupTokens | None], counts: ReportCounts, config: TrainConfig
+    batch: Batch, unmasked: Sequence[GroupTokens | None], counts: ReportCounts, config: TrainConfig
 ) -> list[Dropped]:
-    """What the job does not train, with the reasons."""
+    """What the job does not train, with the reasons. `unmasked`: the tokens of each group before `overlong` masks any."""
     dropped: list[Dropped] = []
     for reason, (count, examples) in counts.dropped.items():
         unit = "trajectory" if reason == NO_TURN else "turn"
         dropped.append(Dropped(reason=reason, count=count, unit=unit, examples=examples))
-    unmasked = tokens_of_groups
-    if config.overlong == "mask":  # a group that is masked as a whole is counted as masked, not as one without signal
-        unmasked = trained_tokens(batch.groups, config.model_copy(update={"overlong": "keep"}))
     num_equal = sum(tokens is None for tokens in unmasked)
     if num_equal:
         reason = "all rewards in the group are equal: no signal"
@@ -206,19 +209,25 @@ def _unrecorded_notes(counts: ReportCounts, config: TrainConfig) -> list[str]:
     return [f"{what}: {how}. `max_staleness` takes their step from their `art.step`"]
 
 
-def _group_notes(batch: Batch, tokens_of_groups: Sequence[GroupTokens | None]) -> list[str]:
-    """What is special about the batch's groups."""
-    notes: list[str] = []
+def _group_notes(tokens_of_groups: Sequence[GroupTokens | None]) -> list[str]:
     num_dead = sum(tokens is not None and not has_advantage(tokens) for tokens in tokens_of_groups)
-    if num_dead:
-        notes.append(
-            f"{num_dead} groups have no signal, because all their rewards are equal: only the KL divergence and the "
-            "entropy in the loss train their tokens, which have the advantage 0"
-        )
-    num_identical = sum(map(is_identical, batch.groups))
-    if num_identical:
-        notes.append(
-            f"in {num_identical} groups all trajectories have the same sampled tokens, so that nothing tells the better "
-            "answer. Check for temperature 0, one seed for the group or cached answers; the policy may also have collapsed"
-        )
-    return notes
+    if not num_dead:
+        return []
+    return [
+        f"{num_dead} groups have no signal, because all their rewards are equal: only the KL divergence and the "
+        "entropy in the loss train their tokens, which have the advantage 0"
+    ]
+
+
+def _advice(
+    batch: Batch, unmasked: Sequence[GroupTokens | None], counts: ReportCounts, config: TrainConfig, past: Past
+) -> list[str]:
+    is_equal = [tokens is None or not has_advantage(tokens) for tokens in unmasked]
+    return advise(
+        list(zip(batch.groups, is_equal, strict=True)),
+        copied=counts.copied,
+        is_greedy=any(float(value) == 0 for value in counts.unscored.get("temperature", ())),
+        sampled_step=max(counts.steps, key=lambda step: counts.steps[step], default=0),
+        learning_rate=config.learning_rate,
+        past=past,
+    )

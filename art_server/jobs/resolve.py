@@ -24,6 +24,7 @@ from typing import Any
 
 from art_protocol.wire import BY_REFERENCE, HistoryBody, JobReport, TrainConfig, TrajectoryBody, TrajectoryGroupBody
 from art_server.errors import InvalidInput, RecordsMissing
+from art_server.jobs.advice import Past
 from art_server.jobs.choices import SentTurn, first_other_part, is_choice, read_turn
 from art_server.jobs.differences import FirstDifference, of_histories, of_prompt
 from art_server.jobs.job_report import NO_TURN, ReportCounts, make_report
@@ -112,12 +113,14 @@ class Resolver:
         model_id: str,
         sources: TokenSources,
         limits: Limits,
+        past: Past = dict,
     ):
         self._config = config
         self._model_id = model_id
         self._sources = sources
         self._template = TemplateTurns(sources)
         self._limits = limits
+        self._past = past
         self._counts = ReportCounts()
         self._trains_without_logprobs = config.allow_training_without_logprobs
         self._is_raw = config.sampling == "raw"
@@ -166,7 +169,7 @@ class Resolver:
             distributions=self._distributions,
             num_groups=self._counts.num_groups,
         )
-        return Resolved(batch, make_report(batch, self._counts, self._config))
+        return Resolved(batch, make_report(batch, self._counts, self._config, self._past))
 
     # --- trajectories and their histories ---
 
@@ -327,6 +330,8 @@ class Resolver:
             turn = replace(turn, logprobs=logprobs, is_unrecorded=True, claimed_step=sent.step)
         if sent.is_choice:
             _refuse_second(turn, sent, seen)
+        if turn.choice_id in self._taken:
+            self._counts.copied.add(self._counts.num_groups)
         if turn.choice_id is not None:
             self._taken.add(turn.choice_id)
         return turn

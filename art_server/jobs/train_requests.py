@@ -53,8 +53,14 @@ class TrainRequests:
             end_ids=self._ledger.end_ids,
             stop_ids=self._ledger.stop_ids,
         )
-        resolver = Resolver(config, model.id, sources, limits)
+        resolver = Resolver(config, model.id, sources, limits, functools.partial(rewards_of_steps, model))
         return NewJob(model, config, resolver, self._runner, self._threads)
+
+
+def rewards_of_steps(model: RegisteredModel) -> dict[int, float]:
+    """The mean reward of each kept step's answers in training (blocking)."""
+    kept = set(model.folder.steps())
+    return {step: mean for step, mean in model.history.means("train/reward").items() if step in kept}
 
 
 class NewJob:

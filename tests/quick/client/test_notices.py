@@ -18,13 +18,12 @@ def report(*dropped: Dropped, notes: tuple[str, ...] = ()) -> JobReport:
     return JobReport(num_trajectories=48, num_trajectories_trained=40, dropped=list(dropped), notes=list(notes))
 
 
-def test_what_was_left_out_is_a_sentence_with_number_reason_and_remedy() -> None:
+def test_what_was_left_out_is_a_sentence_with_number_and_reason() -> None:
     failed = Dropped(reason="the rollout failed", count=2, unit="rollout")
     turn = Dropped(reason="the sampled text is empty", count=1, examples=["groups[0].x"])
     assert left_out_sentence(report(EQUAL, failed, turn)) == (
         "40 of 48 trajectories trained. Left out: 1 group, because all rewards in the group are equal: no signal; "
-        "2 rollouts, because the rollout failed; 1 turn, because the sampled text is empty. A group trains nothing "
-        "unless its rewards differ: sample more rollouts for each group, or other prompts. For example groups[0].x."
+        "2 rollouts, because the rollout failed; 1 turn, because the sampled text is empty. For example groups[0].x."
     )
     assert left_out_sentence(report()) is None
 
