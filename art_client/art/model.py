@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeAlias, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
@@ -290,6 +290,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         verbose: bool = False,
         idempotency_key: str | None = None,
         expected_step: int | None = None,
+        **unknown: Never,
     ) -> TrainResult:
         """Trains one step on groups of trajectories, and returns when the job is done and the new step serves.
 
@@ -308,6 +309,11 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             ArtJobError: the job fails.
             ArtConnectionError: no server answers in time.
         """
+        if unknown:
+            fields = ", ".join(f"{name}=..." for name in unknown)
+            raise TypeError(
+                f"train takes {', '.join(unknown)} in `config`: train(groups, config=art.TrainConfig({fields}))"
+            )
         return await self.backend().train(
             self,
             groups,

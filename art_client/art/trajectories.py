@@ -32,10 +32,11 @@ from pydantic import (
 )
 
 from art import types
+from art.annexes import extended
 from art.errors import error_text
 from art.pool import RolloutPool, close_unstarted, current_pool, run_all
-from art.tolerance import Tolerant
 from art.types import Message, Messages, MessagesAndChoices, Tools
+from art.unknown_fields import Strict
 from art_protocol.display import Displayed, Short
 from art_protocol.wire import BY_REFERENCE, TOKEN_FIELDS, FailureBody, is_none
 
@@ -51,7 +52,8 @@ class WithNumbers(BaseModel):
         return _to_plain(value)
 
 
-class History(Tolerant, Displayed, WithNumbers):
+@extended
+class History(Strict, Displayed, WithNumbers):
     """One conversation: a sub-agent's, or the part after a context reset."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -140,7 +142,8 @@ class Trajectory(History):
         return f"Trajectory(reward={self.reward}, metrics={self.metrics}, metadata={self.metadata})"
 
 
-class TrajectoryGroup(Tolerant, Displayed, WithNumbers):
+@extended
+class TrajectoryGroup(Strict, Displayed, WithNumbers):
     """Trajectories of one scenario, compared with each other. Failed rollouts are in `exceptions`; they get no reward.
 
     A group built from trajectories is complete. A group built from coroutines has no `trajectories` until it is

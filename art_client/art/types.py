@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from art import annexes
-from art.tolerance import Tolerant
+from art.annexes import extended
+from art.unknown_fields import OTHER_NAMES, Strict
 from art_protocol import wire
 from art_protocol.display import Displayed
 from art_protocol.wire import JobReport
@@ -45,17 +46,21 @@ __all__ = [
 ]
 
 
-class TrainConfig(Tolerant, wire.TrainConfig):
+@extended
+class TrainConfig(Strict, wire.TrainConfig):
     """The configuration of one train call; docs/train-config.md has all fields. Defaults: GRPO with group mean and
     standard deviation, the loss averaged over the batch's tokens, one AdamW step without weight decay (Shao et al.
-    2024, arXiv:2402.03300). Unknown fields are left out with one warning.
+    2024, arXiv:2402.03300).
 
     Raises:
-        ValidationError: a value is out of range; the message names the field.
+        ValidationError: a value is out of range, or a field is unknown; the message names it, and the field that was meant.
     """
 
+    _other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
-class LoRAConfig(Tolerant, wire.LoRAConfig):
+
+@extended
+class LoRAConfig(Strict, wire.LoRAConfig):
     """Configuration of the trained adapter, fixed when a model is first registered: `rank` (8), `alpha` (16) and
     `target_modules` (None: all linear layers of the language model except the output head). `r` and `lora_alpha` are
     PEFT's names for the first two."""
@@ -81,8 +86,10 @@ class TrainResult:
         return f"TrainResult(step={self.step}, metrics={shown} and {len(self.metrics) - len(shown)} more)"
 
 
-class TrainSFTConfig(Displayed, Tolerant):
-    """The configuration of `model.train_sft`. Unknown fields are left out with one warning."""
+class TrainSFTConfig(Displayed, Strict):
+    """The configuration of `model.train_sft`."""
+
+    model_config = ConfigDict(extra="forbid")
 
     learning_rate: float | list[float] = 5e-5
     """A list has the rate of each optimizer step (`art.utils.sft.create_lr_schedule`)."""

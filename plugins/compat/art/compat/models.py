@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextvars import Token
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -163,6 +163,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
         trajectory_groups: Iterable[TrajectoryGroup] = (),
         idempotency_key: str | None = None,
         expected_step: int | None = None,
+        **unknown: Never,
     ) -> TrainResult:
         """`trajectory_groups` is ART's name for `groups`. `_config` contains options under ART's names, which override
         `config`."""
@@ -183,6 +184,7 @@ class ArtTrainableModel(ArtModel, TrainableModel):
             verbose=verbose,
             idempotency_key=idempotency_key,
             expected_step=expected_step,
+            **unknown,
         )
 
     async def train_sft(

@@ -1,0 +1,103 @@
+"""Records that refuse unknown fields: the error names the field that was meant, also for names of other libraries.
+
+What programs written for ART need is left out with one warning instead. An annex lists it (`_left_out`).
+"""
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+from pydantic import BaseModel, model_validator
+
+logger = logging.getLogger(__name__)
+
+ROLLOUTS = "the number of rollouts in a TrajectoryGroup"
+REQUEST = "an argument of the request that samples, such as `max_tokens`"
+MEMORY = "nothing that is set: the server divides a step by its memory. `batch_size` is in groups"
+LOOP = "the loop of the program: each `model.train` makes one step"
+SERVER = "a flag of art-server"
+
+OTHER_NAMES: Mapping[str, str] = {
+    name: ours
+    for ours, names in {
+        "`beta`": "kl_coef kl_loss_coef init_kl_coef use_kl_loss use_kl_in_reward",
+        "`kl_estimator`": "kl_loss_type kl_penalty",
+        "`epsilon`": "clip_ratio clip_ratio_low cliprange",
+        "`epsilon_high`": "clip_ratio_high",
+        "`dual_clip`, with clip='dual'": "clip_ratio_c delta",
+        "`preset`": "adv_estimator loss_mode",
+        "`preset`, or `normalisation` alone": "loss_type loss_agg_mode",
+        "`scaling`": "scale_rewards norm_adv_by_std_in_grpo",
+        "`ratio`": "importance_sampling_level",
+        "`correction_high`": "vllm_importance_sampling_cap vllm_importance_sampling_clip_max tis_imp_ratio_cap",
+        "`entropy_bonus`": "entropy_coef entropy_coeff",
+        "`overlong='mask'`": "mask_truncated_completions",
+        "`learning_rate`": "lr",
+        "`schedule`": "lr_scheduler_type warmup_style",
+        "`warmup_steps`": "warmup_ratio lr_warmup_steps lr_warmup_steps_ratio",
+        "`max_grad_norm`": "grad_clip clip_grad",
+        "`passes`": "num_iterations ppo_epochs",
+        "`batch_size`, in groups, or `mini_batches`": "ppo_mini_batch_size train_batch_size generation_batch_size",
+        MEMORY: "per_device_train_batch_size gradient_accumulation_steps ppo_micro_batch_size gradient_checkpointing "
+        "ppo_micro_batch_size_per_gpu use_gradient_checkpointing",
+        ROLLOUTS: "num_generations n rollout_n",
+        REQUEST: "max_completion_length max_prompt_length response_length max_response_length max_tokens "
+        "temperature top_p top_k min_p repetition_penalty generation_kwargs",
+        LOOP: "num_train_epochs num_epochs total_epochs max_steps total_training_steps",
+        "the rollout's own code, which sets `reward`": "reward_funcs reward_weights reward_function",
+        "fixed: AdamW without weight decay": "weight_decay optim optimizer adam_beta1 adam_beta2 adam_epsilon",
+        "`art.TrainableModel(lora=art.LoRAConfig(...))`": "r lora_r lora_alpha lora_dropout lora_rank peft_config target_modules",
+        SERVER: "max_seq_length load_in_4bit fast_inference use_vllm vllm_mode vllm_gpu_memory_utilization dtype bf16 fp16",
+    }.items()
+    for name in names.split()
+}
+"""What the names of TRL, Unsloth, verl and NVIDIA's toolkit are here. Sources: TRL's GRPOConfig, verl's ActorConfig and
+algorithm section, the toolkit's `training` section."""
+
+_said: set[tuple[str, str]] = set()
+
+
+class Strict(BaseModel):
+    """A record that refuses unknown fields by name."""
+
+    _renamed: ClassVar[Mapping[str, str]] = {}
+    """Other names of its own fields."""
+    _other_names: ClassVar[Mapping[str, str]] = {}
+    """What the names of other libraries are here."""
+    _left_out: ClassVar[frozenset[str] | None] = frozenset()
+    """Unknown fields that are left out with one warning each; None: all but those that resemble a field."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: Any) -> Any:  # Any: the input is not validated yet
+        if not isinstance(given, dict):
+            return given
+        fields = cast("dict[str, Any]", given)
+        if fields.keys() <= cls.model_fields.keys() or cls.model_config.get("extra") == "allow":
+            return fields
+        fields = {cls._renamed.get(name, name): value for name, value in fields.items()}
+        refused: list[str] = []
+        for name in [name for name in fields if name not in cls.model_fields]:
+            hint = _hint(cls, name)
+            if name in (cls._left_out or ()) or (cls._left_out is None and hint is None):
+                del fields[name]
+                _warn_once(cls, name)
+            else:
+                refused.append(f"{cls.__name__} has no field '{name}'" + (f": {hint}" if hint else ""))
+        if refused:
+            raise ValueError("; ".join(refused))
+        return fields
+
+
+def _hint(kind: type[Strict], name: str) -> str | None:
+    if name in kind._other_names:
+        return f"here it is {kind._other_names[name]}"
+    near = difflib.get_close_matches(name, [*kind.model_fields, *kind._renamed, *(kind._left_out or ())], n=1)
+    return f"did you mean '{near[0]}'?" if near else None
+
+
+def _warn_once(kind: type[BaseModel], name: str) -> None:
+    if (kind.__qualname__, name) not in _said:
+        _said.add((kind.__qualname__, name))
+        logger.warning("%s has no field %r: its value is left out", kind.__name__, name)
