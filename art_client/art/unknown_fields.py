@@ -79,7 +79,7 @@ class Strict(BaseModel):
         fields = {cls._renamed.get(name, name): value for name, value in fields.items()}
         refused: list[str] = []
         for name in [name for name in fields if name not in cls.model_fields]:
-            hint = _hint(cls, name)
+            hint = cls._hint(name)
             if name in (cls._left_out or ()) or (cls._left_out is None and hint is None):
                 del fields[name]
                 _warn_once(cls, name)
@@ -89,12 +89,13 @@ class Strict(BaseModel):
             raise ValueError("; ".join(refused))
         return fields
 
-
-def _hint(kind: type[Strict], name: str) -> str | None:
-    if name in kind._other_names:
-        return f"here it is {kind._other_names[name]}"
-    near = difflib.get_close_matches(name, [*kind.model_fields, *kind._renamed, *(kind._left_out or ())], n=1)
-    return f"did you mean '{near[0]}'?" if near else None
+    @classmethod
+    def _hint(cls, name: str) -> str | None:
+        """The field that was meant."""
+        if name in cls._other_names:
+            return f"here it is {cls._other_names[name]}"
+        near = difflib.get_close_matches(name, [*cls.model_fields, *cls._renamed, *(cls._left_out or ())], n=1)
+        return f"did you mean '{near[0]}'?" if near else None
 
 
 def _warn_once(kind: type[BaseModel], name: str) -> None:

@@ -37,7 +37,10 @@ def is_repeated(status: int, headers: Any) -> bool:
     return REPEATS(httpx2.Response(status, headers=dict(headers)))
 
 
-@pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
+KINDS = sorted(set(kinds()), key=str)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 async def test_openai_s_client_repeats_what_may_succeed_and_nothing_else(
     kind: type[errors.ServerError], tmp_path: Path
 ) -> None:
