@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from art.finetune import components
-from art.finetune.components import Kind, Located, load, locate
+from art.finetune.components import Kind, check, load
 
 AGENT = """\
 import os
@@ -89,9 +89,7 @@ GOOD: list[tuple[Kind, str]] = [
     ("workflow", "agent.py:in_case"),
     ("workflow", "agent.py:in_for"),
     ("trainer", "art.finetune.interfaces:Trainer"),
-    ("workflow", "agent.py:Trainer.run"),
     ("workflow", "json:dumps"),
-    ("workflow", "itertools:chain"),
     ("workflow", "command"),
     ("evaluator", "agent.py:score"),
     ("evaluator", "agent.py:of_all"),
@@ -107,21 +105,21 @@ GOOD: list[tuple[Kind, str]] = [
 
 @pytest.mark.parametrize(("kind", "name"), GOOD)
 def test_components_are_found(kind: Kind, name: str) -> None:
-    assert locate(kind, name).source == ("code" if ":" in name or kind == "dataset" else "built-in")
+    check(kind, name)
 
 
 BAD: list[tuple[Kind, str, str]] = [
     ("workflow", "agent.py:answr", "agent.py has no 'answr': did you mean 'answer'?"),
     ("workflow", "agent.py:_", "agent.py has no '_': known: os, dumps, "),
     ("workflow", "none.py:answer", "no such file: "),
-    ("workflow", "agent.py", "name the function in the file: agent.py:NAME"),
+    ("workflow", "agent.py", "unknown type 'agent.py'; known: command, package.module:NAME or path/file.py:NAME"),
     ("workflow", "agent.py:", "names nothing: write package.module:NAME or path/file.py:NAME"),
     ("workflow", ":answer", "names nothing"),
     ("workflow", "agent.py:an swer", "names nothing"),
-    ("workflow", "no_such_package.module:f", "no module 'no_such_package'"),
+    ("workflow", "no_such_package.module:f", "no module 'no_such_package.module'"),
     ("workflow", "package.none:f", "no module 'package.none'"),
     ("workflow", "a b:f", "no module 'a b'"),
-    ("workflow", "agent.deeper:f", "no module 'agent.deeper': 'agent' is a module and no package"),
+    ("workflow", "agent.deeper:f", "no module 'agent.deeper'"),
     ("workflow", "package:f", "has no 'f': there are none"),
     ("workflow", "broken.py:f", "broken.py:2: not valid Python: "),
     ("workflow", "agent.py:two", "two cannot be called, because of its parameter 'task'"),
@@ -141,7 +139,6 @@ BAD: list[tuple[Kind, str, str]] = [
         "known: command, package.module:NAME or path/file.py:NAME; components of NVIDIA's toolkit need",
     ),
     ("trainer", "agent.py:Trainr", "did you mean 'Trainer'?"),
-    ("trainer", "agent.py", "name the class in the file"),
     ("dataset", "rows", "unknown type 'rows'"),
 ]
 
@@ -152,7 +149,7 @@ def test_what_is_no_component_is_one_sentence(kind: Kind, name: str, words: str)
     Path("package/__init__.py").write_text("")
     Path("broken.py").write_text("def f():\nreturn 1\n")
     with pytest.raises(ValueError) as error:
-        locate(kind, name)
+        check(kind, name)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -160,23 +157,23 @@ def test_packages_are_not_imported() -> None:
     Path("outer/inner").mkdir(parents=True)
     Path("outer/inner/__init__.py").write_text("raise SystemExit('imported')")
     Path("outer/inner/deep.py").write_text("def answer(question): ...\ndef two(a, b): ...\n")
-    assert locate("workflow", "outer.inner.deep:answer").file == Path.cwd() / "outer/inner/deep.py"
+    check("workflow", "outer.inner.deep:answer")
     with pytest.raises(ValueError, match="cannot be called"):
-        locate("workflow", "outer.inner.deep:two")
+        check("workflow", "outer.inner.deep:two")
     assert "outer" not in sys.modules
 
 
 def test_names_that_the_source_does_not_show_are_left_to_the_import() -> None:
     Path("star.py").write_text("from os.path import *\n")
     Path("lazy.py").write_text("def __getattr__(name): return len\n")
-    locate("workflow", "star.py:join")
-    locate("workflow", "lazy.py:anything")
+    check("workflow", "star.py:join")
+    check("workflow", "lazy.py:anything")
 
 
 def test_components_of_the_toolkit() -> None:
-    assert locate("workflow", "react_agent", FakeToolkit()) == Located("toolkit", name="react_agent")
+    check("workflow", "react_agent", FakeToolkit())
     with pytest.raises(ValueError, match="did you mean 'react_agent'"):
-        locate("workflow", "react_agnt", FakeToolkit())
+        check("workflow", "react_agnt", FakeToolkit())
     assert components.is_of_toolkit("workflow", "react_agent")
     assert not components.is_of_toolkit("workflow", "command") and not components.is_of_toolkit("workflow", "a.py:b")
 
@@ -223,8 +220,6 @@ def test_built_in_parts_are_classes() -> None:
     assert load("trainer", "openpipe_art_trainer").__name__ == "ArtTrainer"
     assert load("trainer_adapter", "openpipe_art_trainer_adapter").__name__ == "ArtTrainerAdapter"
     assert load("trajectory_builder", "openpipe_art_traj_builder").__name__ == "ArtTrajectoryBuilder"
-    with pytest.raises(ValueError, match="'command' is built in"):
-        load("workflow", "command")
 
 
 def test_entry_points_name_components(folder: Path) -> None:
@@ -233,15 +228,15 @@ def test_entry_points_name_components(folder: Path) -> None:
     Path("plugged-1.0.dist-info/entry_points.txt").write_text("[art.finetune]\ncity_agent = plugged:answer\n")
     Path("plugged.py").write_text("def answer(question): return 'Rome'\n")
     sys.path.insert(0, str(folder))
-    assert locate("workflow", "city_agent").file == folder / "plugged.py"
+    check("workflow", "city_agent")
     assert load("workflow", "city_agent")("x") == "Rome"
     with pytest.raises(ValueError, match="known: city_agent, command"):
-        locate("workflow", "cty")
+        check("workflow", "cty")
 
 
 def test_locating_imports_nothing_heavy(folder: Path) -> None:
     program = (
-        "import sys\nfrom art.finetune import components\ncomponents.locate('workflow', 'agent.py:answer')\n"
+        "import sys\nfrom art.finetune import components\ncomponents.check('workflow', 'agent.py:answer')\n"
         "print(sorted({'openai', 'torch', 'agent', 'matplotlib', 'polars'} & sys.modules.keys()))"
     )
     paths = os.pathsep.join(sys.path)

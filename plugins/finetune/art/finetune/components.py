@@ -1,4 +1,4 @@
-"""What `_type` names. `locate` checks it without importing a user's module, `load` imports it.
+"""What `_type` names. `check` checks it without importing a user's module, `load` imports it.
 
 A `_type` is a built-in name, `package.module:name`, `path/file.py:name`, an entry point of the group `art.finetune`, or a
 component of NVIDIA's toolkit. `workflows` and `scoring` make built-in workflows and evaluators.
@@ -6,17 +6,18 @@ component of NVIDIA's toolkit. `workflows` and `scoring` make built-in workflows
 
 import ast
 import importlib
-import importlib.machinery
 import importlib.util
 import inspect
+import symtable
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from types import ModuleType
+from typing import Any, Literal, Protocol, TypeAlias
 
 from art.finetune.reading import hint, nearest, read_text
 
@@ -48,6 +49,7 @@ PARAMETERS: dict[Kind, tuple[str, ...]] = {
     "evaluator": ("row", "output", "trajectory"),
 }
 """What functions get by the names of their parameters. The other kinds are classes, which are called by position."""
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 HOW_TO_NAME = "package.module:NAME or path/file.py:NAME"
 
 
@@ -59,31 +61,23 @@ class Toolkit(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """Where a component is."""
-
-    source: Literal["built-in", "code", "toolkit"]
-    module: str = ""
-    """code: the module's name, or the path of its file."""
-    name: str = ""
-    file: Path | None = None
-    """code: the file, if its source can be read."""
-
-
-def locate(kind: Kind, type_name: str, toolkit: Toolkit | None = None) -> Located:
-    """Where a component is. No module of a user is imported.
+def check(kind: Kind, type_name: str, toolkit: Toolkit | None = None) -> None:
+    """Checks that a component exists, and that a function can be called. No module of a user is imported.
 
     Raises:
-        ValueError: there is no such component, or its function cannot be called. The message has the known types.
+        ValueError: it does not, or it cannot. The message has the known types.
     """
-    found = _find(kind, type_name, toolkit)
-    if found.source == "code" and found.file is not None:
-        _check_source(kind, found.file, found.name)
-    return found
+    target = _target(kind, type_name)
+    if target is not None:
+        module, name = target
+        file = Path(module) if module.endswith(".py") else _source_of(module)
+        if file is not None:
+            _check_source(kind, file, name)
+    elif type_name not in BUILT_IN[kind] and not (toolkit and type_name in toolkit.names(kind)):
+        raise ValueError(_unknown(kind, type_name, toolkit))
 
 
-def load(kind: Kind, type_name: str) -> Any:  # Any: a function or a class of the user
+def load(kind: Kind, type_name: str) -> Callable[..., Any]:
     """The function or class that a type names. Its module is imported, and its folder is added to `sys.path`, as Python does
     for a program. Built-in workflows and evaluators are not such functions.
 
@@ -93,58 +87,38 @@ def load(kind: Kind, type_name: str) -> Any:  # Any: a function or a class of th
     if type_name in BUILT_IN_CLASSES:
         module, name = BUILT_IN_CLASSES[type_name].split(":")
         return getattr(importlib.import_module(module), name)
-    found = _find(kind, type_name, None)
-    if found.source != "code":
-        raise ValueError(f"{type_name!r} is built in: it has no module of its own")
-    module = _import(found)
-    bound = cast("dict[str, Any]", module.__dict__)
-    loaded: Any = module
-    for part in found.name.split("."):
-        try:
-            loaded = getattr(loaded, part)
-        except AttributeError:
-            raise ValueError(_no_such_name(found.module, found.name, bound)) from None
+    target = _target(kind, type_name)
+    if target is None:
+        raise ValueError(_unknown(kind, type_name, None))
+    module, name = target
+    loaded: Any = getattr(_import(module), name, None)
+    if loaded is None:
+        raise ValueError(_no_such_name(module, name, vars(_import(module))))
     if not callable(loaded):
         raise ValueError(f"{type_name!r} is of type {type(loaded).__name__}: name a function or a class")
-    if kind in PARAMETERS and not isinstance(loaded, type):
-        try:
-            parameters = inspect.signature(loaded).parameters.values()
-        except (TypeError, ValueError):  # written in C
-            return loaded
-        _check_parameters(kind, found.name, parameters)
+    if kind in PARAMETERS:
+        given = inspect.signature(loaded).parameters.values()
+        required = [each.name for each in given if each.default is each.empty and each.kind not in VARIABLE]
+        _check_parameters(kind, name, required, [each.name for each in given if each.kind is each.POSITIONAL_ONLY])
     return loaded
 
 
 def is_of_toolkit(kind: Kind, type_name: str) -> bool:
     """Whether only NVIDIA's toolkit can know a type."""
-    return ":" not in type_name and type_name not in BUILT_IN[kind] and type_name not in _entries()
+    return type_name not in BUILT_IN[kind] and _target(kind, type_name) is None
 
 
-def _find(kind: Kind, type_name: str, toolkit: Toolkit | None) -> Located:
-    if type_name in BUILT_IN[kind]:
-        return Located("built-in", name=type_name)
+def _target(kind: Kind, type_name: str) -> tuple[str, str] | None:
+    """The module, or its file, and the name in it. None: the type names no code."""
     target = type_name if ":" in type_name else _entries().get(type_name, "")
     if not target and kind == "dataset" and "." in type_name:  # NVIDIA's form
         target = ":".join(type_name.rsplit(".", 1))
-    if target:
-        return _find_code(target)
-    if toolkit is not None and type_name in toolkit.names(kind):
-        return Located("toolkit", name=type_name)
-    if type_name.endswith(".py"):
-        raise ValueError(f"name the {_noun(kind)} in the file: {type_name}:NAME")
-    raise ValueError(_unknown(kind, type_name, toolkit))
-
-
-def _unknown(kind: Kind, type_name: str, toolkit: Toolkit | None) -> str:
-    known = sorted({*BUILT_IN[kind], *_entries(), *(toolkit.names(kind) if toolkit is not None else ())})
-    near = nearest(type_name, known)
-    parts = [f"unknown type {type_name!r}"]
-    if near is not None:
-        parts.append(f"did you mean {near!r}?")
-    parts.append(f"known: {', '.join([*known, HOW_TO_NAME])}")
-    if toolkit is None and kind != "dataset":
-        parts.append("components of NVIDIA's toolkit need nvidia-nat-core and nvidia-nat-eval in this environment")
-    return "; ".join(parts)
+    if not target:
+        return None
+    module, _, name = target.rpartition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(f"{target!r} names nothing: write {HOW_TO_NAME}")
+    return module, name
 
 
 def _entries() -> dict[str, str]:
@@ -152,74 +126,62 @@ def _entries() -> dict[str, str]:
     return {each.name: each.value.split("[")[0].strip() for each in entry_points(group=GROUP)}
 
 
-def _noun(kind: Kind) -> str:
-    return "function" if kind in PARAMETERS or kind == "dataset" else "class"
+def _unknown(kind: Kind, type_name: str, toolkit: Toolkit | None) -> str:
+    if type_name == "dpo_traj_builder" or type_name.startswith("nemo_customizer_"):
+        ours = next(iter(BUILT_IN[kind]))
+        return f"DPO and NeMo Customizer are refused: use {ours}, or train chosen answers with model.train_sft"
+    known = sorted({*BUILT_IN[kind], *_entries(), *(toolkit.names(kind) if toolkit else ())})
+    near = nearest(type_name, known)
+    meant = f"; did you mean {near!r}?" if near else ""
+    text = f"unknown type {type_name!r}{meant}; known: {', '.join([*known, HOW_TO_NAME])}"
+    if toolkit is None and kind in PARAMETERS:
+        text += "; components of NVIDIA's toolkit need nvidia-nat-core and nvidia-nat-eval in this environment"
+    return text
 
 
 # --- modules ------------------------------------------------------------------------------------------------------
 
 
-def _find_code(target: str) -> Located:
-    module, _, name = target.rpartition(":")
-    if not module or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{target!r} names nothing: write {HOW_TO_NAME}")
-    if module.endswith(".py"):
-        file = Path(module)
-        if not file.is_file():
-            raise ValueError(f"no such file: {file.absolute()}")
-        return Located("code", module, name, file)
-    return Located("code", module, name, _module_file(module))
-
-
-def _module_file(module: str) -> Path | None:
-    """The source of a module, found as the import would find it, but without importing the packages that it is in. None: it
-    has no source."""
-    if module in sys.builtin_module_names:
-        return None
+def _source_of(module: str) -> Path | None:
+    """The source of a module, without importing the packages that it is in. None: it has no source."""
     importlib.invalidate_caches()  # a file may be new
-    folders = [str(Path.cwd()), *sys.path]
-    parts = module.split(".")
-    for number, part in enumerate(parts):
-        package = sys.modules.get(".".join(parts[: number + 1]))
-        if number < len(parts) - 1 and package is not None and hasattr(package, "__path__"):
-            folders = list(package.__path__)  # a package may have changed it
-            continue
-        # Without the names of its packages, because the finder would look for those among the imported modules.
-        spec = importlib.machinery.PathFinder.find_spec(part, folders) if part.isidentifier() else None
-        if spec is None:
-            missing = ".".join(parts[: number + 1])
-            raise ValueError(
-                f"no module {missing!r}: install it, or run the command in the folder that it is in ({Path.cwd()})"
-            )
-        if number == len(parts) - 1:
-            is_source = spec.origin is not None and spec.origin.endswith(".py")
-            return Path(spec.origin) if is_source and spec.origin is not None else None
-        if spec.submodule_search_locations is None:
-            raise ValueError(f"no module {module!r}: {'.'.join(parts[: number + 1])!r} is a module and no package")
-        folders = list(spec.submodule_search_locations)
-    return None
+    _reach(Path.cwd())
+    first, *rest = module.split(".")
+    spec = importlib.util.find_spec(first) if first else None
+    folders = getattr(sys.modules.get(first), "__path__", spec and spec.submodule_search_locations)
+    for part in rest:
+        spec = PathFinder.find_spec(part, list(folders)) if folders else None
+        folders = spec and spec.submodule_search_locations
+    if spec is None:
+        raise ValueError(f"no module {module!r}: install it, or run the command in the folder it is in ({Path.cwd()})")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
-def _import(found: Located) -> Any:  # Any: a module
-    is_file = found.module.endswith(".py")
-    folder = str(Path(found.module).absolute().parent if is_file else Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+def _reach(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _import(name: str) -> ModuleType:
+    """A module by its name, or by its file."""
+    file = Path(name).resolve() if name.endswith(".py") else None
+    _reach(file.parent if file else Path.cwd())
     try:
-        if is_file:
-            return _import_file(Path(found.module).resolve())
-        return importlib.import_module(found.module)
+        return _import_file(file) if file else importlib.import_module(name)
     except (Exception, SystemExit) as error:  # of any kind: it is the user's code
-        raise ValueError(f"{found.module} cannot be imported: {_failure(error)}") from error
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
+        last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames[-1].filename != __file__ else ""
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{name} cannot be imported: {what}{last}") from error
 
 
-def _import_file(file: Path) -> Any:
+def _import_file(file: Path) -> ModuleType:
     """The module of a file, the same each time. Its name is the file's, unless another module has that name."""
     for module in list(sys.modules.values()):
         origin = getattr(module, "__file__", None)  # modules in C have none
         if isinstance(origin, str) and Path(origin).name == file.name and Path(origin).resolve() == file:
             return module
-    name = file.stem if file.stem not in sys.modules else f"{file.stem} ({file})"
+    name = file.stem if file.stem not in sys.modules else str(file)
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no Python file")
@@ -231,15 +193,6 @@ def _import_file(file: Path) -> Any:
         del sys.modules[name]
         raise
     return module
-
-
-def _failure(error: BaseException) -> str:
-    """The error in one line, with the last line of the user's code that it came from."""
-    text = " ".join(str(error).split())
-    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
-    last = frames[-1] if frames else None
-    return what if last is None or last.filename == __file__ else f"{what} ({last.filename}:{last.lineno})"
 
 
 # --- sources ------------------------------------------------------------------------------------------------------
@@ -255,85 +208,57 @@ def _check_source(kind: Kind, file: Path, name: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the import shows them
-            parsed = ast.parse(text, str(file))
+            body = ast.parse(text, str(file)).body
+            symbols = symtable.symtable(text, str(file), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:  # ValueError: a zero byte
         line = getattr(error, "lineno", None) or 1
         raise ValueError(f"{file}:{line}: not valid Python: {getattr(error, 'msg', error)}") from error
-    bound = dict(_bound(parsed.body))
-    first, _, rest = name.partition(".")
-    if first not in bound:
-        if "*" in bound or "__getattr__" in bound:
-            return
-        raise ValueError(_no_such_name(str(file), first, bound))
-    statement = bound[first]
-    if rest or kind not in PARAMETERS:
-        return
-    if isinstance(statement, ast.ClassDef):
-        raise ValueError(f"{name!r} is a class: the {kind} is a function, or an object that can be called")
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and not statement.decorator_list:
-        _check_parameters(kind, name, _parameters(statement.args))
-
-
-def _no_such_name(module: str, name: str, bound: Iterable[str]) -> str:
-    names = [each for each in bound if not each.startswith("_")]
-    return f"{module} has no {name!r}: {hint(name, names)}"
-
-
-def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """The names that a module binds, each with its statement; "*" for names that the source does not show."""
+    names = [each.get_name() for each in symbols if each.is_assigned() or each.is_imported()]
+    if name not in names and not _binds_others(body, names):
+        raise ValueError(_no_such_name(str(file), name, names))
     for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield statement.name, statement
+        is_definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if kind not in PARAMETERS or not is_definition or statement.name != name:
             continue
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            for alias in statement.names:
-                yield alias.asname or alias.name.split(".")[0], statement
-            continue
-        for part in ast.iter_child_nodes(statement):
-            if isinstance(part, ast.stmt):
-                yield from _bound([part])
-            elif isinstance(part, ast.ExceptHandler | ast.match_case):
-                yield from _bound(part.body)
-            else:
-                for each in ast.walk(part):
-                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                        yield each.id, statement
+        if isinstance(statement, ast.ClassDef):
+            raise ValueError(f"{name!r} is a class: the {kind} is a function, or an object that can be called")
+        if not statement.decorator_list:
+            given = statement.args
+            _check_parameters(kind, name, _required(given), [each.arg for each in given.posonlyargs])
 
 
-def _parameters(given: ast.arguments) -> list[inspect.Parameter]:
-    made: list[inspect.Parameter] = []
-    positional = [*given.posonlyargs, *given.args]
-    num_required = len(positional) - len(given.defaults)
-    for number, each in enumerate(positional):
-        kind = (
-            inspect.Parameter.POSITIONAL_ONLY if each in given.posonlyargs else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        )
-        default = inspect.Parameter.empty if number < num_required else None
-        made.append(inspect.Parameter(each.arg, kind, default=default))
-    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        is_required = default is None
-        required = inspect.Parameter.empty if is_required else None
-        made.append(inspect.Parameter(each.arg, inspect.Parameter.KEYWORD_ONLY, default=required))
-    return made
+def _required(given: ast.arguments) -> list[str]:
+    """The parameters without a default."""
+    positional = [each.arg for each in (*given.posonlyargs, *given.args)]
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    by_keyword = [each.arg for each, default in pairs if default is None]
+    return positional[: len(positional) - len(given.defaults)] + by_keyword
 
 
-def _check_parameters(kind: Kind, name: str, parameters: Iterable[inspect.Parameter]) -> None:
-    """Checks that a function can be called with what a workflow or an evaluator gets.
+def _binds_others(body: Iterable[ast.stmt], names: Sequence[str]) -> bool:
+    """Whether a module has names that its source does not show."""
+    stars = (isinstance(each, ast.ImportFrom) and each.names[0].name == "*" for each in body)
+    return "__getattr__" in names or any(stars)
+
+
+def _no_such_name(module: str, name: str, names: Iterable[str]) -> str:
+    return f"{module} has no {name!r}: {hint(name, [each for each in names if not each.startswith('_')])}"
+
+
+def _check_parameters(kind: Kind, name: str, required: Sequence[str], by_position: Sequence[str]) -> None:
+    """Checks that a function can be called with what a workflow or an evaluator gets, by the names of its parameters.
 
     Raises:
         ValueError: it cannot.
     """
-    known = PARAMETERS[kind]
-    given = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    by_position = [each.name for each in given if each.kind is each.POSITIONAL_ONLY]
     if by_position:
         raise ValueError(f"{name} takes {by_position[0]!r} by position only: remove the '/' from its parameters")
-    others = [each.name for each in given if each.name not in known and each.default is each.empty]
-    is_single = kind == "workflow" and len(others) == 1 and "question" not in [each.name for each in given]
-    if not others or is_single:
-        return
-    single = ", or a single other one that gets the question" if kind == "workflow" else ""
-    needs = f"{name} cannot be called, because of its parameter {others[-1]!r}"
-    raise ValueError(
-        f"{needs}: the parameters of this {kind} can be {', '.join(known)} in any selection{single}, and others with a default"
-    )
+    known = PARAMETERS[kind]
+    others = [each for each in required if each not in known]
+    is_single = kind == "workflow" and len(others) == 1 and "question" not in required
+    if others and not is_single:
+        single = ", or a single other one that gets the question" if kind == "workflow" else ""
+        raise ValueError(
+            f"{name} cannot be called, because of its parameter {others[-1]!r}: the parameters of this {kind} can be "
+            f"{', '.join(known)} in any selection{single}, and others with a default"
+        )

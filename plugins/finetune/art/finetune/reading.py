@@ -1,35 +1,36 @@
 """Reads a finetuning file: YAML 1.2, `base:`, overrides, `${VAR}` and `file://`. Every value keeps its place for the errors.
 
-Nothing raises here. What is wrong becomes a problem of the document, so that all problems of a file come at once. `checking`
-knows what the values mean.
+What is wrong becomes a problem of the document, so that all problems of a file come at once. `checking` knows what the values
+mean.
 """
 
 import difflib
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import ScalarNode, SequenceNode
+
+from art.finetune.errors import WrongInput
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys, and places in lists."""
 
 PROMPT_SUFFIXES = (".txt", ".md", ".j2", ".jinja", ".jinja2", ".prompt", ".tpl", ".template")
 """Files that a value `file://NAME` can be read from. Source: NVIDIA's toolkit."""
-VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-|\})")
+VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-((?:[^{}]|\{[^{}]*\})*))?\}")
+"""`${VAR}` or `${VAR:-default}`. A default can contain another variable."""
 MAX_DEPTH = 100
 MAX_VALUES = 100_000
 """A file of a few lines can stand for billions of values by aliases of aliases."""
 SHOWN_CHARACTERS = 40
-TAG = "tag:yaml.org,2002:"
-VALUES = {f"{TAG}{name}" for name in ("null", "bool", "int", "float")}
-TEXTS = {f"{TAG}{name}" for name in ("str", "timestamp", "merge", "value")}
+TEXT_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+COLLECTION_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Place:
     """From 1; 0: the source has no lines."""
     column: int = 0
     folder: Path = Path()
-    """What `file://` is relative to."""
+    """What `file://` and `base:` are relative to."""
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
@@ -61,13 +62,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file, with overrides applied and variables expanded."""
+    """A file, merged over its `base:`."""
 
-    tree: dict[str, Any]
-    places: Mapping[KeyPath, Place]
-    problems: tuple[Problem, ...] = ()
-    is_readable: bool = True
-    """Whether `tree` has all that the files say. Otherwise only `problems` counts."""
+    tree: Any
+    """Dictionaries, lists and plain values."""
+    places: dict[KeyPath, Place]
+    problems: list[Problem] = field(default_factory=list[Problem])
 
     def place_of(self, path: KeyPath) -> Place:
         """Where a value stands; of a missing one, where the section stands that it belongs to."""
@@ -76,128 +76,79 @@ class Document:
         return self.places[path]
 
 
-@dataclass(slots=True)
-class Node:
-    """A value with its place: a scalar, or a dictionary or list of nodes."""
-
-    value: Any  # Any: a scalar of any type
-    place: Place
-
-    @property
-    def fields(self) -> "dict[str, Node] | None":
-        """The nodes of a dictionary."""
-        value = self.value
-        return cast("dict[str, Node]", value) if isinstance(value, dict) else None
-
-    @property
-    def items(self) -> "list[Node] | None":
-        """The nodes of a list."""
-        value = self.value
-        return cast("list[Node]", value) if isinstance(value, list) else None
-
-
-@dataclass(slots=True)
-class Problems:
-    found: list[Problem] = field(default_factory=list[Problem])
-
-    def add(self, place: Place, path: KeyPath, text: str) -> None:
-        self.found.append(Problem(place, path, text))
-
-
 def read(path: Path, overrides: Sequence[tuple[str, Any]] = ()) -> Document:
-    """The document of a file. An override is a dotted key and its value; a text is YAML."""
-    problems = Problems()
-    place = Place(str(path))
-    root = _load_file(path, (), place, (), problems)
-    if root is None:
-        return Document({}, {(): place}, tuple(problems.found), is_readable=False)
-    return _document(root, overrides, problems)
+    """The document of a file. An override is a dotted key and its value; a text is YAML.
+
+    Raises:
+        WrongInput: a file cannot be read, or is not YAML.
+    """
+    return _completed(_load(path, Place(str(path)), (), ()), overrides)
 
 
 def of_dict(given: Mapping[str, Any], overrides: Sequence[tuple[str, Any]] = ()) -> Document:
-    """The document of a program's dictionary. Its files are relative to the current directory."""
-    problems = Problems()
-    place = Place("configuration")
-    root = _with_base(_node_of(given, place, (), problems), (), problems)
-    if root is None:
-        return Document({}, {(): place}, tuple(problems.found), is_readable=False)
-    return _document(root, overrides, problems)
+    """The document of a program's dictionary. Its files are relative to the current directory.
+
+    Raises:
+        WrongInput: a file cannot be read, or is not YAML.
+    """
+    return _completed(_with_base(Document(given, _places(given, Place("configuration"))), ()), overrides)
 
 
-def _document(root: Node, overrides: Sequence[tuple[str, Any]], problems: Problems) -> Document:
-    for key, text in overrides:
-        _override(root, key, text, problems)
-    places: dict[KeyPath, Place] = {}
-    tree = _plain(root, (), places, problems)
-    return Document(tree, places, tuple(problems.found))
+def _places(value: Any, place: Place, path: KeyPath = ()) -> dict[KeyPath, Place]:
+    """The same place for a section and all that is in it."""
+    found = {path: place}
+    if isinstance(value, Mapping):
+        for key, each in cast("Mapping[Any, Any]", value).items():
+            found |= _places(each, place, (*path, str(key)))
+    return found
 
 
-def _plain(node: Node, path: KeyPath, places: dict[KeyPath, Place], problems: Problems) -> Any:
-    """The value without nodes, with expanded texts. Fills in the places."""
-    places[path] = node.place
-    if node.fields is not None:
-        return {key: _plain(each, (*path, key), places, problems) for key, each in node.fields.items()}
-    if node.items is not None:
-        return [_plain(each, (*path, number), places, problems) for number, each in enumerate(node.items)]
-    if not isinstance(node.value, str):
-        return node.value
-    missing: list[str] = []
-    text = expand(node.value, missing)
-    for name in missing:
-        problems.add(
-            node.place,
-            path,
-            f"the variable {name} is not set: export it, or write a default, ${{{name}:-VALUE}}",
-        )
-    if not text.startswith("file://"):
-        return text
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path, asked: Place, key: KeyPath, chain: tuple[Path, ...]) -> Document:
+    """A file, merged over its `base:`. `asked` and `key` are the place that names it, `chain` the files above it."""
+    if path.resolve() in chain:
+        circle = " -> ".join(each.name for each in (*chain, path))
+        raise _wrong(asked, key, f"the files name each other as base ({circle}): remove one `base`")
     try:
-        return _read_prompt(text.removeprefix("file://"), node.place.folder)
+        text = read_text(path)
     except ValueError as error:
-        problems.add(node.place, path, str(error))
-        return text
+        raise _wrong(asked, key, str(error)) from error
+    reader = _Reader(lambda line, column: Place(str(path), line + 1, column + 1, path.parent))
+    document = reader.document(text)
+    if not isinstance(document.tree, dict):
+        what = described(cast(object, document.tree))
+        text = f"the file is {what}: write sections, such as workflow: and finetuning: (docs/finetune.md)"
+        raise _wrong(document.place_of(()), (), text)
+    return _with_base(document, (*chain, path.resolve()))
 
 
-def expand(text: str, missing: list[str]) -> str:
-    """The text with `${VAR}` and `${VAR:-default}` replaced. A default also counts for an empty variable. Names of variables
-    that are not set are added to `missing`."""
-    parts: list[str] = []
-    start = 0
-    while found := VARIABLE.search(text, start):
-        parts.append(text[start : found.start()])
-        name, default, end = found[1], None, found.end()
-        if found[2] == ":-":
-            closing = _closing_brace(text, end)
-            default, end = text[end:closing], closing + 1
-        value = os.environ.get(name)
-        if default is not None:
-            parts.append(value or expand(default, missing))
-        elif value is None:
-            missing.append(name)
-            parts.append(text[found.start() : end])
-        else:
-            parts.append(value)
-        start = end
-    return "".join([*parts, text[start:]])
+def _with_base(document: Document, chain: tuple[Path, ...]) -> Document:
+    tree = dict(document.tree)
+    if "base" not in tree:
+        return document
+    base, place = tree.pop("base"), document.place_of(("base",))
+    if not isinstance(base, str):
+        raise _wrong(place, ("base",), f"must be the path of a YAML file, not {described(base)}")
+    below = _load(place.folder / base, place, ("base",), chain)
+    return Document(
+        _merge(below.tree, tree), {**below.places, **document.places}, [*below.problems, *document.problems]
+    )
 
 
-def _closing_brace(text: str, start: int) -> int:
-    """The brace that ends a default, which can contain other variables; the end of the text if there is none."""
-    depth = 1
-    for place in range(start, len(text)):
-        if text.startswith("${", place):
-            depth += 1
-        elif text[place] == "}":
-            depth -= 1
-        if not depth:
-            return place
-    return len(text)
+def _merge(below: Any, above: Any) -> Any:
+    """Both values' keys, deeply; `above` wins, and lists are replaced."""
+    if not isinstance(below, dict) or not isinstance(above, Mapping):
+        return above
+    merged = dict(cast("dict[str, Any]", below))
+    for key, value in cast("Mapping[str, Any]", above).items():
+        merged[key] = _merge(merged.get(key), value)
+    return merged
 
 
-def _read_prompt(name: str, folder: Path) -> str:
-    if Path(name).suffix.lower() not in PROMPT_SUFFIXES:
-        raise ValueError(f"file:// reads texts, files named {' '.join(PROMPT_SUFFIXES)}, not {name!r}: rename the file")
-    return read_text(folder / name)
+def _wrong(place: Place, path: KeyPath, text: str) -> WrongInput:
+    return WrongInput([str(Problem(place, path, text))])
 
 
 def read_text(path: Path) -> str:
@@ -206,257 +157,182 @@ def read_text(path: Path) -> str:
     Raises:
         ValueError: it cannot be read, or is not UTF-8. The message has the absolute path.
     """
-    shown = path.absolute()
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"no such file: {shown}") from None
-    except IsADirectoryError:
-        raise ValueError(f"{shown} is a folder: name a file in it") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise ValueError(f"{shown} cannot be read: {error}") from error
+    data = read_bytes(path)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{shown} is not UTF-8 in line {line}: save it as UTF-8") from error
+        raise ValueError(f"{path.absolute()} is not UTF-8 in line {line}: save it as UTF-8") from error
 
 
-# --- files --------------------------------------------------------------------------------------------------------
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a file.
 
-
-def _load_file(path: Path, chain: tuple[Path, ...], asked: Place, key: KeyPath, problems: Problems) -> Node | None:
-    """The root of a file, merged over its `base:`. None: it cannot be read, which is a problem of the place that names it."""
-    if path.resolve() in chain:
-        circle = " -> ".join(each.name for each in (*chain, path))
-        problems.add(asked, key, f"the files name each other as base ({circle}): remove one `base`")
-        return None
+    Raises:
+        ValueError: it cannot be read. The message has the absolute path.
+    """
     try:
-        text = read_text(path)
-    except ValueError as error:
-        problems.add(asked, key, str(error))
-        return None
-
-    def place(line: int, column: int) -> Place:
-        return Place(str(path), line + 1, column + 1, path.parent)
-
-    root, is_readable = _parse(text, (), place, problems)
-    if not is_readable:
-        return None
-    if root is None or root.value is None:
-        problems.add(place(0, 0), (), "the file is empty: docs/finetune.md has one to begin with")
-        return None
-    if root.fields is None:
-        what = described(root.value)
-        problems.add(root.place, (), f"the file is {what}: write sections, such as workflow: and finetuning:")
-        return None
-    return _with_base(root, (*chain, path.resolve()), problems)
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ValueError(f"no such file: {path.absolute()}") from error
+    except OSError as error:
+        raise ValueError(f"{path.absolute()} cannot be read: {error.strerror}") from error
 
 
-def _with_base(root: Node, chain: tuple[Path, ...], problems: Problems) -> Node | None:
-    base = (root.fields or {}).pop("base", None)
-    if base is None:
-        return root
-    if not isinstance(base.value, str):
-        problems.add(base.place, ("base",), f"must be the path of a YAML file, not {described(base.value)}")
-        return None
-    below = _load_file(base.place.folder / base.value, chain, base.place, ("base",), problems)
-    return None if below is None else _merge(below, root)
+# --- overrides and texts --------------------------------------------------------------------------------------------
 
 
-def _merge(below: Node, above: Node) -> Node:
-    """Both nodes' keys, deeply; `above` wins, and lists are replaced."""
-    if below.fields is None or above.fields is None:
-        return above
-    merged = dict(below.fields)
-    for key, each in above.fields.items():
-        merged[key] = _merge(merged[key], each) if key in merged else each
-    return Node(merged, above.place)
+def _completed(document: Document, overrides: Sequence[tuple[str, Any]]) -> Document:
+    """The document with overrides, and with expanded texts. Only values that are there have a place."""
+    for key, value in overrides:
+        document = _override(document, key, value)
+    places: dict[KeyPath, Place] = {}
+    problems = list(document.problems)
+
+    def complete(value: Any, path: KeyPath) -> Any:
+        place = places[path] = document.place_of(path)
+        if isinstance(value, Mapping):
+            fields = cast("Mapping[Any, Any]", value).items()
+            return {str(key): complete(each, (*path, str(key))) for key, each in fields}
+        if isinstance(value, list | tuple):
+            return [complete(each, (*path, number)) for number, each in enumerate(cast("Sequence[Any]", value))]
+        return _expanded(value, place, path, problems) if isinstance(value, str) else value
+
+    return Document(complete(document.tree, ()), places, problems)
 
 
-def _node_of(value: Any, place: Place, path: KeyPath, problems: Problems) -> Node:
-    """The node of a program's value."""
-    if isinstance(value, Mapping):
-        fields: dict[str, Node] = {}
-        for key, each in cast("Mapping[Any, Any]", value).items():
-            if not isinstance(key, str):
-                problems.add(place, path, f"a key must be text, not {described(key)}: put it in quotes")
-            fields[str(key)] = _node_of(each, place, (*path, str(key)), problems)
-        return Node(fields, place)
-    if isinstance(value, list | tuple):
-        items = cast("Sequence[Any]", value)
-        return Node([_node_of(each, place, (*path, number), problems) for number, each in enumerate(items)], place)
-    return Node(value, place)
-
-
-# --- overrides ----------------------------------------------------------------------------------------------------
-
-
-def _override(root: Node, key: str, value: Any, problems: Problems) -> None:
-    """Sets a value, with all sections that it needs."""
-    place = Place(f"-o {key}")
-    parts = key.split(".")
-    if not all(parts):
-        problems.add(place, (), "not a key: write the names of the sections with dots, such as finetuning.num_epochs")
-        return
-    path = tuple(parts)
+def _override(document: Document, key: str, value: Any) -> Document:
+    place, path = Place(f"-o {key}"), tuple(key.split("."))
+    problems = list(document.problems)
     if isinstance(value, str):
-        new, is_readable = _parse(value, path, lambda line, column: place, problems)
-        if not is_readable:
-            return
-    else:
-        new = _node_of(value, place, path, problems)
-    node = root
-    for number, part in enumerate(parts[:-1]):
-        inner = _child(node, part, place)
-        if inner is None:
-            problems.add(place, (), f"{'.'.join(parts[:number])} is {described(node.value)}: it has no part {part!r}")
-            return
-        node = inner
-    last, made = parts[-1], new or Node(None, place)
-    if node.fields is not None:
-        node.fields[last] = made
-    elif node.items is not None and _child(node, last, place) is not None:
-        node.items[int(last)] = made
-    else:
-        problems.add(place, (), f"{'.'.join(parts[:-1])} is {described(node.value)}: it has no part {last!r}")
+        given = _Reader(lambda line, column: place, path).document(value)
+        value, problems = given.tree, [*problems, *given.problems]
+    try:
+        tree = _replaced(document.tree, path, value)
+    except ValueError as error:
+        return Document(document.tree, document.places, [*problems, Problem(place, (), str(error))])
+    places = {each: known for each, known in document.places.items() if each[: len(path)] != path}
+    return Document(tree, {**places, path: place}, problems)
 
 
-def _child(node: Node, part: str, place: Place) -> Node | None:
-    """A section's part, or a list's by its number. A missing section is made."""
-    if node.fields is not None:
-        child = node.fields.setdefault(part, Node({}, place))
-        if child.value is None:
-            child.value = {}
-        return child
-    if node.items is not None and part.isdecimal() and int(part) < len(node.items):
-        return node.items[int(part)]
-    return None
+def _replaced(tree: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of a section in which a value is set, with all sections that it needs."""
+    if not path:
+        return value
+    if not path[0] or not isinstance(tree, Mapping | None):
+        raise ValueError(f"{described(tree)} has no part {path[0]!r}: write the names of sections, such as a.b.c")
+    fields = dict(cast("Mapping[str, Any]", tree or {}))
+    return fields | {path[0]: _replaced(fields.get(path[0]), path[1:], value)}
+
+
+def _expanded(text: str, place: Place, path: KeyPath, problems: list[Problem]) -> str:
+    """A text with its variables, or that of the prompt which it names."""
+    missing: list[str] = []
+    text = expand(text, missing)
+    for name in missing:
+        wrong = f"the variable {name} is not set: export it, or write a default, ${{{name}:-VALUE}}"
+        problems.append(Problem(place, path, wrong))
+    if not text.startswith("file://"):
+        return text
+    file = place.folder / text.removeprefix("file://")
+    try:
+        if file.suffix.lower() not in PROMPT_SUFFIXES:
+            raise ValueError(f"file:// reads texts, files named {' '.join(PROMPT_SUFFIXES)}: rename the file")
+        return read_text(file)
+    except ValueError as error:
+        problems.append(Problem(place, path, str(error)))
+        return text
+
+
+def expand(text: str, missing: list[str]) -> str:
+    """The text with `${VAR}` and `${VAR:-default}` replaced. A default also counts for an empty variable. Names of variables
+    that are not set are added to `missing`."""
+
+    def value_of(found: re.Match[str]) -> str:
+        name, default = found.groups()
+        value = os.environ.get(name)
+        if default is not None:
+            return value or expand(default, missing)
+        if value is None:
+            missing.append(name)
+        return value or ""
+
+    return VARIABLE.sub(value_of, text)
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------------
 
 
-def _parse(
-    text: str, path: KeyPath, place: Callable[[int, int], Place], problems: Problems
-) -> tuple[Node | None, bool]:
-    """The root of a YAML text, None if it is empty, and whether it is YAML. `place` is that of a line and column from 0."""
-    yaml: Any = YAML(typ="safe", pure=True)  # Any: its members have no types
-    yaml.max_depth = MAX_DEPTH
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an anchor may be used again
-            root = yaml.compose(text)
-    except YAMLError as error:
-        where, what = _failure(error, text, place)
-        problems.add(
-            where, path, f"not valid YAML: {what}; look at indentation, quotes and colons here and just before"
-        )
-        return None, False
-    if root is None:
-        return None, True
-    reader = _Reader(yaml.constructor, place, problems)
-    return reader.node(root, path), True
-
-
-def _failure(error: YAMLError, text: str, place: Callable[[int, int], Place]) -> tuple[Place, str]:
-    if isinstance(error, MarkedYAMLError):
-        marked = cast(Any, error)  # Any: its members have no types
-        mark, context = marked.problem_mark or marked.context_mark, marked.context_mark
-        what = " ".join(str(marked.problem or marked.context).split()).removeprefix("but ")
-        if context and context.line != mark.line:
-            what += f", for what begins in line {context.line + 1}"
-        return (place(mark.line, mark.column) if mark else place(0, 0)), what
-    position = int(getattr(error, "position", 0))  # of ruamel's ReaderError
-    line_start = text.rfind("\n", 0, position) + 1
-    where = place(text.count("\n", 0, position), position - line_start)
-    return where, "a character that YAML does not allow"
-
-
 class _Reader:
-    """Makes nodes of ruamel's. The same node can stand at several places of the document, by aliases."""
+    """Makes plain values of YAML. An alias becomes a copy, and the first of repeated keys counts."""
 
-    def __init__(self, constructor: Any, place: Callable[[int, int], Place], problems: Problems) -> None:
-        self._constructor = constructor  # Any: it has no types
-        self._place_of = place
-        self._problems = problems
-        self._open: list[int] = []
-        self._num_values = 0
+    def __init__(self, place: Callable[[int, int], Place], path: KeyPath = ()) -> None:
+        self._place = place  # that of a line and a column, from 0
+        self._path = path
+        self._yaml: Any = YAML(typ="safe", pure=True)  # Any: its members have no types
+        self._yaml.max_depth = MAX_DEPTH
+        self._document = Document(None, {path: place(0, 0)})
 
-    def node(self, given: Any, path: KeyPath, place: Place | None = None) -> Node:
-        """The node, at the place of its key, if it has one."""
-        place = place or self._place(given)
-        self._num_values += 1
-        if id(given) in self._open:
-            self._problems.add(self._place(given), path, "contains itself by an alias: write the value in full")
-            return Node(None, place)
-        if self._num_values > MAX_VALUES:
-            if self._num_values == MAX_VALUES + 1:
-                self._problems.add(place, path, f"the file has more than {MAX_VALUES} values: use fewer aliases")
-            return Node(None, place)
-        self._open.append(id(given))
+    def document(self, text: str) -> Document:
+        """The document of a text.
+
+        Raises:
+            WrongInput: it is not YAML.
+        """
         try:
-            return Node(self._value(given, path), place)
-        finally:
-            self._open.pop()
+            root = self._yaml.compose(text)
+            tree = None if root is None else self._value(root, self._path)
+        except (YAMLError, ValueError, LookupError, RecursionError) as error:
+            place, what = self._failure(error)
+            what = f"not valid YAML: {what}; look at indentation, quotes and colons here and just before"
+            raise _wrong(place, self._path, what) from error
+        return Document(tree, self._document.places, self._document.problems)
 
-    def _value(self, given: Any, path: KeyPath) -> Any:
-        tag = str(given.tag)
-        if _is(given, MappingNode) and tag == f"{TAG}map":
-            return self._mapping(given, path)
-        if _is(given, SequenceNode) and tag == f"{TAG}seq":
-            return [self.node(each, (*path, number)) for number, each in enumerate(given.value)]
-        if _is(given, ScalarNode) and tag in TEXTS:
-            return given.value
-        if _is(given, ScalarNode) and tag in VALUES:
-            try:
-                return self._constructor.construct_object(given)
-            except (ValueError, LookupError, YAMLError):
-                kind = tag.removeprefix(TAG)
-                self._problems.add(self._place(given), path, f"{given.value!r} is no {kind}: put it in quotes")
-                return None
-        shown = tag.replace(TAG, "!!")
-        self._problems.add(self._place(given), path, f"the tag {shown} is refused: write a plain value without a tag")
-        return None
+    def _value(self, node: Any, path: KeyPath) -> Any:
+        self._document.places.setdefault(path, self._place(node.start_mark.line, node.start_mark.column))
+        if len(path) > MAX_DEPTH or len(self._document.places) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values, or a value that contains itself: use fewer aliases")
+        if _is(node, ScalarNode):
+            # A date stays a text.
+            return node.value if node.tag in TEXT_TAGS else self._yaml.constructor.construct_object(node)
+        if node.tag not in COLLECTION_TAGS:
+            self._yaml.constructor.construct_undefined(node)
+        if _is(node, SequenceNode):
+            return [self._value(each, (*path, number)) for number, each in enumerate(node.value)]
+        return self._mapping(node, path)
 
-    def _mapping(self, given: Any, path: KeyPath) -> dict[str, Node]:
-        fields: dict[str, Node] = {}
-        merged: dict[str, Node] = {}
-        for key, each in given.value:
-            place = self._place(key)
-            if not _is(key, ScalarNode):
-                self._problems.add(place, path, "a key must be text, not a list or a mapping")
+    def _mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        self._yaml.constructor.flatten_mapping(node)  # what `<<:` takes comes first
+        num_merged = len(node.merge or ())
+        for number, (key, value) in enumerate(node.value):
+            name = self._yaml.constructor.construct_scalar(key)
+            place, here = self._place(key.start_mark.line, key.start_mark.column), (*path, name)
+            if name in lines:
+                wrong = f"the key is repeated, first in line {lines[name]}: remove one of the two"
+                self._document.problems.append(Problem(place, here, wrong))
                 continue
-            name = str(key.value)
-            if str(key.tag) == f"{TAG}merge":
-                merged = {**self._merged(each, path), **merged}
-            elif name in fields:
-                first = fields[name].place.line
-                where = f", first in line {first}" if first else ""
-                self._problems.add(place, (*path, name), f"the key is repeated{where}: remove one of the two")
-            else:
-                fields[name] = self.node(each, (*path, name), place)
-        return {**{name: each for name, each in merged.items() if name not in fields}, **fields}
+            if number >= num_merged:
+                lines[name] = place.line
+            self._document.places[here] = place
+            fields[name] = self._value(value, here)
+        return fields
 
-    def _merged(self, given: Any, path: KeyPath) -> dict[str, Node]:
-        """The keys that `<<:` takes from one mapping or from several, of which the first wins."""
-        parts: list[Any] = given.value if _is(given, SequenceNode) else [given]
-        merged: dict[str, Node] = {}
-        for part in parts:
-            fields = self.node(part, path).fields
-            if fields is None:
-                self._problems.add(self._place(part), path, "<<: takes a mapping or a list of mappings")
-                continue
-            merged = {**fields, **merged}
-        return merged
-
-    def _place(self, given: Any) -> Place:
-        return self._place_of(given.start_mark.line, given.start_mark.column)
+    def _failure(self, error: Exception) -> tuple[Place, str]:
+        mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        if mark is None:
+            return self._place(0, 0), str(error).partition("\n")[0]
+        what = str(getattr(error, "problem", None) or getattr(error, "context", None)).removeprefix("but ")
+        begun: Any = getattr(error, "context_mark", None)
+        if begun and begun.line != mark.line:
+            what += f", for what begins in line {begun.line + 1}"
+        return self._place(mark.line, mark.column), " ".join(what.split())
 
 
-def _is(given: Any, kind: type) -> bool:
+def _is(node: Any, kind: type) -> bool:
     """Whether a node is of a kind. Its members stay without types, as ruamel's have none."""
-    return isinstance(given, kind)
+    return isinstance(node, kind)
 
 
 # --- words --------------------------------------------------------------------------------------------------------

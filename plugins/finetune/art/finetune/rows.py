@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from art.finetune import components
 from art.finetune.errors import WrongInput
-from art.finetune.reading import described, hint, read_text
+from art.finetune.reading import described, hint, read_bytes, read_text
 from art.finetune.sections import Columns, Dataset
 
 Found: TypeAlias = tuple[str, dict[str, Any]]
@@ -90,12 +90,12 @@ def _text(value: Any) -> str:
 
 
 def _is_kept(dataset: Dataset, row: Mapping[str, Any], columns: Sequence[str]) -> bool:
-    allowed, denied = dataset.filter.allowlist or Columns(), dataset.filter.denylist or Columns()
-    for column in (*allowed.field, *denied.field):
+    allowed, denied = ((each or Columns()).field for each in (dataset.filter.allowlist, dataset.filter.denylist))
+    for column in (*allowed, *denied):
         if column not in columns:
             raise ValueError(f"no row has the column {column!r} of the filter: {hint(column, columns)}")
-    is_allowed = all(_is_one_of(row.get(column), values) for column, values in allowed.field.items())
-    return is_allowed and not any(_is_one_of(row.get(column), values) for column, values in denied.field.items())
+    is_allowed = all(_is_one_of(row.get(column), values) for column, values in allowed.items())
+    return is_allowed and not any(_is_one_of(row.get(column), values) for column, values in denied.items())
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
@@ -108,17 +108,19 @@ def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
 
 def _read(dataset: Dataset) -> list[Found]:
     if dataset.type == "custom":
-        return _call(dataset)
-    if dataset.type == "xls":
-        raise ValueError("xls files are not read: save the sheet as CSV, and set _type: csv")
-    if dataset.file_path is None:
-        raise ValueError("file_path is missing: add the path of the file")
+        return _numbered(_call(dataset, str(dataset.function)))
+    path = dataset.file_path or Path()
     if dataset.type == "parquet":
-        return _read_parquet(dataset.file_path)
-    text = read_text(dataset.file_path)
-    if dataset.type == "json":
-        return _numbered(_parse_json(text))
-    return list(_parse_jsonl(text) if dataset.type == "jsonl" else _parse_csv(text))
+        return _numbered(_parse_parquet(read_bytes(path)))
+    text = read_text(path)
+    if dataset.type == "csv":
+        return list(_parse_csv(text))
+    if dataset.type == "jsonl":
+        return list(_parse_jsonl(text))
+    rows: Any = _parse_json(text, 1) if text.strip() else []
+    if not isinstance(rows, list):
+        raise ValueError(f"is {described(rows)}: write the rows as a list of objects, or one a line with _type: jsonl")
+    return _numbered(cast("list[Any]", rows))
 
 
 def _numbered(rows: Iterable[Any]) -> list[Found]:  # Any: a file or a function may have anything
@@ -131,48 +133,32 @@ def _object(place: str, row: Any) -> dict[str, Any]:
     return {str(key): value for key, value in cast("Mapping[Any, Any]", row).items()}
 
 
-def _parse_json(text: str) -> list[Any]:
-    if not text.strip():
-        raise ValueError("has no rows: the file is empty")
+def _parse_json(text: str, line: int) -> Any:
+    """The value of a text that begins in a line."""
     try:
-        value: Any = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        lines = [line for line in text.split("\n") if line.strip()]
-        is_jsonl = error.msg == "Extra data" and len(lines) > 1 and lines[0].strip().startswith("{")
-        remedy = "one object a line is _type: jsonl" if is_jsonl else "look for a comma or a quote there"
-        raise ValueError(f"line {error.lineno}, column {error.colno} is not JSON ({error.msg}): {remedy}") from error
-    except RecursionError:
-        raise ValueError("is nested too deeply: write the rows as a list of objects") from None
-    if not isinstance(value, list):
-        raise ValueError(f"is {described(value)}: write the rows as a list of objects, or one a line with _type: jsonl")
-    return cast("list[Any]", value)
+        place, what = f"line {line + error.lineno - 1}, column {error.colno}", error.msg
+        remedy = "_type: json is a list of objects, _type: jsonl has one object a line"
+        raise ValueError(f"{place} is not JSON ({what}): {remedy}") from error
+    except RecursionError as error:
+        raise ValueError(f"line {line} is nested too deeply: write rows as objects with columns") from error
 
 
 def _parse_jsonl(text: str) -> Iterator[Found]:
     for number, line in enumerate(text.split("\n"), 1):
-        place = f"line {number}"
-        if not line.strip():
-            continue
-        try:
-            row: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            what = getattr(error, "msg", type(error).__name__)
-            raise ValueError(f"{place} is not JSON ({what}): write one object a line") from error
-        if isinstance(row, list) and number == 1:
-            raise ValueError("line 1 is a list, not an object: a list of objects is _type: json")
-        yield place, _object(place, row)
+        if line.strip():
+            yield f"line {number}", _object(f"line {number}", _parse_json(line, number))
 
 
 def _parse_csv(text: str) -> Iterator[Found]:
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip() for name in next(lines, list[str]())]
-        if repeated := [name for name in header if header.count(name) > 1]:
-            raise ValueError(f"line 1 has the column {repeated[0]!r} twice: rename one of the two")
-        for values in lines:
+        if len(set(header)) < len(header):
+            raise ValueError(f"line 1 has a column twice ({', '.join(header)}): rename one of the two")
+        for values in filter(None, lines):
             place = f"line {lines.line_num}"
-            if not values:
-                continue
             if len(values) != len(header):
                 counts = f"{len(values)} values for {len(header)} columns"
                 raise ValueError(f"{place} has {counts}: put values with commas in double quotes")
@@ -181,40 +167,32 @@ def _parse_csv(text: str) -> Iterator[Found]:
         raise ValueError(f"line {lines.line_num} is not CSV ({error}): look for a quote there") from error
 
 
-def _read_parquet(path: Path) -> list[Found]:
+def _parse_parquet(data: bytes) -> Iterable[Any]:
     try:
         polars: Any = importlib.import_module("polars")  # an extra; Any: its types are not installed everywhere
     except ModuleNotFoundError as error:
         raise ValueError("parquet needs polars: pip install 'agent-reinforcement-trainer[plotting]'") from error
-    if not path.is_file():
-        read_text(path)  # raises with the reason
     try:
-        return _numbered(polars.read_parquet(path, glob=False).iter_rows(named=True))
-    except (polars.exceptions.PolarsError, OSError) as error:
+        return polars.read_parquet(io.BytesIO(data)).iter_rows(named=True)
+    except polars.exceptions.PolarsError as error:
         raise ValueError(f"is no Parquet file ({' '.join(str(error).split())[:200]}): write it again") from error
 
 
-def _call(dataset: Dataset) -> list[Found]:
-    if dataset.function is None:
-        raise ValueError("function is missing: name the function that returns the rows")
-    function = components.load("dataset", dataset.function)
+def _call(dataset: Dataset, name: str) -> list[Any]:
+    function = components.load("dataset", name)
     given = {} if dataset.file_path is None else {"file_path": dataset.file_path}
     try:
         result: Any = function(**given, **dataset.kwargs)
-        found: list[Any] = list(getattr(result, "eval_input_items", result))  # NVIDIA's EvalInput
+        if not hasattr(result, "eval_input_items"):
+            return list(result)
+        return [_row_of_item(dataset, each) for each in result.eval_input_items]  # NVIDIA's EvalInput
     except Exception as error:  # of any kind: it is the user's code
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"the function failed ({what}): it must return a list of rows") from error
-    is_of_toolkit = hasattr(result, "eval_input_items")
-    return _numbered([_row_of_item(dataset, each) for each in found] if is_of_toolkit else found)
 
 
 def _row_of_item(dataset: Dataset, item: Any) -> dict[str, Any]:  # Any: NVIDIA's EvalInputItem
+    columns: Any = item.full_dataset_entry
     structure = dataset.structure
-    entry: Any = item.full_dataset_entry
-    columns = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
-    return columns | {
-        dataset.id_key: item.id,
-        structure.question_key: item.input_obj,
-        structure.answer_key: item.expected_output_obj,
-    }
+    named = {structure.question_key: item.input_obj, structure.answer_key: item.expected_output_obj}
+    return {**(columns if isinstance(columns, dict) else {}), dataset.id_key: item.id, **named}

@@ -54,23 +54,15 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     if ignored := checking.without_effect(config):
         say(f"without effect here: {', '.join(ignored)}")
     problems: list[str] = []
-    rows = _load("eval.general.dataset", config.eval.general.dataset, problems)
-    validation = config.finetuning.validation.dataset
-    if isinstance(validation, Path):
-        validation = dataset_of(validation, config.eval.general.dataset)
+    training, validation = config.eval.general.dataset, config.finetuning.validation.dataset
+    rows = _load("eval.general.dataset", training, problems)
+    if validation is not None:
+        same = {"id_key", "structure", "filter"} - validation.model_fields_set
+        validation = validation.model_copy(update={name: getattr(training, name) for name in same})
     validation_rows = _load("finetuning.validation.dataset", validation, problems)
     if problems:
         raise WrongInput(problems)
     return Job(config, checking.policy_llm(config), _train_config(config), rows, validation_rows)
-
-
-def dataset_of(path: Path, like: Dataset | None = None) -> Dataset:
-    """A file as a data set, read like another one."""
-    kind = path.suffix.removeprefix(".") or "json"
-    fields: dict[str, Any] = {"file_path": path, "_type": kind}
-    if like is not None:
-        fields |= {"structure": like.structure, "id_key": like.id_key, "filter": like.filter}
-    return Dataset.model_validate(fields)
 
 
 def _load(name: str, dataset: Dataset | None, problems: list[str]) -> list[Row]:
@@ -87,7 +79,7 @@ def _load(name: str, dataset: Dataset | None, problems: list[str]) -> list[Row]:
 
 
 def _train_config(config: Config) -> art.TrainConfig:
-    given = {name: value for name, value in config.adapter.training.items() if name in art.TrainConfig.model_fields}
+    given = config.adapter.training.model_dump(include=set(art.TrainConfig.model_fields), exclude_unset=True)
     if config.builder.num_generations == 1 and not {"baseline", "scaling", "preset"} & given.keys():
         say(
             "num_generations is 1: rewards are standardised over the whole batch. Two or more compare rollouts of one row"
@@ -138,9 +130,7 @@ def _backend(section: Backend) -> tuple[art.Backend, str]:
 
 
 def _internal_config(section: Backend) -> dict[str, Any] | None:
-    given = {"init_args": section.init_args, "engine_args": section.engine_args}
-    found = {name: value for name, value in given.items() if value is not None}
-    return found or None
+    return section.model_dump(include={"init_args", "engine_args"}, exclude_none=True) or None
 
 
 class Workflows:

@@ -1,34 +1,58 @@
 """The sections of a finetuning file: NVIDIA's fields with their defaults, and ours. docs/finetune.md has them in one table.
 
-Source of NVIDIA's: `nat.data_models.finetuning`, `nat.data_models.evaluate_config` and the plugin
-`nvidia-nat-openpipe-art`, all of version 1.9.
+A rule for one section stands here; `checking` has the rules for several. Source of NVIDIA's fields:
+`nat.data_models.finetuning`, `nat.data_models.evaluate_config` and the plugin `nvidia-nat-openpipe-art`, all of version 1.9.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+import art
+from art.finetune import components
 
 Percentile: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Fields: TypeAlias = dict[str, Any]
+UNUSED = "unused"
+Unused: TypeAlias = Annotated[Any, UNUSED]
+"""A field of the toolkit without effect here."""
+
+
+def refused(text: str) -> AfterValidator:
+    """The rule that a field must not be set."""
+
+    def refuse(given: Any) -> Any:
+        if given:
+            raise ValueError(text)
+        return given
+
+    return AfterValidator(refuse)
+
+
+NoS3: TypeAlias = Annotated[Any, refused("data are not read from or written to S3: use files on this machine")]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Component(BaseModel):
+class OpenSection(Section):
+    """A section that can have other fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def fields(self) -> Fields:
+        """The other fields."""
+        return dict(self.model_extra or {})
+
+
+class Component(OpenSection):
     """A part that `_type` names. The part checks its other fields itself."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True)
 
     type: str = Field(alias="_type", min_length=1)
     """A built-in name, `package.module:name`, `path/file.py:name`, an entry point of the group `art.finetune`, or a component
     of NVIDIA's toolkit."""
-
-    def fields(self) -> Fields:
-        """The fields beside `_type`."""
-        return dict(self.model_extra or {})
 
 
 class LLM(Component):
@@ -42,9 +66,9 @@ class LLM(Component):
 class Structure(Section):
     question_key: str = "question"
     answer_key: str = "answer"
-    generated_answer_key: str = "generated_answer"
-    trajectory_key: str = "intermediate_steps"
-    expected_trajectory_key: str = "expected_intermediate_steps"
+    generated_answer_key: Unused = None
+    trajectory_key: Unused = None
+    expected_trajectory_key: Unused = None
     disable: bool = False
     """The question is the whole row as JSON."""
 
@@ -61,37 +85,64 @@ class RowFilter(Section):
     """Leaves out rows that have one of the values in one of these columns."""
 
 
+def _no_xls(given: Any) -> Any:
+    if given == "xls":
+        raise ValueError("xls files are not read: save the sheet as CSV, and write csv")
+    return given
+
+
+def _is_function(given: str) -> str:
+    components.check("dataset", given)
+    return given
+
+
 class Dataset(Section):
-    type: Literal["json", "jsonl", "csv", "parquet", "custom", "xls"] = Field(alias="_type")
+    type: Annotated[Literal["json", "jsonl", "csv", "parquet", "custom"], BeforeValidator(_no_xls)] = Field(
+        alias="_type"
+    )
     file_path: Path | None = None
     """Relative to the current directory."""
     id_key: str = "id"
     structure: Structure = Structure()
     filter: RowFilter = RowFilter()
-    function: str | None = None
+    function: Annotated[str, AfterValidator(_is_function)] | None = None
     """custom: a function that returns rows, `package.module:name`, `package.module.name` or `path/file.py:name`. It gets
     `kwargs`, and `file_path` if it is given."""
     kwargs: Fields = {}
-    remote_file_path: str | None = None
-    s3: Any = None
+    remote_file_path: NoS3 = None
+    s3: NoS3 = None
+
+    @model_validator(mode="after")
+    def _has_source(self) -> Self:
+        if self.type == "custom" and self.function is None:
+            raise ValueError(f"function is missing: name the one that returns the rows ({components.HOW_TO_NAME})")
+        if self.type != "custom" and self.file_path is None:
+            raise ValueError(f"file_path is missing: add the path of a {self.type} file")
+        return self
+
+
+class Output(OpenSection):
+    s3: NoS3 = None
 
 
 class EvalGeneral(Section):
     max_concurrency: int = Field(default=8, ge=1)
     """Rollouts that run at a time, over all groups."""
-    output_dir: Path | None = None
-    workflow_alias: str | None = None
-    output: Fields | None = None
-    dataset: Dataset | None = None
+    dataset: Dataset
     """The rows that are trained on."""
     rollout_timeout_seconds: float = Field(default=1800, gt=0)
-    profiler: Any = None
-    validate_llm_endpoints: bool = False
-    per_input_user_id: bool = True
+    output_dir: Unused = None
+    workflow_alias: Unused = None
+    output: Annotated[Output | None, UNUSED] = None
+    profiler: Annotated[
+        Any, refused("profilers are refused: `art status` and the page show times, `nat eval` profiles a workflow")
+    ] = None
+    validate_llm_endpoints: Unused = None
+    per_input_user_id: Unused = None
 
 
 class Eval(Section):
-    general: EvalGeneral = EvalGeneral()
+    general: EvalGeneral
     evaluators: dict[str, Component] = {}
 
 
@@ -101,21 +152,41 @@ class RewardFunction(Section):
     weights: dict[str, float] | None = None
     """Several evaluators: the reward is the sum of weight * score."""
 
+    @model_validator(mode="after")
+    def _is_choice(self) -> Self:
+        if (self.name is None) == (self.weights is None):
+            raise ValueError("must have either a name or weights: evaluators of eval.evaluators")
+        if self.weights is not None and not any(self.weights.values()):
+            raise ValueError("weights must have an evaluator whose weight is not 0")
+        return self
+
 
 class BuilderSection(Component):
     num_generations: int = Field(default=2, ge=1)
     """Rollouts of each row."""
-    reward: RewardFunction | None = None
+    reward: Unused = None
 
 
 class TrainerSection(Component):
-    reward: RewardFunction | None = None
+    reward: Unused = None
+
+
+class InitArgs(OpenSection):
+    max_seq_length: int | None = Field(default=None, ge=1)
+
+
+class EngineArgs(OpenSection):
+    """Arguments of vLLM. The server knows the others, and notes those without effect."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1)
 
 
 class Backend(Section):
     ip: str | None = None
     port: int | None = Field(default=None, ge=1, le=65535)
-    url: str | None = None
+    url: str | None = Field(default=None, pattern="^https?://")
     """In place of `ip` and `port`. Without an address: ART_SERVER_URL, else a server that this program starts."""
     name: str = "trainer_run"
     project: str = "trainer_project"
@@ -123,16 +194,30 @@ class Backend(Section):
     api_key: str | None = Field(default=None, repr=False)
     """Default: ART_API_KEY. NVIDIA's "default" means no key."""
     delete_old_checkpoints: bool = False
-    init_args: Fields | None = None
-    engine_args: Fields | None = None
-    server_config: Fields | None = None
+    init_args: InitArgs | None = None
+    engine_args: EngineArgs | None = None
+    server_config: Unused = None
+
+    @model_validator(mode="after")
+    def _has_address_and_names(self) -> Self:
+        if self.url is not None and (self.ip is not None or self.port is not None):
+            raise ValueError("url stands in place of ip and port: leave one of the two out")
+        if self.port is not None and self.ip is None:
+            raise ValueError("ip is missing: add the address of the server, such as localhost")
+        art.TrainableModel(name=self.name, project=self.project, base_model=self.base_model)
+        return self
+
+
+class Training(art.TrainConfig):
+    """The fields of `art.TrainConfig`. Others of the toolkit are kept, and have no effect."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class AdapterSection(Component):
     backend: Backend = Backend()
-    training: Fields = {}
-    """Fields of `art.TrainConfig`."""
-    reward: RewardFunction | None = None
+    training: Training = Training()
+    reward: Unused = None
 
 
 class Curriculum(Section):
@@ -151,9 +236,16 @@ class Curriculum(Section):
     """on_expansion: samples all rows only in epoch 0 and at expansions, and between them the rows that were selected."""
 
 
+def _of_file(given: Any) -> Any:
+    """The section that a path stands for."""
+    if isinstance(given, str | Path):
+        return {"_type": Path(given).suffix.removeprefix("."), "file_path": given}
+    return given
+
+
 class Validation(Section):
-    dataset: Path | Dataset | None = None
-    """A file, read as the training data set is, or a data set."""
+    dataset: Annotated[Dataset | None, BeforeValidator(_of_file, json_schema_input_type=str | Dataset | None)] = None
+    """A data set, or its file. What it does not set is as in the training data set: `id_key`, `structure` and `filter`."""
     interval: int = Field(default=5, ge=1)
     """Epochs."""
     reps: int = Field(default=1, ge=1)
@@ -161,36 +253,34 @@ class Validation(Section):
     """Default: the reward of training."""
 
 
+def _must_be_true(given: bool) -> bool:
+    if not given:
+        raise ValueError("must be true to train: set it, or pass -o finetuning.enabled true")
+    return given
+
+
 class Finetuning(Section):
-    enabled: bool = False
-    trainer: str | None = None
-    trajectory_builder: str | None = None
-    trainer_adapter: str | None = None
-    reward_function: RewardFunction = RewardFunction()
-    target_functions: list[str] = ["<workflow>"]
+    enabled: Annotated[bool, AfterValidator(_must_be_true)]
+    trainer: str
+    trajectory_builder: str
+    trainer_adapter: str
+    reward_function: RewardFunction
+    target_functions: list[str] = Field(default=["<workflow>"], min_length=1)
     """Functions whose calls are trained: the innermost around a call counts, "<workflow>" means outside of all."""
     target_model: str | None = None
     """The policy's entry of `llms`, by key or model name."""
     curriculum_learning: Curriculum = Curriculum()
     num_epochs: int = Field(default=1, ge=1)
     output_dir: Path = Path(".tmp/nat/finetuning")
-    run_configuration: Any = None
+    run_configuration: Unused = None
     validation: Validation = Validation()
     seed: int | None = Field(default=None, ge=0)
     max_exceptions: float = Field(default=0.1, ge=0)
     """Failed rollouts of an epoch that are tolerated: a number, or a share if between 0 and 1."""
 
 
-class Config(Section):
-    """A whole file."""
-
-    llms: dict[str, LLM] = {}
-    workflow: Component
-    eval: Eval
-    trajectory_builders: dict[str, BuilderSection] = {}
-    trainer_adapters: dict[str, AdapterSection] = {}
-    trainers: dict[str, TrainerSection] = {}
-    finetuning: Finetuning
+class ToolkitSections(Section):
+    """Sections that only workflows of the toolkit use."""
 
     functions: dict[str, Component] = {}
     function_groups: dict[str, Component] = {}
@@ -204,30 +294,29 @@ class Config(Section):
     ttc_strategies: Fields = {}
     authentication: Fields = {}
 
+
+TOOLKIT_SECTIONS = tuple(ToolkitSections.model_fields)
+
+
+class Config(ToolkitSections):
+    """A whole file."""
+
+    llms: dict[str, LLM] = {}
+    workflow: Component
+    eval: Eval
+    trajectory_builders: dict[str, BuilderSection] = {}
+    trainer_adapters: dict[str, AdapterSection] = {}
+    trainers: dict[str, TrainerSection] = {}
+    finetuning: Finetuning
+
     @property
     def builder(self) -> BuilderSection:
-        return self.trajectory_builders[self.finetuning.trajectory_builder or ""]
+        return self.trajectory_builders[self.finetuning.trajectory_builder]
 
     @property
     def adapter(self) -> AdapterSection:
-        return self.trainer_adapters[self.finetuning.trainer_adapter or ""]
+        return self.trainer_adapters[self.finetuning.trainer_adapter]
 
     @property
     def trainer(self) -> TrainerSection:
-        return self.trainers[self.finetuning.trainer or ""]
-
-
-TOOLKIT_SECTIONS = (
-    "functions",
-    "function_groups",
-    "general",
-    "middleware",
-    "embedders",
-    "memory",
-    "object_stores",
-    "optimizer",
-    "retrievers",
-    "ttc_strategies",
-    "authentication",
-)
-"""Sections that only workflows of the toolkit use."""
+        return self.trainers[self.finetuning.trainer]
