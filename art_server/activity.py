@@ -1,6 +1,7 @@
 """What the server does now, sampled four times a second: where the time of the last minutes went, and what limits it."""
 
 import asyncio
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,6 +19,8 @@ ADVICE: dict[str, str] = {
     "starting": "the engine starts",
     "idle": "the server waits for your program: its tools, its scoring, or too few rollouts at a time",
 }
+ABSENT_SECONDS = 60.0
+"""After this time without a request or a job, a program may be gone: it is not said to be waited for."""
 
 
 class Activity:
@@ -44,11 +47,15 @@ class Activity:
         shares = {name: counts[name] / max(1, len(samples)) for name in (*ADVICE, "waiting")}
         largest = max(ADVICE, key=lambda name: shares[name])
         seconds = len(samples) * SAMPLE_SECONDS
+        silent = SAMPLE_SECONDS * len(list(itertools.takewhile(lambda sample: not sample, reversed(samples))))
+        advice = ADVICE[largest]
+        if largest == "idle" and (silent > ABSENT_SECONDS or silent == seconds):
+            advice = f"no program uses the server, or its own work takes long: no request for {duration(silent)}"
         return {
             "seconds": seconds,
             "shares": shares,
             "largest": largest,
-            "sentence": f"{shares[largest]:.0%} of the last {duration(seconds)}: {ADVICE[largest]}",
+            "sentence": f"{shares[largest]:.0%} of the last {duration(seconds)}: {advice}",
         }
 
 

@@ -148,13 +148,14 @@ class BaseLoader:
             loaded = self._engine.base
             if loaded is not None and loaded.name == name:
                 return loaded
-            base = await self._find_files(name)
-            if loaded is not None and loaded.path.resolve() == base.path.resolve():
-                return loaded
-            plan = await asyncio.to_thread(self._plan, base, requested or {})
-            if loaded is not None:
-                await self._unload_base(loaded, name)
-            elif self._trained not in (None, base.path):
+            with self._progress.unless_refused():
+                base = await self._find_files(name)
+                if loaded is not None and loaded.path.resolve() == base.path.resolve():
+                    return loaded
+                plan = await asyncio.to_thread(self._plan, base, requested or {})
+                if loaded is not None:
+                    await self._unload_base(loaded, name)
+            if loaded is None and self._trained not in (None, base.path):
                 await self._stop_trainer()  # of another base model, whose engine failed
             await self._note_facts(base)
             await asyncio.to_thread(self._ledger.use_tokenizer, base.path, base.facts)

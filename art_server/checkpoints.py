@@ -28,6 +28,7 @@ from art_server.engine.pause_gate import PauseGate
 from art_server.errors import Conflict, InvalidInput, NotFound
 from art_server.jobs.queue import JobQueue
 from art_server.ledger.ledger import Ledger
+from art_server.process.shared import clock
 from art_server.store import files
 from art_server.store.archive import check_content, describe_step
 from art_server.store.model_folder import ModelFolder, copy_content, create_model
@@ -138,7 +139,8 @@ class Checkpoints:
             description = describe_step(source.folder, source.record, step)
             copy_content(source.folder.checkpoint_dir(step), content)
             check_content(content, description)
-            record = source.record.model_copy(update={"project": folder.project, "name": folder.name})
+            names = {"project": folder.project, "name": folder.name, "created_at": clock.now()}
+            record = source.record.model_copy(update=names)
             create_model(folder, record, self._engine.log_path, content, description.record())
         finally:
             shutil.rmtree(content, ignore_errors=True)

@@ -14,6 +14,7 @@ from art_server.errors import Conflict
 from art_server.jobs.token_sources import Limits
 from art_server.jobs.trainer import Trainer
 from art_server.jobs.trainer_process import TrainerError
+from art_server.process.shared import clock
 from art_server.process.shared.trainer_messages import InitTask
 from art_server.store import files
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
@@ -65,6 +66,7 @@ class Registration:
                 project=request.project,
                 base_model=base.name,
                 lora=request.lora or LoRAConfig(),
+                created_at=clock.now(),
             )
             model = await self._create(folder, record)
             check_lora(model.record.lora, request.lora, model.id)

@@ -50,6 +50,7 @@ def groups(folder: ModelFolder, split: str, step: int, text: str = "") -> list[R
 def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) -> Row:
     return {
         "index": index,
+        "prompt": prompt_of(group),
         "rollouts": rows,
         "failures": _list(group, "exceptions"),
         "metadata": _dict(group, "metadata"),
@@ -58,6 +59,21 @@ def _group_row(group: Row, index: int, rows: list[Row], rewards: list[float]) ->
         "mean": statistics.fmean(rewards) if rewards else None,
         "std": statistics.pstdev(rewards) if rewards else None,
     }
+
+
+def prompt_of(group: Row) -> str:
+    """The beginning of a group's first user message, in one line; empty without one."""
+    for trajectory in _list(group, "trajectories"):
+        for history in _histories(trajectory):
+            for entry in _list(history, MESSAGES):
+                if entry.get("role") == "user":
+                    return in_one_line(plain_text(entry.get("content")))
+    return ""
+
+
+def in_one_line(text: str) -> str:
+    """The beginning of a text for an overview, with single spaces between its words."""
+    return " ".join(text[: 4 * MAX_PREVIEW].split())[:MAX_PREVIEW]
 
 
 def _has_signal(trajectories: list[Row]) -> bool:
@@ -84,6 +100,7 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
             param="rollout",
         )
     trajectory = trajectories[index]
+    rewards = [reward for each in trajectories if (reward := finite_number(each.get("reward"))) is not None]
     turns = {f"{each.get('history')} {each.get('entry')}": each for each in _list(trajectory, "turns")}
     histories: list[Row] = []
     for place, history in enumerate(_histories(trajectory)):
@@ -94,7 +111,9 @@ def rollout(folder: ModelFolder, split: str, step: int, group: int, index: int) 
         sequences = [] if tokens is None else tokens.sequences(group, index)
     return {
         "num_rollouts": len(trajectories),
+        "prompt": prompt_of(row),
         "reward": finite_number(trajectory.get("reward")),
+        "group_mean": statistics.fmean(rewards) if rewards else None,
         "metrics": _dict(trajectory, "metrics"),
         "metadata": _dict(trajectory, "metadata"),
         "logs": [str(each) for each in _values(trajectory, "logs")],
@@ -220,7 +239,7 @@ def _line(trajectory: Row, index: int) -> Row:
         "finish_reason": last.get("finish_reason"),
         "num_dropped": sum("dropped" in turn for turn in turns),
         "origins": sorted({str(turn["origin"]) for turn in turns if "origin" in turn}),
-        "text": text[:MAX_PREVIEW],
+        "text": in_one_line(text),
     }
 
 

@@ -22,7 +22,7 @@ from art_server.errors import Forbidden, NotFound
 from art_server.process import machine
 from art_server.store.model_folder import ModelFolder
 from art_server.store.registry import check_name
-from art_watch import rollouts, tokens
+from art_watch import context, rollouts, tokens
 from art_watch.runs import Runs
 
 LOOK_SECONDS = 1.0
@@ -141,6 +141,12 @@ async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
         "activity": live.status.activity(),
         "jobs": [job.model_dump(mode="json") for job in jobs],
     }
+
+
+@router.get("/api/look/models/{project}/{name}/context")
+async def run_context(folder: TheFolder, runs: TheRuns) -> dict[str, Any]:
+    """What the run is: base, times, trained tokens, the configuration in force, notes of its jobs."""
+    return await asyncio.to_thread(context.context, runs, folder)
 
 
 @router.get("/api/look/models/{project}/{name}/history")

@@ -4,6 +4,7 @@ Groups are made once and repeated, with rewards that rise, so that 100,000 rollo
 text. `scripts/screenshots` and the tests of the page use it.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -17,7 +18,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from art_protocol import history as rows
-from art_protocol.wire import LoRAConfig
+from art_protocol.wire import Dropped, JobReport, LoRAConfig, TrainConfig
+from art_server.jobs.queue import JobQueue
+from art_server.process.shared import clock
+from art_server.store.database import insert, open_database, transaction
 from art_server.store.model_folder import CheckpointRecord, ModelFolder, ModelRecord
 from tests.demo_groups import NUM_DISTINCT, Made, Words, logged, make_group
 
@@ -28,9 +32,14 @@ KEPT_STEPS = 6
 
 
 def make_demo(
-    root: Path, runs: int = 3, steps: int = 30, rollouts: int = 48, token_steps: int | None = None
+    root: Path,
+    runs: int = 3,
+    steps: int = 30,
+    rollouts: int = 48,
+    token_steps: int | None = None,
+    project: str = "demo",
 ) -> list[ModelFolder]:
-    """Makes models in project "demo", each with this number of trained steps and of rollouts per step. Only the newest
+    """Makes models in one project, each with this number of trained steps and of rollouts per step. Only the newest
     `token_steps` have records of their tokens (None: all)."""
     words, chance = Words(), random.Random(7)
     size = min(8, rollouts)
@@ -38,9 +47,9 @@ def make_demo(
     lines = [json.dumps(group.row).encode() + b"\n" for group in groups]
     validations = [json.dumps(logged(group.row, words)).encode() + b"\n" for group in groups]
     per_step = max(1, rollouts // size)
-    folders = [ModelFolder(root, "demo", name) for name in itertools.islice(model_names(), runs)]
+    folders = [ModelFolder(root, project, name) for name in itertools.islice(model_names(), runs)]
     for number, folder in enumerate(folders):
-        record = ModelRecord(name=folder.name, project="demo", base_model="Qwen/Qwen3-8B", lora=LoRAConfig(rank=16))
+        record = ModelRecord(name=folder.name, project=project, base_model="Qwen/Qwen3-8B", lora=LoRAConfig(rank=16))
         folder.create(record, root / "logs" / "engine.log")
         for split in ("train", "val"):
             (folder.path / "trajectories" / split).mkdir(parents=True)
@@ -56,7 +65,44 @@ def make_demo(
                 made = [groups[each] for each in chosen]
                 history.write(json.dumps(history_row(step, number, made, steps)) + "\n")
         write_checkpoints(folder, steps)
+    write_jobs(root, [(folder, step) for folder in folders for step in range(1, steps + 1)])
     return folders
+
+
+def write_jobs(root: Path, steps: Sequence[tuple[ModelFolder, int]], **changes: Any) -> None:
+    """Adds a done job for each of these steps to the table of jobs."""
+    JobQueue(root / ".server" / "jobs.sqlite").close()  # makes the table
+    database = open_database(root / ".server" / "jobs.sqlite", "", is_durable=False)
+    with contextlib.closing(database), transaction(database):
+        for folder, step in steps:
+            insert(database, "jobs", job_row(folder, step) | changes)
+
+
+def job_row(folder: ModelFolder, step: int) -> dict[str, Any]:
+    """A row of the table of jobs. The job of step 1 has a note."""
+    config = TrainConfig(learning_rate=2e-5)
+    dead = Dropped(reason="all rewards in the group are equal: no signal", count=1, unit="group")
+    report = JobReport(
+        num_groups=6,
+        num_groups_trained=5,
+        num_trained_tokens=3000 + step,
+        config=config.model_dump(),
+        dropped=[dead],
+        notes=["2 groups were sampled twice"] if step == 1 else [],
+    )
+    return {
+        "job_id": f"{folder.model_id}-{step}",
+        "request_digest": "",
+        "project": folder.project,
+        "name": folder.name,
+        "config": config.model_dump_json(),
+        "report": report.model_dump_json(),
+        "created_at": clock.now() - 60.0,
+        "finished_at": clock.now() - 60.0 + STEP_SECONDS,
+        "state": "done",
+        "phase": "finish",
+        "target_step": step,
+    }
 
 
 def log(folder: ModelFolder, step: int, metrics: Mapping[str, float]) -> None:

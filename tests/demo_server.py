@@ -85,6 +85,7 @@ def make_job(job_id: str, name: str, state: JobState, seconds_ago: float) -> Job
         total=48 if state == "running" else None,
         error=refused if state == "failed" else None,
         created_at=clock.now() - seconds_ago,
+        finished_at=None if state in ("queued", "running") else clock.now() - seconds_ago + 97,
         waits_for="1 earlier job, of demo/webnav-8b" if state == "queued" else None,
     )
 

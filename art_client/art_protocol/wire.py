@@ -445,6 +445,8 @@ class JobInfo(Reply):
     """Why the job failed; for a job that has not ended, why its last attempt failed."""
     created_at: float = 0.0
     """Seconds since 1970."""
+    finished_at: float | None = None
+    """When the job ended, in seconds since 1970; None before."""
     waits_for: str | None = None
     """What the job waits for; None if it does not wait."""
 

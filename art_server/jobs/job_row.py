@@ -70,6 +70,8 @@ class Job:
     report: JobReport
     metrics: dict[str, float]
     """Metrics of the trajectories; when the job is done, also those of the training."""
+    finished_at: float | None
+    """When the job ended (`clock.now`)."""
     changes: int
     """Number of changes of the row."""
 
@@ -92,6 +94,7 @@ class Job:
             attempts=self.attempts.total(),
             error=self.last_error,
             created_at=self.created_at,
+            finished_at=self.finished_at,
             waits_for=waits_for,
         )
 

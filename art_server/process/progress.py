@@ -1,8 +1,10 @@
 """What the server's start has done so far, one line each: for the log, and for clients that wait for it."""
 
+import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from art_protocol.wire import ProgressLine
 
@@ -31,6 +33,16 @@ class StartProgress:
         seconds = time.monotonic() - self._started
         self._lines.append(ProgressLine(number=self._number, seconds=seconds, text=text))
         logger.info("start, %.1f s: %s", seconds, text)
+
+    @contextlib.contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """If the block fails, the lines are again those before it: nothing starts."""
+        before = list(self._lines)
+        try:
+            yield
+        except BaseException:
+            self._lines = deque(before, maxlen=MAX_LINES)
+            raise
 
     @property
     def lines(self) -> list[ProgressLine]:

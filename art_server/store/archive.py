@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from art_protocol.wire import FiniteFloat, LoRAConfig
 from art_server.errors import Conflict, InvalidInput, NotFound
+from art_server.process.shared import clock
 from art_server.store import files
 from art_server.store.adapter import read_lora
 from art_server.store.model_folder import (
@@ -46,7 +47,10 @@ class Description(CheckpointRecord):
     lora: LoRAConfig
 
     def of_model(self, project: str, name: str) -> ModelRecord:
-        return ModelRecord(name=name, project=project, base_model=self.base_model, lora=self.lora)
+        made_at = clock.now()
+        return ModelRecord(
+            name=name, project=project, base_model=self.base_model, lora=self.lora, created_at=made_at
+        )
 
     def record(self) -> CheckpointRecord:
         """The part that a model's own checkpoint.json holds. Omits `job_id`: the job may have run on another server."""

@@ -209,6 +209,11 @@ class MetricHistory:
         )
         return [value for (value,) in self._table.select(query, self._model, name, number)][::-1]
 
+    def total(self, name: str) -> float:
+        """The sum of a metric over all steps."""
+        query = "SELECT total(value) FROM metrics WHERE model = ? AND name = ?"
+        return self._table.select(query, self._model, name)[0][0]
+
     def span(self) -> tuple[int, str | None, str | None]:
         """The number of steps, and the first and the last time."""
         query = "SELECT count(*), min(recorded_at), max(recorded_at) FROM steps WHERE model = ?"

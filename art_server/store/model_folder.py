@@ -52,6 +52,8 @@ class ModelRecord(BaseModel):
     lora: LoRAConfig
     always_logprobs: bool = False
     """Set for the ART wire, whose clients read a choice's log-probabilities without requesting them."""
+    created_at: float = 0.0
+    """Seconds since 1970; 0: by an earlier version. Jobs before it are those of a deleted model with this name."""
 
 
 class CheckpointRecord(BaseModel):

@@ -1,9 +1,13 @@
 // Small charts of metrics by step. Captions have the numbers of the chosen step; the pointer over one chart chooses the
 // step of all. plotly draws, and is loaded with the first chart. Its texts are HTML, so names stay in our captions.
 
-import { el, number } from "./dom.js";
+import { rangeOf, segments, smoothed, ticks, withGaps } from "./axes.js";
+import { button, el, keepSettings, number, select } from "./dom.js";
 
-const HEIGHT = 170;
+const SMOOTHINGS = [["", "none"], ["5", "5 steps"], ["20", "20 steps"], ["100", "100 steps"]];
+const HEIGHT = 170, DIGIT_PIXELS = 7; // of a label in 11 px
+const PICTURE = { width: 1000, height: 480 };
+const ENTITIES = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
 const MAX_MARKERS = 100;
 const DASHES = ["solid", "5px,2px", "2px,2px", "8px,3px", "8px,2px,2px,2px", "12px,3px"];
 const NUM_COLOURS = 6;
@@ -26,9 +30,17 @@ function colour(name) {
   return found;
 }
 
-// Charts that show the same step. `onstep(x)` is called when the pointer chooses one; null: it has left.
+function save(name, url) {
+  el("a", { href: url, download: name }).click();
+}
+
+const fileName = (title) => title.replace(/[^\w.-]+/g, "-");
+
+// Charts that show the same step, with one zoom, smoothing and scale, which the address of the page keeps. `onstep(x)` is
+// called when the pointer chooses a step; null: it has left.
 export class Board {
-  constructor(onstep = () => {}) {
+  constructor(route, onstep = () => {}) {
+    this.route = route;
     this.charts = [];
     this.onstep = onstep;
     this.seen = new IntersectionObserver((entries) => this.drawSeen(entries), { rootMargin: "200px" });
@@ -44,6 +56,32 @@ export class Board {
       await chart.draw();
       await new Promise(requestAnimationFrame);
     }
+  }
+
+  // The fields that set how all charts are drawn.
+  tools() {
+    const { settings } = this.route;
+    const set = (changes) => {
+      keepSettings(this.route, changes);
+      this.redraw();
+    };
+    this.ends = ["from", "to"].map((name) => el("input", {
+      type: "number", id: `zoom-${name}`, step: "any", value: settings[name] ?? "", onchange: (event) => set({ [name]: event.target.value }),
+    }));
+    return el("div", { class: "tools" },
+      select("Smoothing", SMOOTHINGS, settings.smooth ?? "", (smooth) => set({ smooth }), { id: "smoothing" }),
+      el("label", { class: "field" }, el("input", { type: "checkbox", id: "log-axis", checked: settings.log === "1", onchange: (event) => set({ log: event.target.checked ? "1" : "" }) }), "log axis"),
+      el("label", { class: "field" }, "From", this.ends[0]), el("label", { class: "field" }, "to", this.ends[1]),
+      button("All", () => this.zoom(null), { "aria-label": "Show the whole axis", id: "zoom-out" }),
+      el("span", { class: "muted fine" }, "or drag over a chart; a double click shows all"));
+  }
+
+  // Shows this part of the axis in all charts; null: all of it.
+  zoom(range) {
+    const [from, to] = range ?? ["", ""];
+    keepSettings(this.route, { from, to });
+    this.ends?.forEach((field, place) => { field.value = [from, to][place]; });
+    this.redraw();
   }
 
   add(chart) {
@@ -77,7 +115,8 @@ export class Board {
   }
 }
 
-// A chart of lines [{label, x, y}]. Options: title, note, isLog, isStacked, extra (elements in the caption).
+// A chart of lines [{label, x, y, steps}]. Options: title, note, axis (what x is), kind of its values (`axes.js`), isLog,
+// isStacked, extra (elements in the caption).
 export class Chart {
   constructor(options) {
     this.options = options;
@@ -85,7 +124,9 @@ export class Chart {
     this.plot = el("div", { class: "plot", "aria-hidden": "true" }); // the caption has the numbers
     this.legend = el("ul", { class: "legend" });
     this.node = el("figure", { class: "panel chart" },
-      el("figcaption", {}, el("h3", {}, options.title, options.extra), this.legend),
+      el("figcaption", {}, el("h3", {}, options.title, el("span", { class: "group" }, options.extra,
+        button("PNG", () => this.savePicture(), { class: "small plain", "aria-label": `Save the chart ${options.title} as PNG` }),
+        button("CSV", () => this.saveTable(), { class: "small plain", "aria-label": `Save the numbers of ${options.title} as CSV` }))), this.legend),
       this.plot, el("p", { class: "note" }, options.note ?? ""));
   }
 
@@ -116,13 +157,18 @@ export class Chart {
       const plotly = await loadPlotly();
       if (this.isClosed) return;
       const isFirst = !this.plot.classList.contains("js-plotly-plot");
-      await plotly.react(this.plot, this.lines.map((line, place) => this.trace(line, place)), this.layout(), { displayModeBar: false, responsive: true });
+      await plotly.react(this.plot, this.traces(), this.layout(), { displayModeBar: false, responsive: true, doubleClick: false });
       if (!isFirst) return;
       this.plot.on("plotly_hover", ({ event, points }) => {
         if (!event) return; // our own call
         this.board.point(points[0].x, this);
         this.board.onstep(points[0].x);
       });
+      this.plot.on("plotly_relayout", (changes) => {
+        const [from, to] = [changes["xaxis.range[0]"], changes["xaxis.range[1]"]];
+        if (from !== undefined) this.board.zoom([from, to].map((each) => Number(each.toPrecision(4))));
+      });
+      this.plot.on("plotly_doubleclick", () => this.board.zoom(null));
       this.plot.on("plotly_unhover", ({ event }) => {
         if (!event) return;
         this.board.leave();
@@ -133,35 +179,98 @@ export class Chart {
     }
   }
 
-  trace(line, place) {
-    const shown = colour(`--line-${place % NUM_COLOURS}`);
-    const known = line.y.filter((value) => value !== null).length;
-    const hasGaps = known === 1 || (known < line.y.length && known <= MAX_MARKERS);
-    return {
-      x: line.x, y: line.y, type: "scatter", mode: hasGaps && !this.options.isStacked ? "lines+markers" : "lines",
-      connectgaps: true, hoverinfo: "none", showlegend: false, marker: { size: 4, color: shown },
-      line: { color: shown, width: this.options.isStacked ? 0.5 : 1.6, dash: this.options.isStacked ? "solid" : DASHES[place % DASHES.length] },
-      ...(this.options.isStacked ? { stackgroup: "all" } : {}),
-    };
+  traces() {
+    const traces = this.options.isStacked ? this.areas() : this.lines.flatMap((line, place) => this.curves(line, place));
+    return traces.map((trace) => ({ type: "scatter", hoverinfo: "none", showlegend: false, ...trace }));
+  }
+
+  // A line with gaps where values are missing. Points between gaps are dots. Under a smoothed line the values are faint.
+  curves(line, place) {
+    const shown = colour(`--line-${place % NUM_COLOURS}`), dash = DASHES[place % DASHES.length];
+    const { x, y, alone } = withGaps(line);
+    const span = Number(this.board.route.settings.smooth ?? 0);
+    const hasDots = alone.length > 0 && x.length <= MAX_MARKERS;
+    const own = { x, y, mode: hasDots ? "lines+markers" : "lines", marker: { size: 4, color: shown }, line: { color: shown, width: 1.6, dash } };
+    const dots = { x: alone.map(([at]) => at), y: alone.map(([, value]) => value), mode: "markers", marker: { size: 4, color: shown } };
+    const curves = span ? [{ ...own, y: smoothed(y, span) }, { ...own, opacity: 0.25, mode: "lines" }] : [own];
+    return alone.length && !hasDots ? [...curves, dots] : curves;
+  }
+
+  areas() {
+    return segments(this.lines).flatMap((rows, number) => this.lines.map((line, place) => ({
+      x: rows.map((row) => line.x[row]), y: rows.map((row) => line.y[row] ?? 0), mode: rows.length > 1 ? "lines" : "lines+markers",
+      stackgroup: `rows ${number}`, marker: { size: 4 }, line: { color: colour(`--line-${place % NUM_COLOURS}`), width: 0.5 },
+    })));
+  }
+
+  // The whole horizontal axis, or the part that is shown.
+  span() {
+    const xs = this.lines.flatMap(({ x }) => x).filter((x) => typeof x === "number");
+    const [low, high] = xs.length ? xs.reduce(([least, most], x) => [Math.min(least, x), Math.max(most, x)], [xs[0], xs[0]]) : [0, 1];
+    const { from, to } = this.board.route.settings;
+    const ends = [from ? Number(from) : low, to ? Number(to) : high];
+    return ends[0] < ends[1] ? ends : low < high ? [low, high] : [low - 1, high + 1];
   }
 
   layout() {
-    const xs = this.lines.flatMap(({ x }) => x).filter((x) => typeof x === "number");
-    const [first, last] = xs.length ? xs.reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [xs[0], xs[0]]) : [0, 1];
+    const [first, last] = this.span();
+    const isLog = this.options.isLog || (this.board.route.settings.log === "1" && !this.options.isStacked);
+    const vertical = rangeOf(this.valuesIn(first, last), this.options.kind, isLog);
+    const isWhole = this.lines.every(({ x }) => x.every((each) => each === null || Number.isInteger(each)));
+    const across = ticks(first, last, 5, isWhole), up = vertical.ticks;
     const axis = {
-      gridcolor: colour("--border"), linecolor: colour("--border"), zeroline: false, tickfont: { size: 11 },
+      gridcolor: colour("--border"), linecolor: colour("--border"), zeroline: false, tickfont: { size: 11 }, tickmode: "array",
       showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: colour("--muted"), spikesnap: "hovered data",
     };
+    const room = (labels) => DIGIT_PIXELS * Math.max(1, ...labels.map((label) => label.length));
     return {
-      height: this.options.height ?? HEIGHT, uirevision: "zoom", margin: { l: 48, r: 10, t: 6, b: 26 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
+      height: this.options.height ?? HEIGHT, margin: { l: 12 + room(up.labels), r: 8 + room(across.labels) / 2, t: 8, b: 26 },
+      paper_bgcolor: "transparent", plot_bgcolor: "transparent",
       font: { family: "system-ui, sans-serif", color: colour("--muted") }, hovermode: "x", hoverdistance: -1,
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-      xaxis: { ...axis, showgrid: false, nticks: 6, range: first < last ? [first, last] : [first - 1, last + 1] },
+      xaxis: { ...axis, showgrid: false, range: [first, last], tickvals: across.values, ticktext: across.labels },
       yaxis: {
-        ...axis, showspikes: false, fixedrange: true, nticks: 5, exponentformat: "e",
-        ...(this.options.isLog ? { type: "log", dtick: 1 } : {}), rangemode: this.options.isStacked ? "tozero" : "normal",
+        ...axis, showspikes: false, fixedrange: true, range: vertical.range, tickvals: up.values, ticktext: up.labels, type: vertical.isLog ? "log" : "linear",
       },
     };
+  }
+
+  // The values whose x is between two; of a stack the sums.
+  valuesIn(first, last) {
+    if (!this.options.isStacked) return this.lines.flatMap(({ x, y }) => y.filter((value, place) => value !== null && x[place] >= first && x[place] <= last));
+    return segments(this.lines).flat().map((row) => this.lines.reduce((sum, { y }) => sum + (y[row] ?? 0), 0)).concat(0);
+  }
+
+  async savePicture() {
+    const plotly = await loadPlotly();
+    const names = this.lines.map(({ label }) => String(label.textContent ?? label).replace(/[&<>]/g, (each) => ENTITIES[each]));
+    const traces = this.traces();
+    const title = { text: this.options.title.replace(/[&<>]/g, (each) => ENTITIES[each]), font: { size: 16, color: colour("--text") } };
+    const legend = names.map((name, place) => ({
+      x: [null], y: [null], type: "scatter", mode: "lines", name, showlegend: true,
+      line: { color: colour(`--line-${place % NUM_COLOURS}`), dash: DASHES[place % DASHES.length] },
+    }));
+    const layout = {
+      ...this.layout(), ...PICTURE, title, paper_bgcolor: colour("--panel"), plot_bgcolor: colour("--panel"), showlegend: true,
+      legend: { orientation: "h", y: -0.12, font: { size: 12 } },
+    };
+    layout.margin = { ...layout.margin, t: 48, b: 48 };
+    save(`${fileName(this.options.title)}.png`, await plotly.toImage({ data: [...traces, ...legend], layout }, { format: "png", ...PICTURE, scale: 2 }));
+  }
+
+  saveTable() {
+    const rows = new Map(); // by x, the values of the lines
+    this.lines.forEach(({ x, y }, place) => x.forEach((at, row) => {
+      if (y[row] === null || at === null) return;
+      if (!rows.has(at)) rows.set(at, this.lines.map(() => ""));
+      rows.get(at)[place] = y[row];
+    }));
+    const quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
+    const head = [this.options.axis ?? "step", ...this.lines.map(({ label }) => label.textContent ?? label)].map(quoted);
+    const body = [...rows].sort(([a], [b]) => a - b).map(([at, values]) => [at, ...values].join(","));
+    const url = URL.createObjectURL(new Blob([[head.join(","), ...body, ""].join("\n")], { type: "text/csv" }));
+    save(`${fileName(this.options.title)}.csv`, url);
+    setTimeout(() => URL.revokeObjectURL(url), 60_000);
   }
 
   close() {

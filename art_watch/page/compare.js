@@ -1,6 +1,7 @@
 // Several runs in the same charts, by step, by trained tokens or by time.
 
 import { look } from "./api.js";
+import { kindOf } from "./axes.js";
 import { Board, Chart } from "./charts.js";
 import { el, empty, keepSettings, link, select } from "./dom.js";
 
@@ -26,7 +27,7 @@ function axisOf(found, axis) {
 export async function compare(route) {
   const { settings } = route;
   const ids = [...new Set((settings.runs ?? "").split(",").filter((id) => id.includes("/")))];
-  const board = new Board(), grid = el("div", { class: "charts wide" }), tools = el("div", { class: "tools" }), missing = el("p", { class: "bad" });
+  const board = new Board(route), grid = el("div", { class: "charts wide" }), tools = el("div", { class: "tools" }), missing = el("p", { class: "bad" });
   let found = []; // of each run its history, or undefined if there is no such run
   const read = async () => {
     const metrics = [TOKENS, ...Object.keys(REWARDS), settings.metric ?? ""].filter(Boolean).map((name) => ["metric", name]);
@@ -42,6 +43,7 @@ export async function compare(route) {
       chart.set(ids.map((id, place) => [id, found[place]]).filter(([, history]) => history).map(([id, history]) => ({
         label: link(["run", ...id.split("/")], id),
         x: axisOf(history, settings.by ?? "step"),
+        steps: history.steps,
         y: history.metrics[chart.options.metric] ?? [], // chosen while the numbers were on their way
       })));
       chart.read(null);
@@ -50,7 +52,7 @@ export async function compare(route) {
   const build = () => {
     [...board.charts].forEach((chart) => board.remove(chart));
     const shown = settings.metric ? { ...REWARDS, [settings.metric]: settings.metric } : REWARDS;
-    for (const [metric, title] of Object.entries(shown)) grid.append(board.add(new Chart({ title, metric, height: HEIGHT, note: `by ${AXES[settings.by] ?? AXES.step}` })).node);
+    for (const [metric, title] of Object.entries(shown)) grid.append(board.add(new Chart({ title, metric, axis: AXES[settings.by] ?? AXES.step, kind: kindOf(metric), height: HEIGHT, note: `by ${AXES[settings.by] ?? AXES.step}` })).node);
     show();
   };
   const set = async (changes) => {
@@ -64,11 +66,11 @@ export async function compare(route) {
   if (ids.length) await read();
   const names = [...new Set(found.flatMap((each) => each?.names ?? []))].sort();
   tools.append(
-    select("By", Object.entries(AXES), settings.by ?? "step", (by) => set({ by }), { id: "by" }),
+    select("By", Object.entries(AXES), settings.by ?? "step", (by) => { board.zoom(null); return set({ by }); }, { id: "by" }),
     select("Also", [["", "choose a metric"], ...names], settings.metric ?? "", (metric) => set({ metric }), { id: "metric" }));
   const node = el("div", {}, el("nav", { "aria-label": "Breadcrumb", class: "crumbs" }, link([], "Runs"), " / compare"),
     el("h1", { tabindex: -1 }, "Comparison"),
-    ids.length ? [tools, missing, grid] : empty("No runs are chosen.", "Mark some in the table of runs."));
+    ids.length ? [tools, board.tools(), missing, grid] : empty("No runs are chosen.", "Mark some in the table of runs."));
   if (ids.length) build();
   const refresh = async () => { await read(); show(); };
   return { title: "Comparison", node, up: "#/", watch: (marks) => ids.map((id) => marks.models[id]), refresh, close: () => board.close() };

@@ -53,7 +53,8 @@ export function number(value, attributes = {}) {
 export function short(value) {
   if (value === null || value === undefined) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  const size = Math.abs(value);
+  const size = Math.abs(value), beside = value - 1;
+  if (Math.abs(beside) < 5e-4) return `1 ${beside < 0 ? "−" : "+"} ${Math.abs(beside).toExponential(0)}`;
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
   return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
@@ -65,7 +66,7 @@ export function signed(value) {
 export function bytes(value) {
   const units = ["B", "KB", "MB", "GB", "TB"];
   const power = value > 0 ? Math.min(4, Math.floor(Math.log10(value) / 3)) : 0;
-  return el("span", { class: "number", title: `${value} bytes` }, `${Number((value / 1000 ** power).toPrecision(3))} ${units[power]}`);
+  return el("span", { class: "size", title: `${value} bytes` }, `${Number((value / 1000 ** power).toPrecision(3))} ${units[power]}`);
 }
 
 // A time (ISO text, or seconds since 1970) as its distance from now.
@@ -79,6 +80,22 @@ function distance(at) {
   const seconds = Math.max(0, (Date.now() - at) / 1000);
   const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([each]) => seconds >= each) ?? [1, "s"];
   return `${Math.floor(seconds / size)} ${unit} ago`;
+}
+
+// Seconds in their two largest units.
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !(seconds >= 0)) return el("span", { class: "muted" }, "–");
+  const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const place = units.findIndex(([size]) => seconds >= size);
+  const [[size, unit], next] = place < 0 ? [[1, "s"]] : [units[place], units[place + 1]];
+  const whole = Math.floor(seconds / size), rest = next ? Math.floor((seconds - whole * size) / next[0]) : 0;
+  return el("span", { title: `${seconds} s` }, next && rest ? `${whole} ${unit} ${rest} ${next[1]}` : `${whole || Number(seconds.toFixed(1))} ${unit}`);
+}
+
+// The value of a setting as text.
+export function setting(value) {
+  if (typeof value === "number") return short(value);
+  return value === null ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
 // Writes the distances of all times inside a node again.
@@ -97,11 +114,21 @@ export function empty(text, hint = null) {
   return el("div", { class: "empty" }, el("p", {}, text), hint && el("p", { class: "muted" }, hint));
 }
 
-// A table in a frame that scrolls by itself. A column is [heading, whether it has numbers].
+// A table in a frame that scrolls by itself. A column is [heading, whether it has numbers], which get the same decimals.
 export function table(label, columns, rows) {
+  columns.forEach(([, isNumber], place) => isNumber && align(rows.map((each) => each.children[place]?.querySelector(".number")).filter(Boolean)));
   const head = columns.map(([name, isNumber]) => el("th", { scope: "col", class: isNumber && "right" }, name));
   return el("div", { class: "scroll", role: "region", "aria-label": label, tabindex: 0 },
     el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)));
+}
+
+const MAX_DECIMALS = 4;
+
+// Gives the numbers of a column as many decimals as the one that needs most of them.
+function align(cells) {
+  const plain = cells.filter((cell) => /^-?[\d,]+(\.\d+)?$/.test(cell.textContent));
+  const decimals = Math.min(MAX_DECIMALS, Math.max(0, ...plain.map((cell) => cell.textContent.split(".")[1]?.length ?? 0)));
+  for (const cell of plain) cell.textContent = Number(cell.title).toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 }
 
 // A row whose first cell names it. Cells of columns with numbers are set to the right.
@@ -156,7 +183,7 @@ export function sparkline(values, label) {
   values.forEach((value, place) => {
     if (value === null) { pen = "M"; return; }
     const x = (place / (values.length - 1)) * width;
-    const y = height - 2 - ((value - low) / (high - low || 1)) * (height - 4);
+    const y = high > low ? height - 2 - ((value - low) / (high - low)) * (height - 4) : height / 2;
     path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}`;
     pen = "L";
   });

@@ -89,7 +89,7 @@ function isWanted(rollout, group, { min, max, show }) {
 
 function groupSection(route, split, step, group) {
   const { project, name } = route;
-  const heading = el("h2", { id: `group-${group.index}` }, `Group ${group.index}`);
+  const heading = el("h2", { id: `group-${group.index}` }, el("span", { class: "muted" }, `Group ${group.index} `), group.prompt);
   if (group.is_unreadable) return el("section", { class: "panel" }, heading, el("p", { class: "bad" }, "The line of this group is not JSON; a crash may have cut it short."));
   const sorted = [...group.rollouts].sort((a, b) => b.reward - a.reward || a.index - b.index);
   const rewards = sorted.map((each) => each.reward ?? 0);

@@ -1,15 +1,16 @@
 // The queue of a running server: what runs, what waits and for what, what has ended.
 
 import { cancelJob, get, look } from "./api.js";
-import { ago, button, el, empty, link, number, plural, refill, row, table } from "./dom.js";
+import { ago, button, duration, el, empty, link, number, plural, refill, row, table } from "./dom.js";
 
-const COLUMNS = [["Run"], ["State"], ["Progress"], ["Step", true], ["Trained tokens", true], ["Accepted"], ["Actions"]];
+const COLUMNS = [["Run"], ["State"], ["Progress"], ["Step", true], ["Trained tokens", true], ["Accepted"], ["Duration", true], ["Actions"]];
 const REFRESH_SECONDS = 2;
 const MAX_ENDED = 50;
 
 export async function jobs() {
   const list = el("div"), said = el("p", { role: "status" });
   let asked = null; // the job whose cancellation has to be confirmed
+  const opened = new Set(); // jobs whose notes are shown
   let found = { live: null }, ended = [];
 
   const refresh = async () => {
@@ -45,10 +46,18 @@ export async function jobs() {
       button("Yes, cancel it", () => cancel(job), { id: `yes-${id}`, class: "danger" }), button("No", () => ask(null, `cancel-${id}`), { id: `no-${id}` }));
   };
   const rowOf = (job, columns) => row(columns, [
-    link(["run", job.project, job.name], `${job.project}/${job.name}`), el("b", { class: `badge state-${job.state}` }, job.state), detail(job),
-    number(job.step), number(job.report.num_trained_tokens), ago(job.created_at), actions(job),
+    link(["run", job.project, job.name], `${job.project}/${job.name}`), el("b", { class: `badge state-${job.state}` }, job.state), el("div", { class: "wrap" }, detail(job)),
+    job.step === null ? "–" : link(["run", job.project, job.name, "rollouts", "train", job.step], number(job.step)),
+    number(job.report.num_trained_tokens), ago(job.created_at), duration((job.finished_at ?? found.time) - job.created_at), actions(job),
   ].slice(0, columns.length), { "data-job": job.job_id });
-  const detail = (job) => {
+  const detail = (job) => [progress(job), notesOf(job)];
+  const notesOf = (job) => {
+    const left = job.report.dropped.map((each) => `${plural(each.count, each.unit)} left out: ${each.reason}`);
+    const notes = [...left, ...job.report.notes];
+    return notes.length > 0 && el("details", { open: opened.has(job.job_id), ontoggle: (event) => opened[event.target.open ? "add" : "delete"](job.job_id) },
+      el("summary", {}, plural(notes.length, "note")), el("ul", { class: "notes" }, notes.map((note) => el("li", {}, note))));
+  };
+  const progress = (job) => {
     if (job.waits_for) return `waits for ${job.waits_for}`;
     if (job.error && job.state !== "running") return el("span", { class: "bad" }, job.error.message);
     if (job.state !== "running") return plural(job.report.num_groups_trained, "group");

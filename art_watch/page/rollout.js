@@ -1,7 +1,7 @@
 // One rollout: its turns with their tokens and where these come from, tools, and what the program recorded.
 
 import { look, ofModel } from "./api.js";
-import { button, el, empty, hashOf, keepSettings, link, number, plural, refill, select } from "./dom.js";
+import { button, el, empty, hashOf, keepSettings, link, number, plural, refill, select, signed } from "./dom.js";
 import { details, stepTools } from "./groups.js";
 import { runHead, runPage } from "./run.js";
 import { COLOURS, hasNumbers, legend, scaleOf, tokenBlock } from "./tokens.js";
@@ -52,12 +52,23 @@ export async function rollout(route) {
   show();
   const tail = [link(["run", project, name, "rollouts", split, step], `${split} step ${step}`), `group ${group}`, `rollout ${index}`];
   const node = el("div", {}, runHead(route, "rollouts", tail), tools,
-    el("dl", { class: "panel facts" }, [["reward", found.reward], ...Object.entries(found.metrics)].map(([key, value]) =>
+    el("dl", { class: "panel facts" }, [
+      ["reward", found.reward], ["mean of its group", found.group_mean], ...advantageOf(found.sequences), ...Object.entries(found.metrics),
+    ].map(([key, value]) =>
       el("div", {}, el("dt", {}, key), el("dd", {}, typeof value === "number" ? number(value) : String(value ?? "–"))))),
+    found.prompt && el("p", { class: "prompt" }, el("span", { class: "muted" }, "Prompt "), found.prompt),
     split === "train" && !found.has_token_record && el("p", { class: "muted" }, "There is no record of this step's tokens."),
     bar, list, details("Logs", found.logs?.join("\n")), details("Metadata", found.metadata));
   if (!found.histories.some((history) => history.entries.length)) list.append(empty("The rollout has no messages."));
   return runPage(route, `Rollout ${split} ${step}/${group}/${index}`, node, { up: hashOf(["run", project, name, "rollouts", split, step]) });
+}
+
+// The advantage of a rollout's trained tokens; the lowest and the highest, if they differ.
+function advantageOf(sequences) {
+  const all = sequences.flatMap(({ advantages }) => advantages ?? []).filter((value) => value !== null);
+  if (!all.length) return [];
+  const [low, high] = all.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [all[0], all[0]]);
+  return [["advantage", low === high ? low : `${signed(low)} to ${signed(high)}`]];
 }
 
 // A choice's own tokens, as it carries them in its log-probabilities; null without their texts.

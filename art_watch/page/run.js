@@ -1,7 +1,9 @@
 // A run: the head that its pages share, and its charts.
 
 import { look, ofModel } from "./api.js";
+import { kindOf } from "./axes.js";
 import { Board, Chart } from "./charts.js";
+import { contextPanel } from "./context.js";
 import { ago, button, el, empty, hashOf, keepSettings, link, refill, select, short } from "./dom.js";
 
 const GAP = "Engine against trainer, on the same tokens. Only rounding is normal: a mean below 1e-4 in float32, "
@@ -10,16 +12,16 @@ const PHASES = ["engine", "check", "pause", "train", "save", "load", "finish"];
 const CHARTS = [
   { title: "Reward", lines: { "train/reward": "train", "val/reward": "validation" }, note: "Mean of the step's rollouts." },
   { title: "Gap of log-probabilities", lines: { "loss/logprob_gap_mean": "mean", "loss/logprob_gap_max": "largest token" }, isLog: true, note: GAP },
-  { title: "Ratio tails", lines: {
+  { title: "Ratio tails", kind: "ratio", lines: {
     "loss/importance_ratio_p95": "trainer/engine p95", "loss/importance_ratio_p99": "trainer/engine p99",
     "loss/policy_ratio_p99": "policy/start p99",
   }, note: "1 is no difference. By default trainer/engine counts as at most 2, and the clip begins at 1.2." },
-  { title: "Entropy", lines: { "loss/entropy": "nats" }, note: "Mean over trained tokens. At 0 the policy no longer explores." },
-  { title: "Dead groups", lines: { "data/step_num_groups_dead": "dead", "data/step_num_groups_submitted": "submitted" }, note: "Where all rewards of a group are equal, its tokens have no advantage." },
-  { title: "Shared-token saving", lines: { "data/step_shared_token_saving": "share" }, note: "Tokens that rollouts share and that were computed once." },
-  { title: "Clipped tokens", lines: { "loss/clipped_token_fraction": "share" }, note: "Tokens whose ratio is outside the clip, without gradient." },
-  { title: "Seconds of a step", lines: /^time\/job_(.*)_s$/, isStacked: true, note: "Phases of the job, on top of each other." },
-  { title: "Trainer's tokens per second", lines: { "throughput/avg_trainer_tok_per_s": "tokens / s" } },
+  { title: "Entropy", kind: "amount", lines: { "loss/entropy": "nats" }, note: "Mean over trained tokens. At 0 the policy no longer explores." },
+  { title: "Dead groups", kind: "amount", lines: { "data/step_num_groups_dead": "dead", "data/step_num_groups_submitted": "submitted" }, note: "Where all rewards of a group are equal, its tokens have no advantage." },
+  { title: "Shared-token saving", kind: "amount", lines: { "data/step_shared_token_saving": "share" }, note: "Tokens that rollouts share and that were computed once." },
+  { title: "Clipped tokens", kind: "amount", lines: { "loss/clipped_token_fraction": "share" }, note: "Tokens whose ratio is outside the clip, without gradient." },
+  { title: "Seconds of a step", kind: "amount", lines: /^time\/job_(.*)_s$/, isStacked: true, note: "Phases of the job, on top of each other." },
+  { title: "Trainer's tokens per second", kind: "amount", lines: { "throughput/avg_trainer_tok_per_s": "tokens / s" } },
 ];
 
 export function runHead(route, section, tail = []) {
@@ -57,13 +59,15 @@ export async function charts(route) {
     const wanted = [...CHARTS.flatMap((each) => linesOf(each, names).map(([name]) => name)), ...added];
     return look(ofModel(route, "history"), [...new Set(wanted)].map((name) => ["metric", name]));
   };
-  let found = await read(), step = null;
+  const about = contextPanel(route);
+  let [found] = await Promise.all([read(), about.refresh()]), step = null;
   const grid = el("div", { class: "charts" }), chooser = el("div", { class: "tools" }), stepper = el("div", { class: "tools" });
+  const drawing = el("div");
   const at = el("output", { id: "at", for: "step" });
   const slider = el("input", { type: "range", id: "step", min: 0, oninput: () => choose(found.steps[slider.value]) });
-  const board = new Board((x) => show(x ?? step));
+  const board = new Board(route, (x) => show(x ?? step));
 
-  const fill = (chart, lines) => chart.set(lines.map(([name, label]) => ({ label, x: found.steps, y: found.metrics[name] ?? [] })));
+  const fill = (chart, lines) => chart.set(lines.map(([name, label]) => ({ label, x: found.steps, steps: found.steps, y: found.metrics[name] ?? [] })));
   const addChart = (options, lines) => {
     const chart = board.add(new Chart(options));
     chart.refill = () => fill(chart, options.lines ? linesOf(options, found.names) : lines);
@@ -80,7 +84,7 @@ export async function charts(route) {
   };
   const choose = (x) => { step = x === found.steps.at(-1) ? null : x; show(step); };
   const addMetric = (name) => {
-    const chart = addChart({ title: name, extra: button("Remove", () => {
+    const chart = addChart({ title: name, kind: kindOf(name), extra: button("Remove", () => {
       added.splice(added.indexOf(name), 1);
       shown.delete(name);
       board.remove(chart);
@@ -114,6 +118,7 @@ export async function charts(route) {
     addNew(CHARTS, (each) => linesOf(each, found.names).length, addChart);
     addNew(added, (name) => found.names.includes(name), addMetric);
     if (stepper.childElementCount) return;
+    drawing.replaceChildren(board.tools());
     stepper.replaceChildren(el("label", { class: "field", for: "step" }, "Numbers of"), slider, at);
     none.replaceChildren();
   };
@@ -122,13 +127,13 @@ export async function charts(route) {
   offer();
   if (found.steps.length) show(null);
   const refresh = async () => {
-    found = await read();
+    [found] = await Promise.all([read(), about.refresh()]);
     if (!found.steps.includes(step)) step = null; // rolled back
     start();
     board.charts.forEach((chart) => chart.refill());
     offer();
     if (found.steps.length) show(step);
   };
-  const node = el("div", {}, runHead(route, "charts"), none, stepper, grid, chooser);
+  const node = el("div", {}, runHead(route, "charts"), about.node, none, stepper, drawing, grid, chooser);
   return runPage(route, "Charts", node, { refresh, close: () => board.close(), up: hashOf([]) });
 }

@@ -70,6 +70,86 @@ def test_charts_show_the_numbers_of_the_history_at_any_step(page: Any, serve: An
     shown(page, rows[1])
 
 
+def test_a_run_says_what_it_is_and_what_its_jobs_noted(page: Any, serve: Any, root: Path) -> None:
+    page.goto(serve(make_view(root)).url + RUN)
+    about = page.get_by_label("About this run")
+    about.wait_for()
+    text = about.inner_text()
+    tokens = sum(row["data/step_trainable_assistant_tokens"] for row in rows_of(root).values())
+    assert "Qwen/Qwen3-8B rank 16" in text and f"{tokens:,.0f}" in text and "learning_rate 0.00002" not in text
+    assert "learning_rate 2.00e-5" in text and "all rewards in the group are equal" in text
+    assert "max_grad_norm" not in text, "a default"
+    about.locator("summary").click()
+    assert "max_grad_norm" in about.inner_text()
+    log(folder_of(root), NUM_STEPS + 1, {"data/step_trainable_assistant_tokens": 1_000_000.0})
+    page.wait_for_selector(f"[aria-label='About this run'] >> text={tokens + 1_000_000:,.0f}")
+    assert "max_grad_norm" in about.inner_text(), "it stays open"
+
+
+AXES = """async () => {
+    const { rangeOf, ticks, labelOf, withGaps, segments, smoothed } = await import("/page/axes.js");
+    return {
+        counts: rangeOf([3, 8], "amount").range,
+        zeros: rangeOf([0, 0], "amount").range,
+        constant: rangeOf([0.5, 0.5], null).range,
+        ratios: rangeOf([1.000002, 1.000002], "ratio").ticks.labels,
+        speeds: rangeOf([80000, 81000], "amount").ticks.labels,
+        rates: ticks(0, 2e-5, 4).labels,
+        steps: ticks(1, 3, 5, true).labels,
+        decades: rangeOf([2e-4, 30], null, true).ticks.labels,
+        nothing: rangeOf([], null).range,
+        gaps: withGaps({ x: [1, 2, 3, 4, 5], steps: [1, 2, 3, 4, 5], y: [1, 2, null, 4, 5] }).y,
+        sparse: withGaps({ x: [5, 10, 15], steps: [5, 10, 15], y: [1, 2, 3] }).y,
+        rows: segments([{ x: [1, 2, 3, 4], y: [1, null, null, 2] }, { x: [1, 2, 3, 4], y: [1, 2, null, 2] }]),
+        smooth: smoothed([1, 1, null, 1], 5),
+    };
+}"""
+
+
+def test_axes_begin_and_end_where_numbers_can_be_read(page: Any, serve: Any, root: Path) -> None:
+    page.goto(serve(make_view(root)).url)
+    found = page.evaluate(AXES)
+    assert found["counts"][0] == 0 and found["counts"][1] > 8
+    assert found["zeros"][0] == 0 < found["zeros"][1]
+    assert found["constant"][0] < 0.5 < found["constant"][1]
+    assert {"0.8", "1.0", "1.2"} <= set(found["ratios"])
+    assert found["speeds"][0] == "0" and "80k" in found["speeds"]
+    assert found["rates"][0] == "0" and found["rates"][-1] == "2.0e-5"
+    assert found["steps"] == ["1", "2", "3"]
+    assert found["decades"] == ["1e-4", "0.01", "1", "100"]
+    assert found["nothing"][0] < found["nothing"][1]
+    assert found["gaps"] == [1, 2, None, 4, 5] and found["sparse"] == [1, 2, 3], "missing is a gap"
+    assert found["rows"] == [[0, 1], [3]]
+    assert found["smooth"] == [1, 1, None, 1]
+
+
+def test_charts_are_smoothed_zoomed_and_saved(page: Any, serve: Any, root: Path) -> None:
+    rows = rows_of(root)
+    page.goto(serve(make_view(root)).url + RUN)
+    page.wait_for_selector(".js-plotly-plot .plotly")
+    page.get_by_label("Smoothing").select_option("5")
+    page.wait_for_function("() => document.querySelector('.plot').data.length > 2")
+    page.get_by_label("log axis").check()
+    page.wait_for_function("() => document.querySelector('.plot').layout.yaxis.type === 'log'")
+    page.locator("#zoom-from").fill("3")
+    page.locator("#zoom-from").press("Enter")
+    page.wait_for_function("() => document.querySelector('.plot').layout.xaxis.range[0] === 3")
+    page.reload()
+    page.wait_for_function("() => document.querySelector('.plot')?.layout?.xaxis.range[0] === 3")
+    assert page.evaluate("document.querySelector('.plot').layout.yaxis.type") == "log", "the address has it"
+    page.get_by_role("button", name="Show the whole axis").click()
+    page.wait_for_function("() => document.querySelector('.plot').layout.xaxis.range[0] === 1")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save the numbers of Reward as CSV").click()
+    lines = Path(saved.value.path()).read_text().splitlines()
+    assert saved.value.suggested_filename == "Reward.csv" and lines[0] == '"step","train","validation"'
+    assert [line.split(",")[:2] for line in lines[1:]] == [[str(s), str(row["train/reward"])] for s, row in rows.items()]
+    assert lines[1].endswith(","), "missing is empty and not 0"
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save the chart Reward as PNG").click()
+    assert Path(saved.value.path()).read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_pointer_shows_one_step_in_all_charts(page: Any, serve: Any, root: Path) -> None:
     rows = rows_of(root)
     page.goto(serve(make_view(root)).url + RUN)
@@ -136,6 +216,8 @@ def test_the_table_of_runs_filters_sorts_and_compares(page: Any, serve: Any, roo
         float(each) for each in page.locator("td:nth-child(3) .number").evaluate_all("all => all.map(e => e.title)")
     ]
     assert rewards == sorted(rewards, reverse=True) and len(rewards) == 3
+    shown = page.locator("td:nth-child(3) .number").all_inner_texts()
+    assert len({len(text.partition(".")[2]) for text in shown}) == 1, "the same decimals"
     page.get_by_label("Compare demo/sql-repair").check()
     page.get_by_label("Compare demo/webnav-8b").check()
     page.get_by_role("link", name="Compare 2 runs").click()
@@ -165,6 +247,7 @@ def test_rollouts_are_sorted_and_filtered(page: Any, serve: Any, root: Path) -> 
         cards = page.locator("section.rollouts").nth(place).locator("a.card .number")
         seen = [float(text) for text in cards.evaluate_all("all => all.map(e => e.title)")]
         assert seen == sorted((each["reward"] for each in group["rollouts"]), reverse=True)
+    assert "Book the earliest train from Turin" in page.locator("section.rollouts h2").nth(1).inner_text()
     assert page.locator(".card.failure").count() == 1
     assert page.locator(".badge", has_text="dead").count() == 1
     assert "groups with signal" in page.locator("#show option").all_inner_texts()
@@ -196,6 +279,9 @@ def test_tokens_have_the_colour_and_the_numbers_of_the_record(page: Any, serve: 
     sequence, turn = found["sequences"][0], found["histories"][0]["entries"][2]["turn"]
     tokens = page.locator(".turn.role-assistant .tokens").first.locator(".token")
     page.wait_for_selector(".token[data-figure]")
+    facts = page.locator("dl.facts").first.inner_text()
+    advantage = next(each for each in sequence["advantages"] if each is not None)
+    assert "mean of its group" in facts and f"{found['group_mean']:.4g}" in facts and f"{advantage:.4g}" in facts
     assert tokens.count() == turn["stop"] - turn["start"]
     seen = tokens.evaluate_all(
         "all => all.map(e => [e.className, e.style.getPropertyValue('--level'), Number(e.dataset.place), e.textContent])"
@@ -323,6 +409,24 @@ def test_a_job_that_runs_again_shows_its_progress(page: Any, serve: Any, root: P
     assert "the trainer died" not in page.inner_text("main")
 
 
+def test_a_job_has_its_duration_its_step_and_its_notes(page: Any, serve: Any, root: Path) -> None:
+    served = serve(make_live(root))
+    infos = served.app.state.server.infos
+    note = "in 2 groups all trajectories have the same sampled tokens"
+    report = infos["job-2"].report.model_copy(update={"notes": [note]})
+    infos["job-2"] = infos["job-2"].model_copy(update={"report": report})
+    page.goto(f"{served.url}/#/jobs")
+    row = page.locator("[data-job='job-2']")
+    row.locator("summary").click()
+    with page.expect_response(lambda response: "state=done" in response.url):
+        pass
+    page.wait_for_timeout(200)
+    assert note in row.inner_text(), "it stays open"
+    assert "1 min 37 s" in row.inner_text()
+    row.get_by_role("link", name="30").click()
+    page.wait_for_function("() => location.hash.endsWith('/rollouts/train/30')")
+
+
 def test_a_click_survives_a_refresh_while_the_button_is_pressed(page: Any, serve: Any, root: Path) -> None:
     served = serve(make_live(root))
     page.goto(f"{served.url}/#/jobs")
@@ -394,7 +498,7 @@ def test_hours_are_those_since_the_first_row(page: Any, serve: Any, root: Path) 
     page.goto(f"{serve(make_view(root)).url}#/compare?runs=demo/webnav-8b&by=hours")
     page.wait_for_function("() => document.querySelector('.plot')?.data?.length")
     plot = page.evaluate("(({ data, layout }) => [data[0].x, layout.xaxis.range])(document.querySelector('.plot'))")
-    assert plot == [[2, 0, 1], [0, 2]]
+    assert plot == [[0, 1], [0, 2]], "step 0 has no reward"
 
 
 def test_the_chosen_step_is_the_newest_again_after_a_rollback(page: Any, serve: Any, root: Path) -> None:

@@ -211,6 +211,7 @@ async def test_a_base_model_that_cannot_be_trained_starts_nothing(tmp_path: Path
         with refused(InvalidInput, "not_trainable", "base_model"):
             await made.loader.load(str(quantised))
         assert here.engine.base is None and made.plans == []
+        assert here.engine.progress.lines == [], "nobody waits for it"
 
 
 async def test_a_trainer_that_cannot_start_hinders_no_stop(tmp_path: Path) -> None:

@@ -39,6 +39,13 @@ def write(tmp_path: Path, *lines: bytes) -> ModelFolder:
     return folder
 
 
+def test_an_overview_folds_white_space(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "a\n\n  b"}, {"role": "assistant", "content": "\n\n c \t d\n"}]
+    folder = write(tmp_path, json.dumps({"trajectories": [{"messages": said, "reward": 1.0}]}).encode())
+    (group,) = rollouts.groups(folder, "train", 1)
+    assert (group["prompt"], group["rollouts"][0]["text"]) == ("a b", "c d")
+
+
 def test_groups_have_the_rewards_of_the_file(folder: ModelFolder) -> None:
     found, written = rollouts.groups(folder, "train", 1), lines_of(folder)
     assert [each["index"] for each in found] == list(range(len(written)))
@@ -49,8 +56,11 @@ def test_groups_have_the_rewards_of_the_file(folder: ModelFolder) -> None:
         assert group["std"] == pytest.approx(statistics.pstdev(rewards))
         assert group["metadata"] == line["metadata"]
         assert group["failures"] == line["exceptions"]
+        assert group["prompt"] == line["trajectories"][0]["messages"][1]["content"], "the first user message"
     assert [each["index"] for each in found if each["is_dead"]] == [DEAD]
     assert [each["index"] for each in found if each["failures"]] == [FAILED]
+    one = rollouts.rollout(folder, "train", 1, 0, 2)
+    assert (one["reward"], one["group_mean"]) == (found[0]["rollouts"][2]["reward"], found[0]["mean"])
     first = found[0]["rollouts"][3]
     assert first["finish_reason"] == "length" and first["num_turns"] == 2
     assert first["origins"] == ["ids", "ledger"]

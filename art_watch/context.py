@@ -1,0 +1,108 @@
+"""What a run is: its base, when it began, how much it trained, the configuration in force, and what its jobs noted.
+
+The jobs are read from the table of the server that made them (`art_server/jobs/queue.py`), which `art view` finds in the
+same folder. A model's folder that was copied alone has none.
+"""
+
+import contextlib
+import re
+import sqlite3
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from art_protocol.wire import Dropped, JobReport, TrainConfig
+from art_server.jobs.job_row import COLUMNS, Job, read_job
+from art_server.store.model_folder import ModelFolder
+from art_watch.runs import Runs, read_record
+
+MAX_JOBS = 500
+"""Newest jobs of a model that are read: enough for what is in force and what was noted."""
+MAX_NOTES = 20
+TOKENS = "data/step_trainable_assistant_tokens"
+
+
+def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
+    """A run's base, times, tokens, configuration and notes."""
+    history, record = runs.history(folder), read_record(folder)
+    num_rows, first_at, last_at = history.span()
+    created_at = record.created_at if record is not None else 0.0
+    jobs = [job for job in read_jobs(runs.root, folder) if job.created_at >= created_at]
+    config = next((job.report.config for job in jobs if job.report.config), {})
+    if created_at:
+        first_at = datetime.fromtimestamp(created_at, UTC).isoformat()
+    return {
+        "base_model": record.base_model if record is not None else None,
+        "lora": record.lora.model_dump() if record is not None else None,
+        "started_at": first_at,
+        "last_at": last_at,
+        "num_rows": num_rows,
+        "trained_tokens": history.total(TOKENS),
+        "config": config,
+        "changed": changed_from_defaults(config),
+        "notes": notes(jobs),
+    }
+
+
+def read_jobs(root: Path, folder: ModelFolder) -> list[Job]:
+    """The newest jobs of a model, the newest first; none without the table of a server of this version."""
+    file = root / ".server" / "jobs.sqlite"
+    if not file.exists():
+        return []
+    # Without a write-ahead log nobody writes the table, and SQLite needs no files beside it.
+    mode = "mode=ro" if file.with_name(f"{file.name}-wal").exists() else "immutable=1"
+    query = f"SELECT {COLUMNS} FROM jobs WHERE project = ? AND name = ? ORDER BY number DESC LIMIT ?"
+    with contextlib.suppress(sqlite3.Error):
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?{mode}", uri=True)) as database:
+            database.row_factory = sqlite3.Row
+            return [read_job(row) for row in database.execute(query, (folder.project, folder.name, MAX_JOBS))]
+    return []
+
+
+def changed_from_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a configuration that differ from the defaults, which are those of its preset."""
+    preset = config.get("preset", "grpo")
+    with contextlib.suppress(ValueError):
+        defaults = TrainConfig(preset=preset).model_dump()
+        return {name: value for name, value in config.items() if name == "preset" or value != defaults.get(name)}
+    return config
+
+
+def notes(jobs: list[Job]) -> list[dict[str, Any]]:
+    """What the reports of these jobs say, what they left out and why they failed: each sentence once, with the first and
+    the last step that it is of. Sentences that differ in numbers only are one, the newest."""
+    found: dict[str, dict[str, Any]] = {}
+    for job in jobs:
+        for text, is_bad in _sentences(job):
+            kind = re.sub(r"\d+", "#", text)
+            note = found.setdefault(kind, {"text": text, "is_bad": is_bad, "count": 0, "first": None, "last": None})
+            note["count"] += 1
+            if job.target_step is not None:
+                note["first"] = job.target_step
+                note["last"] = job.target_step if note["last"] is None else note["last"]
+    return list(found.values())[:MAX_NOTES]
+
+
+def _sentences(job: Job) -> Iterator[tuple[str, bool]]:
+    """The sentences about one job, and whether it trained nothing because of it."""
+    report = job.report
+    if job.state == "failed" and job.last_error is not None:
+        yield f"The job failed: {job.last_error.message}", True
+    if job.state == "done" and not report.num_groups_trained:
+        yield f"The step trained nothing: {left_out(report)}", True
+    elif report.dropped:
+        yield f"Left out: {left_out(report)}", False
+    for note in report.notes:
+        yield note, False
+
+
+def left_out(report: JobReport) -> str:
+    """What a job did not train, with the reasons."""
+    return "; ".join(map(_part, report.dropped)) or "no group had a token with an advantage"
+
+
+def _part(dropped: Dropped) -> str:
+    plural = "trajectories" if dropped.unit == "trajectory" else f"{dropped.unit}s"
+    return f"{dropped.count} {dropped.unit if dropped.count == 1 else plural} ({dropped.reason})"

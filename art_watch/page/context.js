@@ -1,0 +1,42 @@
+// What a run is: base model, times, trained tokens, the configuration in force, and what its jobs noted.
+
+import { look, ofModel } from "./api.js";
+import { ago, duration, el, number, plural, refill, setting, short } from "./dom.js";
+
+const SHOWN_NOTES = 3;
+
+// A panel, and the function that reads it again.
+export function contextPanel(route) {
+  const node = el("div");
+  let hasAll = false; // whether older notes and the whole configuration are shown, which stays when the panel is new
+  const refresh = async () => show(await look(ofModel(route, "context")));
+  const show = (found) => {
+    const facts = [
+      ["Base model", found.base_model && [found.base_model, found.lora && el("span", { class: "muted" }, ` rank ${found.lora.rank}`)]],
+      ["Started", found.started_at && ago(found.started_at)],
+      ["Newest step", found.last_at && ago(found.last_at)],
+      ["Duration", found.started_at && found.last_at && duration((Date.parse(found.last_at) - Date.parse(found.started_at)) / 1000)],
+      ["Trained tokens", found.trained_tokens > 0 && number(found.trained_tokens)],
+      ["Configuration", Object.keys(found.changed).length > 0
+        && Object.entries(found.changed).map(([name, value], place) => [place > 0 && ", ", el("span", { class: "muted" }, `${name} `), setting(value)])],
+    ].filter(([, value]) => value);
+    const rest = found.notes.slice(SHOWN_NOTES), config = Object.entries(found.config);
+    refill(node, el("section", { class: "panel", "aria-label": "About this run" },
+      el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+      noteList(found.notes.slice(0, SHOWN_NOTES)),
+      (rest.length > 0 || config.length > 0) && el("details", { open: hasAll, ontoggle: (event) => { hasAll = event.target.open; } },
+        el("summary", {}, [rest.length && plural(rest.length, "older note"), config.length && "the whole configuration in force"].filter(Boolean).join(", ")),
+        noteList(rest),
+        el("dl", { class: "facts" }, config.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, setting(value))))))));
+  };
+  return { node, refresh };
+}
+
+function noteList(notes) {
+  return notes.length > 0 && el("ul", { class: "notes" }, notes.map((note) => el("li", { class: note.is_bad && "bad" }, el("b", {}, stepsOf(note)), " ", note.text)));
+}
+
+function stepsOf({ first, last, count }) {
+  if (last === null) return `${plural(count, "job")}:`;
+  return first === last ? `step ${short(last)}:` : `steps ${short(first)} to ${short(last)} (${plural(count, "job")}):`;
+}

@@ -1,0 +1,78 @@
+"""26 runs of all kinds in two projects, for pictures of the page: healthy, dead, broken, constant, long, short, without a
+server."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from art_protocol.wire import Dropped, ErrorDetail, JobReport, TrainConfig
+from art_server.store.model_folder import ModelFolder
+from tests.demo import log, make_demo, write_jobs
+
+STEPS, LONG = 30, 5000
+Row = dict[str, Any]
+
+
+def make_kinds(root: Path) -> None:
+    """Makes the runs. Their kind is in their name."""
+    healthy = make_demo(root, runs=14, steps=STEPS, rollouts=48, token_steps=2)
+    others = make_demo(root, runs=11, steps=STEPS, rollouts=16, token_steps=1, project="production")
+    kinds: list[tuple[str, Callable[[Row], Row]]] = [
+        ("dead", make_dead),
+        ("broken", make_broken),
+        ("constant", make_constant),
+    ]
+    for (name, change), folder in zip(kinds, others, strict=False):
+        rewrite(rename(folder, name), change)
+    lengthen(rename(others[3], "long"))
+    rename(others[4], "a-name-as-long-as-names-may-be-with-every-setting-of-the-sweep-lr-2e-5-seed-17")
+    dead, broken = (ModelFolder(root, "production", name) for name in ("dead", "broken"))
+    equal = Dropped(reason="all rewards in the group are equal: no signal", count=6, unit="group")
+    config = TrainConfig(learning_rate=1.0, passes=2)
+    report = JobReport(num_groups=6, dropped=[equal], config=config.model_dump())
+    write_jobs(root, [(dead, step) for step in range(1, STEPS + 1)], report=report.model_dump_json())
+    error = ErrorDetail(message="the gap is 1.3 on average; rounding explains at most 1: start the server with --exact")
+    failed = {"state": "failed", "last_error": error.model_dump_json(), "report": "{}"}
+    write_jobs(root, [(broken, STEPS + 1)], **failed)
+    log(ModelFolder(root, "production", "judge-without-a-server"), 0, {"val/reward": 0.5})
+    assert len(healthy) + len(others) + 1 == 26
+
+
+def rename(folder: ModelFolder, name: str) -> ModelFolder:
+    folder.path.rename(folder.path.with_name(name))
+    made = ModelFolder(folder.path.parents[2], folder.project, name)
+    made.create(made.read().model_copy(update={"name": name}), folder.path)
+    return made
+
+
+def rewrite(folder: ModelFolder, change: Callable[[Row], Row]) -> None:
+    rows = (change(json.loads(line)) for line in folder.history_file.read_text().splitlines())
+    folder.history_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_dead(row: Row) -> Row:
+    groups = row["data/step_num_groups_submitted"]
+    return row | {"train/reward": 0.0, "data/step_num_groups_dead": groups, "loss/entropy": 0.0}
+
+
+def make_broken(row: Row) -> Row:
+    """From step 12 to 17 nothing was measured; at step 20 the loss is no number, and the ratios are huge."""
+    if 12 <= row["step"] <= 17:
+        return {name: value for name, value in row.items() if "/" not in name}
+    if row["step"] >= 20:
+        return row | {"loss/entropy": float("nan"), "loss/importance_ratio_p99": 4e6, "loss/logprob_gap_max": 8e4}
+    return row
+
+
+def make_constant(row: Row) -> Row:
+    ratios = {name: 1 + 2e-6 for name in row if "ratio" in name}
+    return row | ratios | {"train/reward": 0.5, "throughput/avg_trainer_tok_per_s": 80_000.0, "loss/entropy": 0.25}
+
+
+def lengthen(folder: ModelFolder) -> None:
+    rows = [json.loads(line) for line in folder.history_file.read_text().splitlines()]
+    with folder.history_file.open("a") as history:
+        for step in range(STEPS + 1, LONG + 1):
+            row = rows[step % STEPS] | {"step": step, "training_step": step, "throughput/avg_trainer_tok_per_s": 80_000 + step}
+            history.write(json.dumps(row) + "\n")

@@ -1,0 +1,75 @@
+"""What a run is, against the files and the table of jobs."""
+
+import json
+from pathlib import Path
+
+from art_protocol.wire import Dropped, ErrorDetail, JobReport
+from art_server.jobs.queue import JobQueue
+from art_server.store.model_folder import ModelFolder
+from art_watch.context import context, read_jobs
+from art_watch.runs import Runs
+from tests.demo import log, make_demo, write_jobs
+
+EQUAL = Dropped(reason="all rewards in the group are equal: no signal", count=6, unit="group")
+
+
+def notes_of(root: Path, folder: ModelFolder) -> dict[str, dict[str, object]]:
+    return {each["text"]: each for each in context(Runs(root), folder)["notes"]}
+
+
+def test_a_run_has_its_base_its_times_its_tokens_and_its_configuration(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=4, rollouts=8)
+    rows = [json.loads(line) for line in folder.history_file.read_text().splitlines()]
+    found = context(Runs(tmp_path), folder)
+    assert (found["base_model"], found["lora"]["rank"]) == ("Qwen/Qwen3-8B", 16)
+    assert (found["started_at"], found["last_at"]) == (rows[0]["recorded_at"], rows[-1]["recorded_at"])
+    assert found["trained_tokens"] == sum(row["data/step_trainable_assistant_tokens"] for row in rows)
+    assert found["config"]["max_grad_norm"] == 1.0, "defaults included"
+    assert found["changed"] == {"preset": "grpo", "learning_rate": 2e-5}
+
+
+def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=4, rollouts=8)
+    report = JobReport(num_groups=6, dropped=[EQUAL])
+    dead = {"job_id": "x", "report": report.model_dump_json()}
+    write_jobs(tmp_path, [(folder, 5)], **dead)
+    error = ErrorDetail(message="the gap is 1.3 on average").model_dump_json()
+    write_jobs(tmp_path, [(folder, 6)], job_id="y", state="failed", target_step=None, last_error=error, report="{}")
+    found = notes_of(tmp_path, folder)
+    (left_out,) = [each for text, each in found.items() if text.startswith("Left out: 1 group ")]
+    assert (left_out["first"], left_out["last"], left_out["count"], left_out["is_bad"]) == (1, 4, 4, False)
+    (noted,) = [each for text, each in found.items() if "sampled twice" in text]
+    assert (noted["first"], noted["last"]) == (1, 1)
+    (nothing,) = [each for text, each in found.items() if "trained nothing: 6 groups (all rewards" in text]
+    assert nothing["is_bad"] and nothing["last"] == 5
+    (failed,) = [each for text, each in found.items() if "the gap is 1.3" in text]
+    assert failed["is_bad"] and failed["last"] is None
+
+
+def test_jobs_of_a_deleted_model_with_the_same_name_are_left_out(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=2, rollouts=8)
+    later = folder.read().model_copy(update={"created_at": 9e9})
+    folder.create(later, tmp_path / "engine.log")
+    found = context(Runs(tmp_path), folder)
+    assert found["config"] == {} and found["notes"] == []
+    assert found["started_at"].startswith("2255-")
+
+
+def test_jobs_are_read_while_a_server_writes_them_and_not_changed(tmp_path: Path) -> None:
+    (folder,) = make_demo(tmp_path, runs=1, steps=2, rollouts=8)
+    files = {each.name: each.read_bytes() for each in (tmp_path / ".server").iterdir()}
+    assert [job.target_step for job in read_jobs(tmp_path, folder)] == [2, 1]
+    assert {each.name: each.read_bytes() for each in (tmp_path / ".server").iterdir()} == files
+    queue = JobQueue(tmp_path / ".server" / "jobs.sqlite")
+    queue.forget_keys("demo", folder.name)
+    assert len(read_jobs(tmp_path, folder)) == 2
+    queue.close()
+
+
+def test_a_folder_without_a_table_of_jobs_has_the_rest(tmp_path: Path) -> None:
+    folder = ModelFolder(tmp_path, "demo", "judge")
+    log(folder, 0, {"val/reward": 1.0})
+    (tmp_path / ".server").mkdir()
+    (tmp_path / ".server" / "jobs.sqlite").write_bytes(b"no database")
+    found = context(Runs(tmp_path), folder)
+    assert (found["base_model"], found["num_rows"], found["trained_tokens"], found["notes"]) == (None, 1, 0, [])
