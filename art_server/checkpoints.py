@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from art_protocol.wire import (
+    About,
     CheckpointInfo,
     CheckpointList,
     DeleteCheckpointsReply,
@@ -190,24 +191,52 @@ class Checkpoints:
             Conflict: jobs wait or run, or requests sample from it; the model is unchanged.
         """
         async with self.changed(model.id):
-            model = self._registry.get(model.record.project, model.record.name)
-            await self._while_idle(model, lambda: None)
-            steps = model.folder.steps()
-            if any(self._gate.uses(model.adapter_name(step)) for step in steps):
-                raise Conflict(
-                    f"requests sample from model '{model.id}': repeat the request when they have ended",
-                    code="in_use",
-                    param="name",
-                )
-            model.is_leaving = True
-            try:
-                self._unload(model, steps)
-                self._engine.forget_prompts()
-                trash = await self._while_idle(model, lambda: self._move_to_trash(model))
-            finally:
-                model.is_leaving = False
+            trash = await self._leave(model, self._move_to_trash)
             await asyncio.to_thread(shutil.rmtree, trash)
         logger.info("%s was deleted", model.id)
+
+    async def rename(self, model: RegisteredModel, name: str) -> RegisteredModel:
+        """Gives a model another name in its project, with its steps, history, rollouts, jobs and records.
+
+        Raises:
+            NotFound: another request has deleted it.
+            Conflict: the name is taken, jobs wait or run, or requests sample from it; the model is unchanged.
+        """
+        async with self.changed(model.id):
+            if self._registry.find(model.record.project, name) is not None:
+                raise model_exists(f"{model.record.project}/{name}")
+            folder = self._registry.folder(model.record.project, name)
+            if folder.path.exists():
+                raise model_exists(folder.model_id)
+            renamed = await self._leave(model, lambda leaving: self._rename(leaving, folder))
+        logger.info("%s is %s now", model.id, renamed.id)
+        return renamed
+
+    async def set_about(self, model: RegisteredModel, about: About) -> About:
+        """Replaces the tags and notes of a model."""
+        async with self.changed(model.id):
+            model = self._registry.get(model.record.project, model.record.name)
+            await asyncio.to_thread(model.folder.write_about, about)
+        return about
+
+    async def _leave(self, model: RegisteredModel, change: Callable[[RegisteredModel], T]) -> T:
+        """Runs `change`, after which no model has this id, while nothing uses the model."""
+        model = self._registry.get(model.record.project, model.record.name)
+        await self._while_idle(model, lambda: None)
+        steps = model.folder.steps()
+        if any(self._gate.uses(model.adapter_name(step)) for step in steps):
+            raise Conflict(
+                f"requests sample from model '{model.id}': repeat the request when they have ended",
+                code="in_use",
+                param="name",
+            )
+        model.is_leaving = True
+        try:
+            self._unload(model, steps)
+            self._engine.forget_prompts()
+            return await self._while_idle(model, lambda: change(model))
+        finally:
+            model.is_leaving = False
 
     async def _while_idle(self, model: RegisteredModel, change: Callable[[], T]) -> T:
         """Runs `change` in a thread while the model has no jobs and cannot get any.
@@ -242,6 +271,16 @@ class Checkpoints:
         trash = model.folder.move_to_trash()
         self._registry.remove(model)
         return trash
+
+    def _rename(self, model: RegisteredModel, folder: ModelFolder) -> RegisteredModel:
+        project, before, name = model.record.project, model.record.name, folder.name
+        # Before the folder changes: a server that dies in between has only lost sight of jobs and of who sampled what.
+        self._ledger.rename(project, before, name)
+        self._queue.rename(project, before, name)
+        model.history.rename(folder.model_id)
+        model.folder.rename(name)
+        self._registry.remove(model)
+        return self._registry.add(folder, folder.read())
 
 
 @contextlib.contextmanager

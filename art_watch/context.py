@@ -43,6 +43,7 @@ def context(runs: Runs, folder: ModelFolder) -> dict[str, Any]:
         "config": config,
         "changed": changed_from_defaults(config),
         "notes": notes(jobs),
+        "about": folder.read_about().model_dump(),
     }
 
 
@@ -54,11 +55,12 @@ def read_jobs(root: Path, folder: ModelFolder) -> list[Job]:
     # Without a write-ahead log nobody writes the table, and SQLite needs no files beside it.
     mode = "mode=ro" if file.with_name(f"{file.name}-wal").exists() else "immutable=1"
     query = f"SELECT {COLUMNS} FROM jobs WHERE project = ? AND name = ? ORDER BY number DESC LIMIT ?"
-    with contextlib.suppress(sqlite3.Error):
+    try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?{mode}", uri=True)) as database:
             database.row_factory = sqlite3.Row
             return [read_job(row) for row in database.execute(query, (folder.project, folder.name, MAX_JOBS))]
-    return []
+    except sqlite3.Error:
+        return []
 
 
 def changed_from_defaults(config: dict[str, Any]) -> dict[str, Any]:

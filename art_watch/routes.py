@@ -144,9 +144,11 @@ async def live_state(live: Live, caller: Caller) -> dict[str, Any]:
 
 
 @router.get("/api/look/models/{project}/{name}/context")
-async def run_context(folder: TheFolder, runs: TheRuns) -> dict[str, Any]:
-    """What the run is: base, times, trained tokens, the configuration in force, notes of its jobs."""
-    return await asyncio.to_thread(context.context, runs, folder)
+async def run_context(folder: TheFolder, runs: TheRuns, live: MaybeLive) -> dict[str, Any]:
+    """What the run is: base, times, trained tokens, the configuration in force, notes of its jobs, and what people noted.
+    `can_change`: a server has the model, whose routes change it."""
+    found = await asyncio.to_thread(context.context, runs, folder)
+    return found | {"can_change": live is not None and folder.exists()}
 
 
 @router.get("/api/look/models/{project}/{name}/history")

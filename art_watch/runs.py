@@ -10,7 +10,7 @@ from typing import Any
 from art_server.errors import NotFound
 from art_server.store.files import file_mark, folder_size
 from art_server.store.history import HistoryTable, MetricHistory
-from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_folders
+from art_server.store.model_folder import ABOUT_FILE, ModelFolder, ModelRecord, list_model_folders
 from art_server.store.registry import check_name
 
 REWARDS = ("train/reward", "val/reward")
@@ -74,6 +74,7 @@ class Runs:
             "id": folder.model_id,
             "base_model": record.base_model if record is not None else None,
             "rank": record.lora.rank if record is not None else None,
+            "tags": folder.read_about().tags,
             "num_rows": num_rows,
             "reward": rewards[-1] if rewards else None,
             "val_reward": next(iter(history.newest(REWARDS[1], 1)), None),
@@ -121,7 +122,7 @@ class Runs:
 
     def marks(self, projects: frozenset[str] | None = None) -> dict[str, str]:
         """For each model a text that changes when its history, its steps, its rollouts or its description do."""
-        names = ("history.jsonl", "checkpoints", "trajectories", "model.json")
+        names = ("history.jsonl", "checkpoints", "trajectories", "model.json", ABOUT_FILE)
         return {each.model_id: "-".join(map(str, folder_mark(each, *names))) for each in self.folders(projects)}
 
 

@@ -74,5 +74,9 @@ def lengthen(folder: ModelFolder) -> None:
     rows = [json.loads(line) for line in folder.history_file.read_text().splitlines()]
     with folder.history_file.open("a") as history:
         for step in range(STEPS + 1, LONG + 1):
-            row = rows[step % STEPS] | {"step": step, "training_step": step, "throughput/avg_trainer_tok_per_s": 80_000 + step}
+            row = rows[step % STEPS] | {
+                "step": step,
+                "training_step": step,
+                "throughput/avg_trainer_tok_per_s": 80_000 + step,
+            }
             history.write(json.dumps(row) + "\n")

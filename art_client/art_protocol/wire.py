@@ -544,6 +544,19 @@ class ForkRequest(Body):
     """The source's step; None: the one that serves."""
 
 
+class RenameRequest(Body):
+    """Gives a model another name in its project. Programs that use the old name must be started with the new one."""
+
+    name: Name
+
+
+class About(Body):
+    """What people noted about a run, on its page."""
+
+    tags: list[Annotated[str, Field(min_length=1, max_length=40)]] = Field(default=[], max_length=20)
+    notes: str = Field(default="", max_length=20_000)
+
+
 class RollbackRequest(Body):
     step: int = Field(ge=0)
     """The kept step that becomes the newest."""

@@ -1,4 +1,4 @@
-"""The checkpoint routes: list, delete, fork, roll back, download, upload. `art_protocol.wire` defines the bodies."""
+"""The routes of a model and its checkpoints: list, delete, rename, note, fork, roll back, download, upload. `art_protocol.wire` defines the bodies."""
 
 import contextlib
 import os
@@ -11,11 +11,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from art_protocol.wire import (
+    About,
     CheckpointList,
     DeleteCheckpointsReply,
     DeleteCheckpointsRequest,
     ForkRequest,
     ModelInfo,
+    RenameRequest,
     RollbackRequest,
 )
 from art_server.api.bodies import SmallBodies, declared_size
@@ -58,6 +60,19 @@ class TarResponse(StreamingResponse):
 async def delete_model(model: PathModel, checkpoints: TheCheckpoints, registration: TheRegistration) -> ModelInfo:
     await checkpoints.delete_model(model)
     return registration.info(model)
+
+
+@router.post("/rename")
+async def rename(
+    model: PathModel, body: RenameRequest, checkpoints: TheCheckpoints, registration: TheRegistration
+) -> ModelInfo:
+    return registration.info(await checkpoints.rename(model, body.name))
+
+
+@router.put("/about")
+async def set_about(model: PathModel, body: About, checkpoints: TheCheckpoints) -> About:
+    """Replaces the tags and notes of a run."""
+    return await checkpoints.set_about(model, body)
 
 
 @router.post("/fork")

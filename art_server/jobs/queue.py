@@ -218,6 +218,11 @@ class JobQueue:
             *(project, name, after, after),
         )
 
+    def rename(self, project: str, name: str, to: str) -> None:
+        """Gives the jobs of a model its new name. Those of a deleted model of this name lose their keys."""
+        self.forget_keys(project, to)
+        self._rows("UPDATE jobs SET name = ? WHERE project = ? AND name = ?", to, project, name)
+
     def batch(self, job_id: str) -> bytes:
         """JSON of the job's `trainer_messages.Batch`."""
         return zlib.decompress(self.packed_batch(job_id))

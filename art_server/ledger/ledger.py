@@ -58,8 +58,8 @@ MAX_MATCHES = 4096
 NAMED_CALLS = 200_000
 """Tool calls whose choices are remembered, the latest ones: more than are answered at the same time."""
 
-FORGOTTEN_AT_A_TIME = 5000
-"""Records that `forget_steps` reads at a time."""
+CHANGED_AT_A_TIME = 5000
+"""Records that `_change` reads at a time."""
 
 PRUNED_AT_A_TIME = 500
 """Records that are deleted in one transaction; a thousand take some 50 ms, in which no prompt can be recorded."""
@@ -355,16 +355,22 @@ class Ledger:
         return [Match(**dict(row), load=functools.partial(self.find, row[0])) for row in rows]
 
     def forget_steps(self, project: str, name: str, after: int = -1) -> None:
-        """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again.
-        A few at a time, because requests wait meanwhile."""
+        """Forgets which step sampled the records of a model's steps later than `after`: their numbers will be used again."""
+        self._change("step = NULL", "project = ? AND name = ? AND step > ?", project, name, after)
+
+    def rename(self, project: str, name: str, to: str) -> None:
+        """Gives the records of a model its new name."""
+        self._change("name = ?", "project = ? AND name = ?", to, project, name)
+
+    def _change(self, change: str, where: str, *values: object) -> None:
+        """Changes records, a few at a time, because requests wait meanwhile."""
         with self._lock, database_errors("the records"):
             (last,) = self._storage.db.execute("SELECT COALESCE(MAX(number), 0) FROM records").fetchone()
-        for start in range(0, last + 1, FORGOTTEN_AT_A_TIME):
+        for start in range(0, last + 1, CHANGED_AT_A_TIME):
+            stop = start + CHANGED_AT_A_TIME
             with self._lock, database_errors("the records"):
                 self._storage.db.execute(
-                    "UPDATE records SET step = NULL WHERE number BETWEEN ? AND ?"
-                    " AND project = ? AND name = ? AND step > ?",
-                    (start, start + FORGOTTEN_AT_A_TIME - 1, project, name, after),
+                    f"UPDATE records SET {change} WHERE {where} AND number >= {start} AND number < {stop}", values
                 )
 
     # --- keeping within bounds ---

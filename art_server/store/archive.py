@@ -48,9 +48,7 @@ class Description(CheckpointRecord):
 
     def of_model(self, project: str, name: str) -> ModelRecord:
         made_at = clock.now()
-        return ModelRecord(
-            name=name, project=project, base_model=self.base_model, lora=self.lora, created_at=made_at
-        )
+        return ModelRecord(name=name, project=project, base_model=self.base_model, lora=self.lora, created_at=made_at)
 
     def record(self) -> CheckpointRecord:
         """The part that a model's own checkpoint.json holds. Omits `job_id`: the job may have run on another server."""

@@ -112,6 +112,11 @@ class HistoryTable:
         for table in TABLES:
             self._database.execute(f"DELETE FROM {table} WHERE model = ? AND step > ?", (model, after))
 
+    def rename(self, model: str, to: str) -> None:
+        """Gives the rows of a model another id. Within `changes`."""
+        for table in TABLES:
+            self._database.execute(f"UPDATE {table} SET model = ? WHERE model = ?", (to, model))
+
     def insert(self, model: str, rows: Iterable[dict[str, Any]]) -> None:
         """Adds rows as history.jsonl has them. Within `changes`."""
         for row in rows:
@@ -178,6 +183,12 @@ class MetricHistory:
     def delete(self) -> None:
         """Deletes all rows."""
         self.roll_back(-1)
+
+    def rename(self, model: str) -> None:
+        """Gives the rows to a model of another id, in place of its own."""
+        with self._table.changes(self._model, model):
+            self._table.delete(model)
+            self._table.rename(self._model, model)
 
     # --- what it has ---
 

@@ -1,6 +1,7 @@
 """The folder of one model, `PATH/PROJECT/models/NAME`: its description, checkpoints, history and trajectories.
 
 model.json               the registration
+about.json               tags and notes that people gave it on its page
 history.jsonl            a line for each train and log call, exported by `history.py`
 history.rolled-back.jsonl    the lines that rollbacks removed
 checkpoints/%04d/        a PEFT adapter, optimizer.safetensors (newest two steps and the best), checkpoint.json
@@ -23,7 +24,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from art_protocol.wire import LoRAConfig
+from art_protocol.wire import About, LoRAConfig
 from art_server.errors import Conflict, NotFound
 from art_server.process.shared import clock
 from art_server.process.shared.trainer_messages import Probe
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 OPTIMIZER_FILE, DESCRIPTION_FILE = "optimizer.safetensors", "checkpoint.json"
+ABOUT_FILE = "about.json"
 TOKENS_FILE = "tokens.safetensors"
 """The record of a step's tokens (`trainer/token_record.py`), in a checkpoint that is not yet finished."""
 CONTENT_FILES = (CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE)
@@ -113,7 +115,26 @@ class ModelFolder:
         files.write_json(self.path / "model.json", record.model_dump(mode="json"))
 
     def read(self) -> ModelRecord:
-        return ModelRecord.model_validate_json((self.path / "model.json").read_text())
+        """The registration. The folder's place has the names: a crash may have cut a change of name off."""
+        record = ModelRecord.model_validate_json((self.path / "model.json").read_text())
+        return record.model_copy(update={"project": self.project, "name": self.name})
+
+    def rename(self, name: str) -> "ModelFolder":
+        """Gives the folder another name in its project."""
+        renamed = ModelFolder(self.path.parents[2], self.project, name)
+        os.rename(self.path, renamed.path)
+        files.sync(renamed.path.parent)
+        files.write_json(renamed.path / "model.json", renamed.read().model_dump(mode="json"))
+        return renamed
+
+    def read_about(self) -> About:
+        """The tags and notes; none if there is no file, or no readable one."""
+        with contextlib.suppress(OSError, ValueError):
+            return About.model_validate_json((self.path / ABOUT_FILE).read_bytes())
+        return About()
+
+    def write_about(self, about: About) -> None:
+        files.write_json(self.path / ABOUT_FILE, about.model_dump())
 
     # --- checkpoints ---
 

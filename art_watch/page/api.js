@@ -16,9 +16,9 @@ export function setKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-async function request(path, options = {}) {
+async function request(path, { type, ...options } = {}) {
   const key = sessionStorage.getItem(KEY);
-  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  const headers = { ...(key && { authorization: `Bearer ${key}` }), ...(type && { "content-type": type }) };
   let response;
   try {
     response = await fetch(path, { ...options, headers });
@@ -43,6 +43,12 @@ export async function get(parts, parameters = [], options = {}) {
 export const look = (parts, parameters) => get(["look", ...parts], parameters);
 export const ofModel = (route, ...parts) => ["models", route.project, route.name, ...parts];
 export const cancelJob = (id) => get(["jobs", id], [], { method: "DELETE" });
+
+// Changes a model by one of its routes; `body` is sent as JSON.
+export function change(route, method, part, body) {
+  const content = body && { body: JSON.stringify(body), type: "application/json" };
+  return get(ofModel(route, ...(part ? [part] : [])), [], { method, ...content });
+}
 
 // Calls `online` with each part of a streamed answer that ends with `end`.
 async function readParts(response, end, onpart, onbytes = () => {}) {

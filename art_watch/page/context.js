@@ -1,5 +1,6 @@
 // What a run is: base model, times, trained tokens, the configuration in force, and what its jobs noted.
 
+import { aboutSection } from "./about.js";
 import { look, ofModel } from "./api.js";
 import { ago, duration, el, number, plural, refill, setting, short } from "./dom.js";
 
@@ -8,9 +9,24 @@ const SHOWN_NOTES = 3;
 // A panel, and the function that reads it again.
 export function contextPanel(route) {
   const node = el("div");
+  const note = el("div"); // tags and notes; a form that is open stays while the panel is renewed
+  let isEdited = false, noted = "";
+  const isOpen = (value = isEdited) => { isEdited = value; return value; };
   let hasAll = false; // whether older notes and the whole configuration are shown, which stays when the panel is new
   const refresh = async () => show(await look(ofModel(route, "context")));
+  const showAbout = (found) => {
+    const text = JSON.stringify([found.about, found.can_change, isEdited]);
+    if (text === noted || (isEdited && note.querySelector("form"))) return;
+    noted = text;
+    note.replaceChildren(aboutSection(route, found.about, found.can_change, isOpen, async () => {
+      noted = "";
+      note.replaceChildren();
+      await refresh();
+      note.querySelector("input, button")?.focus();
+    }));
+  };
   const show = (found) => {
+    showAbout(found);
     const facts = [
       ["Base model", found.base_model && [found.base_model, found.lora && el("span", { class: "muted" }, ` rank ${found.lora.rank}`)]],
       ["Started", found.started_at && ago(found.started_at)],
@@ -29,7 +45,7 @@ export function contextPanel(route) {
         noteList(rest),
         el("dl", { class: "facts" }, config.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, setting(value))))))));
   };
-  return { node, refresh };
+  return { node: el("div", {}, note, node), refresh };
 }
 
 function noteList(notes) {

@@ -18,7 +18,7 @@ export async function overview(route) {
     refill(live, ...(found.live ? [activityBar(found.live)] : []));
     const wanted = (settings.filter ?? "").toLowerCase().split(/\s+/);
     const models = found.models.filter((model) => {
-      const text = `${model.id} ${model.base_model}`.toLowerCase();
+      const text = `${model.id} ${model.base_model} ${model.tags.join(" ")}`.toLowerCase();
       return wanted.every((word) => text.includes(word));
     }).sort(orderBy(settings.sort ?? "last"));
     count.textContent = models.length === found.models.length ? plural(models.length, "run") : `${models.length} of ${plural(found.models.length, "run")}`;
@@ -36,7 +36,7 @@ export async function overview(route) {
     ? el("span", { class: "muted" }, "Choose two or more runs to compare them.")
     : link(["compare"], `Compare ${chosen.size} runs`, { class: "button" }, { runs: [...chosen].join(",") }));
   const filter = el("input", {
-    type: "search", id: "filter", value: settings.filter ?? "", placeholder: "project, name, base model",
+    type: "search", id: "filter", value: settings.filter ?? "", placeholder: "project, name, base model, tag",
     oninput: (event) => { keepSettings(route, { filter: event.target.value }); show(); },
   });
   const sorts = Object.entries(SORTS).map(([key, text]) => button(text, (event) => {
@@ -69,7 +69,8 @@ function modelRow(model, chosen, choose) {
     onchange: (event) => choose(model.id, event.target.checked),
   });
   return row(COLUMNS, [
-    el("a", { href: hashOf(["run", model.project, model.name]) }, el("span", { class: "muted" }, `${model.project}/`), model.name),
+    [el("a", { href: hashOf(["run", model.project, model.name]) }, el("span", { class: "muted" }, `${model.project}/`), model.name),
+      model.tags.map((tag) => el("span", { class: "badge" }, tag))],
     number(model.step),
     el("span", { class: "reward" }, rewards, number(model.reward)),
     number(model.val_reward),

@@ -54,8 +54,8 @@ def serve() -> Iterator[Any]:
     """Serves applications until the test ends."""
     running: list[Served] = []
 
-    def start(app: FastAPI, port: int = 0) -> Served:
-        running.append(Served(app, port))
+    def start(app: FastAPI, port: int = 0, lifespan: str = "on") -> Served:
+        running.append(Served(app, port, lifespan))
         return running[-1]
 
     yield start

@@ -19,6 +19,7 @@ from tests.demo import HOSTILE_METRIC, log, rows_by_step
 from tests.demo_server import make_live
 from tests.engine.browser.charts import captions
 from tests.engine.browser.conftest import NUM_STEPS
+from tests.quick.checkpoints.house import House
 
 RUN = "#/run/demo/webnav-8b"
 ROLLOUT = f"{RUN}/rollout/train/1/0/1"
@@ -86,6 +87,40 @@ def test_a_run_says_what_it_is_and_what_its_jobs_noted(page: Any, serve: Any, ro
     assert "max_grad_norm" in about.inner_text(), "it stays open"
 
 
+def test_a_run_is_tagged_noted_renamed_and_deleted(page: Any, serve: Any, root: Path) -> None:
+    here = House(root)
+    url = serve(here.app, lifespan="off").url
+    page.goto(f"{url}/{RUN}")
+    page.get_by_role("button", name="Tags, notes, name").click()
+    page.get_by_label("Tags").fill("best, <i>rate</i>")
+    page.get_by_label("Notes").fill("first\nsecond")
+    page.get_by_role("button", name="Save").click()
+    page.wait_for_selector(".about .badge:text-is('best')")
+    about = folder_of(root).read_about()
+    assert (about.tags, about.notes) == (["best", "<i>rate</i>"], "first\nsecond")
+    page.get_by_role("button", name="Tags, notes, name").click()
+    page.get_by_label("Name").fill("sql-repair")
+    page.get_by_role("button", name="Rename").click()
+    page.wait_for_selector("text=model 'demo/sql-repair' exists already")
+    page.get_by_label("Name").fill("renamed")
+    page.get_by_role("button", name="Rename").click()
+    page.wait_for_selector("h1:has-text('demo/renamed')")
+    assert here.registry.get("demo", "renamed").step == NUM_STEPS
+    page.get_by_role("link", name="Runs").first.click()
+    page.get_by_label("Filter").fill("<i>rate")
+    page.wait_for_selector("[data-run='demo/renamed'] .badge:text-is('best')")
+    page.get_by_role("link", name="demo/renamed").click()
+    page.get_by_role("button", name="Tags, notes, name").click()
+    page.get_by_role("button", name="Delete this run").click()
+    page.get_by_role("button", name="No", exact=True).click()
+    page.get_by_role("button", name="Delete this run").click()
+    assert here.registry.find("demo", "renamed") is not None
+    page.get_by_role("button", name="Yes, delete it").click()
+    page.wait_for_selector("h1:text-is('Runs')")
+    assert here.registry.find("demo", "renamed") is None
+    here.server.close()
+
+
 AXES = """async () => {
     const { rangeOf, ticks, labelOf, withGaps, segments, smoothed } = await import("/page/axes.js");
     return {
@@ -143,7 +178,9 @@ def test_charts_are_smoothed_zoomed_and_saved(page: Any, serve: Any, root: Path)
         page.get_by_role("button", name="Save the numbers of Reward as CSV").click()
     lines = Path(saved.value.path()).read_text().splitlines()
     assert saved.value.suggested_filename == "Reward.csv" and lines[0] == '"step","train","validation"'
-    assert [line.split(",")[:2] for line in lines[1:]] == [[str(s), str(row["train/reward"])] for s, row in rows.items()]
+    assert [line.split(",")[:2] for line in lines[1:]] == [
+        [str(s), str(row["train/reward"])] for s, row in rows.items()
+    ]
     assert lines[1].endswith(","), "missing is empty and not 0"
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save the chart Reward as PNG").click()

@@ -420,6 +420,72 @@ async def test_an_interrupted_rollback_is_finished_by_a_repetition(tmp_path: Pat
 # --- deleting a model ---------------------------------------------------------------------------------------------
 
 
+async def test_a_renamed_model_has_its_steps_history_jobs_and_records(tmp_path: Path, tiny_adapter: Path) -> None:
+    add_model(tmp_path, tiny_adapter, steps=3)
+    async with house(tmp_path) as here:
+        job = here.add_job(key="k")
+        assert (await post(here, "rename", {"name": "b"})).json()["error"]["code"] == "jobs_pending"
+        here.queue.set_cancelled(job, is_running=False)
+        here.engine.holds("p/a@2")
+        reply = await post(here, "rename", {"name": "b"})
+        assert (reply.status_code, reply.json()["inference_name"]) == (200, "p/b")
+        assert here.engine.asked == ["unload p/a@2", "forget"]
+        model = here.registry.get("p", "b")
+        assert (model.step, model.record.name, model.folder.steps()) == (2, "b", [0, 1, 2])
+        assert model.history.means("train/reward") == {2: 0.2, 1: 0.1}
+        assert here.queue.get(job).name == "b" and here.queue.has_key("p", "b", "k")
+        assert (await post(here, "rename", {"name": "c"})).status_code == 404
+    again = Registry(tmp_path)
+    assert [each.id for each in again.all()] == ["p/b"]
+    assert again.get("p", "b").history.means("train/reward") == {2: 0.2, 1: 0.1}
+    again.history.close()
+
+
+async def test_a_name_that_is_taken_or_wrong_renames_nothing(tmp_path: Path, tiny_adapter: Path) -> None:
+    add_model(tmp_path, tiny_adapter)
+    add_model(tmp_path, tiny_adapter, name="other")
+    async with house(tmp_path, api_keys=(ApiKey(key="k", projects=frozenset({"q"})), ApiKey(key="all"))) as here:
+        for key, name, status in (
+            ("k", "b", 403),
+            ("all", "other", 409),
+            ("all", "a", 409),
+            ("all", "A", 409),
+            ("all", "..", 422),
+        ):
+            async with here.client(headers={"authorization": f"Bearer {key}"}) as http:
+                reply = await http.post(f"{MODEL}/rename", json={"name": name})
+            assert reply.status_code == status, (name, reply.text)
+        assert {each.id for each in here.registry.all()} == {"p/a", "p/other"}
+
+
+async def test_a_server_that_died_while_it_renamed_a_model_has_one_of_the_names(
+    tmp_path: Path, tiny_adapter: Path
+) -> None:
+    folder = add_model(tmp_path, tiny_adapter, steps=2)
+    folder.path.rename(folder.path.with_name("b"))  # model.json and the tables have the old name
+    registry = Registry(tmp_path)
+    (model,) = registry.all()
+    assert (model.id, model.record.name, model.history.means("train/reward")) == ("p/b", "b", {1: 0.1})
+    registry.history.close()
+
+
+async def test_tags_and_notes_are_replaced_and_stay_with_the_model(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = add_model(tmp_path, tiny_adapter)
+    (folder.path / "about.json").write_text("cut sho")
+    runs = Runs(tmp_path)
+    before = runs.marks()
+    async with house(tmp_path) as here, here.client() as http:
+        assert runs.summary(folder)["tags"] == [], "what cannot be read is nothing"
+        about = {"tags": ["best", "rate 1e-5"], "notes": "<b>first</b>\nsecond"}
+        assert (await http.put(f"{MODEL}/about", json=about)).json() == about
+        assert runs.summary(folder)["tags"] == about["tags"] and runs.marks() != before
+        for bad in ({"tags": [""]}, {"tags": ["x" * 41]}, {"notes": "x" * 20_001}, {"other": 1}):
+            assert (await http.put(f"{MODEL}/about", json=bad)).status_code == 422, bad
+        await post(here, "rename", {"name": "b"})
+        assert here.registry.get("p", "b").folder.read_about().model_dump() == about
+        assert (await http.put(f"{MODEL}/about", json=about)).status_code == 404
+
+
 async def test_a_deleted_model_is_gone(tmp_path: Path, tiny_adapter: Path) -> None:
     folder = add_model(tmp_path, tiny_adapter, steps=2)
     add_model(tmp_path, tiny_adapter, name="b")
