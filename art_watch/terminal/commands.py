@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHOWN = ("status", "runs", "show", "plot", "jobs")
+SHOWN = ("status", "runs", "show", "plot", "tail", "jobs")
 """The commands that `run.py` implements."""
 FROM_WHERE = "without --url: the folder of a server (%(default)s), or the server that runs in it"
 MODEL = "[PROJECT/]NAME"
@@ -23,6 +23,8 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     runs.add_argument("--sort", choices=("name", "reward", "time"), default="name")
     _add_show(commands.add_parser("show", help="the rollouts of a step, as people read them"))
     _add_plot(commands.add_parser("plot", help="metrics by step, in the terminal or as a file"))
+    tail = commands.add_parser("tail", help="the last ten events, then each step and each change of a job")
+    tail.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL}; default: all")
     jobs = commands.add_parser("jobs", help="the queue of a running server")
     jobs.add_argument("--all", action="store_true", help="also the newest jobs that have ended")
     jobs.add_argument("--cancel", metavar="JOB", help="cancel this job; the first digits are enough")

@@ -154,7 +154,22 @@ def plot(source: Source, flags: argparse.Namespace) -> None:
             print(f"{flags.out} is written", file=sys.stderr)
 
 
-COMMANDS = {"status": status, "runs": runs, "show": show, "plot": plot, "jobs": jobs}
+def tail(source: Source, flags: argparse.Namespace) -> None:
+    from art_watch.terminal.tail import Tail, with_days
+
+    events = Tail(source, find_model(source, flags.model)[0]["id"] if flags.model else None).events()
+    if flags.json:
+        for event in events:
+            print_json(event)
+        return
+    from art_watch.terminal import tables
+
+    console = make_console()
+    for day, at, event in with_days(events):
+        tables.print_event(console, day, at, event)
+
+
+COMMANDS = {"status": status, "runs": runs, "show": show, "plot": plot, "tail": tail, "jobs": jobs}
 
 
 def make_console(plain_width: int = PLAIN_WIDTH) -> "Console":

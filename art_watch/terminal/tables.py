@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from art_watch.terminal.sources import Row
+from art_watch.terminal.tail import METRICS
 from art_watch.terminal.text import NOTHING, age, number, size, small_bars, visible
 
 NUMBERS = {"step", "reward", "val", "best", "age", "#", "turns", "tokens"}
@@ -152,6 +153,19 @@ def _print_shares(console: Console, shares: dict[str, float]) -> None:
             legend.append(f"{visible(name)} {share:.0%}  ", style)
     say(console, bar)
     say(console, legend)
+
+
+def print_event(console: Console, day: str | None, at: datetime | None, event: Row) -> None:
+    """An event of `Tail` in one line, below its date where the day changes."""
+    if day is not None:
+        say(console, plain(day, "bold"))
+    head = ["--:--:--" if at is None else f"{at:%H:%M:%S}", event["model"]]
+    step = [] if event["step"] is None else [f"step {event['step']}"]
+    if event["event"] == "job":
+        words = [*head, "job", event["job_id"][:8], event["state"], *step, job_progress(event)]
+        return say(console, plain(" ".join(words).rstrip(), STATES.get(event["state"], "bright_black")))
+    numbers = [f"{METRICS[name]} {value:.3g}" for name, value in event["metrics"].items() if name in METRICS]
+    say(console, plain("  ".join([" ".join([*head, *step]), *numbers])))
 
 
 def seconds_since(recorded_at: str | None) -> float | None:
