@@ -125,8 +125,8 @@ export class Chart {
     this.legend = el("ul", { class: "legend" });
     this.node = el("figure", { class: "panel chart" },
       el("figcaption", {}, el("h3", {}, options.title, el("span", { class: "group" }, options.extra,
-        button("PNG", () => this.savePicture(), { class: "small plain", "aria-label": `Save the chart ${options.title} as PNG` }),
-        button("CSV", () => this.saveTable(), { class: "small plain", "aria-label": `Save the numbers of ${options.title} as CSV` }))), this.legend),
+        button("PNG", () => this.savePicture(), { class: "small plain", "aria-label": `PNG of ${options.title}` }),
+        button("CSV", () => this.saveTable(), { class: "small plain", "aria-label": `CSV of ${options.title}` }))), this.legend),
       this.plot, el("p", { class: "note" }, options.note ?? ""));
   }
 

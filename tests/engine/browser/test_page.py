@@ -92,18 +92,18 @@ def test_a_run_is_tagged_noted_renamed_and_deleted(page: Any, serve: Any, root: 
     url = serve(here.app, lifespan="off").url
     page.goto(f"{url}/{RUN}")
     page.get_by_role("button", name="Tags, notes, name").click()
-    page.get_by_label("Tags").fill("best, <i>rate</i>")
-    page.get_by_label("Notes").fill("first\nsecond")
-    page.get_by_role("button", name="Save").click()
+    page.locator("#tags").fill("best, <i>rate</i>")
+    page.locator("#notes").fill("first\nsecond")
+    page.get_by_role("button", name="Save", exact=True).click()
     page.wait_for_selector(".about .badge:text-is('best')")
     about = folder_of(root).read_about()
     assert (about.tags, about.notes) == (["best", "<i>rate</i>"], "first\nsecond")
     page.get_by_role("button", name="Tags, notes, name").click()
-    page.get_by_label("Name").fill("sql-repair")
-    page.get_by_role("button", name="Rename").click()
+    page.locator("#new-name").fill("sql-repair")
+    page.get_by_role("button", name="Rename", exact=True).click()
     page.wait_for_selector("text=model 'demo/sql-repair' exists already")
-    page.get_by_label("Name").fill("renamed")
-    page.get_by_role("button", name="Rename").click()
+    page.locator("#new-name").fill("renamed")
+    page.get_by_role("button", name="Rename", exact=True).click()
     page.wait_for_selector("h1:has-text('demo/renamed')")
     assert here.registry.get("demo", "renamed").step == NUM_STEPS
     page.get_by_role("link", name="Runs").first.click()
@@ -175,7 +175,7 @@ def test_charts_are_smoothed_zoomed_and_saved(page: Any, serve: Any, root: Path)
     page.get_by_role("button", name="Show the whole axis").click()
     page.wait_for_function("() => document.querySelector('.plot').layout.xaxis.range[0] === 1")
     with page.expect_download() as saved:
-        page.get_by_role("button", name="Save the numbers of Reward as CSV").click()
+        page.get_by_role("button", name="CSV of Reward").click()
     lines = Path(saved.value.path()).read_text().splitlines()
     assert saved.value.suggested_filename == "Reward.csv" and lines[0] == '"step","train","validation"'
     assert [line.split(",")[:2] for line in lines[1:]] == [
@@ -183,7 +183,7 @@ def test_charts_are_smoothed_zoomed_and_saved(page: Any, serve: Any, root: Path)
     ]
     assert lines[1].endswith(","), "missing is empty and not 0"
     with page.expect_download() as saved:
-        page.get_by_role("button", name="Save the chart Reward as PNG").click()
+        page.get_by_role("button", name="PNG of Reward").click()
     assert Path(saved.value.path()).read_bytes().startswith(b"\x89PNG")
 
 
