@@ -27,7 +27,9 @@ JOB_FIELDS = ("job_id", "state", "step", "phase", "completed", "total", "waits_f
 class Tail:
     """The events of a source, of one model or of all. Holds what it has seen."""
 
-    def __init__(self, source: Source, model: str | None, wait: Callable[[], None] = lambda: time.sleep(LOOK_SECONDS)):
+    def __init__(
+        self, source: Source, model: str | None, wait: Callable[[], object] = lambda: time.sleep(LOOK_SECONDS)
+    ):
         self._source, self._only, self._wait = source, model, wait
         self._summaries: dict[str, Row] = {}
         self._steps: dict[str, dict[Any, Row]] = {}
