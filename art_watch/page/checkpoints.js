@@ -4,7 +4,7 @@ import { look, ofModel } from "./api.js";
 import { ago, button, bytes, el, empty, number, refill, row, table } from "./dom.js";
 import { runHead, runPage } from "./run.js";
 
-const COLUMNS = [["Step", true], ["Made"], ["Size", true], ["Reward", true], ["Validation", true], ["Name for inference"], ["Export"]];
+const COLUMNS = [["Step"], ["Made"], ["Size", true], ["Reward", true], ["Validation", true], ["Name for inference"], ["Export"]];
 
 // Text to copy. Browsers copy only on https and on this machine; elsewhere the text is selected.
 function copyable(text) {
