@@ -33,11 +33,23 @@ export function rangeOf(values, kind, isLog) {
   return { isLog: false, range, ticks: ticks(...range, NUM_TICKS, isWhole) };
 }
 
+// Powers of ten; over less than two of them also their double and fivefold.
 function decades(low, high) {
+  const near = high / low < 100 && high > 1.5 * low ? oneTwoFive(low, high) : [];
+  if (near.length > 1) {
+    const room = ROOM * Math.log10(high / low);
+    return { range: [Math.log10(low) - room, Math.log10(high) + room], ticks: { values: near, labels: near.map((value) => labelOf(value, value, value)) } };
+  }
   const first = Math.floor(Math.log10(low) + 1e-9), last = Math.max(first + 1, Math.ceil(Math.log10(high) - 1e-9));
   const step = Math.ceil((last - first) / MOST_DECADES), values = [];
   for (let power = first; power <= last; power += step) values.push(Number(`1e${power}`));
   return { range: [first, last], ticks: { values, labels: values.map((value) => labelOf(value, value, value)) } };
+}
+
+function oneTwoFive(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) found.push(...[1, 2, 5].map((each) => Number(`${each}e${power}`)));
+  return found.filter((value) => value >= low && value <= high);
 }
 
 // Round numbers between two others, about `count` of them, and their labels.

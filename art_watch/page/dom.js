@@ -55,7 +55,7 @@ export function short(value) {
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value), beside = value - 1;
   if (Math.abs(beside) < 5e-4) return `1 ${beside < 0 ? "−" : "+"} ${Math.abs(beside).toExponential(0)}`;
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(3)).toExponential();
   return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 

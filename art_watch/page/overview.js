@@ -69,7 +69,7 @@ function modelRow(model, chosen, choose) {
     onchange: (event) => choose(model.id, event.target.checked),
   });
   return row(COLUMNS, [
-    [el("a", { href: hashOf(["run", model.project, model.name]) }, el("span", { class: "muted" }, `${model.project}/`), model.name),
+    [el("a", { href: hashOf(["run", model.project, model.name]) }, el("span", { class: "muted" }, `${model.project}/`), el("wbr"), model.name),
       model.tags.map((tag) => el("span", { class: "badge" }, tag))],
     number(model.step),
     el("span", { class: "reward" }, rewards, number(model.reward)),
