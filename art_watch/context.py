@@ -96,6 +96,9 @@ def _sentences(job: Job) -> Iterator[tuple[str, bool]]:
         yield f"The step trained nothing: {left_out(report)}", True
     elif report.dropped:
         yield f"Left out: {left_out(report)}", False
+    for each in report.differences:
+        seen = f"{each.whose} has {each.found!r} where {each.expected!r} was before"
+        yield f"A turn begins a new sequence in {each.count} rollouts: {seen} ({each.example})", False
     for note in report.notes:
         yield note, False
 

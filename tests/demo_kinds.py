@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from art_protocol.wire import Dropped, ErrorDetail, JobReport, TrainConfig
+from art_server.jobs.advice import ADVICE
 from art_server.store.model_folder import ModelFolder
 from tests.demo import log, make_demo, write_jobs
 
@@ -30,7 +31,8 @@ def make_kinds(root: Path) -> None:
     dead, broken = (ModelFolder(root, "production", name) for name in ("dead", "broken"))
     equal = Dropped(reason="all rewards in the group are equal: no signal", count=6, unit="group")
     config = TrainConfig(learning_rate=1.0, passes=2)
-    report = JobReport(num_groups=6, dropped=[equal], config=config.model_dump())
+    note = f"6 of 6 groups: {ADVICE['equal']}"
+    report = JobReport(num_groups=6, dropped=[equal], config=config.model_dump(), notes=[note])
     write_jobs(root, [(dead, step) for step in range(1, STEPS + 1)], report=report.model_dump_json())
     error = ErrorDetail(message="the gap is 1.3 on average; rounding explains at most 1: start the server with --exact")
     failed = {"state": "failed", "last_error": error.model_dump_json(), "report": "{}"}

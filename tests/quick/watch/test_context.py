@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from art_protocol.wire import Dropped, ErrorDetail, JobReport
+from art_protocol.wire import Difference, Dropped, ErrorDetail, JobReport
 from art_server.jobs.queue import JobQueue
 from art_server.store.model_folder import ModelFolder
 from art_watch.context import context, read_jobs
@@ -30,7 +30,8 @@ def test_a_run_has_its_base_its_times_its_tokens_and_its_configuration(tmp_path:
 
 def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> None:
     (folder,) = make_demo(tmp_path, runs=1, steps=4, rollouts=8)
-    report = JobReport(num_groups=6, dropped=[EQUAL])
+    stop = Difference(whose="the policy's answer", expected="</code>", found="</code>?", count=3, example="groups[0]")
+    report = JobReport(num_groups=6, dropped=[EQUAL], differences=[stop])
     dead = {"job_id": "x", "report": report.model_dump_json()}
     write_jobs(tmp_path, [(folder, 5)], **dead)
     error = ErrorDetail(message="the gap is 1.3 on average").model_dump_json()
@@ -42,6 +43,7 @@ def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> 
     assert (noted["first"], noted["last"]) == (1, 1)
     (nothing,) = [each for text, each in found.items() if "trained nothing: 6 groups (all rewards" in text]
     assert nothing["is_bad"] and nothing["last"] == 5
+    assert any("begins a new sequence in 3 rollouts" in text and "</code>?" in text for text in found)
     (failed,) = [each for text, each in found.items() if "the gap is 1.3" in text]
     assert failed["is_bad"] and failed["last"] is None
 
