@@ -149,7 +149,12 @@ class BaseLoader:
             if loaded is not None and loaded.name == name:
                 return loaded
             with self._progress.unless_refused():
-                base = await self._find_files(name)
+                try:
+                    base = await self._find_files(name)
+                except InvalidInput as error:
+                    if loaded is not None:
+                        error.message += f" This server has '{loaded.name}' loaded."
+                    raise
                 if loaded is not None and loaded.path.resolve() == base.path.resolve():
                     return loaded
                 plan = await asyncio.to_thread(self._plan, base, requested or {})

@@ -108,10 +108,14 @@ class Registration:
         folder.create(record, self._engine.log_path)
 
     def _other_base(self, model: RegisteredModel) -> Conflict:
-        loaded = f"'{self._engine.base.name}'" if self._engine.base is not None else "none"
+        loaded, own = self._engine.base, f"base_model='{model.record.base_model}'"
+        remedy = f"register it with {own}, or another model name"
+        if loaded is not None:
+            remedy = (
+                f"this server has '{loaded.name}' loaded. Use {own} on a separate server, or another model name here"
+            )
         return Conflict(
-            f"model '{model.id}' adapts base model '{model.record.base_model}'; this server has {loaded} loaded: use "
-            f"base_model='{model.record.base_model}' on a separate server, or another model name",
+            f"model '{model.id}' adapts base model '{model.record.base_model}': {remedy}",
             code="base_model_differs",
             param="base_model",
         )

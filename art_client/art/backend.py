@@ -26,7 +26,7 @@ from art.model import Model, TrainableModel, clean_key
 from art.notices import Notices, interrupted, show_event
 from art.reporting import OnStep, Reporting
 from art.scopes import add_server
-from art.trajectories import Trajectory, TrajectoryGroup
+from art.trajectories import Trajectory, TrajectoryGroup, group_list
 from art.types import TrainResult
 from art_protocol.wire import (
     DIGEST_HEADER,
@@ -85,6 +85,8 @@ class Backend:
         self._models: list[Model] = []
         self._steps: dict[str, int] = {}
         """The newest known step of each trainable model, by its inference name."""
+        self._accepted: dict[str, int] = {}
+        """The step that an accepted job will make, by its model's inference name."""
         self._notices = Notices()
         self._reporting = Reporting(trackers, on_step, self._log_dir)
 
@@ -107,7 +109,7 @@ class Backend:
 
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is asyncio.CancelledError and self._steps:  # as with Ctrl-C
-            interrupted(self._place, self._steps)
+            interrupted(self._place, self._steps, self._accepted)
         await self.close()
 
     @property
@@ -158,7 +160,7 @@ class Backend:
         expected_step: int | None = None,
     ) -> TrainResult:
         """Trains one step; see `TrainableModel.train`."""
-        groups, config = list(groups), config or TrainConfig()
+        groups, config = group_list(groups, "train"), config or TrainConfig()
         with tracing.training(self._model_inference_name(model)) as link:
             build = functools.partial(build_train_request, groups, config, expected_step)
             key = idempotency_key or link or uuid.uuid4().hex
@@ -169,10 +171,15 @@ class Backend:
     async def _train(self, model: TrainableModel, build: Callable[..., bytes], key: str, verbose: bool) -> TrainResult:
         """Trains what `build` makes a body of, given the ids of the choices that the body contains whole."""
         report = JobReport()
+        name = self._model_inference_name(model)
 
         def take(event: JobEvent) -> None:
             nonlocal report
             report = event.report or report
+            if event.event == "accepted":
+                self._accepted[name] = self._steps.get(name, 0) + 1
+            elif event.event in ("done", "error"):
+                self._accepted.pop(name, None)
             show_event(bar, event)
 
         # disable=None: shown on a terminal. A notebook's stderr is none.
@@ -197,7 +204,7 @@ class Backend:
         if event.step is None:
             raise ArtError(f"art-server ended job {event.job_id} without reporting its step")
         self._notices.job(report)
-        self._steps[self._model_inference_name(model)] = event.step
+        self._steps[name] = event.step
         logger.info("%s trained to step %d", model.get_inference_name(), event.step)
         return TrainResult(event.step, event.metrics, report)
 

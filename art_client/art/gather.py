@@ -60,6 +60,9 @@ async def gather_trajectory_groups(
     """
     if min_informative is not None and min_informative < 1:
         raise ValueError(f"min_informative must be at least 1, not {min_informative}")
+    if isinstance(groups, TrajectoryGroup):
+        groups.close()
+        raise TypeError("gather_trajectory_groups takes a list of groups, not one TrajectoryGroup: pass [group]")
     rollouts = RolloutPool(
         desc=pbar_desc,
         max_concurrent=max_concurrent_rollouts,

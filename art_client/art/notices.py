@@ -66,10 +66,14 @@ def _part(dropped: Dropped) -> str:
     return f"{things}, because {dropped.reason}"
 
 
-def interrupted(where: str, steps: dict[str, int]) -> None:
-    """Prepares for Ctrl-C: a KeyboardInterrupt that ends the program then prints what is saved, not a traceback."""
+def interrupted(where: str, steps: dict[str, int], accepted: dict[str, int]) -> None:
+    """Prepares for Ctrl-C: a KeyboardInterrupt that ends the program then prints what is saved, not a traceback. `accepted`:
+    the steps that jobs still make."""
     saved = ", ".join(f"{name} at step {step}" for name, step in sorted(steps.items()))
+    coming = ", ".join(f"step {step} of {name}" for name, step in sorted(accepted.items()))
     line = f"art: stopped. {where} has {saved}. The next run continues from there."
+    if coming:
+        line += f" A job is accepted and will make {coming}, also without this program."
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -6,6 +6,7 @@ trained). Choices keep all extra fields from the server, such as token ids, when
 
 import copy
 import traceback
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -76,6 +77,12 @@ class History(Strict, Displayed, WithNumbers):
     @field_validator("messages_and_choices")
     @classmethod
     def _parse_entries(cls, entries: list[Any]) -> list[Any]:
+        for index, entry in enumerate(entries):
+            if isinstance(entry, str):
+                raise ValueError(
+                    f"entry {index} is a string: a message is a dictionary such as {{'role': 'user', 'content': {entry[:20]!r}}}, "
+                    "and an answer is completion.choices[0]"
+                )
         return [_parse_entry(entry) for entry in entries]
 
     @field_serializer("messages_and_choices")
@@ -173,6 +180,7 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
         **unknown: Any,
     ) -> None:
         entries = list(trajectories)  # once: a generator is empty the second time
+        _refuse_copies(entries)
         raised = [entry for entry in entries if isinstance(entry, BaseException)]
         entries = [entry for entry in entries if not isinstance(entry, BaseException)]
         fields: dict[str, Any] = {
@@ -251,6 +259,41 @@ class TrajectoryGroup(Strict, Displayed, WithNumbers):
     def _dump_whole(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         _ = self.trajectories  # raises if the group was not awaited: it would be dumped without trajectories
         return handler(self)
+
+
+def group_list(groups: object, call: str) -> list[Any]:
+    """The groups that a program gives to a call.
+
+    Raises:
+        TypeError: they are a coroutine, or something else than a list of groups; the message has the remedy.
+    """
+    if isinstance(groups, Awaitable) and not isinstance(groups, TrajectoryGroup):
+        close_unstarted([groups])
+        raise TypeError(
+            f"{call} got {type(groups).__name__}, which nobody awaited: write `await` before what makes the groups"
+        )
+    if isinstance(groups, TrajectoryGroup):
+        groups.close()
+        raise TypeError(f"{call} takes a list of groups, not one TrajectoryGroup: pass [group]")
+    found = list(cast(Iterable[Any], groups))
+    for index, each in enumerate(found):
+        if isinstance(each, Trajectory):
+            raise TypeError(
+                f"{call} takes groups, and groups[{index}] is a Trajectory: pass [art.TrajectoryGroup(trajectories)]"
+            )
+    return found
+
+
+def _refuse_copies(entries: list[Any]) -> None:
+    """Refuses `[trajectory] * 8`, and one coroutine several times."""
+    numbers = Counter(id(each) for each in entries if not isinstance(each, BaseException))
+    most = max(numbers.values(), default=1)
+    if most > 1:
+        close_unstarted(each for each in entries if isinstance(each, Awaitable))
+        raise ValueError(
+            f"a group got the same object {most} times, and nothing tells copies apart: run the rollout once for each, "
+            "`art.TrajectoryGroup(rollout(...) for _ in range(8))`"
+        )
 
 
 async def _run_one(rollouts: RolloutPool, entry: Trajectory | Awaitable[object]) -> Trajectory | Exception:

@@ -118,6 +118,17 @@ def _parameter(location: Sequence[int | str]) -> str:
     return f"{location[1]} in the {location[0]}"
 
 
+def _no_route(request: Request) -> str:
+    """The sentence for a path that no route has. OpenAI's clients append the route to a base URL that ends with /v1,
+    Anthropic's to one that does not."""
+    path, routes = request.scope["path"], {route.path for route in request.app.routes if hasattr(route, "path")}
+    if f"/v1{path}" in routes:
+        return f"no such route: the base_url lacks /v1, {request.base_url}v1"
+    if path.startswith("/v1/v1/"):
+        return f"no such route: the base_url has /v1 too often, {request.base_url}v1, for Anthropic's client {request.base_url}"
+    return "no such route; see /openapi.json"
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Adds handlers that give every error the same shape."""
 
@@ -141,11 +152,11 @@ def add_error_handlers(app: FastAPI) -> None:
         return answer(too_deep())
 
     @app.exception_handler(HTTPException)
-    async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         code = HTTP_CODES.get(error.status_code, "http_error")
         detail = ErrorDetail(message=str(error.detail), code=code)
         if error.status_code == 404:
-            detail = ErrorDetail(message="no such route; see /openapi.json", code="unknown_route")
+            detail = ErrorDetail(message=_no_route(request), code="unknown_route")
         body = ErrorBody(error=detail).model_dump(mode="json")
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 

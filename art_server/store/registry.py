@@ -5,6 +5,7 @@ load it at its next start (`JobRunner._serve`).
 """
 
 import asyncio
+import difflib
 import logging
 import re
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from art_server.store.model_folder import ModelFolder, ModelRecord, list_model_f
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(NAME_PATTERN)
+MAX_NAMED = 5
+"""Models that an error lists."""
 ARTS_STEP = re.compile(r":step([0-9]+)$")
 
 
@@ -67,6 +70,17 @@ class ResolvedModel:
 
     model: RegisteredModel | None
     step: int | None
+
+
+def nearest(text: str, known: Sequence[str]) -> str:
+    """The known names for the error about a wrong one: the one that it resembles, and a few others."""
+    name = text.partition("@")[0][:200]
+    by_end = {each.rpartition("/")[2]: each for each in known} | {each: each for each in known}
+    near = [by_end[each] for each in difflib.get_close_matches(name, by_end, n=1)]
+    shown = [*near, *(each for each in sorted(known) if each not in near)][:MAX_NAMED]
+    more = f" and {len(known) - len(shown)} more" if len(known) > len(shown) else ""
+    meant = f"did you mean '{near[0]}'? " if near else ""
+    return f"{meant}known models: {', '.join(shown) or 'none'}{more}"
 
 
 def check_name(value: str, field: str) -> str:
@@ -164,11 +178,18 @@ class Registry:
         model = self.find(project, name)
         if model is None:
             raise NotFound(
-                f"no model '{project}/{name}' is registered here; register it first (model.register(backend))",
+                f"no model '{project}/{name}' is registered here; register it first (model.register(backend))"
+                f"{self._meant(project, name)}",
                 code="unknown_model",
                 param="name",
             )
         return model
+
+    def _meant(self, project: str, name: str) -> str:
+        """The model of the project that a wrong name resembles. A caller may not see other projects."""
+        of_project = [known for of, known in list(self._models) if of == project]
+        near = difflib.get_close_matches(name, of_project, n=1)
+        return f". Did you mean '{project}/{near[0]}'?" if near else ""
 
     def folder(self, project: str, name: str) -> ModelFolder:
         """The folder of a model that may not exist yet; both names are checked.
@@ -218,9 +239,9 @@ class Registry:
             model for model in visible if model.record.name == name and (not slash or model.record.project == project)
         ]
         if not found:
-            known = ", ".join(sorted(model.id for model in visible)[:20]) or "none"
             raise NotFound(
-                f"no model '{text[:200]}' here; known models: {known}; base model: {base_name or 'none'}",
+                f"no model '{text[:200]}' here; {nearest(text, [model.id for model in visible])}; base model: "
+                f"{base_name or 'none'}",
                 code="unknown_model",
                 param="model",
             )

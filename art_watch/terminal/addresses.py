@@ -7,12 +7,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from art_server.errors import NotFound, ServerError, UsageError
+from art_server.errors import NotFound, ServerError, Unavailable, UsageError
+from art_server.store.registry import nearest
+from art_watch.terminal.commands import DEFAULT_PATH
 from art_watch.terminal.sources import FolderSource, HttpSource, Row, Source
 from art_watch.terminal.text import visible
 
-MAX_NAMED = 12
-"""Models and steps that an error lists."""
+MAX_NAMED = 5
+"""Steps and splits that an error lists."""
+DEFAULT_URL = "http://127.0.0.1:7623"
+"""The address of `art.Backend()`, unless ART_SERVER_URL names another."""
 MAX_DIGITS = 9
 """Of a step."""
 JOB_DIGITS = 32
@@ -20,19 +24,17 @@ JOB_DIGITS = 32
 
 
 def open_source(url: str | None, path: Path) -> Source:
-    """The server at `url`; without one, the server that works in the folder `path`, or else the folder.
+    """The server at `url`; without one, the server that works in the folder `path`, or else the folder; without the default
+    folder, the server of `art.Backend()`.
 
     Raises:
-        NotFound: there is no such folder.
+        NotFound: there is no such folder, and no such server.
         UsageError: the address or the key cannot be sent.
     """
     if url is not None:
         return HttpSource(url)
     if not path.is_dir():
-        raise NotFound(
-            f"there is no folder {path}: name the folder of a server with --path, or a server with --url",
-            code="unknown_folder",
-        )
+        return _default_server(path)
     address = running_address(path)
     if address is not None:
         source = HttpSource(address)
@@ -43,6 +45,27 @@ def open_source(url: str | None, path: Path) -> Source:
             source.close()
             print(f"art: {error}. Reading the files in {path}", file=sys.stderr)
     return FolderSource(path)
+
+
+def _default_server(path: Path) -> Source:
+    """The server of `art.Backend()`, if no other folder than the default one was named.
+
+    Raises:
+        NotFound: another folder was named, or there is no such server.
+    """
+    missing = f"there is no folder {path}"
+    if path == DEFAULT_PATH:
+        source = HttpSource(os.environ.get("ART_SERVER_URL") or DEFAULT_URL)
+        try:
+            source.overview()
+            return source
+        except Unavailable:
+            source.close()
+            missing += f", and no server at {source.where}"
+    raise NotFound(
+        f"{missing}: name the folder of a server with --path, or a server with --url",
+        code="unknown_folder",
+    )
 
 
 def running_address(path: Path) -> str | None:
@@ -87,11 +110,11 @@ def find_model(source: Source, text: str) -> tuple[Row, str]:
     models = source.overview()["models"]
     found = [each for each in models if name in (each["id"], each["name"])]
     if len(found) != 1:
-        known = [each["id"] for each in found or models]
+        ids = [visible(each["id"]) for each in found or models]
+        known = f"models: {listed(ids)}" if found else nearest(visible(name), ids)
         raise NotFound(
-            f"'{name}' is {'one of several models' if found else 'no model'} of {source.where}; models: "
-            f"{listed(known)}. Write PROJECT/NAME, and name a server's folder with --path "
-            "or a server with --url",
+            f"'{name}' is {'one of several models' if found else 'no model'} of {source.where}; {known}. Write "
+            "PROJECT/NAME, and name a server's folder with --path or a server with --url",
             code="unknown_model",
         )
     return found[0], step

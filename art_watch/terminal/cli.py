@@ -14,9 +14,11 @@ NOTHING_TO_COPY = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `art`, as users of ART know it. Exits with 2 after an error, with 1 if there is no such thing to
+    """The command `art`, as users of ART know it; without a command it lists them. Exits with 2 after an error, with 1 if there is no such thing to
     show or no server, with 3 if there is no checkpoint to copy, and with 130 after Ctrl-C."""
     parser = make_parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        return parser.print_help()
     command, flags = parser.parse_known_args(arguments)
     if command.command == "run":
         from art_server import cli

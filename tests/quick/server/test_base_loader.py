@@ -82,8 +82,12 @@ async def test_two_fine_tunes_of_one_configuration_are_two_base_models(tmp_path:
         made = Loading(here)
         loaded = await made.loader.load(str(one))
         assert await made.loader.load(str(link)) is loaded
-        with refused(Conflict, "base_model_differs", "base_model"):
+        with refused(Conflict, "base_model_differs", "base_model") as raised:
             await made.loader.load(str(other))
+        assert f"register with base_model='{one}'" in str(raised.value)
+        with pytest.raises(InvalidInput) as unknown:
+            await made.loader.load(str(tmp_path / "none"))
+        assert f"This server has '{one}' loaded" in unknown.value.message
         await made.loader.stop()
 
 

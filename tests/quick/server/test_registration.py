@@ -13,6 +13,7 @@ from art_server.process.shared.trainer_messages import Done, InitTask
 from art_server.store.base_models import TINY_DIR, BaseModel
 from art_server.store.registry import RegisteredModel
 from art_server.trainer.checkpoint import write_first_checkpoint
+from tests.new_models import add_model
 from tests.quick.checkpoints.house import TINY_LORA, House, house
 from tests.waiting import until
 
@@ -64,6 +65,15 @@ async def test_nothing_waits_for_the_step_0_of_another_model(tmp_path: Path) -> 
         assert here.registry.find("p", "new") is None and not new.done()
         trainer.aside.set()
         assert (await new).step == 0
+
+
+async def test_another_base_for_an_existing_model_is_answered_with_its_own(tmp_path: Path) -> None:
+    async with house(tmp_path) as here:
+        here.engine.base = None
+        add_model(here.registry, "known", "own", project="q")
+        request = RegisterRequest(name="known", project="q", base_model="other")
+        with pytest.raises(Conflict, match=r"adapts base model 'own': .*base_model='own'"):
+            await here.server.registration.register(request)
 
 
 async def test_two_registrations_of_one_name_make_one_model(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ SENTENCES: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "unknown_model",
         lambda root: two_projects(root).resolve("q/b", None, None),
-        "no model 'q/b' here; known models: Demo/a, q/a; base model: none",
+        "no model 'q/b' here; did you mean 'q/a'? known models: q/a, Demo/a; base model: none",
     ),
     (
         "unknown_step",

@@ -43,6 +43,22 @@ def test_a_name_resolves_to_the_step_that_serves(tmp_path: Path) -> None:
             registry.resolve(text, "base", None, only="p/a")
 
 
+def test_a_wrong_name_is_answered_with_the_one_that_was_meant_and_at_most_five(tmp_path: Path) -> None:
+    for number in range(8):
+        make_model(tmp_path, "p", f"agent-{number}")
+    make_model(tmp_path, "p", "webnav")
+    registry = Registry(tmp_path)
+    with pytest.raises(NotFound) as refused:
+        registry.resolve("webnva@3", "base", None)
+    assert "did you mean 'p/webnav'?" in refused.value.message
+    assert refused.value.message.count("agent-") == 4 and "4 more" in refused.value.message
+    with pytest.raises(NotFound, match="Did you mean 'p/webnav'"):
+        registry.get("p", "webnavv")
+    with pytest.raises(NotFound) as refused:
+        registry.get("q", "webnav")
+    assert "p/webnav" not in refused.value.message, "another project's models are not named"
+
+
 def test_a_bare_name_in_two_projects_asks_for_the_project(tmp_path: Path) -> None:
     make_model(tmp_path, "p", "a")
     make_model(tmp_path, "q", "a")

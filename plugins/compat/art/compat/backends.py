@@ -9,7 +9,7 @@ from typing import Any
 from art.compat.buckets import Buckets
 from art.compat.internal_config import CLIENT_CONFIG_IGNORED
 from art.model import Model, TrainableModel
-from art.trajectories import TrajectoryGroup
+from art.trajectories import TrajectoryGroup, group_list
 from art.types import TrainResult
 from art_protocol.art_options import ART_DEFAULTS, apply_options
 from art_protocol.wire import TrainConfig
@@ -39,7 +39,7 @@ class ArtBackend(Buckets):
     ) -> TrainResult:
         return await super().train(
             model,
-            [*groups, *trajectory_groups],
+            [*group_list(groups, "train"), *group_list(trajectory_groups, "train")],
             _to_config(config, options),
             verbose=verbose,
             idempotency_key=idempotency_key,

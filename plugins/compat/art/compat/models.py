@@ -25,7 +25,7 @@ from art.compat.internal_config import CLIENT_CONFIG_IGNORED
 from art.compat.third_party_backend import ThirdPartyBackend, train_there
 from art.metrics import SUMMED, MetricsBuilder
 from art.protocols import ServerBackend
-from art.trajectories import Trajectory, TrajectoryGroup
+from art.trajectories import Trajectory, TrajectoryGroup, group_list
 from art.types import TrainResult, TrainSFTConfig
 from art_protocol.art_options import apply_options
 from art_protocol.wire import DeleteCheckpointsReply, RegisterRequest, TrainConfig
@@ -167,7 +167,8 @@ class ArtTrainableModel(ArtModel, TrainableModel):
     ) -> TrainResult:
         """`trajectory_groups` is ART's name for `groups`. `_config` contains options under ART's names, which override
         `config`."""
-        groups, config = [*groups, *trajectory_groups], config or TrainConfig()
+        groups = [*group_list(groups, "train"), *group_list(trajectory_groups, "train")]
+        config = config or TrainConfig()
         backend: Any = self._links.backend
         if isinstance(backend, ThirdPartyBackend):
             return await train_there(backend, self, groups, config, _config or {}, verbose)

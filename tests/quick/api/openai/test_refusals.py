@@ -78,3 +78,18 @@ async def test_a_name_in_two_projects_is_asked_once(tmp_path: Path) -> None:
             with pytest.raises(openai.BadRequestError, match="several projects"):
                 await program.chat.completions.create(model="run", messages=[{"role": "user", "content": "hi"}])
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/chat/completions", "lacks /v1, http://127.0.0.1:7623/v1"),
+        ("/v1/v1/messages", "too often"),
+        ("/v1/embeddings", "openapi.json"),
+    ],
+)
+async def test_a_base_url_without_v1_is_named(path: str, said: str, tmp_path: Path) -> None:
+    app, _ = make(tmp_path)
+    async with client(app) as http:
+        answer = await http.post(path, json={})
+    assert answer.status_code == 404 and said in answer.json()["error"]["message"]

@@ -94,7 +94,7 @@ def test_into_a_pipe_nothing_is_cut_off_or_coloured(run: Run, folder: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["show", "none"], 1, "'none' is no model of .*; models: demo/webnav-8b, demo/webnav-lr2e5"),
+        (["show", "none"], 1, "'none' is no model of .*; known models: demo/webnav-8b, demo/webnav-lr2e5"),
         (["show", f"{MODEL}@7"], 1, r"split 'train' at step 7; newest steps .*: 6, 5, 4"),
         (["show", f"{MODEL}@{'9' * 5000}"], 2, "is no step: write"),
         (["show", f"{MODEL}@x"], 2, "'x' is no step: write demo/webnav-8b@NUMBER"),
@@ -142,6 +142,23 @@ def test_an_empty_folder_has_no_models_and_a_missing_one_is_an_error(run: Run, t
     assert "models: none" in run("show", "a", "--path", tmp_path).err
     code, _, err = run("runs", "--path", tmp_path / "none")
     assert code == 1 and "there is no folder" in err and "--path" in err
+
+
+def test_without_a_folder_the_server_of_a_backend_is_read(
+    run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ART_SERVER_URL", url)
+    assert "webnav-8b" in run("runs").out
+    assert "there is no folder" in run("runs", "--path", tmp_path / "other").err, "a folder that was named is meant"
+    monkeypatch.setenv("ART_SERVER_URL", "http://127.0.0.1:9")
+    code, _, err = run("runs")
+    assert code == 1 and "no folder .art, and no server at http://127.0.0.1:9" in err
+
+
+def test_art_alone_lists_its_commands(run: Run) -> None:
+    code, out, _ = run()
+    assert code == 0 and all(name in out for name in ("status", "runs", "show", "plot", "jobs", "view", "run"))
 
 
 def test_a_model_without_steps_can_be_shown(run: Run, tmp_path: Path) -> None:
