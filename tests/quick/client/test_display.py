@@ -17,7 +17,7 @@ TRAJECTORY = art.Trajectory(
             art.TrainableModel(name="a", project="p", base_model="b", inference_api_key="secret"),
             "TrainableModel(name='a', project='p', base_model='b')",
         ),
-        (art.TrajectoryGroup([TRAJECTORY, TRAJECTORY]), "TrajectoryGroup(rewards=[0.5, 0.5])"),
+        (art.TrajectoryGroup([TRAJECTORY, TRAJECTORY.model_copy()]), "TrajectoryGroup(rewards=[0.5, 0.5])"),
         (
             art.TrajectoryGroup([TRAJECTORY], exceptions=[ValueError("x")]),
             "TrajectoryGroup(rewards=[0.5], exceptions=1)",
