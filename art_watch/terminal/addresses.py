@@ -9,12 +9,13 @@ from pathlib import Path
 
 from art_server.errors import NotFound, ServerError, Unavailable, UsageError
 from art_server.store.registry import nearest
-from art_watch.terminal.commands import DEFAULT_PATH
 from art_watch.terminal.sources import FolderSource, HttpSource, Row, Source
 from art_watch.terminal.text import visible
 
 MAX_NAMED = 5
 """Steps and splits that an error lists."""
+DEFAULT_PATH = Path(".art")
+"""That of `commands.py`."""
 DEFAULT_URL = "http://127.0.0.1:7623"
 """The address of `art.Backend()`, unless ART_SERVER_URL names another."""
 MAX_DIGITS = 9

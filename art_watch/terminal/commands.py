@@ -10,7 +10,6 @@ from typing import Any
 
 SHOWN = ("status", "runs", "show", "plot", "tail", "jobs")
 """The commands that `run.py` implements."""
-DEFAULT_PATH = Path(".art")
 FROM_WHERE = "without --url: the folder of a server (%(default)s), or the server that runs in it"
 MODEL = "[PROJECT/]NAME"
 PICTURES = (".png", ".svg", ".html")
@@ -31,12 +30,12 @@ def add_commands(commands: Any) -> None:  # Any: argparse's class for it is priv
     jobs.add_argument("--cancel", metavar="JOB", help="cancel this job; the first digits are enough")
     for name in SHOWN:
         parser = commands.choices[name]
-        parser.add_argument("--path", type=Path, default=DEFAULT_PATH, help=FROM_WHERE)
+        parser.add_argument("--path", type=Path, default=Path(".art"), help=FROM_WHERE)
         parser.add_argument("--url", help="a running server; its key is read from ART_API_KEY")
         parser.add_argument("--json", action="store_true", help="JSON in place of tables")
         parser.set_defaults(run=run_shown, extra="terminal")
     page = commands.add_parser("view", help="the page over a folder, in a browser")
-    page.add_argument("dir", type=Path, nargs="?", default=DEFAULT_PATH, metavar="DIR")
+    page.add_argument("dir", type=Path, nargs="?", default=Path(".art"), metavar="DIR")
     page.add_argument("--port", type=integer(1, 65535), default=VIEW_PORT)
     page.add_argument("--no-browser", action="store_true", help="open no browser")
     page.set_defaults(run=run_view, extra="view")
