@@ -267,14 +267,14 @@ def group_list(groups: object, call: str) -> list[Any]:
     Raises:
         TypeError: they are a coroutine, or something else than a list of groups; the message has the remedy.
     """
-    if isinstance(groups, Awaitable) and not isinstance(groups, TrajectoryGroup):
-        close_unstarted([groups])
-        raise TypeError(
-            f"{call} got {type(groups).__name__}, which nobody awaited: write `await` before what makes the groups"
-        )
     if isinstance(groups, TrajectoryGroup):
         groups.close()
         raise TypeError(f"{call} takes a list of groups, not one TrajectoryGroup: pass [group]")
+    if isinstance(groups, Awaitable):
+        close_unstarted([cast(Awaitable[Any], groups)])
+        raise TypeError(
+            f"{call} got the groups before they were awaited: write `await art.gather_trajectory_groups(...)`"
+        )
     found = list(cast(Iterable[Any], groups))
     for index, each in enumerate(found):
         if isinstance(each, Trajectory):
@@ -289,7 +289,7 @@ def _refuse_copies(entries: list[Any]) -> None:
     numbers = Counter(id(each) for each in entries if not isinstance(each, BaseException))
     most = max(numbers.values(), default=1)
     if most > 1:
-        close_unstarted(each for each in entries if isinstance(each, Awaitable))
+        close_unstarted(cast(Awaitable[Any], each) for each in entries if isinstance(each, Awaitable))
         raise ValueError(
             f"a group got the same object {most} times, and nothing tells copies apart: run the rollout once for each, "
             "`art.TrajectoryGroup(rollout(...) for _ in range(8))`"
