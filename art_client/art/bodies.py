@@ -33,7 +33,9 @@ def build_train_request(
         raise ValueError("there is nothing to train on: no groups were given")
     for index, group in enumerate(groups):
         if not isinstance(group, TrajectoryGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"groups[{index}] is {type(group).__name__}, not art.TrajectoryGroup")
+            raise TypeError(
+                f"groups[{index}] is {type(group).__name__}, not art.TrajectoryGroup: pass [art.TrajectoryGroup(trajectories)]"
+            )
         if not group.trajectories and not group.exceptions:
             raise ValueError(f"groups[{index}] has neither a trajectory nor a failed rollout")
     config.check_rates(len(groups))

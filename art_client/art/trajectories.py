@@ -265,7 +265,7 @@ def group_list(groups: object, call: str) -> list[Any]:
     """The groups that a program gives to a call.
 
     Raises:
-        TypeError: they are a coroutine, or something else than a list of groups; the message has the remedy.
+        TypeError: they were not awaited, or are one group; the message has the remedy.
     """
     if isinstance(groups, TrajectoryGroup):
         groups.close()
@@ -275,13 +275,7 @@ def group_list(groups: object, call: str) -> list[Any]:
         raise TypeError(
             f"{call} got the groups before they were awaited: write `await art.gather_trajectory_groups(...)`"
         )
-    found = list(cast(Iterable[Any], groups))
-    for index, each in enumerate(found):
-        if isinstance(each, Trajectory):
-            raise TypeError(
-                f"{call} takes groups, and groups[{index}] is a Trajectory: pass [art.TrajectoryGroup(trajectories)]"
-            )
-    return found
+    return list(cast(Iterable[Any], groups))
 
 
 def _refuse_copies(entries: list[Any]) -> None:

@@ -70,7 +70,7 @@ def test_another_adapter_shape_for_a_known_model_is_refused(server: Server) -> N
 def test_unknown_models_and_steps_are_named(server: Server) -> None:
     register(server, "known")
     message = [{"role": "user", "content": "hi"}]
-    error = post(server, "/v1/chat/completions", {"model": "nobody", "messages": message})
+    error = post(server, "/v1/chat/completions", {"model": "knwn", "messages": message})
     assert (error["status"], error["code"]) == (404, "unknown_model") and f"{PROJECT}/known" in error["message"]
     error = post(server, "/v1/chat/completions", {"model": "known@7", "messages": message})
     assert (error["status"], error["code"]) == (404, "unknown_step")

@@ -28,7 +28,7 @@ async def gather() -> list[art.TrajectoryGroup]:
         (gather, "await"),
         (lambda: art.TrajectoryGroup([art.Trajectory()]), r"\[group\]"),
         (lambda: art.TrajectoryGroup([rollout()]), r"\[group\]"),
-        (lambda: [art.Trajectory()], r"groups\[0\] is a Trajectory"),
+        (lambda: [art.Trajectory()], r"groups\[0\] is Trajectory.*art.TrajectoryGroup\(trajectories\)"),
     ],
 )
 async def test_what_is_no_list_of_groups_is_named(
