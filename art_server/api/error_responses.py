@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from art_protocol.wire import NAME_RULE, ErrorBody, ErrorDetail
 from art_server import errors
@@ -121,7 +122,7 @@ def _parameter(location: Sequence[int | str]) -> str:
 def _no_route(request: Request) -> str:
     """The sentence for a path that no route has. OpenAI's clients append the route to a base URL that ends with /v1,
     Anthropic's to one that does not."""
-    path, routes = request.scope["path"], {route.path for route in request.app.routes if hasattr(route, "path")}
+    path, routes = request.scope["path"], {each.path for each in request.app.routes if isinstance(each, Route)}
     if f"/v1{path}" in routes:
         return f"no such route: the base_url lacks /v1, {request.base_url}v1"
     if path.startswith("/v1/v1/"):
