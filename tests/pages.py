@@ -11,6 +11,9 @@ HOWTO = ROOT / "docs" / "howto"
 SERVERS = ("http://127.0.0.1:7623", "http://gpu-box:7623")
 """The addresses in the pages."""
 
+NOT_RUN = "# not run by a test"
+"""The beginning of a block of bash whose programs are not installed here."""
+
 PLACEHOLDERS = {"PROJECT/NAME": "demo/agent", "USER/agent": "user/agent"}
 """Words of the pages that the reader replaces."""
 
@@ -32,8 +35,8 @@ async def run(page: str, number: int, names: dict[str, Any], url: str = "") -> N
 
 
 def commands(page: str, program: str) -> list[list[str]]:
-    """The arguments of each call of a program in the page's blocks of bash."""
-    lines = "".join(blocks(page, "bash")).splitlines()
+    """The arguments of each call of a program in the page's blocks of bash, without blocks that no test runs."""
+    lines = "".join(text for text in blocks(page, "bash") if not text.startswith(NOT_RUN)).splitlines()
     found = [shlex.split(line, comments=True) for line in lines]
     for words in found:
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):

@@ -15,7 +15,7 @@ import art
 from art_server.store.base_models import TINY_DIR
 from tests.demo import rows_by_step
 from tests.live import Server
-from tests.pages import SERVERS, blocks, run
+from tests.pages import HOWTO, SERVERS, blocks, run
 
 pytestmark = pytest.mark.anyio
 
@@ -279,3 +279,72 @@ async def test_an_exported_model_answers_as_on_the_server(model: art.TrainableMo
     (home / "program.py").write_text(SCRIPT.format(base=str(TINY_DIR), blocks=code))
     answers = (await shell(f"{sys.executable} program.py")).splitlines()
     assert answers == [completion.choices[0].message.content] * 2
+
+
+async def test_programs_of_others_train(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    for number in range(3):
+        await run("from-others.md", number, names)
+    config = art.TrainConfig(learning_rate=2e-3)
+    await names["train"]("from-trl", names["rows"], names["rollout"], config, num_epochs=8)
+    await names["train"](
+        "from-verl", names["parquet"], names["scored"], names["config"], num_epochs=2, num_generations=5
+    )
+    await names["as_in_art"](num_steps=2)
+    for name, num_steps in (("from-trl", 16), ("from-verl", 4), ("from-art", 2)):
+        found = rows_by_step(Path(f".art/howto/models/{name}/history.jsonl"))
+        rewards = [row["train/reward"] for row in found.values()]
+        assert len(rewards) == num_steps, (name, rewards)
+        if name == "from-trl":
+            assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
+    assert capsys.readouterr().out.count("\n") == 16 + 4
+
+
+async def test_a_file_of_the_toolkit_trains(server: Server, home: Path) -> None:
+    code = re.findall(r"```python\n(# agent.py.*?)```", (HOWTO.parent / "finetune.md").read_text(), re.DOTALL)
+    (home / "agent.py").write_text(code[0])
+    rows = [{"question": each, "answer": "maybe"} for each in (QUESTION, "answer with no, maybe, yes")]
+    (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (text,) = blocks("from-others.md", "yaml")
+    (home / "from-nat.yml").write_text(text.replace("port: 7623", f"port: {server.url.rpartition(':')[2]}"))
+    (line,) = lines("from-others.md", "art")
+    await shell(line)
+    assert len((home / ".tmp/from-nat/training_metrics.jsonl").read_text().splitlines()) == 4
+
+
+async def test_retries_of_an_agent_are_left_out_or_are_turns(backend: art.Backend) -> None:
+    model = art.TrainableModel(name="retries", project="demo", base_model="art/tiny")
+    await model.register(backend)
+    names: dict[str, Any] = {"art": art, "score": score}
+    names["parse"] = lambda said: said if str(said).strip() == "maybe" else None
+    await run("agent-retries.md", 0, names)
+    await run("agent-retries.md", 1, names)
+    played = await art.gather_trajectories(names["rollout"](model, QUESTION) for _ in range(16))
+    for each in played:
+        assert each.metrics.get("unused_choices", 0) == each.metrics["tries"] - 1
+        assert len(each.messages()) == 2
+    assert max(each.metrics["tries"] for each in played) > 1
+    talked = await art.gather_trajectories(names["corrected"](model, QUESTION) for _ in range(16))
+    longest = max(talked, key=lambda each: len(each.messages()))
+    assert longest.turn_rewards is not None and len(longest.turn_rewards) > 1
+    result = await model.train([art.TrajectoryGroup(talked)])
+    assert result.report.num_groups_trained == 1
+
+
+async def test_a_run_is_rolled_back_to_its_best_step(backend: art.Backend) -> None:
+    model = art.TrainableModel(name="fell", project="demo", base_model="art/tiny")
+    await model.register(backend)
+    for _ in range(2):
+        await model.train(await sample(model), art.TrainConfig(learning_rate=1e-3))
+    await model.log(metrics={"reward": 1.0}, split="val", step=1)
+    await run("not-learning.md", 0, {"model": model})
+    assert await model.get_step() == 1
+
+
+async def test_the_cost_of_a_run_is_computed(model: art.TrainableModel, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(await model.get_step(), 6):
+        await model.train(await sample(model), art.TrainConfig(learning_rate=1e-3))
+    await run("sizing.md", 0, {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"a step: [\d.]+ s, of which [\d.]+ s train, save and load; [\d,]+ tokens", first)
+    assert second.startswith("200 steps: ") and second.endswith(" dollars")

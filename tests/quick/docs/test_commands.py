@@ -12,11 +12,13 @@ import pytest
 import yaml
 
 from art import openai_client
+from art.unknown_fields import OTHER_NAMES
+from art_protocol.wire import LoRAConfig, TrainConfig
 from art_server import flags
 from art_server.jobs.mismatch_limits import mismatch_limits
 from art_server.settings import ServerConfig
 from art_watch.terminal.cli import make_parser
-from tests.pages import HOWTO, PAGES, ROOT, blocks, commands
+from tests.pages import HOWTO, NOT_RUN, PAGES, ROOT, blocks, commands
 
 PROGRAMS = {
     *("art", "art-server", "curl", "docker", "hf", "openssl", "pip", "ssh", "uv", "vllm"),
@@ -52,7 +54,8 @@ def rows(page: str) -> list[list[str]]:
 
 
 def test_every_program_is_checked() -> None:
-    lines = "".join(text for page in PAGES for text in blocks(page, "bash")).splitlines()
+    found = [text for page in PAGES for text in blocks(page, "bash") if not text.startswith(NOT_RUN)]
+    lines = "".join(found).splitlines()
     named = {re.sub(r"^([A-Z_]+=\S* )+", "", line).split()[0] for line in lines if line.strip()}
     assert named <= PROGRAMS
 
@@ -60,7 +63,7 @@ def test_every_program_is_checked() -> None:
 def test_art_has_the_commands() -> None:
     parser = make_parser()
     found = [parser.parse_args(words) for words in calls("art")]
-    assert {each.command for each in found} == {"export", "jobs", "show"}
+    assert {each.command for each in found} == {"export", "finetune", "jobs", "show"}
 
 
 def test_art_server_has_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +82,31 @@ def test_flags_in_the_text_exist(page: str) -> None:
     known = {f"--{flags.flag_of(name).name}" for name in ServerConfig.model_fields}
     of_art = {word for words in calls("art") for word in words if word.startswith("--")}
     assert named <= known | of_art | {"--max-lora-rank", "--url", "--path"}
+
+
+def test_the_fields_in_tables_of_names_are_those_of_the_code() -> None:
+    classes = {"TrainConfig": TrainConfig, "LoRAConfig": LoRAConfig}
+    for cells in rows("from-others.md"):
+        for name, given in re.findall(r"`(?:art\.)?(TrainConfig|LoRAConfig)\(([^`]*)\)`", cells[-1]):
+            fields = dict(re.findall(r"(\w+)(?:=(?:\"(\w+)\"|\.\.\.))?(?:, |$)", given))
+            assert fields and fields.keys() <= classes[name].model_fields.keys(), given
+            if all(fields.values()):
+                classes[name].model_validate(fields)
+
+
+def test_the_tables_of_names_say_what_the_refusals_say() -> None:
+    """But for verl's train_batch_size: in TrainConfig it can only be meant as groups of an optimizer step."""
+    known = [
+        (cells, name)
+        for cells in rows("from-others.md")
+        for name in re.findall(r"`(?:[\w.]+\.)?(\w+)(?:=[\w\"]+)?`", cells[0])
+        if name in OTHER_NAMES.keys() - {"train_batch_size"} and not cells[-1].startswith(("none", "the default"))
+    ]
+    assert len(known) > 40
+    for cells, name in known:
+        ours = re.findall(r"`(\w+)`", OTHER_NAMES[name]) if OTHER_NAMES[name].startswith("`") else []
+        fields = set(ours) & TrainConfig.model_fields.keys()
+        assert not fields or fields & set(re.findall(r"\w+", cells[-1])), (name, cells[-1])
 
 
 def test_curl_calls_routes() -> None:

@@ -31,6 +31,11 @@ HERE = {
     "threads.md",
 }
 ELSEWHERE = {
+    "agent-retries.md",
+    "from-others.md",
+    "javascript.md",
+    "not-learning.md",
+    "sizing.md",
     "finetune-parts.md",
     "notebook.md",
     "read-rollouts.md",

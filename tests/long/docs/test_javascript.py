@@ -1,0 +1,62 @@
+"""The agent of docs/howto/javascript.md runs in Node.js with OpenAI's own client, and is trained."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import art
+from tests.demo import rows_by_step
+from tests.live import Server
+from tests.pages import blocks, run
+
+pytestmark = pytest.mark.anyio
+
+QUESTIONS = ["respond with yes, no, maybe", "answer with no, maybe, yes"]
+NUM_STEPS = 8
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The page's agent.mjs beside OpenAI's package, in the working folder."""
+    if shutil.which("npm") is None:
+        pytest.skip("Node.js is not installed")
+    (tmp_path / "agent.mjs").write_text(blocks("javascript.md", "js")[0])
+    install = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "openai"]
+    subprocess.run(install, cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "agent.mjs"
+
+
+@pytest.mark.usefixtures("agent")
+async def test_an_agent_in_javascript_learns(server: Server) -> None:
+    names: dict[str, Any] = {}
+    await run("javascript.md", 0, names)
+    async with art.Backend(server.url) as backend:
+        model = art.TrainableModel(name="javascript", project="howto", base_model="art/tiny")
+        await model.register(backend)
+        (trajectory,) = await art.gather_trajectories([names["rollout"](model, QUESTIONS[0])])
+        assert [message["role"] for message in trajectory.messages()] == ["user", "assistant"]
+        await names["train"](model, QUESTIONS, NUM_STEPS)
+    history = server.path / "art" / "howto" / "models" / "javascript" / "history.jsonl"
+    rows = list(rows_by_step(history).values())
+    rewards = [row["train/reward"] for row in rows if "train/reward" in row]
+    assert len(rewards) == NUM_STEPS and sum(rewards[-3:]) > sum(rewards[:3]), rewards
+
+
+@pytest.fixture
+def broken(agent: Path) -> None:
+    agent.write_text("process.exit(3)")
+
+
+@pytest.mark.usefixtures("broken")
+async def test_an_agent_that_fails_is_no_reward(server: Server) -> None:
+    names: dict[str, Any] = {}
+    await run("javascript.md", 0, names)
+    async with art.Backend(server.url) as backend:
+        model = art.TrainableModel(name="javascript-fails", project="howto", base_model="art/tiny")
+        await model.register(backend)
+        with pytest.raises(RuntimeError, match="ended with 3"):
+            await names["rollout"](model, QUESTIONS[0])
