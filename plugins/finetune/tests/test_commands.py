@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from art.finetune.commands import add_commands, run_finetune
+from art.finetune.checking import check
+from art.finetune.reading import of_dict
+from art_finetune.commands import add_commands, run_finetune
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(['ruamel', 'ruamel.yaml', 'matplotlib'])); "
 
 
-def test_other_commands_need_none_of_its_packages() -> None:
-    code = MISSING + "from art_watch.terminal.cli import main; main(['runs', '--help'])"
+def test_other_commands_load_neither_its_packages_nor_the_client() -> None:
+    code = MISSING + "sys.modules['art'] = None; from art_watch.terminal.cli import main; main(['runs', '--help'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -76,7 +78,8 @@ def test_flags_set_the_file_and_overrides_win(asked: list[Any]) -> None:
     ]
 
 
-def test_a_function_needs_no_file(asked: list[Any]) -> None:
+def test_a_function_needs_no_file(asked: list[Any], folder: Path) -> None:
+    (folder / "rows.csv").write_text("question\nwhy\n")
     flags = (
         "--dataset",
         "rows.csv",
@@ -89,11 +92,11 @@ def test_a_function_needs_no_file(asked: list[Any]) -> None:
     )
     run_finetune(parsed("finetune", "agent.py:answer", *flags, "--num_generations", "4", "--fresh"))
     file, overrides, fresh = asked
-    assert file["workflow"] == {"_type": "agent.py:answer"} and fresh and not overrides
-    assert file["eval"]["general"]["dataset"] == {"_type": "csv", "file_path": "rows.csv"}
-    adapter = file["trainer_adapters"]["adapter"]
-    assert adapter["training"] == {"learning_rate": 1e-3} and adapter["backend"]["base_model"] == "art/tiny"
-    assert file["trajectory_builders"]["builder"]["num_generations"] == 4
+    config = check(of_dict(file, list(overrides.items())))
+    assert config.workflow.type == "agent.py:answer" and config.eval.evaluators["reward"].type == "agent.py:score"
+    assert config.eval.general.dataset.file_path == Path("rows.csv")
+    assert config.adapter.training.learning_rate == 1e-3 and config.adapter.backend.base_model == "art/tiny"
+    assert config.builder.num_generations == 4 and fresh
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,9 @@
 """The output folder: what it keeps, after which deaths, and whom it refuses."""
 
 import json
-import logging
-import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +12,19 @@ from ruamel.yaml import YAML
 
 import art
 from art.finetune.errors import WrongInput
-from art.finetune.folder import Folder
+from art.finetune.folder import Folder, opened
 from art.finetune.history import EpochRow, RolloutRow, ValidationRow, validation_row
 
 KILLING = Path(__file__).with_name("killed_at_lines.py")
 CONFIG: dict[str, Any] = {
     "llms": {"policy": {"_type": "openai", "api_key": "sk-secret", "max_tokens": 64, "temperature": 1e-06}},
-    "eval": {"general": {"dataset": {"_type": "jsonl", "file_path": Path("train.jsonl")}}},
     "trainer_adapters": {"art": {"backend": {"api_key": None, "init_args": {"token": "hf_secret"}}}},
     "finetuning": {"num_epochs": 3, "seed": 1, "curriculum_learning": {"enabled": True, "initial_percentile": 0.3}},
 }
 CURRICULUM = {"current_percentile": 0.3, "last_expansion_epoch": 0, "total_groups": 4, "included_groups": [2, 0]}
 EPOCH = EpochRow(
     epoch=0,
+    run_id="run",
     avg_reward=0.5,
     min_reward=0.0,
     max_reward=1.0,
@@ -45,6 +41,7 @@ EPOCH = EpochRow(
     num_failed=1,
     failures={"timed out": 1},
 )
+NEXT = EPOCH.model_copy(update={"epoch": 1, "curriculum_state": None})
 VALIDATION = ValidationRow(
     epoch=0,
     avg_reward=0.4,
@@ -52,7 +49,7 @@ VALIDATION = ValidationRow(
     max_reward=1.0,
     num_examples=8,
     standard_error=0.1,
-    interval=[0.2, 0.6],
+    interval=(0.2, 0.6),
     step=0,
 )
 
@@ -64,58 +61,59 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(path: Path) -> Iterator[Folder]:
-    with open_folder(path) as folder:
+    with opened(path, CONFIG) as folder:
         yield folder
 
 
-def open_folder(path: Path, *, fresh: bool = False, num_epochs: int = 3, **finetuning: object) -> Folder:
-    section = CONFIG["finetuning"] | {"num_epochs": num_epochs} | finetuning
-    return Folder.open(path, CONFIG | {"finetuning": section}, num_epochs, fresh=fresh)
+def changed(**finetuning: object) -> dict[str, Any]:
+    return CONFIG | {"finetuning": CONFIG["finetuning"] | finetuning}
 
 
-def refused(path: Path, **options: Any) -> str:
+def start(path: Path, config: dict[str, Any] = CONFIG, *, fresh: bool = False) -> Folder:
+    """The folder of a process that ended."""
+    with opened(path, config, fresh=fresh) as folder:
+        return folder
+
+
+def refused(path: Path, config: dict[str, Any] = CONFIG, *, fresh: bool = False) -> str:
     with pytest.raises(WrongInput) as refusal:
-        open_folder(path, **options)
+        start(path, config, fresh=fresh)
     return str(refusal.value)
 
 
-def rollout(epoch: int, row: int, generation: int) -> RolloutRow:
+def rollout(epoch: int, row: int, generation: int, **more: Any) -> RolloutRow:
     session = f"{epoch}-{row}-{generation}"
-    return RolloutRow(epoch, str(row), generation, session, 0.5, {"turns": 2.0}, [None, 0.5])
+    score: dict[str, Any] = {"reward": 0.5, "metrics": {"turns": 2}, "turn_rewards": [None, 0.5]}
+    return RolloutRow(epoch=epoch, row=str(row), generation=generation, session=session, **score | more)
 
 
 def read(path: Path, name: str) -> Any:
     return json.loads((path / name).read_text())
 
 
-def test_a_continued_run_has_its_id_rows_and_notes(path: Path) -> None:
-    with open_folder(path) as folder:
-        run_id = folder.run_id
-        folder.add_validation(VALIDATION)
-        folder.add_rollout(rollout(0, 0, 0))
-        folder.note("first_step", 7)
-        folder.note("key", "a")
-        folder.note("key", None)
-        folder.add_epoch(EPOCH)
-        assert folder.noted("first_step") == 7 and folder.noted("key") is None
-    assert run_id.startswith("art_run_") and len(run_id) == len("art_run_") + 8
-    with open_folder(path) as folder:
-        assert (folder.run_id, folder.epochs, folder.validations) == (run_id, [EPOCH], [VALIDATION])
-        assert folder.rollouts(0) == [rollout(0, 0, 0)]
-        assert folder.noted("first_step") == 7 and folder.noted("key") is None
+def test_a_continued_run_has_its_record(path: Path) -> None:
+    with opened(path, CONFIG) as folder:
+        folder.save(epochs=[EPOCH])
+        folder.save(validations=[VALIDATION], step=1)
+        state = folder.state
+    assert (state.epochs, state.validations, state.step) == ([EPOCH], [VALIDATION], 1)
+    assert start(path).state == state
 
 
-def test_rollouts_are_of_their_epoch_and_the_last_of_a_generation_counts(folder: Folder) -> None:
-    failed = RolloutRow(1, "0", 0, "1-0-0", error="timed out")
-    for row in (rollout(1, 3, 1), failed, rollout(10, 0, 0), rollout(0, 0, 0), rollout(1, 0, 0)):
-        folder.add_rollout(row)
-    assert folder.rollouts(1) == [rollout(1, 3, 1), rollout(1, 0, 0)]
-    assert folder.rollouts(2) == []
+def test_a_new_process_has_the_unfinished_epochs_rollouts(path: Path) -> None:
+    failed = rollout(1, 0, 0, error="timed out", reward=None)
+    with opened(path, CONFIG) as folder:
+        folder.save(epochs=[EPOCH])
+        for row in (rollout(1, 3, 1), failed, rollout(0, 1, 0), rollout(1, 0, 0, reward=1.0), failed):
+            folder.add_rollout(row)
+    assert start(path).rollouts == {("3", 1): rollout(1, 3, 1), ("0", 0): failed}
+    with opened(path, CONFIG) as folder:
+        folder.forget_failed_rollouts()
+    assert start(path).rollouts == {("3", 1): rollout(1, 3, 1), ("0", 0): rollout(1, 0, 0, reward=1.0)}
 
 
 def test_the_metrics_file_has_all_of_nvidias_fields_and_ours(folder: Folder) -> None:
-    folder.add_epoch(EPOCH)
-    folder.add_epoch(replace(EPOCH, epoch=1, curriculum_state=None))
+    folder.save(epochs=[EPOCH, NEXT])
     first, second = map(json.loads, (folder.path / "training_metrics.jsonl").read_text().splitlines())
     assert list(first) == [
         *("epoch", "timestamp", "run_id", "avg_reward", "min_reward", "max_reward", "num_trajectories", "num_groups"),
@@ -123,13 +121,12 @@ def test_the_metrics_file_has_all_of_nvidias_fields_and_ours(folder: Folder) -> 
         *("filtered_max_reward", "curriculum_percentile", "curriculum_state", "step"),
         *("num_without_signal", "num_failed", "failures"),
     ]
-    assert first["run_id"] == folder.run_id and first["curriculum_state"] == CURRICULUM
-    assert first["timestamp"].endswith("+00:00") and first["failures"] == {"timed out": 1}
+    assert first["curriculum_state"] == CURRICULUM and first["timestamp"].endswith("+00:00")
     assert set(first) - set(second) == {"curriculum_state"}
 
 
 def test_the_reward_history_has_what_the_plot_shows(folder: Folder) -> None:
-    folder.add_epoch(EPOCH)
+    folder.save(epochs=[EPOCH])
     assert read(folder.path, "reward_history.json") == [
         {
             "epoch": 0,
@@ -146,13 +143,10 @@ def test_the_reward_history_has_what_the_plot_shows(folder: Folder) -> None:
 
 def test_a_failed_validation_has_its_error_and_no_reward(folder: Folder) -> None:
     failed = ValidationRow(epoch=5, timestamp="t", error="3 of 8 rollouts failed", step=5)
-    folder.add_validation(failed)
-    folder.add_validation(VALIDATION)
+    folder.save(validations=[VALIDATION, failed])
     first, second = read(folder.path, "validation_history.json")
     assert first["interval"] == [0.2, 0.6] and first["num_examples"] == 8 and "error" not in first
     assert second == {"epoch": 5, "timestamp": "t", "num_examples": 0, "step": 5, "error": "3 of 8 rollouts failed"}
-    folder.add_validation(replace(VALIDATION, epoch=5))
-    assert [row.error for row in folder.validations] == [None, None]
 
 
 @pytest.mark.parametrize(("rewards", "error"), [([0.0, 1.0, None], 0.5), ([1.0], None)])
@@ -165,110 +159,81 @@ def test_a_validations_row_is_made_of_an_evaluation(rewards: list[float | None],
     row = validation_row(4, art.Evaluation("a@4", 4, estimate, tuple(rewards), 3, 0, {}, []))
     assert (row.epoch, row.step, row.num_examples, row.max_reward) == (4, 4, len(known), 1.0)
     assert (row.avg_reward, row.min_reward) == (estimate.mean, min(known))
-    assert (row.standard_error, row.interval) == (error, None if error is None else [-2.0, 2.0])
+    assert (row.standard_error, row.interval) == (error, None if error is None else (-2.0, 2.0))
 
 
 def test_the_curriculums_state_is_written_with_its_configuration(folder: Folder) -> None:
-    folder.add_epoch(EPOCH)
+    folder.save(epochs=[EPOCH])
     assert read(folder.path, "curriculum_state.json") == CURRICULUM | {
         "config": {"enabled": True, "initial_percentile": 0.3}
     }
 
 
-def test_files_without_content_are_not_written(folder: Folder) -> None:
-    assert not (folder.path / "reward_plot.png").exists()
-    folder.add_epoch(replace(EPOCH, curriculum_state=None))
-    names = {file.name for file in folder.path.iterdir()}
-    assert names == {
-        *(".lock", "config.yml", "reward_history.json", "reward_plot.png", "rollouts.jsonl", "state.json"),
-        "training_metrics.jsonl",
-    }
-
-
-def test_only_the_next_epoch_can_be_added(folder: Folder) -> None:
-    folder.add_epoch(EPOCH)
-    for number in (0, 2):
-        with pytest.raises(ValueError, match=rf"epoch {number} cannot be added: 1 are done in {folder.path}"):
-            folder.add_epoch(replace(EPOCH, epoch=number))
-    assert folder.epochs == [EPOCH]
-
-
-def test_the_configuration_is_written_without_secrets(folder: Folder) -> None:
+def test_secrets_are_left_out_of_the_configuration(folder: Folder) -> None:
     written = YAML(typ="safe").load(folder.path / "config.yml")
-    assert written["llms"]["policy"] == {"_type": "openai", "api_key": "***", "max_tokens": 64, "temperature": 1e-06}
-    assert written["trainer_adapters"]["art"]["backend"] == {"api_key": None, "init_args": {"token": "***"}}
-    assert written["eval"]["general"]["dataset"]["file_path"] == "train.jsonl"
-    for file in folder.path.iterdir():
-        assert b"secret" not in file.read_bytes()
+    assert written["llms"]["policy"] == {"_type": "openai", "max_tokens": 64, "temperature": 1e-06}
+    assert written["trainer_adapters"]["art"]["backend"] == {"init_args": {}}
+    assert all(b"secret" not in file.read_bytes() for file in folder.path.iterdir())
 
 
 def test_another_secret_and_another_folder_are_the_same_configuration(path: Path) -> None:
-    open_folder(path, output_dir="out").close()
+    start(path, changed(output_dir="out"))
     policy = CONFIG["llms"]["policy"] | {"api_key": "sk-new", "password": "new"}
-    config = CONFIG | {"llms": {"policy": policy}, "functions": {}, "general": None}
-    Folder.open(path, config, 3).close()
+    start(path, CONFIG | {"llms": {"policy": policy}, "functions": {}, "general": None})
 
 
 def test_the_first_fields_that_differ_are_listed(path: Path) -> None:
-    open_folder(path).close()
+    start(path)
     before = (path / "state.json").read_bytes()
-    text = refused(path, seed=2, max_exceptions=3, target_functions=["plan"])
-    assert text.splitlines() == [
-        f"{path} has a run with another configuration: set another finetuning.output_dir, or add --fresh, which renames "
-        "this folder",
+    lines = refused(path, changed(seed=2, max_exceptions=3, target_functions=["plan"])).splitlines()
+    assert "--fresh" in lines[0] and lines[1:] == [
         "finetuning.seed: 1 in the folder, 2 here",
         "finetuning.max_exceptions: not set in the folder, 3 here",
         'finetuning.target_functions.0: not set in the folder, "plan" here',
     ]
-    many = refused(path, **{f"field_{number}": "x" * 100 for number in range(7)}).splitlines()
-    assert len(many) == 7 and many[-1] == "and 2 more" and all(len(line) < 140 for line in many[1:])
+    many = refused(path, changed(**{f"field_{number}": "x" * 100 for number in range(7)})).splitlines()
+    assert len(many) == 7 and many[-1] == "and 2 more" and all(len(line) < 150 for line in many[1:])
     assert (path / "state.json").read_bytes() == before
 
 
 def test_a_run_may_get_more_epochs_and_not_fewer_than_it_has(path: Path) -> None:
-    with open_folder(path) as folder:
-        folder.add_epoch(EPOCH)
-        folder.add_epoch(replace(EPOCH, epoch=1))
-    open_folder(path, num_epochs=9).close()
+    with opened(path, CONFIG) as folder:
+        folder.save(epochs=[EPOCH, NEXT])
+    start(path, changed(num_epochs=9))
     assert YAML(typ="safe").load(path / "config.yml")["finetuning"]["num_epochs"] == 9
-    open_folder(path, num_epochs=2).close()
-    assert "finetuning.num_epochs: 2 are done in the folder, 1 here" in refused(path, num_epochs=1)
+    start(path, changed(num_epochs=2))
+    assert "finetuning.num_epochs: 2 are done in the folder, 1 here" in refused(path, changed(num_epochs=1))
 
 
 def test_fresh_renames_the_folder(path: Path) -> None:
-    with open_folder(path, fresh=True) as folder:
-        run_id = folder.run_id
-    assert not path.with_name("out.1").exists()
-    for number in (1, 2):
-        with open_folder(path, fresh=True, seed=number) as folder:
-            assert folder.run_id != run_id and folder.epochs == []
-            folder.add_epoch(EPOCH)
-            open_folder(path.with_name(f"out.{number}"), seed=number - 1 or 1).close()
-    assert read(path.with_name("out.1"), "state.json")["run_id"] == run_id
-    assert len(read(path.with_name("out.2"), "state.json")["epochs"]) == 1
+    runs = [start(path, changed(seed=number), fresh=True).state.run_id for number in range(3)]
+    assert len(set(runs)) == 3
+    assert [read(path.with_name(name), "state.json")["run_id"] for name in ("out.1", "out.2", "out")] == runs
 
 
 def test_a_second_process_is_refused(path: Path) -> None:
-    with open_folder(path):
+    with opened(path, CONFIG):
         before = sorted(path.parent.rglob("*"))
         for fresh in (False, True):
-            expected = f"process {os.getpid()} trains in {path}: stop it, or set another finetuning.output_dir"
-            assert refused(path, fresh=fresh) == expected
+            assert f"another process trains in {path}" in refused(path, fresh=fresh)
         assert sorted(path.parent.rglob("*")) == before
-    open_folder(path).close()
+    with opened(path, CONFIG, fresh=True):
+        assert "another process trains" in refused(path)
+        assert "another process trains" in refused(path.with_name("out.1")), "one that waits to open it is refused too"
+    start(path)
 
 
 def test_files_of_another_program_are_not_replaced(path: Path) -> None:
     path.mkdir()
     (path / "training_metrics.jsonl").write_text("{}\n")
-    assert "training_metrics.jsonl is not of a run that can be continued: set another" in refused(path)
-    open_folder(path, fresh=True).close()
+    assert "training_metrics.jsonl is not of a run" in refused(path)
+    start(path, fresh=True)
     assert (path.with_name("out.1") / "training_metrics.jsonl").read_text() == "{}\n"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": "a", "config": {}, "epochs": [{}]}'])
 def test_a_broken_record_is_refused(path: Path, content: str) -> None:
-    open_folder(path).close()
+    start(path)
     (path / "state.json").write_text(content)
     assert "state.json is not the record of a run" in refused(path)
 
@@ -279,76 +244,37 @@ def test_a_path_that_cannot_be_a_folder_is_refused(path: Path) -> None:
     assert f"finetuning.output_dir: {path / 'inner'} cannot be used" in refused(path / "inner")
 
 
-def test_each_missing_or_old_file_is_written_at_the_next_start(path: Path) -> None:
-    with open_folder(path) as folder:
-        folder.add_validation(VALIDATION)
-        folder.add_epoch(EPOCH)
-        old = {file.name: file.read_bytes() for file in path.iterdir()}
-        folder.add_epoch(replace(EPOCH, epoch=1, avg_reward=0.7))
+def test_all_files_are_those_of_the_record_after_the_next_start(path: Path) -> None:
+    with opened(path, CONFIG) as folder:
+        folder.save(validations=[VALIDATION], epochs=[EPOCH])
     current = {file.name: file.read_bytes() for file in path.iterdir()}
-    changed = [name for name in old if old[name] != current[name]]
-    assert set(changed) == {"state.json", "training_metrics.jsonl", "reward_history.json", "reward_plot.png"}
+    assert current.keys() == {
+        *(".lock", "config.yml", "reward_history.json", "reward_plot.png", "rollouts.jsonl", "state.json"),
+        *("training_metrics.jsonl", "validation_history.json", "curriculum_state.json"),
+    }
     for name in set(current) - {".lock", "state.json", "rollouts.jsonl"}:
-        for content in (None, old[name]):
-            (path / name).unlink()
-            if content is not None:
-                (path / name).write_bytes(content)
-            open_folder(path).close()
-            assert (path / name).read_bytes() == current[name], name
+        (path / name).unlink()
+    (path / "reward_history.json").write_text("old")
+    start(path)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == current
 
 
-def test_files_that_are_current_are_not_written_again(path: Path) -> None:
-    with open_folder(path) as folder:
-        folder.add_epoch(EPOCH)
-    before = {file.name: file.stat().st_ino for file in path.iterdir()}
-    open_folder(path).close()
-    assert {file.name: file.stat().st_ino for file in path.iterdir()} == before
-
-
-def test_a_torn_last_line_is_cut_off(path: Path) -> None:
-    with open_folder(path) as folder:
+@pytest.mark.parametrize("damage", [b"", b"\0" * 40, b"\n", b'{"epoch": 0}\n'])
+def test_a_damaged_end_is_cut_off(path: Path, damage: bytes) -> None:
+    with opened(path, CONFIG) as folder:
         folder.add_rollout(rollout(0, 0, 0))
         folder.add_rollout(rollout(0, 0, 1))
     whole = (path / "rollouts.jsonl").read_bytes()
-    start = whole.index(b"\n") + 1
-    for end in range(start, len(whole)):
-        (path / "rollouts.jsonl").write_bytes(whole[:end])
-        with open_folder(path) as folder:
-            assert folder.rollouts(0) == [rollout(0, 0, 0)]
+    start_of_second = whole.index(b"\n") + 1
+    for end in range(start_of_second, len(whole), 10):
+        (path / "rollouts.jsonl").write_bytes(whole[:end] + damage)
+        with opened(path, CONFIG) as folder:
+            assert folder.rollouts == {("0", 0): rollout(0, 0, 0)}
             folder.add_rollout(rollout(0, 0, 1))
         assert (path / "rollouts.jsonl").read_bytes() == whole
-
-
-def test_a_line_that_the_disk_did_not_take_leaves_nothing(folder: Folder) -> None:
-    folder.add_rollout(rollout(0, 0, 0))
-    file = folder.path / "rollouts.jsonl"
-    before = file.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            folder.add_rollout(rollout(0, 0, 1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert file.read_bytes() == before
-    folder.add_rollout(rollout(0, 0, 1))
-    assert folder.rollouts(0) == [rollout(0, 0, 0), rollout(0, 0, 1)]
-
-
-def test_without_matplotlib_there_is_one_warning_and_no_plot(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.WARNING):
-        folder.add_epoch(EPOCH)
-        folder.add_epoch(replace(EPOCH, epoch=1))
-    (record,) = caplog.records
-    assert "pip install 'agent-reinforcement-trainer[finetune]'" in record.getMessage()
-    assert not (folder.path / "reward_plot.png").exists()
-    assert len((folder.path / "training_metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_nothing_is_lost_or_doubled_whatever_line_a_kill_hits(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, KILLING, tmp_path, "37"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) > 25
+    assert int(done.stdout.split()[0]) > 10

@@ -11,6 +11,7 @@ import pytest
 import art
 import art.finetune
 from art.finetune import FinetuneError, NoServer, NoSignal, WrongInput
+from art.finetune.folder import Folder
 from plugins.finetune.tests.policy_server import PolicyServer
 from tests.fake_server import Answer
 from tests.processes import wait_until_gone
@@ -38,6 +39,10 @@ async def test_a_run_trains_each_epoch_once_and_reports_it(
         (1, 0.5, 8, 2),
     ]
     assert [(each["split"], each["metrics"]) for each in policy.logged] == [("epoch", {"epoch/reward": 0.5})] * 2
+
+
+async def die(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 WORKFLOWS = {
@@ -228,13 +233,10 @@ async def test_a_killed_run_samples_only_what_is_missing(
 async def test_a_run_that_was_killed_behind_its_train_call_gets_the_same_job(
     policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
     file = make_file()
     with monkeypatch.context() as patch:
         patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
-        with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
+        with pytest.raises(KeyboardInterrupt):
             await art.finetune.run(file)
     assert policy.steps["demo/agent"] == 1
     await art.finetune.run(file)
@@ -270,7 +272,7 @@ async def test_one_generation_is_compared_with_the_batch(policy: PolicyServer, m
 
 
 async def test_no_server_and_a_failed_job_have_their_own_errors(policy: PolicyServer, make_file: MakeFile) -> None:
-    policy.job_error = {"message": "CUDA out of memory", "code": "out_of_memory"}
+    policy.job_error = {"message": "CUDA out of memory. Lower --max-tokens-per-micro-batch", "code": "out_of_memory"}
     with pytest.raises(FinetuneError, match="--max-tokens-per-micro-batch") as failed:
         await art.finetune.run(make_file())
     assert failed.value.exit_code == 1
@@ -331,6 +333,68 @@ async def test_an_evaluation_compares_steps(policy: PolicyServer, folder: Path, 
         await art.finetune.evaluate(file, step="9")
 
 
+async def test_the_configuration_that_a_run_leaves_is_a_file_without_its_keys(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validation = {"dataset": "rows.json"}
+    file = make_file(trainer_adapters__a__backend__api_key="sk-own", finetuning__validation=validation)
+    await art.finetune.run(file)
+    assert {each.headers["authorization"] for each in policy.requests} == {"Bearer sk-own"}
+    policy.requests.clear()
+    monkeypatch.setenv("ART_API_KEY", "sk-variable")
+    assert (await art.finetune.evaluate("out/config.yml")).step == 2
+    assert {each.headers["authorization"] for each in policy.requests} == {"Bearer sk-variable"}
+
+
+async def test_failed_rollouts_are_tried_again_only_if_they_ended_the_run(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        async def picky(question):
+            output = await answer(question)
+            if question == "question 3" and os.path.exists("ill"):
+                raise RuntimeError("ill")
+            return output
+    """
+    file = make_file(code, workflow___type="agent.py:picky", finetuning__max_exceptions=2, finetuning__num_epochs=1)
+    (folder / "ill").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(art.finetune.ArtTrainer, "_finish_epoch", die)
+        with pytest.raises(KeyboardInterrupt):
+            await art.finetune.run(file)
+    await art.finetune.run(file)
+    assert len(policy.asked) == 8 and lines(folder / "out" / "training_metrics.jsonl")[0]["num_failed"] == 2
+    file["finetuning"]["max_exceptions"] = 1
+    with pytest.raises(FinetuneError, match="ill"):
+        await art.finetune.run(file, fresh=True)
+    (folder / "ill").unlink()
+    await art.finetune.run(file)
+    assert lines(folder / "out" / "training_metrics.jsonl")[0]["num_failed"] == 0
+
+
+async def test_a_kill_between_the_servers_history_and_the_folder_repeats_the_same_calls(
+    policy: PolicyServer, folder: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real server replaces a step's metrics and its file of a split: `tests/long/chaos/test_finetune_kills.py`."""
+    curriculum = {"enabled": True, "initial_percentile": 0.5}
+    file = make_file(finetuning__curriculum_learning=curriculum, finetuning__num_epochs=1)
+    save = Folder.save
+
+    def dies(folder: Folder, **fields: Any) -> None:
+        if fields.get("epochs"):
+            raise KeyboardInterrupt
+        save(folder, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "save", dies)
+        with pytest.raises(KeyboardInterrupt):
+            await art.finetune.run(file)
+    await art.finetune.run(file)
+    for split in ("epoch", "left_out"):
+        first, second = (each for each in policy.logged if each["split"] == split)
+        assert first == second and first["step"] == 1
+
+
 async def test_the_curriculum_chooses_and_the_rest_is_logged(
     policy: PolicyServer, folder: Path, make_file: MakeFile
 ) -> None:
@@ -341,6 +405,17 @@ async def test_the_curriculum_chooses_and_the_rest_is_logged(
     assert [len(each["groups"]) for each in left_out] == [2]
     state = json.loads((folder / "out" / "curriculum_state.json").read_text())
     assert state["current_percentile"] == 0.5 and len(state["included_groups"]) == 2
+
+
+async def test_with_a_seed_requests_have_seeds_that_differ(policy: PolicyServer, make_file: MakeFile) -> None:
+    seeds: list[list[str | None]] = []
+    for given in (1, 1, None):
+        policy.requests.clear()
+        await art.finetune.run(make_file(finetuning__seed=given, eval__general__max_concurrency=1), fresh=True)
+        asked = [each for each in policy.requests if each.path.endswith("/chat/completions")]
+        seeds.append([each.headers.get("x-art-seed") for each in asked])
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == len(seeds[0]) == 16
+    assert set(seeds[2]) == {None}
 
 
 async def test_a_server_that_refuses_the_model_says_why(policy: PolicyServer, make_file: MakeFile) -> None:

@@ -1,7 +1,7 @@
 """`art.finetune` with the real engine: each kind of workflow trains, and each exit code that needs a server."""
 
 import json
-import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -13,9 +13,13 @@ import pytest
 
 import art
 import art.finetune
+from tests.finetune_file import enter, finetune_file
 from tests.live import PROJECT, Server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
+
+MakeFile = Callable[..., dict[str, Any]]
 
 AGENT = """
 import os, sys, json
@@ -66,60 +70,46 @@ QUESTIONS = ("respond with yes, no, maybe", "answer with no, maybe, yes")
 
 
 @pytest.fixture
-def make_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.chdir(tmp_path)
-    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def make_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeFile:
+    enter(tmp_path, monkeypatch)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": each}) + "\n" for each in QUESTIONS))
 
-    def make(workflow: str, reward: str = "score") -> dict[str, Any]:
-        backend = {"name": f"f-{uuid.uuid4().hex[:8]}", "project": PROJECT, "base_model": "art/tiny", "url": server.url}
-        return {
-            "workflow": WORKFLOWS[workflow],
-            "eval": {
-                "general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}},
-                "evaluators": {"reward": {"_type": f"agent.py:{reward}"}},
-            },
-            "trajectory_builders": {"b": {"_type": "openpipe_art_traj_builder", "num_generations": 4}},
-            "trainer_adapters": {
-                "a": {
-                    "_type": "openpipe_art_trainer_adapter",
-                    "backend": backend,
-                    "training": {"learning_rate": 1e-3},
-                }
-            },
-            "trainers": {"t": {"_type": "openpipe_art_trainer"}},
-            "finetuning": {
-                "enabled": True,
-                "trainer": "t",
-                "trajectory_builder": "b",
-                "trainer_adapter": "a",
-                "reward_function": {"name": "reward"},
-                "validation": {"dataset": "rows.jsonl", "interval": 2},
-                "num_epochs": 2,
-                "output_dir": "out",
-                "seed": 1,
-            },
-        }
+    def make(workflow: str, reward: str = "score", **changes: Any) -> dict[str, Any]:
+        return finetune_file(
+            {"name": f"f-{uuid.uuid4().hex[:8]}", "project": PROJECT, "url": server.url},
+            "rows.jsonl",
+            workflow=WORKFLOWS[workflow],
+            eval__evaluators__reward___type=f"agent.py:{reward}",
+            trajectory_builders__b__num_generations=4,
+            trainer_adapters__a__training={"learning_rate": 1e-3},
+            finetuning__validation={"dataset": "rows.jsonl", "interval": 2},
+            finetuning__seed=1,
+            **changes,
+        )
 
     return make
 
 
-def code_of(file: dict[str, Any], folder: Path) -> tuple[int, str]:
-    """The exit code of the command, and what it printed on stderr."""
+def start(file: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+    """The command, as a process."""
     (folder / "file.yml").write_text(json.dumps(file))
-    code = "from art_watch.terminal.cli import main; main(['finetune', 'file.yml'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stderr
+    # A process that a shell started in the background ignores Ctrl-C, and so would this one.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "import sys; sys.argv[0] = 'art'; from art_watch.terminal.cli import main; main()"
+    command = [sys.executable, "-c", code, "finetune", "file.yml"]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code, and what it printed on stderr."""
+    text = process.communicate()[1]
+    assert "Traceback" not in text, text
+    return process.returncode, text
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
-async def test_each_kind_of_workflow_trains(
-    make_file: Callable[..., dict[str, Any]], tmp_path: Path, workflow: str
-) -> None:
+async def test_each_kind_of_workflow_trains(make_file: MakeFile, tmp_path: Path, workflow: str) -> None:
     file = make_file(workflow)
     statuses = await art.finetune.run(file)
     assert len(statuses) == 2
@@ -140,7 +130,7 @@ async def test_each_kind_of_workflow_trains(
     assert kept[validations[-1]["step"]]["val/reward"] == pytest.approx(validations[-1]["avg_reward"])
 
 
-async def test_any_step_can_be_evaluated(make_file: Callable[..., dict[str, Any]]) -> None:
+async def test_any_step_can_be_evaluated(make_file: MakeFile) -> None:
     file = make_file("coroutine")
     await art.finetune.run(file)
     found = await art.finetune.evaluate(file, step="best", baseline="base", reps=2)
@@ -149,17 +139,33 @@ async def test_any_step_can_be_evaluated(make_file: Callable[..., dict[str, Any]
     assert again[0].num_failed == again[1].num_failed == 0
 
 
-def test_exit_codes(make_file: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    assert code_of(make_file("coroutine"), tmp_path)[0] == 0
-    os.rename(tmp_path / "out", tmp_path / "first")
-    code, text = code_of(make_file("coroutine", "broken"), tmp_path)
+def test_exit_codes(make_file: MakeFile, tmp_path: Path) -> None:
+    def run(reward: str, output_dir: str, **changes: Any) -> tuple[int, str]:
+        return end(start(make_file("coroutine", reward, finetuning__output_dir=output_dir, **changes), tmp_path))
+
+    assert run("score", "out")[0] == 0
+    code, text = run("broken", "second")
     assert code == 1 and "no score" in text
-    os.rename(tmp_path / "out", tmp_path / "second")
-    code, text = code_of(make_file("coroutine", "equal"), tmp_path)
+    assert run("score", "out")[0] == 2, "the folder has another run"
+    code, text = run("equal", "third")
     assert code == 3 and "min_reward_diff" in text
-    file = make_file("coroutine")
-    assert code_of(file, tmp_path)[0] == 2, "the folder has another run"
-    file["trainer_adapters"]["a"]["backend"]["url"] = "http://127.0.0.1:9"
-    file["finetuning"]["output_dir"] = "new"
-    code, text = code_of(file, tmp_path)
+    code, text = run("score", "fourth", trainer_adapters__a__backend__url="http://127.0.0.1:9")
     assert code == 4 and "art-server" in text
+
+
+def test_ctrl_c_keeps_finished_rollouts_and_names_the_command_that_continues(
+    make_file: MakeFile, tmp_path: Path
+) -> None:
+    file = make_file("coroutine", eval__general__max_concurrency=1)
+    process, rollouts = start(file, tmp_path), tmp_path / "out" / "rollouts.jsonl"
+    wait_until(
+        lambda: process.poll() is not None or (rollouts.exists() and rollouts.stat().st_size), lambda: process.args
+    )
+    process.send_signal(signal.SIGINT)
+    code, text = end(process)
+    assert code == 130 and text.splitlines()[-1].endswith("art finetune file.yml"), text
+    kept = rollouts.read_bytes()
+    assert kept.count(b"\n") < 16, "it did not run to its end"
+    assert end(start(file, tmp_path))[0] == 0
+    assert rollouts.read_bytes().startswith(kept) and rollouts.read_bytes().count(b"\n") == 16
+    assert (tmp_path / "out" / "training_metrics.jsonl").read_text().count("\n") == 2

@@ -1,5 +1,6 @@
 """`art finetune`, killed at random moments: the files that it leaves equal those of a run that nobody killed."""
 
+import gzip
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.finetune_file import finetune_file
 from tests.live import PROJECT, Server
 
 AGENT = """
@@ -44,31 +46,16 @@ def prepare(folder: Path, server: Server, name: str) -> None:
     (folder / "agent.py").write_text(AGENT)
     rows = [{"id": each, "question": f"respond with {each}"} for each in ORDERS]
     (folder / "rows.json").write_text(json.dumps(rows))
-    backend = {"url": server.url, "name": name, "project": PROJECT, "base_model": "art/tiny"}
-    tree: dict[str, Any] = {
-        "workflow": {"_type": "agent.py:answer"},
-        "eval": {
-            "general": {"max_concurrency": 1, "dataset": {"_type": "json", "file_path": "rows.json"}},
-            "evaluators": {"reward": {"_type": "agent.py:score"}},
-        },
-        "trajectory_builders": {"b": {"_type": "openpipe_art_traj_builder", "num_generations": 4}},
-        "trainer_adapters": {
-            "a": {"_type": "openpipe_art_trainer_adapter", "backend": backend, "training": {"learning_rate": 1e-3}}
-        },
-        "trainers": {"t": {"_type": "openpipe_art_trainer"}},
-        "finetuning": {
-            "enabled": True,
-            "trainer": "t",
-            "trajectory_builder": "b",
-            "trainer_adapter": "a",
-            "reward_function": {"name": "reward"},
-            "validation": {"dataset": "rows.json", "interval": 2},
-            "curriculum_learning": {"enabled": True, "initial_percentile": 0.5, "expansion_interval": 2},
-            "num_epochs": EPOCHS,
-            "output_dir": "out",
-            "seed": 7,
-        },
-    }
+    tree = finetune_file(
+        {"url": server.url, "name": name, "project": PROJECT},
+        eval__general__max_concurrency=1,
+        trajectory_builders__b__num_generations=4,
+        trainer_adapters__a__training={"learning_rate": 1e-3},
+        finetuning__validation={"dataset": "rows.json", "interval": 2},
+        finetuning__curriculum_learning={"enabled": True, "initial_percentile": 0.5, "expansion_interval": 2},
+        finetuning__num_epochs=EPOCHS,
+        finetuning__seed=7,
+    )
     (folder / "file.yml").write_text(json.dumps(tree))
 
 
@@ -101,6 +88,12 @@ def figures(folder: Path) -> list[Any]:
         rows = [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
         found.append(without_times(rows))
     return found
+
+
+def left_out(server: Server, name: str) -> dict[str, int]:
+    """How many groups of each step the server has as left out."""
+    files = (server.model_dir(name) / "trajectories" / "left_out").iterdir()
+    return {file.name: gzip.decompress(file.read_bytes()).count(b"\n") for file in files}
 
 
 @pytest.fixture
@@ -136,5 +129,6 @@ def test_a_run_that_is_killed_twenty_times_ends_like_one_that_is_not(exact: Serv
         assert num_kills >= KILLS // 2
         assert figures(killed) == figures(whole)
         assert num_asked(killed) <= total + num_kills
+        assert left_out(exact, "killed") == left_out(exact, "whole")
         models = httpx.get(f"{exact.url}/api/models").json()["models"]
         assert {each["name"]: each["step"] for each in models} == {"whole": EPOCHS, "killed": EPOCHS}

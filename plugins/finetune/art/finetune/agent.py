@@ -13,6 +13,7 @@ import art
 from art.finetune.rows import Row
 from art.finetune.scoring import Reward
 from art.finetune.sections import LLM
+from art.finetune.toolkit import innermost_function
 from art.finetune.workflows import WORKFLOW, Call, Workflow, addresses
 
 OTHER = ".other"
@@ -21,28 +22,6 @@ REASON_CHARACTERS = 300
 
 class RolloutFailed(Exception):
     """A rollout without a reward; the message has the reason and the remedy."""
-
-
-class Sessions:
-    """The two sessions of a rollout."""
-
-    def __init__(self, name: str, targets: Container[str], function_name: Callable[[], str]) -> None:
-        self.trained, self.other = name, name + OTHER
-        self._targets, self._function_name = targets, function_name
-        self.other_functions: set[str] = set()
-        """Functions that are no targets, whose requests were captured in this process."""
-
-    def of_workflow(self) -> str:
-        """The session of requests outside of all functions, and of all requests to the rollout's own address."""
-        return self.trained if WORKFLOW in self._targets else self.other
-
-    def of_request(self) -> str:
-        """The session of a request in this context."""
-        name = self._function_name()
-        if name in self._targets:
-            return self.trained
-        self.other_functions.add(name)
-        return self.other
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +36,8 @@ class Agent:
     targets: Container[str]
     """Functions whose requests are trained."""
     timeout_seconds: float
+    is_seeded: bool
+    """Whether requests that have no seed of their own get one."""
 
     async def play(self, model: art.TrainableModel, row: Row, session: str, seed: int) -> tuple[art.Trajectory, Any]:
         """A rollout's trajectory with its reward, and its output. metrics["untrained_answers"] counts answers to other
@@ -65,12 +46,22 @@ class Agent:
         Raises:
             Exception: the workflow or an evaluator failed, took too long, or asked for no answer that can be trained.
         """
-        sessions = Sessions(session, self.targets, self.workflow.function_name)
-        async with art.rollout(model, sessions.of_workflow()) as rollout:
-            call = Call(row, rollout, seed, addresses(self.llms, self.policy, rollout))
+        is_own = WORKFLOW in self.targets
+        others: set[str] = set() if is_own else {WORKFLOW}
+
+        def session_of_request() -> str:
+            name = innermost_function()
+            if name in self.targets:
+                return session
+            others.add(name)
+            return session + OTHER
+
+        step = step_of(model)
+        async with art.rollout(model, session if is_own else session + OTHER) as rollout:
+            call = Call(row, rollout, seed, addresses(self.llms, self.policy, model))
             limit = asyncio.timeout(self.timeout_seconds)
             try:
-                with art.capture(sessions.of_request, step_of(model)):
+                with art.capture(session_of_request, step, seed if self.is_seeded else None):
                     async with limit:
                         output = await self.workflow(call)
             except TimeoutError as error:
@@ -79,8 +70,13 @@ class Agent:
                 raise RolloutFailed(
                     f"the rollout took longer than {self.timeout_seconds:g} s: raise eval.general.rollout_timeout_seconds"
                 ) from error
-        trajectory = await self._collect(rollout, sessions, is_trained=step_of(model) is None)
-        trajectory.metadata["id"] = row.id
+        trained = rollout if is_own else art.rollout(model, session)
+        trajectory = await trained.trajectory(metadata={"row": row.id})
+        if others:
+            other = await art.rollout(model, session + OTHER).trajectory()
+            trajectory.metrics["untrained_answers"] = num_answers(other)
+        if step is None and not num_answers(trajectory):
+            raise RolloutFailed(_why_empty(model, others if trajectory.metrics.get("untrained_answers") else set()))
         await self.reward.score(row, output, trajectory)
         return trajectory, output
 
@@ -99,35 +95,22 @@ class Agent:
 
         return play
 
-    async def _collect(self, rollout: art.Rollout, sessions: Sessions, *, is_trained: bool) -> art.Trajectory:
-        model = rollout.model
-        if rollout.session == sessions.trained:
-            trajectory = await rollout.trajectory()
-        else:
-            trajectory = await art.rollout(model, sessions.trained).trajectory()
-        num_untrained = 0
-        if sessions.other_functions or rollout.session == sessions.other:
-            num_untrained = num_answers(await art.rollout(model, sessions.other).trajectory())
-            trajectory.metrics["untrained_answers"] = num_untrained
-        if num_answers(trajectory) or not is_trained:
-            return trajectory
-        if num_untrained:
-            names = ", ".join(sorted(sessions.other_functions or {WORKFLOW}))
-            raise RolloutFailed(
-                f"all {num_untrained} answers came from {names}, which finetuning.target_functions leaves out: add it there"
-            )
-        raise RolloutFailed(
-            f"no answer of {model.get_inference_name()} can be trained: the workflow's requests went elsewhere. It has to ask "
-            f"OPENAI_BASE_URL={model.inference_base_url} for OPENAI_MODEL={model.get_inference_name()}"
-        )
+
+def _why_empty(model: art.TrainableModel, others: set[str]) -> str:
+    name = model.get_inference_name()
+    if others:
+        left_out = ", ".join(sorted(others))
+        return f"all answers came from {left_out}, which finetuning.target_functions leaves out: add it there"
+    return (
+        f"no answer of {name} can be trained: the workflow's requests went elsewhere. It has to ask "
+        f"OPENAI_BASE_URL={model.inference_base_url} for OPENAI_MODEL={name}"
+    )
 
 
 def num_answers(trajectory: art.Trajectory) -> int:
     """The sampled answers of all conversations."""
-    entries = list(trajectory.messages_and_choices)
-    for history in trajectory.additional_histories:
-        entries += history.messages_and_choices
-    return sum(not isinstance(entry, dict) for entry in entries)
+    histories = [trajectory, *trajectory.additional_histories]
+    return sum(not isinstance(entry, dict) for each in histories for entry in each.messages_and_choices)
 
 
 def step_of(model: art.TrainableModel) -> str | None:

@@ -4,14 +4,19 @@ They are those of NVIDIA's `nat.finetuning.interfaces`, as far as the harness ca
 `art.Trajectory`, which know their exact tokens, in place of NVIDIA's episodes. docs/howto/finetune-parts.md replaces each.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from tqdm.auto import tqdm
+
 import art
-from art.finetune.context import Run
-from art.finetune.sections import Component
+from art.finetune.agent import Agent
+from art.finetune.folder import Folder
+from art.finetune.rows import Row
+from art.finetune.sections import Component, Config, Curriculum
 
 
 class TrainingStatusEnum(StrEnum):
@@ -33,6 +38,8 @@ class TrainingJobRef:
 
 @dataclass(frozen=True, slots=True)
 class TrainingJobStatus:
+    """How a train call ended."""
+
     run_id: str
     status: TrainingStatusEnum
     backend: str = "art"
@@ -40,6 +47,7 @@ class TrainingJobStatus:
     """Percent."""
     message: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`step` and `metrics` of a step that was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,30 @@ class TrajectoryCollection:
     trajectories: list[art.TrajectoryGroup]
     run_id: str
     meta: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`epoch`, `rows`, `step` (the model's step that sampled) and `num_failed_jobs` of this epoch."""
+    """`epoch`, `rows` (their places) and `step`, the model's step that samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the parts of a run share."""
+
+    config: Config
+    rows: list[Row]
+    validation_rows: list[Row]
+    train_config: art.TrainConfig
+    model: art.TrainableModel
+    agent: Agent
+    validation_agent: Agent
+    folder: Folder
+    seed: int
+
+    @property
+    def curriculum(self) -> Curriculum:
+        """That of the file. One rollout of a row has no differing rewards."""
+        given = self.config.finetuning.curriculum_learning
+        if self.config.builder.num_generations == 1:
+            return given.model_copy(update={"min_reward_diff": 0.0})
+        return given
 
 
 class Part(ABC):
@@ -61,16 +92,16 @@ class Part(ABC):
         self.config = config
 
     async def initialize(self, context: Run) -> None:
-        """Is called once, before the first epoch. `context` has the file, the rows, the model and the output folder."""
+        """Is called once, before the first epoch."""
         self.context = context
 
 
 class TrajectoryBuilder(Part):
-    """Samples an epoch."""
+    """Samples an epoch. `meta` is that of the `TrajectoryCollection`."""
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any]) -> None:
-        """Begins to sample. `meta` has `epoch`, and `rows`, the places of the rows to sample."""
+        """Begins to sample."""
 
     @abstractmethod
     async def finalize(self, run_id: str, meta: dict[str, Any]) -> TrajectoryCollection:
@@ -78,34 +109,19 @@ class TrajectoryBuilder(Part):
 
     async def compute_reward(self, trajectory: art.Trajectory, meta: dict[str, Any]) -> float:
         """The reward of a scored trajectory; `meta` has `row` and `output`."""
-        del meta
         return trajectory.reward
-
-    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Is called with an epoch's figures."""
 
 
 class TrainerAdapter(Part):
     """Trains on what was sampled."""
 
     @abstractmethod
-    async def is_healthy(self) -> bool:
-        """Whether what trains can be reached."""
-
-    @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Begins to train."""
 
     @abstractmethod
-    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """The state of a train call."""
-
-    @abstractmethod
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
         """The state in which a train call ends."""
-
-    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Is called with the metrics of a step."""
 
 
 class Trainer(Part):
@@ -129,10 +145,10 @@ class Trainer(Part):
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Is called after each epoch with the step's metrics, `epoch` and `epoch/reward`."""
 
-    async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """The figures of the newest epoch."""
-        del run_id
-        return {}
-
     async def cleanup(self) -> None:
         """Is called at the end, however the run ended."""
+
+
+def say(line: str) -> None:
+    """Prints a line on stderr, above a progress bar."""
+    tqdm.write(line, file=sys.stderr)

@@ -5,23 +5,21 @@ await art.finetune.run("finetune.yml", {"finetuning.num_epochs": 3})
 
 import contextlib
 import os
-import random
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import art
-from art.finetune import checking, components, reading, toolkit
+from art.finetune import checking, components, folder, reading, toolkit
 from art.finetune.agent import Agent, num_answers
-from art.finetune.context import Run, say
 from art.finetune.errors import FinetuneError, NoServer, NoSignal, WrongInput
-from art.finetune.folder import Folder
-from art.finetune.interfaces import Trainer, TrainerAdapter, TrainingJobStatus, TrajectoryBuilder
-from art.finetune.rows import Row, Rows, load_rows
+from art.finetune.interfaces import Run, Trainer, TrainingJobStatus, say
+from art.finetune.rows import Row, load_rows
 from art.finetune.scoring import Reward
-from art.finetune.sections import Backend, Config, Dataset, RewardFunction
-from art.finetune.workflows import Workflow, make_workflow
+from art.finetune.sections import Backend, Config, Dataset
+from art.finetune.workflows import make_workflow
 
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
@@ -31,8 +29,6 @@ class Job:
     """A checked file with its rows. Nothing was asked of a server."""
 
     config: Config
-    policy: str | None
-    """The policy's entry of `llms`."""
     train_config: art.TrainConfig
     rows: list[Row]
     validation_rows: list[Row]
@@ -45,12 +41,8 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
         WrongInput: all that is wrong with it.
     """
     given = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
-    if isinstance(file, Mapping):
-        document = reading.of_dict(file, given)
-    else:
-        document = reading.read(Path(file), given)
-    known = toolkit.find()
-    config = checking.check(document, known)
+    document = reading.of_dict(file, given) if isinstance(file, Mapping) else reading.read(Path(file), given)
+    config = checking.check(document, toolkit.find())
     if ignored := checking.without_effect(config):
         say(f"without effect here: {', '.join(ignored)}")
     problems: list[str] = []
@@ -62,20 +54,20 @@ def prepare(file: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     validation_rows = _load("finetuning.validation.dataset", validation, problems)
     if problems:
         raise WrongInput(problems)
-    return Job(config, checking.policy_llm(config), _train_config(config), rows, validation_rows)
+    return Job(config, _train_config(config), rows, validation_rows)
 
 
 def _load(name: str, dataset: Dataset | None, problems: list[str]) -> list[Row]:
     if dataset is None:
         return []
     try:
-        rows: Rows = load_rows(dataset)
+        found = load_rows(dataset)
     except WrongInput as error:
         problems += [f"{name}: {problem}" for problem in error.problems]
         return []
-    if rows.left_out:
-        say(f"{name}: {rows.left_out} rows without a question are left out")
-    return rows.rows
+    if found.left_out:
+        say(f"{name}: {found.left_out} rows without a question are left out")
+    return found.rows
 
 
 def _train_config(config: Config) -> art.TrainConfig:
@@ -88,91 +80,79 @@ def _train_config(config: Config) -> art.TrainConfig:
     return art.TrainConfig.model_validate(given)
 
 
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The model of a job, and what plays its rows."""
+
+    model: art.TrainableModel
+    agent: Agent
+    validation_agent: Agent
+
+
 @contextlib.asynccontextmanager
-async def connected(config: Config) -> AsyncGenerator[art.TrainableModel]:
-    """The run's model on its server, which is started if the file names none.
+async def connected(job: Job) -> AsyncGenerator[Connected]:
+    """Connects with the server, which is started if the file names none, and builds workflow and evaluators.
 
     Raises:
-        NoServer: no server answers, or none can be started.
+        WrongInput: a module cannot be imported.
+        NoServer: no server answers, or none can be started, or it was lost in the block.
+        FinetuneError: the server refuses the model, or the block raised any other error.
     """
-    section = config.adapter.backend
-    backend, place = _backend(section)
-    fields: dict[str, Any] = {"name": section.name, "project": section.project, "base_model": section.base_model}
-    if internal := _internal_config(section):
+    config, section = job.config, job.config.adapter.backend
+    backend = _backend(section)
+    fields = section.model_dump(include={"name", "project", "base_model"})
+    if internal := section.model_dump(include={"init_args", "engine_args"}, exclude_none=True):
         fields["_internal_config"] = internal
     model = art.TrainableModel(**fields)
-    async with backend:
+    async with contextlib.AsyncExitStack() as opened:
+        await opened.enter_async_context(backend)
         try:
             await model.register(backend)
         except art.ArtConnectionError as error:
             raise NoServer(
-                f"Failed to connect to ART backend: {error}. Start `art-server`, or check {place}; "
-                f"`curl {backend.base_url}/health` shows whether it answers"
+                f"Failed to connect to ART backend: {error}. Start `art-server`, or check the address in the adapter's "
+                f"backend: `curl {backend.base_url}/health` shows whether it answers"
             ) from error
         except art.ArtStatusError as error:
-            raise FinetuneError(f"{place} refuses the model: {error}") from error
+            raise FinetuneError(f"the server refuses the model: {error}") from error
         except art.ArtError as error:  # of a server that this program starts
             raise NoServer(str(error)) from error
-        yield model
-
-
-def _backend(section: Backend) -> tuple[art.Backend, str]:
-    """The backend, and what names it."""
-    key = None if section.api_key == "default" else section.api_key
-    if section.url is not None:
-        return art.Backend(section.url, key), "backend.url"
-    if section.ip is not None:
-        host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
-        return art.Backend(f"http://{host}:{section.port or 7623}", key), "backend.ip and backend.port"
-    if os.environ.get("ART_SERVER_URL"):
-        return art.Backend(api_key=key), "ART_SERVER_URL"
-    return art.LocalBackend(), "the server that this program starts"
-
-
-def _internal_config(section: Backend) -> dict[str, Any] | None:
-    return section.model_dump(include={"init_args", "engine_args"}, exclude_none=True) or None
-
-
-class Workflows:
-    """The workflow and the evaluators of a file. A context manager, which closes what the toolkit built."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._made = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> "Workflows":
-        await self._made.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._made.__aexit__(*error)
-
-    async def agent(self, model: art.TrainableModel, reward: RewardFunction) -> Agent:
-        """What plays a row.
-
-        Raises:
-            WrongInput: a module cannot be imported.
-        """
-        config = self._job.config
+        policy, finetuning = checking.policy_llm(config), config.finetuning
         try:
-            made: dict[str, Any] = {}
-            workflow: Workflow
-            if toolkit.is_needed(config):
-                built = await self._made.enter_async_context(toolkit.build(config, self._job.policy, model))
-                made = built.evaluators
-                workflow = built.workflow or make_workflow(config.workflow, model)
-            else:
-                workflow = make_workflow(config.workflow, model)
-            return Agent(
-                workflow=workflow,
-                reward=Reward(config, reward, made),
+            workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
+            agent = Agent(
+                workflow=workflow or make_workflow(config.workflow, model),
+                reward=Reward(config, finetuning.reward_function, evaluators),
                 llms=config.llms,
-                policy=self._job.policy,
-                targets=frozenset(config.finetuning.target_functions),
+                policy=policy,
+                targets=frozenset(finetuning.target_functions),
                 timeout_seconds=config.eval.general.rollout_timeout_seconds,
+                is_seeded=finetuning.seed is not None,
             )
+            validation_agent = agent
+            if finetuning.validation.reward is not None:
+                validation_agent = replace(agent, reward=Reward(config, finetuning.validation.reward, evaluators))
         except ValueError as error:
             raise WrongInput([str(error)]) from error
+        try:
+            yield Connected(model, agent, validation_agent)
+        except FinetuneError:
+            raise
+        except art.ArtConnectionError as error:
+            raise NoServer(f"the server was lost: {error}. The same command continues when it is back") from error
+        except Exception as error:  # the first failure of a rollout, which gather raises
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+            raise FinetuneError(f"rollouts failed: {type(error).__name__}: {error}{notes}") from error
+
+
+def _backend(section: Backend) -> art.Backend:
+    key, url = section.api_key, section.url
+    if section.ip is not None:
+        host = "127.0.0.1" if section.ip == "0.0.0.0" else section.ip
+        url = f"http://{host}:{section.port or 7623}"
+    if url is None and not os.environ.get("ART_SERVER_URL"):
+        return art.LocalBackend()
+    return art.Backend(url, None if key == "default" else key)
 
 
 async def run(
@@ -189,69 +169,56 @@ async def run(
         FinetuneError: rollouts or training failed.
     """
     job = prepare(file, overrides)
-    config = job.config
-    finetuning = config.finetuning
-    dumped = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    with Folder.open(finetuning.output_dir, dumped, finetuning.num_epochs, fresh=fresh) as folder:
-        if len(folder.epochs) >= finetuning.num_epochs:
-            say(f"{folder.path}: all {finetuning.num_epochs} epochs are trained already")
+    num_epochs = job.config.finetuning.num_epochs
+    dumped = job.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    with folder.opened(job.config.finetuning.output_dir, dumped, fresh=fresh) as output:
+        if len(output.state.epochs) >= num_epochs:
+            say(f"{output.path}: all {num_epochs} epochs are trained already")
             return []
-        try:
-            async with connected(config) as model, Workflows(job) as workflows:
-                return await _train(job, folder, model, workflows)
-        except art.ArtConnectionError as error:
-            raise NoServer(f"the server was lost: {error}. The same command continues when it is back") from error
+        async with connected(job) as made:
+            return await _train(job, output, made)
 
 
-async def _train(job: Job, folder: Folder, model: art.TrainableModel, workflows: Workflows) -> list[TrainingJobStatus]:
-    config, finetuning = job.config, job.config.finetuning
-    if folder.noted("seed") is None:
-        folder.note("seed", random.randrange(2**31) if finetuning.seed is None else finetuning.seed)
-        if step := await model.get_step():
-            say(f"{model.get_inference_name()} exists: it is trained further from step {step}")
-    agent = await workflows.agent(model, finetuning.reward_function)
-    validation_agent = agent
-    if job.validation_rows and finetuning.validation.reward is not None:
-        validation_agent = await workflows.agent(model, finetuning.validation.reward)
-    shared = Run(
-        config=config,
-        rows=job.rows,
-        validation_rows=job.validation_rows,
-        train_config=job.train_config,
-        model=model,
-        agent=agent,
-        validation_agent=validation_agent,
-        folder=folder,
-        seed=folder.noted("seed"),
+async def _train(job: Job, output: folder.Folder, made: Connected) -> list[TrainingJobStatus]:
+    name, finetuning = made.model.get_inference_name(), job.config.finetuning
+    is_new = not output.state.epochs and output.state.step is None
+    if is_new and (step := await made.model.get_step()):
+        say(f"{name} exists: it is trained further from step {step}")
+    trainer = await _make_trainer(
+        Run(
+            config=job.config,
+            rows=job.rows,
+            validation_rows=job.validation_rows,
+            train_config=job.train_config,
+            model=made.model,
+            agent=made.agent,
+            validation_agent=made.validation_agent,
+            folder=output,
+            seed=output.state.seed if finetuning.seed is None else finetuning.seed,
+        )
     )
-    trainer = await make_trainer(shared)
     try:
         statuses = await trainer.run(finetuning.num_epochs)
-    except (art.ArtError, FinetuneError):
-        raise
-    except Exception as error:  # the first failure of a rollout, which gather raises
-        notes = "; ".join(getattr(error, "__notes__", []))
-        raise FinetuneError(f"rollouts failed: {type(error).__name__}: {error} ({notes})") from error
     finally:
         await trainer.cleanup()
-    _summarise(folder, model)
+    _summarise(output, name)
     return statuses
 
 
-async def make_trainer(shared: Run) -> Trainer:
+async def _make_trainer(shared: Run) -> Trainer:
     """The three parts, bound and initialised."""
     config = shared.config
-    builder: TrajectoryBuilder = components.load("trajectory_builder", config.builder.type)(config.builder)
-    adapter: TrainerAdapter = components.load("trainer_adapter", config.adapter.type)(config.adapter)
-    trainer: Trainer = components.load("trainer", config.trainer.type)(config.trainer)
+    builder = components.load("trajectory_builder", config.builder.type)(config.builder)
+    adapter = components.load("trainer_adapter", config.adapter.type)(config.adapter)
+    trainer = components.load("trainer", config.trainer.type)(config.trainer)
     await trainer.bind_components(builder, adapter)
     for part in (builder, adapter, trainer):
         await part.initialize(shared)
     return trainer
 
 
-def _summarise(folder: Folder, model: art.TrainableModel) -> None:
-    epochs = folder.epochs
+def _summarise(output: folder.Folder, name: str) -> None:
+    epochs = output.state.epochs
     first, last = epochs[0].avg_reward, epochs[-1].avg_reward
     if first is None or last is None:
         raise FinetuneError("no trajectories: each rollout failed; training_metrics.jsonl has the reasons")
@@ -261,9 +228,7 @@ def _summarise(folder: Folder, model: art.TrainableModel) -> None:
             "curriculum_learning.min_reward_diff. Lower it, raise num_generations, or use rows that the model neither always "
             "solves nor always fails"
         )
-    say(
-        f"{model.get_inference_name()}: reward {first:.4f} in epoch 1, {last:.4f} in epoch {len(epochs)}; {folder.path}"
-    )
+    say(f"{name}: reward {first:.4f} in epoch 1, {last:.4f} in epoch {len(epochs)}; {output.path}")
     if last <= first and len(epochs) > 1:
         share = sum(each.num_without_signal for each in epochs) / sum(each.num_groups for each in epochs)
         say(
@@ -279,17 +244,13 @@ async def check(file: str | Path | Mapping[str, Any], overrides: Overrides = ())
         FinetuneError: as `run` does.
     """
     job = prepare(file, overrides)
-    async with connected(job.config) as model, Workflows(job) as workflows:
-        agent = await workflows.agent(model, job.config.finetuning.reward_function)
-        session = f"check-{random.randrange(16**8):08x}"
-        try:
-            trajectory, output = await agent.play(model, job.rows[0], session, job.config.finetuning.seed or 0)
-        except Exception as error:
-            raise FinetuneError(f"the rollout failed: {type(error).__name__}: {error}") from error
-        print(describe(trajectory, output))
+    async with connected(job) as made:
+        session, seed = f"check-{uuid.uuid4().hex[:8]}", job.config.finetuning.seed or 0
+        trajectory, output = await made.agent.play(made.model, job.rows[0], session, seed)
+        print(_describe(trajectory, output))
 
 
-def describe(trajectory: art.Trajectory, output: Any) -> str:
+def _describe(trajectory: art.Trajectory, output: Any) -> str:
     """A rollout as text: its conversations, with the answers that would be trained marked by ">"."""
     lines: list[str] = []
     for number, history in enumerate([trajectory, *trajectory.additional_histories], 1):

@@ -8,16 +8,18 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import sys
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel
 
 import art
 from art.finetune import components
 from art.finetune.components import Kind
 from art.finetune.rows import Row
-from art.finetune.scoring import Evaluator, Score, to_score
+from art.finetune.scoring import Evaluator
 from art.finetune.sections import TOOLKIT_SECTIONS, Component, Config
 from art.finetune.workflows import WORKFLOW, Call, Workflow, current_function
 
@@ -39,13 +41,10 @@ class Registered:
 
 def find() -> Registered | None:
     """The toolkit, if both of its packages are installed."""
-    for name in PACKAGES:
-        try:
-            if importlib.util.find_spec(name) is None:
-                return None
-        except ModuleNotFoundError:
-            return None
-    return Registered()
+    with contextlib.suppress(ModuleNotFoundError):  # of the package that they are in
+        if all(importlib.util.find_spec(name) for name in PACKAGES):
+            return Registered()
+    return None
 
 
 @functools.cache
@@ -58,63 +57,56 @@ def _registry() -> Any:  # Any: the toolkit is installed in few environments
     return GlobalTypeRegistry.get()
 
 
-@dataclass(frozen=True, slots=True)
-class Toolkit:
-    """What the toolkit built of a file."""
+def innermost_function() -> str:
+    """The innermost function around the current context: a block of `art.finetune.function`, or one of the toolkit."""
+    own = current_function.get()
+    if own != WORKFLOW or "nat.builder.context" not in sys.modules:
+        return own
+    from nat.builder.context import Context
 
-    workflow: Workflow | None
-    """None: the workflow is none of the toolkit's."""
-    evaluators: dict[str, Evaluator]
-
-
-def is_needed(config: Config) -> bool:
-    """Whether a part of the file is one of the toolkit's."""
-    evaluators = config.eval.evaluators.values()
-    return components.is_of_toolkit("workflow", config.workflow.type) or any(
-        components.is_of_toolkit("evaluator", each.type) for each in evaluators
-    )
+    name: str = Context.get().active_function.function_name
+    return WORKFLOW if name == ROOT else name
 
 
 @contextlib.asynccontextmanager
-async def build(config: Config, policy: str | None, model: art.TrainableModel) -> AsyncGenerator[Toolkit]:
-    """The toolkit's parts of a file, whose policy is the model.
+async def building(
+    config: Config, policy: str | None, model: art.TrainableModel
+) -> AsyncGenerator[tuple[Workflow | None, dict[str, Evaluator]]]:
+    """The workflow and the evaluators of a file that are the toolkit's. Their policy is the model.
 
     Raises:
         ValueError: the toolkit refuses its sections.
     """
+    has_workflow = components.is_of_toolkit("workflow", config.workflow.type)
+    evaluators = {
+        name: each for name, each in config.eval.evaluators.items() if components.is_of_toolkit("evaluator", each.type)
+    }
+    if not has_workflow and not evaluators:
+        yield None, {}
+        return
     _registry()
     from nat.data_models.config import Config as ToolkitConfig
     from nat.plugins.eval.runtime.builder import WorkflowEvalBuilder
     from nat.runtime.session import SessionManager
 
-    has_workflow = components.is_of_toolkit("workflow", config.workflow.type)
-    given: dict[str, Any] = {
-        section: _dump(getattr(config, section)) for section in TOOLKIT_SECTIONS if getattr(config, section)
-    }
-    given["llms"] = {each: _dump(llm) for each, llm in config.llms.items()}
+    given = {section: _dump(getattr(config, section)) for section in (*TOOLKIT_SECTIONS, "llms")}
+    given = {section: value for section, value in given.items() if value}
     if policy is not None:
-        key = model.inference_api_key or "default"
         given["llms"][policy] |= {
             "base_url": model.inference_base_url,
-            "api_key": key,
+            "api_key": model.inference_api_key or "default",
             "model_name": model.get_inference_name(),
         }
     if has_workflow:
         given["workflow"] = _dump(config.workflow)
-    names = [
-        each for each, section in config.eval.evaluators.items() if components.is_of_toolkit("evaluator", section.type)
-    ]
-    given["eval"] = {
-        "general": {"max_concurrency": config.eval.general.max_concurrency},
-        "evaluators": {each: _dump(config.eval.evaluators[each]) for each in names},
-    }
+    general = {"max_concurrency": config.eval.general.max_concurrency}
+    given["eval"] = {"general": general, "evaluators": _dump(evaluators)}
     checked = ToolkitConfig.model_validate(given)
     async with WorkflowEvalBuilder.from_config(checked) as builder:
         workflow = None
         if has_workflow:
-            sessions = await SessionManager.create(checked, builder, max_concurrency=0)
-            workflow = _ToolkitWorkflow(sessions)
-        yield Toolkit(workflow, {each: _ToolkitEvaluator(each, builder.get_evaluator(each)) for each in names})
+            workflow = _workflow(await SessionManager.create(checked, builder, max_concurrency=0))
+        yield workflow, {name: _evaluator(name, builder.get_evaluator(name)) for name in evaluators}
 
 
 def _dump(value: Any) -> Any:
@@ -126,15 +118,10 @@ def _dump(value: Any) -> Any:
     return value
 
 
-class _ToolkitWorkflow:
-    def __init__(self, sessions: Any) -> None:
-        self._sessions = sessions
-
-    async def __call__(self, call: Call) -> Any:
-        from pydantic import BaseModel
-
+def _workflow(sessions: Any) -> Workflow:
+    async def play(call: Call) -> Any:
         async with (
-            self._sessions.session(user_id=uuid.uuid4().hex) as session,
+            sessions.session(user_id=uuid.uuid4().hex) as session,
             session.run(call.row.question) as runner,
         ):
             output = await runner.result()
@@ -142,22 +129,13 @@ class _ToolkitWorkflow:
                 output = runner.convert(output, to_type=str)
         return output.model_dump_json() if isinstance(output, BaseModel) else output
 
-    def function_name(self) -> str:
-        """The innermost function around the current context: a block of `art.finetune.function`, or one of the toolkit."""
-        from nat.builder.context import Context
-
-        own = current_function.get()
-        name: str = Context.get().active_function.function_name
-        return name if own == WORKFLOW and name != ROOT else own
+    return play
 
 
-class _ToolkitEvaluator:
-    def __init__(self, name: str, info: Any) -> None:
-        self._name, self._evaluate = name, info.evaluate_fn
+def _evaluator(name: str, info: Any) -> Evaluator:
+    from nat.data_models.evaluator import EvalInput, EvalInputItem
 
-    async def __call__(self, row: Row, output: Any, trajectory: art.Trajectory) -> Score:
-        from nat.data_models.evaluator import EvalInput, EvalInputItem
-
+    async def evaluate(row: Row, output: Any, trajectory: art.Trajectory) -> Any:
         item = EvalInputItem(
             id=row.id,
             input_obj=row.question,
@@ -165,8 +143,10 @@ class _ToolkitEvaluator:
             output_obj=output,
             full_dataset_entry=dict(row.columns),
         )
-        found = await self._evaluate(EvalInput(eval_input_items=[item]))
+        found = await info.evaluate_fn(EvalInput(eval_input_items=[item]))
         (result,) = found.eval_output_items
         if result.error:
-            raise ValueError(f"evaluator {self._name!r} failed: {result.error}")
-        return to_score(self._name, result.score)
+            raise ValueError(f"evaluator {name!r} failed: {result.error}")
+        return result.score
+
+    return evaluate

@@ -13,11 +13,11 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import art
 from art.finetune import components
@@ -26,9 +26,6 @@ from art.finetune.sections import LLM, Component
 
 WORKFLOW = "<workflow>"
 """The name that calls outside of all functions have."""
-NAMES = ("question", "row", "rollout", "llms", "seed")
-"""What a function can ask for by the names of its parameters."""
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 ERROR_CHARACTERS = 2000
 MAX_THREADS = 256
 """Of plain functions that run at a time. A thread is started when it is needed."""
@@ -67,46 +64,45 @@ class Call:
     llms: Mapping[str, Address]
 
 
-class Workflow(Protocol):
-    """Runs a rollout and returns the output that is scored."""
-
-    async def __call__(self, call: Call) -> Any: ...
-
-    def function_name(self) -> str:
-        """The innermost function around the current context, or WORKFLOW."""
-        ...
+Workflow: TypeAlias = Callable[[Call], Awaitable[Any]]
+"""Runs a rollout and returns the output that is scored."""
 
 
-def addresses(llms: Mapping[str, LLM], policy: str | None, rollout: art.Rollout) -> dict[str, Address]:
-    """The models of a file. The policy's has the address, the key and the name of the rollout's model."""
-    found: dict[str, Address] = {}
-    for name, llm in llms.items():
-        found[name] = Address(llm.base_url, llm.api_key, llm.model_name, llm.fields())
-    model = rollout.model
-    key = model.inference_api_key or "default"
+def addresses(llms: Mapping[str, LLM], policy: str | None, model: art.TrainableModel) -> dict[str, Address]:
+    """The models of a file. The policy's has the address, the key and the name of the given model."""
+    found = {name: Address(llm.base_url, llm.api_key, llm.model_name, llm.fields()) for name, llm in llms.items()}
     parameters = found[policy].parameters if policy in found else {}
+    key = model.inference_api_key or "default"
     found[policy or "policy"] = Address(model.inference_base_url, key, model.get_inference_name(), parameters)
     return found
 
 
-class FunctionWorkflow:
-    """A Python function, async or plain. Plain ones run in threads.
+def openai_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
+    """The environment variables in which an agent finds its model."""
+    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
 
-    It gets what its parameters name (`NAMES`). A single parameter of another name gets the question.
+
+def make_workflow(section: Component, model: art.TrainableModel) -> Workflow:
+    """The workflow of a file, for a registered model. The variables are set before its module is imported.
+
+    Raises:
+        ValueError: its module cannot be imported.
     """
+    if section.type == "command":
+        return _of_command(section.fields()["command"])
+    key = model.inference_api_key or "default"
+    os.environ.update(openai_variables(str(model.inference_base_url), key, model.get_inference_name()))
+    return _of_function(components.load("workflow", section.type))
 
-    def __init__(self, given: Callable[..., Any]) -> None:
-        self._function = given
-        self._threads = ThreadPoolExecutor(MAX_THREADS, "rollout")
-        self._is_async = inspect.iscoroutinefunction(given) or inspect.iscoroutinefunction(type(given).__call__)
-        self._names: dict[str, str] = {}
-        for name, parameter in inspect.signature(given).parameters.items():
-            if name in NAMES:
-                self._names[name] = name
-            elif parameter.default is parameter.empty and parameter.kind not in VARIABLE:
-                self._names[name] = "question"
 
-    async def __call__(self, call: Call) -> Any:
+def _of_function(given: Callable[..., Any]) -> Workflow:
+    """A function, async or plain, gets what its parameters name. A single parameter of another name gets the question. Plain
+    functions run in threads."""
+    threads = ThreadPoolExecutor(MAX_THREADS, "rollout")
+    is_async = inspect.iscoroutinefunction(given) or inspect.iscoroutinefunction(type(given).__call__)
+    parameters = inspect.signature(given).parameters.values()
+
+    async def play(call: Call) -> Any:
         known: dict[str, Any] = {
             "question": call.row.question,
             "row": dict(call.row.columns),
@@ -114,29 +110,30 @@ class FunctionWorkflow:
             "llms": call.llms,
             "seed": call.seed,
         }
-        arguments = {name: known[source] for name, source in self._names.items()}
-        if self._is_async:
-            return await self._function(**arguments)
-        in_context = functools.partial(contextvars.copy_context().run, self._function, **arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, in_context)
+        arguments: dict[str, Any] = {}
+        for each in parameters:
+            is_required = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            if each.name in known or is_required:
+                arguments[each.name] = known.get(each.name, call.row.question)
+        if is_async:
+            return await given(**arguments)
+        in_context = functools.partial(contextvars.copy_context().run, given, **arguments)
+        return await asyncio.get_running_loop().run_in_executor(threads, in_context)
 
-    def function_name(self) -> str:
-        return current_function.get()
+    return play
 
 
-class CommandWorkflow:
-    """A program. It gets the row as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
-    OPENAI_MODEL. The output is what it prints. If it takes too long, it ends with all its children."""
+def _of_command(command: str | list[str]) -> Workflow:
+    """A program gets the row as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL
+    and ART_SEED. The output is what it prints. If it takes too long, it ends with all its children."""
+    arguments = shlex.split(command) if isinstance(command, str) else command
 
-    def __init__(self, command: str | list[str]) -> None:
-        self._command = shlex.split(command) if isinstance(command, str) else list(command)
-
-    async def __call__(self, call: Call) -> str:
+    async def play(call: Call) -> str:
         rollout = call.rollout
         variables = openai_variables(rollout.base_url, rollout.api_key, rollout.model.get_inference_name())
         starting = asyncio.create_task(
             asyncio.create_subprocess_exec(
-                *self._command,
+                *arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -155,26 +152,7 @@ class CommandWorkflow:
             await process.wait()
         if process.returncode:
             end = errors.decode(errors="replace").strip()[-ERROR_CHARACTERS:]
-            raise RuntimeError(f"{self._command[0]} ended with exit code {process.returncode}: {end}")
+            raise RuntimeError(f"{arguments[0]} ended with exit code {process.returncode}: {end}")
         return output.decode(errors="replace").strip()
 
-    def function_name(self) -> str:
-        return WORKFLOW
-
-
-def openai_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
-    """The environment variables in which an agent finds its model."""
-    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
-
-
-def make_workflow(section: Component, model: art.TrainableModel) -> Workflow:
-    """The workflow of a file, for a registered model. The variables are set before its module is imported.
-
-    Raises:
-        ValueError: its module cannot be imported.
-    """
-    if section.type == "command":
-        return CommandWorkflow(section.fields()["command"])
-    key = model.inference_api_key or "default"
-    os.environ.update(openai_variables(str(model.inference_base_url), key, model.get_inference_name()))
-    return FunctionWorkflow(components.load("workflow", section.type))
+    return play

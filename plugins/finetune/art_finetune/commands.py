@@ -1,0 +1,175 @@
+"""The commands `art finetune` and `art eval`. The last line of stderr names the reason and the remedy."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+EXIT_CODES = """\
+exit codes: 0 trained, or complete already; 1 rollouts or training failed; 2 wrong file, data or flag; 3 no epoch had a group
+with signal; 4 no server; 130 Ctrl-C"""
+INTERRUPTED = 130
+OF_FILES = {
+    "dataset": "eval.general.dataset.file_path",
+    "validation_dataset": "finetuning.validation.dataset",
+    "validation_interval": "finetuning.validation.interval",
+    "num_epochs": "finetuning.num_epochs",
+    "output_dir": "finetuning.output_dir",
+}
+"""Flags that set a field of a file."""
+OF_FUNCTIONS = {
+    "reward": "eval.evaluators.reward._type",
+    "base_model": "trainer_adapters.adapter.backend.base_model",
+    "num_generations": "trajectory_builders.builder.num_generations",
+    "learning_rate": "trainer_adapters.adapter.training.learning_rate",
+}
+"""Flags that set a field of the file that a command without one stands for."""
+NEEDED = ("dataset", "reward", "base_model")
+"""By a command without a file."""
+
+
+def add_commands(commands: Any) -> None:  # Any: argparse's class for it is private
+    """Adds the two parsers."""
+    finetune = commands.add_parser(
+        "finetune",
+        help="train an agent workflow",
+        description="Trains a workflow from a file, or a function without one, or continues the run in its output folder.",
+        epilog=EXIT_CODES,
+    )
+    finetune.add_argument("target", nargs="?", metavar="FILE", help="a YAML file, or path/file.py:function")
+    _add_flag(finetune, "config_file", metavar="FILE", help="the same as FILE")
+    _add_flag(finetune, "dataset", type=Path, metavar="FILE", help="rows to train on: json, jsonl, csv or parquet")
+    _add_flag(finetune, "validation_interval", metavar="EPOCHS", type=int, help="epochs between two validations (5)")
+    _add_flag(finetune, "num_epochs", metavar="N", type=int)
+    _add_flag(finetune, "output_dir", type=Path, metavar="DIR")
+    _add_flag(finetune, "reward", metavar="TYPE", help="of a function: its evaluator, such as agent.py:score")
+    _add_flag(finetune, "base_model", metavar="NAME", help="of a function: the base model of the trained adapter")
+    _add_flag(finetune, "num_generations", metavar="N", type=int, help="of a function: rollouts of each row (8)")
+    _add_flag(finetune, "learning_rate", metavar="RATE", type=float, help="of a function")
+    finetune.add_argument("--check", action="store_true", help="check all, roll out and score one row; train nothing")
+    finetune.add_argument("--fresh", action="store_true", help="rename the output folder to DIR.1 and begin again")
+    finetune.add_argument("--schema", action="store_true", help="print the JSON schema of the file")
+    finetune.set_defaults(run=run_finetune)
+    evaluate = commands.add_parser("eval", help="evaluate a finetuned workflow", epilog=EXIT_CODES)
+    evaluate.add_argument("target", metavar="FILE", help="the file of `art finetune`")
+    evaluate.add_argument("--step", metavar="K", help="a number, best or base (default: the newest)")
+    evaluate.add_argument("--baseline", metavar="K", help="compare with this step, in pairs")
+    evaluate.add_argument("--reps", metavar="N", type=int, help="rollouts of each row")
+    evaluate.set_defaults(run=run_eval)
+    for parser in (finetune, evaluate):
+        _add_flag(parser, "validation_dataset", type=Path, metavar="FILE", help="rows to evaluate on")
+        parser.add_argument(
+            *("-o", "--override"),
+            nargs=2,
+            action="append",
+            default=[],
+            metavar=("KEY", "VALUE"),
+            help="a dotted name and a value as YAML, which win over the file",
+        )
+        parser.set_defaults(extra="finetune")
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
+    """A flag with underscores, as the toolkit has it, or hyphens."""
+    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, **options)
+
+
+def run_finetune(flags: argparse.Namespace) -> None:
+    """Runs `art finetune`; it ends the process unless it trained."""
+    from art.finetune import runs
+    from art.finetune.sections import Config
+
+    if flags.schema:
+        return print(json.dumps(Config.model_json_schema(by_alias=True), indent=2))
+
+    async def call() -> None:
+        file, overrides = _input(flags)
+        if flags.check:
+            await runs.check(file, overrides)
+        else:
+            await runs.run(file, overrides, fresh=flags.fresh)
+
+    _end(call())
+
+
+def run_eval(flags: argparse.Namespace) -> None:
+    """Runs `art eval`; it ends the process unless it succeeds."""
+    from art.finetune import evaluating
+
+    async def call() -> None:
+        overrides = [*_given(flags, {"validation_dataset": OF_FILES["validation_dataset"]}), *flags.override]
+        steps = {"step": flags.step, "baseline": flags.baseline}
+        print(await evaluating.evaluate(flags.target, overrides, **steps, reps=flags.reps))
+
+    _end(call())
+
+
+def _end(call: Coroutine[Any, Any, None]) -> None:
+    """Runs a command. An error's last line goes to stderr, and its code is the process's."""
+    from art.finetune.errors import FinetuneError
+
+    try:
+        asyncio.run(call)
+    except FinetuneError as error:
+        print(f"art: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        command = " ".join(["art", *sys.argv[1:]])
+        print(f"\nart: stopped. Finished rollouts are kept; this continues: {command}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _input(flags: argparse.Namespace) -> tuple[Any, list[tuple[str, Any]]]:
+    """The file, or the one that a function stands for, and the overrides. `-o` comes last and wins.
+
+    Raises:
+        WrongInput: flags are missing, or do not fit each other.
+    """
+    from art.finetune.errors import WrongInput
+
+    if (flags.target is None) == (flags.config_file is None):
+        raise WrongInput(["give one file: art finetune FILE, or art finetune agent.py:function --dataset FILE ..."])
+    target: str = flags.target or flags.config_file
+    overrides = [*_given(flags, OF_FILES), *flags.override]
+    if ":" not in target or Path(target).exists():
+        if given := [f"--{name}" for name in OF_FUNCTIONS if getattr(flags, name) is not None]:
+            raise WrongInput([f"{', '.join(given)} belong to a function without a file: set them with -o KEY VALUE"])
+        return target, overrides
+    if missing := [f"--{name}" for name in NEEDED if getattr(flags, name) is None]:
+        raise WrongInput([f"{target} without a file needs {', '.join(missing)}"])
+    where, _, name = target.rpartition(":")
+    run_name = f"{Path(where).stem}-{name}".replace("_", "-")
+    file: dict[str, Any] = {
+        "workflow": {"_type": target},
+        "eval": {
+            "general": {"max_concurrency": 32, "dataset": {"_type": flags.dataset.suffix.removeprefix(".")}},
+            "evaluators": {"reward": {}},
+        },
+        "trajectory_builders": {"builder": {"_type": "openpipe_art_traj_builder", "num_generations": 8}},
+        "trainer_adapters": {
+            "adapter": {
+                "_type": "openpipe_art_trainer_adapter",
+                "backend": {"name": run_name, "project": "finetune"},
+                "training": {},
+            }
+        },
+        "trainers": {"trainer": {"_type": "openpipe_art_trainer"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "trainer",
+            "trajectory_builder": "builder",
+            "trainer_adapter": "adapter",
+            "reward_function": {"name": "reward"},
+            "num_epochs": 10,
+            "output_dir": f".tmp/art/{run_name}",
+        },
+    }
+    return file, [*_given(flags, OF_FUNCTIONS), *overrides]
+
+
+def _given(flags: argparse.Namespace, fields: dict[str, str]) -> list[tuple[str, Any]]:
+    """The fields of a file that flags set."""
+    return [(field, getattr(flags, name)) for name, field in fields.items() if getattr(flags, name) is not None]
