@@ -135,8 +135,10 @@ async def test_any_step_can_be_evaluated(make_file: MakeFile) -> None:
     await art.finetune.run(file)
     found = await art.finetune.evaluate(file, step="best", baseline="base", reps=2)
     assert found.difference is not None and found.baseline is not None and found.baseline.step is None
-    again = [await art.finetune.evaluate(file, {"eval.general.max_concurrency": 1}, step="0", reps=2) for _ in range(2)]
-    assert again[0].num_failed == again[1].num_failed == 0
+    alone = {"eval.general.max_concurrency": 1, "finetuning.seed": 3, "finetuning.validation": {}}
+    again = [await art.finetune.evaluate(file, alone, step="0", reps=2) for _ in range(2)]
+    assert again[0].num_failed == 0 and again[0].num_rollouts == again[1].num_rollouts
+    assert again[0].scenario_rewards == again[1].scenario_rewards
 
 
 def test_exit_codes(make_file: MakeFile, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import art
 from art.files import write_whole
 from art.finetune.errors import WrongInput
+from art.finetune.interfaces import say
 from art.finetune.runs import Overrides, connected, prepare
 
 FILE = "eval.json"
@@ -23,24 +24,25 @@ async def evaluate(
     baseline: str | None = None,
     reps: int | None = None,
 ) -> art.Evaluation:
-    """The mean reward of a step on the file's validation rows, and with a baseline the paired difference.
+    """The mean reward of a step on the file's validation rows (those of training if it has none), and with a baseline the paired
+    difference.
 
-    A step is a number, "best", "base", or None for the newest. `eval.json` in the output folder has the figures.
+    A step is a number, "best", "base", or None for the newest. Without any validation the best is the newest. `eval.json` in the output folder has the figures.
 
     Raises:
-        WrongInput: the file has no validation rows, or there is no such step.
+        WrongInput: the file is wrong, or there is no such step.
         NoServer: no server answers.
         FinetuneError: too many rollouts failed.
     """
     job = prepare(file, overrides)
     finetuning = job.config.finetuning
     if not job.validation_rows:
-        raise WrongInput(["no validation rows: set finetuning.validation.dataset, or add --validation_dataset FILE"])
+        say("the file has no finetuning.validation.dataset: the rows of training are evaluated")
     async with connected(job) as made:
         found = await art.evaluate(
             made.model,
             made.validation_agent.player(f"eval-{uuid.uuid4().hex[:12]}", finetuning.seed or 0),
-            job.validation_rows,
+            job.validation_rows or job.rows,
             step=await _step(made.model, step),
             baseline=await _step(made.model, baseline),
             reps=reps or finetuning.validation.reps,
@@ -62,7 +64,7 @@ async def _step(model: art.TrainableModel, name: str | None) -> int | Literal["b
         return name
     kept = await model.checkpoints()
     steps = {str(each.step): each.step for each in kept}
-    steps.update(("best", each.step) for each in kept if each.is_best)
+    steps["best"] = next((each.step for each in kept if each.is_best), await model.get_step())
     if name not in steps:
         raise WrongInput([f"no step {name}: there are {', '.join(steps)}, base"])
     return steps[name]

@@ -5,6 +5,7 @@ await art.finetune.run("finetune.yml", {"finetuning.num_epochs": 3})
 
 import contextlib
 import os
+import random
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,6 +119,8 @@ async def connected(job: Job) -> AsyncGenerator[Connected]:
         except art.ArtError as error:  # of a server that this program starts
             raise NoServer(str(error)) from error
         policy, finetuning = checking.policy_llm(config), config.finetuning
+        if finetuning.seed is not None:
+            random.seed(finetuning.seed)  # which workflows draw from
         try:
             workflow, evaluators = await opened.enter_async_context(toolkit.building(config, policy, model))
             agent = Agent(
