@@ -78,13 +78,13 @@ export function labelOf(value, step, largest) {
 }
 
 // The known points of a line {x, y, steps}, with a null where more steps are missing than this line usually lacks. `alone`
-// has the points between two gaps, as [x, y]; of a line of few values all of them.
+// has the points between two gaps, as [x, y]; `isSparse`: most steps have no value.
 export function withGaps({ x, y, steps }) {
   const places = y.flatMap((value, place) => (value === null || value === undefined || x[place] === null ? [] : [place]));
   const at = (place) => (steps ? steps[place] : place);
   const spaces = places.slice(1).map((place, number) => at(place) - at(places[number])).sort((a, b) => a - b);
   const usual = spaces[Math.floor(spaces.length / 2)] ?? 1;
-  const found = { x: [], y: [], alone: [] };
+  const found = { x: [], y: [], alone: [], isSparse: usual > 1 };
   const isNear = (one, other) => one !== undefined && other !== undefined && at(other) - at(one) <= usual;
   places.forEach((place, number) => {
     const [before, after] = [places[number - 1], places[number + 1]];
@@ -94,7 +94,7 @@ export function withGaps({ x, y, steps }) {
     }
     found.x.push(x[place]);
     found.y.push(y[place]);
-    if (usual > 1 || (!isNear(before, place) && !isNear(place, after))) found.alone.push([x[place], y[place]]);
+    if (!isNear(before, place) && !isNear(place, after)) found.alone.push([x[place], y[place]]);
   });
   return found;
 }

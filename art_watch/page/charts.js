@@ -187,9 +187,9 @@ export class Chart {
   // A line with gaps where values are missing. Points between gaps are dots. Under a smoothed line the values are faint.
   curves(line, place) {
     const shown = colour(`--line-${place % NUM_COLOURS}`), dash = DASHES[place % DASHES.length];
-    const { x, y, alone } = withGaps(line);
+    const { x, y, alone, isSparse } = withGaps(line);
     const span = Number(this.board.route.settings.smooth ?? 0);
-    const hasDots = alone.length > 0 && x.length <= MAX_MARKERS;
+    const hasDots = (isSparse || alone.length > 0) && x.length <= MAX_MARKERS;
     const own = { x, y, mode: hasDots ? "lines+markers" : "lines", marker: { size: 4, color: shown }, line: { color: shown, width: 1.6, dash } };
     const dots = { x: alone.map(([at]) => at), y: alone.map(([, value]) => value), mode: "markers", marker: { size: 4, color: shown } };
     const curves = span ? [{ ...own, y: smoothed(y, span) }, { ...own, opacity: 0.25, mode: "lines" }] : [own];
