@@ -91,13 +91,15 @@ def _print_entry(console: Console, entry: Row) -> None:
 
 
 def _body(entry: Row) -> Iterable[Text]:
-    """What a message says: its thinking, its text and its tool calls."""
+    """What a message says: its thinking, its text and its tool calls, and why it does not continue the turns before it."""
     if entry["reasoning"]:
         yield plain(entry["reasoning"], "italic bright_black")
     if entry["text"]:
         yield plain(entry["text"])
     for call in entry["tool_calls"]:
         yield plain(f"→ {call['name']}({call['arguments']})", "magenta")
+    if difference := (entry["turn"] or {}).get("difference"):
+        yield plain(f"[a new sequence: {difference}]", "red")
 
 
 def _note(entry: Row) -> tuple[str, str]:
@@ -111,8 +113,6 @@ def _note(entry: Row) -> tuple[str, str]:
         parts.append(f"sampled by step {turn['step']}")
     if "continues" in turn:
         parts.append(turn["continues"])
-    if "difference" in turn:
-        parts.append(turn["difference"])
     if "dropped" in turn:
         parts.append(f"not trained: {turn['dropped']}")
     return visible(", ".join(parts)), "red" if "dropped" in turn else "bright_black"

@@ -79,6 +79,13 @@ rollout 1 of group 0, reward 1.000
     )
 
 
+def test_a_turn_that_begins_a_new_sequence_says_why() -> None:
+    difference = "the policy's answer: expected 'a', found 'a</code>'"
+    console = screen(80)
+    print_show(console, document(ENTRY | {"turn": TURN | {"continues": "changed", "difference": difference}}))
+    assert difference in shown(console)
+
+
 def test_the_table_of_a_step_fits_eighty_columns(folder: Path, run: Run) -> None:
     step = json.loads(run("show", "webnav-8b@1", "--limit", "2", "--json", "--path", folder).out)
     console = screen(80)
