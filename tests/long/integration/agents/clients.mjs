@@ -1,0 +1,62 @@
+// Agents of three JavaScript clients: `node clients.mjs CLIENT`. Each line of the input is a question with the model's
+// address and the tools, and a line of the output answers it. Tools run where the questions come from: a call is a POST to
+// `tools`.
+
+import { createInterface } from "node:readline";
+
+const MAX_TURNS = 4;
+
+async function callTool({ tools }, name, args) {
+  const response = await fetch(tools, { method: "POST", body: JSON.stringify({ name, arguments: args }) });
+  return response.text();
+}
+
+async function openai(ask) {
+  const { default: OpenAI } = await import("openai");
+  const client = new OpenAI({ baseURL: ask.base_url, apiKey: ask.api_key });
+  const messages = [{ role: "user", content: ask.question }];
+  const tools = ask.schemas.map((schema) => ({ type: "function", function: schema }));
+  for (let turn = 0; turn < MAX_TURNS; turn++) {
+    const completion = await client.chat.completions.create({ model: ask.model, messages, tools, max_tokens: ask.max_tokens });
+    const { message } = completion.choices[0];
+    if (!message.tool_calls?.length) return message.content ?? "";
+    messages.push(message);
+    for (const call of message.tool_calls) {
+      const content = await callTool(ask, call.function.name, JSON.parse(call.function.arguments));
+      messages.push({ role: "tool", tool_call_id: call.id, content });
+    }
+  }
+  return "";
+}
+
+async function vercel(ask) {
+  const { generateText, jsonSchema, stepCountIs, tool } = await import("ai");
+  const { createOpenAICompatible } = await import("@ai-sdk/openai-compatible");
+  const provider = createOpenAICompatible({ name: "art", baseURL: ask.base_url, apiKey: ask.api_key });
+  const tools = Object.fromEntries(ask.schemas.map(({ name, description, parameters }) =>
+    [name, tool({ description, inputSchema: jsonSchema(parameters), execute: (args) => callTool(ask, name, args) })]));
+  const { text } = await generateText({
+    model: provider(ask.model), prompt: ask.question, tools, stopWhen: stepCountIs(MAX_TURNS), maxOutputTokens: ask.max_tokens,
+  });
+  return text;
+}
+
+async function langchain(ask) {
+  const { createAgent, tool } = await import("langchain");
+  const { ChatOpenAI } = await import("@langchain/openai");
+  const model = new ChatOpenAI({
+    model: ask.model, apiKey: ask.api_key, maxTokens: ask.max_tokens, configuration: { baseURL: ask.base_url },
+  });
+  const tools = ask.schemas.map(({ name, description, parameters }) =>
+    tool((args) => callTool(ask, name, args), { name, description, schema: parameters }));
+  const agent = createAgent({ model, tools });
+  const state = await agent.invoke({ messages: [{ role: "user", content: ask.question }] }, { recursionLimit: 2 * MAX_TURNS });
+  return state.messages.at(-1).text;
+}
+
+const run = { openai, vercel, langchain }[process.argv[2]];
+for await (const line of createInterface({ input: process.stdin })) {
+  const ask = JSON.parse(line);
+  run(ask).then((text) => ({ text }), (error) => ({ error: String(error) }))
+    .then((answer) => console.log(JSON.stringify({ id: ask.id, ...answer })));
+}
