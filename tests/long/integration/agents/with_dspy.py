@@ -5,6 +5,7 @@ import asyncio
 import dspy
 import litellm
 import task
+from dspy.utils.exceptions import AdapterParseError
 
 import art
 
@@ -34,7 +35,10 @@ async def run_agent(r: art.Rollout, question: str) -> str:
     )
     adapter = dspy.ChatAdapter(use_native_function_calling=True, use_json_adapter_fallback=False)
     with dspy.context(lm=model, adapter=adapter):
-        answer = await dspy.Predict(Ask).acall(question=question, tools=list(TOOLS.values()))
+        try:
+            answer = await dspy.Predict(Ask).acall(question=question, tools=list(TOOLS.values()))
+        except AdapterParseError:  # no call
+            return ""
     return " ".join(task.call_tool(call.name, call.args) for call in answer.tool_calls.tool_calls)
 
 
