@@ -13,21 +13,12 @@ from tests.live import Server
 
 ROOT = Path(__file__).parents[3]
 draw_question = runpy.run_path(str(ROOT / "examples" / "cities.py"))["draw_question"]
-LANGGRAPH = """
-import os
+SCORE = """
 
-import cities
-from langchain.agents import create_agent
-from langchain_openai import ChatOpenAI
-
-model = ChatOpenAI(model=os.environ["OPENAI_MODEL"], max_tokens=64)
-agent = create_agent(model, tools=cities.TOOLS)
-
-
-async def answer(question):
-    state = await agent.ainvoke({"messages": [{"role": "user", "content": question}]})
-    return state["messages"][-1].text
+def score(row, output):
+    return float(row["answer"] in str(output))
 """
+LANGGRAPH = (ROOT / "docs" / "finetune.md").read_text().split("```python\n# agent.py\n")[2].split(SCORE)[0]
 PYDANTIC_AI = """
 import os
 
@@ -56,11 +47,6 @@ agent = Agent(name="cities", model=model, tools=tools, model_settings=ModelSetti
 
 async def answer(question):
     return (await Runner.run(agent, question, max_turns=4)).final_output
-"""
-SCORE = """
-
-def score(row, output):
-    return float(row["answer"] in str(output))
 """
 AGENTS = {"langgraph": LANGGRAPH, "pydantic_ai": PYDANTIC_AI, "openai_agents": OPENAI_AGENTS}
 
