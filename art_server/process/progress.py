@@ -37,12 +37,14 @@ class StartProgress:
     @contextlib.contextmanager
     def unless_refused(self) -> Iterator[None]:
         """If the block fails, the lines are again those before it: nothing starts."""
-        before = list(self._lines)
-        try:
+        before = self._lines.copy()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._restore, before)
             yield
-        except BaseException:
-            self._lines = deque(before, maxlen=MAX_LINES)
-            raise
+            undo.pop_all()
+
+    def _restore(self, lines: deque[ProgressLine]) -> None:
+        self._lines = lines
 
     @property
     def lines(self) -> list[ProgressLine]:
