@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from art_protocol.wire import Dropped, JobReport, TrainConfig
+from art_protocol.wire import JobReport, TrainConfig
 from art_server.jobs.job_row import COLUMNS, Job, read_job
 from art_server.store.model_folder import ModelFolder
 from art_watch.runs import Runs, read_record
@@ -96,18 +96,10 @@ def _sentences(job: Job) -> Iterator[tuple[str, bool]]:
         yield f"The step trained nothing: {left_out(report)}", True
     elif report.dropped:
         yield f"Left out: {left_out(report)}", False
-    for each in report.differences:
-        seen = f"{each.whose} has {each.found!r} where {each.expected!r} was before"
-        yield f"A turn begins a new sequence in {each.count} rollouts: {seen} ({each.example})", False
-    for note in report.notes:
-        yield note, False
+    for each in (*report.differences, *report.notes):
+        yield str(each), False
 
 
 def left_out(report: JobReport) -> str:
     """What a job did not train, with the reasons."""
-    return "; ".join(map(_part, report.dropped)) or "no group had a token with an advantage"
-
-
-def _part(dropped: Dropped) -> str:
-    plural = "trajectories" if dropped.unit == "trajectory" else f"{dropped.unit}s"
-    return f"{dropped.count} {dropped.unit if dropped.count == 1 else plural} ({dropped.reason})"
+    return "; ".join(map(str, report.dropped)) or "no group had a token with an advantage"

@@ -9,7 +9,7 @@ from typing import NoReturn
 from tqdm.auto import tqdm
 
 from art.pool import format_numbers, set_total
-from art_protocol.wire import Difference, Dropped, JobEvent, JobReport
+from art_protocol.wire import JobEvent, JobReport
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ class Notices:
         if left_out is not None:
             self._log("; ".join(dropped.reason for dropped in report.dropped), left_out)
         for difference in report.differences:
-            self._log(difference.whose, difference_sentence(difference))
+            advice = "An agent that sends earlier messages back unchanged gets one sequence"
+            self._log(difference.whose, f"{difference}. {advice}")
         for note in report.notes:
             self._log(note, note)
 
@@ -44,26 +45,10 @@ def left_out_sentence(report: JobReport) -> str | None:
     if not report.dropped:
         return None
     trained, total = report.num_trajectories_trained, report.num_trajectories
-    parts = "; ".join(_part(dropped) for dropped in report.dropped)
+    parts = "; ".join(map(str, report.dropped))
     text = f"{trained} of {total} trajectories trained. Left out: {parts}."
     examples = [path for dropped in report.dropped for path in dropped.examples][:MAX_EXAMPLES]
     return text + (f" For example {', '.join(examples)}." if examples else "")
-
-
-def difference_sentence(difference: Difference) -> str:
-    """Where turns do not continue those before them."""
-    things = "1 rollout has" if difference.count == 1 else f"{difference.count} rollouts have"
-    return (
-        f"{things} turns that do not continue those before them, and are sequences of their own: {difference.whose} was "
-        f"{difference.expected!r} and is {difference.found!r} in a later request ({difference.example}). An agent that "
-        "sends earlier messages back unchanged gets one sequence"
-    )
-
-
-def _part(dropped: Dropped) -> str:
-    plural = "trajectories" if dropped.unit == "trajectory" else f"{dropped.unit}s"
-    things = f"{dropped.count} {dropped.unit if dropped.count == 1 else plural}"
-    return f"{things}, because {dropped.reason}"
 
 
 def interrupted(where: str, steps: dict[str, int], accepted: dict[str, int]) -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, model_validator
 
 logger = logging.getLogger(__name__)
 
+GROUPS = "the number of groups that `model.train` gets"
 ROLLOUTS = "the number of rollouts in a TrajectoryGroup"
 REQUEST = "an argument of the request that samples, such as `max_tokens`"
 MEMORY = "nothing that is set: the server divides a step by its memory. `batch_size` is in groups"
@@ -38,9 +39,10 @@ OTHER_NAMES: Mapping[str, str] = {
         "`warmup_steps`": "warmup_ratio lr_warmup_steps lr_warmup_steps_ratio",
         "`max_grad_norm`": "grad_clip clip_grad",
         "`passes`": "num_iterations ppo_epochs",
-        "`batch_size`, in groups, or `mini_batches`": "ppo_mini_batch_size train_batch_size generation_batch_size",
+        "`batch_size`, in groups, or `mini_batches`": "ppo_mini_batch_size generation_batch_size",
         MEMORY: "per_device_train_batch_size gradient_accumulation_steps ppo_micro_batch_size gradient_checkpointing "
         "ppo_micro_batch_size_per_gpu use_gradient_checkpointing",
+        GROUPS: "train_batch_size",
         ROLLOUTS: "num_generations n rollout_n",
         REQUEST: "max_completion_length max_prompt_length response_length max_response_length max_tokens "
         "temperature top_p top_k min_p repetition_penalty generation_kwargs",

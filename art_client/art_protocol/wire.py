@@ -376,6 +376,11 @@ class Dropped(Reply):
     examples: list[str] = []
     """The first few paths of such parts, for example "groups[0].trajectories[2].messages_and_choices[1]"."""
 
+    def __str__(self) -> str:
+        """What was left out, and why."""
+        plural = "trajectories" if self.unit == "trajectory" else f"{self.unit}s"
+        return f"{self.count} {self.unit if self.count == 1 else plural}, because {self.reason}"
+
 
 class Difference(Reply):
     """Why a turn begins a new sequence: the first text that is not that of the turns before it. One for each shape of
@@ -390,6 +395,14 @@ class Difference(Reply):
     """Rollouts of this shape whose first difference this is."""
     example: str
     """The path of the turn, for example "groups[0].trajectories[2].messages_and_choices[3]"."""
+
+    def __str__(self) -> str:
+        """Where turns do not continue those before them."""
+        things = "1 rollout has" if self.count == 1 else f"{self.count} rollouts have"
+        return (
+            f"{things} turns that do not continue those before them, and are sequences of their own: {self.whose} was "
+            f"{self.expected!r} and is {self.found!r} in a later request ({self.example})"
+        )
 
 
 class JobReport(Reply):

@@ -72,15 +72,19 @@ class ResolvedModel:
     step: int | None
 
 
-def nearest(text: str, known: Sequence[str]) -> str:
+def known_models(text: str, known: Sequence[str]) -> str:
     """The known names for the error about a wrong one: the one that it resembles, and a few others."""
-    name = text.partition("@")[0][:200]
-    by_end = {each.rpartition("/")[2]: each for each in known} | {each: each for each in known}
-    near = [by_end[each] for each in difflib.get_close_matches(name, by_end, n=1)]
-    shown = [*near, *(each for each in sorted(known) if each not in near)][:MAX_NAMED]
+    meant = nearest(text.partition("@")[0], known)
+    shown = sorted(known, key=lambda name: (name != meant, name))[:MAX_NAMED]
     more = f" and {len(known) - len(shown)} more" if len(known) > len(shown) else ""
-    meant = f"did you mean '{near[0]}'? " if near else ""
-    return f"{meant}known models: {', '.join(shown) or 'none'}{more}"
+    hint = f"did you mean '{meant}'? " if meant else ""
+    return f"{hint}known models: {', '.join(shown) or 'none'}{more}"
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that a wrong one resembles, with or without the project."""
+    by_end = {each.rpartition("/")[2]: each for each in known} | {each: each for each in known}
+    return next((by_end[each] for each in difflib.get_close_matches(name[:200], by_end, n=1)), None)
 
 
 def check_name(value: str, field: str) -> str:
@@ -177,19 +181,15 @@ class Registry:
         check_name(name, "name")
         model = self.find(project, name)
         if model is None:
+            # Only names of this project: the caller may not see others.
+            meant = nearest(name, [known.id for known in list(self._models.values()) if known.record.project == project])
             raise NotFound(
                 f"no model '{project}/{name}' is registered here; register it first (model.register(backend))"
-                f"{self._meant(project, name)}",
+                + (f". Did you mean '{meant}'?" if meant else ""),
                 code="unknown_model",
                 param="name",
             )
         return model
-
-    def _meant(self, project: str, name: str) -> str:
-        """The model of the project that a wrong name resembles. A caller may not see other projects."""
-        of_project = [known for of, known in list(self._models) if of == project]
-        near = difflib.get_close_matches(name, of_project, n=1)
-        return f". Did you mean '{project}/{near[0]}'?" if near else ""
 
     def folder(self, project: str, name: str) -> ModelFolder:
         """The folder of a model that may not exist yet; both names are checked.
@@ -240,7 +240,7 @@ class Registry:
         ]
         if not found:
             raise NotFound(
-                f"no model '{text[:200]}' here; {nearest(text, [model.id for model in visible])}; base model: "
+                f"no model '{text[:200]}' here; {known_models(text, [model.id for model in visible])}; base model: "
                 f"{base_name or 'none'}",
                 code="unknown_model",
                 param="model",

@@ -28,7 +28,7 @@ from art_server.trainer.tree import (
     MIN_SHARED_TOKENS,
     Forest,
     Order,
-    largest_tree,
+    is_cheaply_cut,
     lay_out,
     pack_padded,
     pack_trees,
@@ -315,10 +315,10 @@ def _movement_since(step: int | None, start_step: int | None, moved: Sequence[fl
     return known * largest + UNKNOWN_MOVEMENT * (age - known)
 
 
-def largest_unit(sequences: Sequence[TrainSequence], *, shared: bool = True) -> int:
-    """Size in tokens of the largest tree or, if not `shared`, sequence. A budget below it cuts the tree."""
+def is_cheaply_divided(sequences: Sequence[TrainSequence], max_tokens: int, *, shared: bool = True) -> bool:
+    """Whether micro-batches of `max_tokens` hold each sequence whole, and repeat few of the tokens that sequences share."""
     token_ids = [sequence.token_ids for sequence in sequences]
-    return largest_tree(token_ids, sort_sequences(token_ids) if shared else unshared(token_ids))
+    return is_cheaply_cut(token_ids, sort_sequences(token_ids) if shared else unshared(token_ids), max_tokens)
 
 
 def make_micro_batches(

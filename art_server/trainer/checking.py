@@ -16,7 +16,7 @@ from art_server.trainer.batches import (
     MicroBatch,
     TrainBatch,
     TrainSequence,
-    largest_unit,
+    is_cheaply_divided,
     make_micro_batches,
 )
 from art_server.trainer.distributions import RAW
@@ -41,10 +41,10 @@ def make_checked_micro_batches(
 ) -> list[MicroBatch]:
     """The micro-batches of the batch: trees, if the check shows that they equal separate sequences.
 
-    Cutting a tree above the budget would compute its trunk in each part. So gradient checkpointing raises the budget
-    first, and only trees above the raised budget are cut.
+    A tree above the budget is cut where its parts repeat only a short trunk, such as a system prompt that all groups
+    share. Else gradient checkpointing raises the budget, and only trees above the raised budget are cut.
     """
-    if largest_unit(trained.sequences, shared=policy.shares_prefixes) > max_tokens:
+    if not is_cheaply_divided(trained.sequences, max_tokens, shared=policy.shares_prefixes):
         policy.use_checkpointing(True)
         max_tokens = int(max_tokens * policy.checkpointing_factor)
 

@@ -21,6 +21,9 @@ import torch
 MIN_SHARED_TOKENS = 8
 """Fewer tokens are not shared: on a CPU the calls for another node cost more than computing these tokens twice."""
 
+MAX_REPEATED = 0.25
+"""The alternative to a cut is gradient checkpointing, whose second forward is about a third of a step more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -118,15 +121,8 @@ def pack_trees(
     Trees are packed first-fit into forests of at most `fill_tokens` (default: `max_tokens`); a larger one is alone. A
     tree above `max_tokens` is cut between sequences, and each part repeats the trunk; a longer sequence is alone.
     """
-    parts: list[tuple[int, list[int]]] = []
-    start = 0
-    while start < len(order.sequences):
-        stop = start + 1
-        while stop < len(order.sequences) and order.shared[stop] > 0:
-            stop += 1
-        parts += _cut_tree(sequences, order, start, stop, max_tokens)
-        start = stop
     forests: list[tuple[int, list[int]]] = []
+    parts = _cut_trees(sequences, order, max_tokens)
     for size, ranks in sorted(parts, key=lambda part: part[0], reverse=True):
         for slot, (filled, held) in enumerate(forests):
             if filled + size <= min(max_tokens, fill_tokens or max_tokens):
@@ -137,13 +133,12 @@ def pack_trees(
     return [_suborder(order, sorted(ranks)) for _, ranks in forests]
 
 
-def largest_tree(sequences: Sequence[list[int]], order: Order) -> int:
-    """Size in tokens of the largest tree, which a forest must hold so that no token is computed twice."""
-    largest = size = 0
-    for index, shared in zip(order.sequences, order.shared, strict=True):
-        size = size + len(sequences[index]) - shared if shared else len(sequences[index])
-        largest = max(largest, size)
-    return largest
+def is_cheaply_cut(sequences: Sequence[list[int]], order: Order, max_tokens: int) -> bool:
+    """Whether forests of at most `max_tokens` hold each sequence whole, and all of them together repeat at most
+    MAX_REPEATED of the tokens."""
+    sizes = [size for size, _ in _cut_trees(sequences, order, max_tokens)]
+    unique = sum(map(len, sequences)) - sum(order.shared)
+    return max(sizes, default=0) <= max_tokens and sum(sizes) <= (1 + MAX_REPEATED) * unique
 
 
 def pack_padded(sequences: Sequence[list[int]], order: Order, max_tokens: int) -> list[Order]:
@@ -168,6 +163,19 @@ def pad_forest(forest: Forest, num_tokens: int) -> Forest:
         nodes=(*forest.nodes, Node(start, stop, stop)),
         paths=forest.paths,
     )
+
+
+def _cut_trees(sequences: Sequence[list[int]], order: Order, max_tokens: int) -> list[tuple[int, list[int]]]:
+    """All trees, those above the budget cut: each part's size and ranks."""
+    parts: list[tuple[int, list[int]]] = []
+    start = 0
+    while start < len(order.sequences):
+        stop = start + 1
+        while stop < len(order.sequences) and order.shared[stop] > 0:
+            stop += 1
+        parts += _cut_tree(sequences, order, start, stop, max_tokens)
+        start = stop
+    return parts
 
 
 def _cut_tree(

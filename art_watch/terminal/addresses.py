@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from art_server.errors import NotFound, ServerError, Unavailable, UsageError
-from art_server.store.registry import nearest
+from art_server.store.registry import known_models
 from art_watch.terminal.sources import FolderSource, HttpSource, Row, Source
 from art_watch.terminal.text import visible
 
@@ -112,7 +112,7 @@ def find_model(source: Source, text: str) -> tuple[Row, str]:
     found = [each for each in models if name in (each["id"], each["name"])]
     if len(found) != 1:
         ids = [visible(each["id"]) for each in found or models]
-        known = f"models: {listed(ids)}" if found else nearest(visible(name), ids)
+        known = f"models: {listed(ids)}" if found else known_models(visible(name), ids)
         raise NotFound(
             f"'{name}' is {'one of several models' if found else 'no model'} of {source.where}; {known}. Write "
             "PROJECT/NAME, and name a server's folder with --path or a server with --url",

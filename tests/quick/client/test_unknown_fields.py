@@ -22,6 +22,7 @@ from art_protocol.wire import TrainConfig
         ("num_generations", "TrajectoryGroup"),
         ("max_completion_length", "`max_tokens`"),
         ("per_device_train_batch_size", "memory"),
+        ("train_batch_size", "model.train"),
         ("num_train_epochs", "loop"),
     ],
 )

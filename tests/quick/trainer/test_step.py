@@ -43,7 +43,7 @@ from art_server.trainer.policy import ADAPTER_FILE, Policy
 from art_server.trainer.step import compute_gradient
 from art_server.trainer.step_metrics import merge_steps
 from art_server.trainer.token_budget import Budgets, budget_key
-from art_server.trainer.tree import Forest
+from art_server.trainer.tree import MIN_SHARED_TOKENS, Forest
 
 BUDGET = 4096
 
@@ -964,6 +964,29 @@ def test_checkpointing_changes_no_gradient(policy: Policy, adapter_dir: Path, tm
     policy.use_checkpointing(False)
     for name, gradient in gradients(policy).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_prompt_that_all_groups_share_does_not_need_checkpointing(
+    policy: Policy, adapter_dir: Path, tmp_path: Path, make_batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is one tree above the budget, and each of its groups fits."""
+    batch = make_batch(23)
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            for sequence in trajectory.sequences:
+                sequence.token_ids[:0] = range(3, 3 + MIN_SHARED_TOKENS)
+                sequence.logprobs[:0] = [None] * MIN_SHARED_TOKENS
+    used: list[bool] = []
+    monkeypatch.setattr(policy, "use_checkpointing", used.append)
+    done = step(policy, adapter_dir, tmp_path / "whole", batch, TrainConfig(), budget=10_000)
+    whole = gradients(policy)
+    assert done.metrics["data/step_num_micro_batches"] == 1
+    half = int(done.metrics["data/step_computed_tokens"] * 0.6)
+    done = step(policy, adapter_dir, tmp_path / "cut", batch, TrainConfig(), budget=half)
+    assert done.metrics["data/step_num_micro_batches"] == 2
+    assert not any(used)
+    for name, gradient in gradients(policy).items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-7)
 
 
 def train_task(in_dir: Path, out_dir: Path, batch: Batch, config: TrainConfig, **given) -> TrainTask:

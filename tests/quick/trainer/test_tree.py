@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_server.trainer.tree import Node, lay_out, pack_trees, pad_forest, sort_sequences
+from art_server.trainer.tree import MAX_REPEATED, Node, is_cheaply_cut, lay_out, pack_trees, pad_forest, sort_sequences
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -92,6 +92,29 @@ def test_tree_above_the_budget_repeats_its_trunk() -> None:
     packs = pack_trees(sequences, sort_sequences(sequences), 16)
     assert [len(each.sequences) for each in packs] == [3, 3]
     assert [lay_out(sequences, each).num_tokens for each in packs] == [16, 16]
+
+
+@settings(deadline=None)
+@given(
+    sequences=st.lists(TOKENS, min_size=1, max_size=12),
+    min_shared=st.integers(1, 6),
+    max_tokens=st.integers(1, 60),
+)
+def test_a_cut_is_cheap_if_its_forests_hold_few_tokens_twice(
+    sequences: list[list[int]], min_shared: int, max_tokens: int
+) -> None:
+    order = sort_sequences(sequences, min_shared)
+    sizes = [lay_out(sequences, each).num_tokens for each in pack_trees(sequences, order, max_tokens)]
+    whole = lay_out(sequences, order).num_tokens
+    is_cheap = max(sizes) <= max_tokens and sum(sizes) <= (1 + MAX_REPEATED) * whole
+    assert is_cheaply_cut(sequences, order, max_tokens) == is_cheap
+
+
+def test_a_short_trunk_of_all_groups_is_cut_and_a_long_one_of_a_group_is_not() -> None:
+    leaves = [[leaf] * 20 for leaf in range(8)]
+    short, long = ([[5] * length + leaf for leaf in leaves] for length in (4, 40))
+    assert is_cheaply_cut(short, sort_sequences(short, 1), 50)
+    assert not is_cheaply_cut(long, sort_sequences(long, 1), 80)
 
 
 def test_padding_is_a_tree_of_its_own() -> None:

@@ -37,13 +37,13 @@ def test_notes_that_differ_in_numbers_are_one_with_its_steps(tmp_path: Path) -> 
     error = ErrorDetail(message="the gap is 1.3 on average").model_dump_json()
     write_jobs(tmp_path, [(folder, 6)], job_id="y", state="failed", target_step=None, last_error=error, report="{}")
     found = notes_of(tmp_path, folder)
-    (left_out,) = [each for text, each in found.items() if text.startswith("Left out: 1 group ")]
+    (left_out,) = [each for text, each in found.items() if text.startswith("Left out: 1 group, ")]
     assert (left_out["first"], left_out["last"], left_out["count"], left_out["is_bad"]) == (1, 4, 4, False)
     (noted,) = [each for text, each in found.items() if "sampled twice" in text]
     assert (noted["first"], noted["last"]) == (1, 1)
-    (nothing,) = [each for text, each in found.items() if "trained nothing: 6 groups (all rewards" in text]
+    (nothing,) = [each for text, each in found.items() if "trained nothing: 6 groups, because all rewards" in text]
     assert nothing["is_bad"] and nothing["last"] == 5
-    assert any("begins a new sequence in 3 rollouts" in text and "</code>?" in text for text in found)
+    assert any("3 rollouts have turns that do not continue" in text and "</code>?" in text for text in found)
     (failed,) = [each for text, each in found.items() if "the gap is 1.3" in text]
     assert failed["is_bad"] and failed["last"] is None
 
