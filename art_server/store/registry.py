@@ -182,7 +182,9 @@ class Registry:
         model = self.find(project, name)
         if model is None:
             # Only names of this project: the caller may not see others.
-            meant = nearest(name, [known.id for known in list(self._models.values()) if known.record.project == project])
+            meant = nearest(
+                name, [known.id for known in list(self._models.values()) if known.record.project == project]
+            )
             raise NotFound(
                 f"no model '{project}/{name}' is registered here; register it first (model.register(backend))"
                 + (f". Did you mean '{meant}'?" if meant else ""),
