@@ -43,10 +43,12 @@ async def check_server(url: str) -> None:
         result = await model.train([group])
         assert result.step == 1 == await model.get_step()
         assert result.metrics["train/reward"] >= 0
+        job = await model.submit([group], expected_step=1)
+        assert (await job).step == 2 == await model.get_step()
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
         assert (await http.get("/health")).json()["status"]
         info = (await http.get("/api/models/tests/contract")).json()
-        assert (info["name"], info["project"], info["step"]) == ("contract", "tests", 1)
+        assert (info["name"], info["project"], info["step"]) == ("contract", "tests", 2)
         assert info["inference_name"] == "tests/contract" and info["base_model"] == "art/tiny"
         late = await http.post(
             "/api/models/tests/contract/train",

@@ -37,6 +37,8 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     """Until it is sent."""
+    after: asyncio.Event | None = None
+    """It is sent after this."""
 
 
 class FakeServer:
@@ -93,6 +95,8 @@ class FakeServer:
         route = self.routes.get((method, path), self.otherwise)
         answer = route(request)
         await asyncio.sleep(answer.seconds)
+        if answer.after is not None:
+            await answer.after.wait()
         if answer.lines is None and answer.hang_up:
             writer.transport.abort()
             return False
@@ -147,6 +151,8 @@ class FakeArt(FakeServer):
         self.on("GET", "/health", Answer(body={"status": "ok"}))
         self.steps: dict[str, int] = {}
         self.job_error: dict[str, Any] | None = None
+        self.ended: dict[str, dict[str, Any]] = {}
+        """The last event of each job, by its id."""
         self.text = "maybe"
         self.metrics = METRICS
 
@@ -156,6 +162,8 @@ class FakeArt(FakeServer):
         if request.path == "/api/models":
             body = request.json()
             return Answer(body=self._info(f"{body['project']}/{body['name']}"))
+        if request.path.startswith("/api/jobs/"):
+            return Answer(lines=[self.ended[request.path.split("/")[3]]])
         found = MODEL.match(request.path)
         assert found is not None, request.path
         if request.path.endswith("/train"):
@@ -167,17 +175,20 @@ class FakeArt(FakeServer):
         return Answer(body=self._info(found[1]))
 
     def train(self, request: Request, model: str) -> Answer:
-        started = {"event": "accepted", "job_id": "j"}
+        job = {"job_id": f"j{len(self.ended)}"}
+        started = {"event": "accepted", **job}
         if self.job_error is not None:
-            return Answer(lines=[started, {"event": "error", "job_id": "j", "error": self.job_error}])
+            self.ended[job["job_id"]] = {"event": "error", **job, "error": self.job_error}
+            return Answer(lines=[started, self.ended[job["job_id"]]])
         expected = request.json().get("expected_step")
         if expected not in (None, self.steps[model]):
             error = {"message": "the model is at another step", "code": "step_moved"}
             return Answer(409, {"error": error})
         self.steps[model] += 1
         step = {"step": self.steps[model], "metrics": self.metrics}
-        trained = {"event": "progress", "job_id": "j", "phase": "train", "completed": 2, "total": 2}
-        return Answer(lines=[started, trained, {"event": "done", "job_id": "j", **step}])
+        trained = {"event": "progress", **job, "phase": "train", "completed": 2, "total": 2}
+        self.ended[job["job_id"]] = {"event": "done", **job, **step}
+        return Answer(lines=[started, trained, self.ended[job["job_id"]]])
 
     def _info(self, model: str) -> dict[str, Any]:
         project, name = model.split("/")

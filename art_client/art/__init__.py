@@ -19,6 +19,7 @@ from art.distillation import distill
 from art.errors import ArtConnectionError, ArtError, ArtJobError, ArtStatusError
 from art.evaluation import Estimate, Evaluation, evaluate
 from art.gather import gather_trajectories, gather_trajectory_groups
+from art.job import Job
 from art.model import Model, TrainableModel
 from art.retrying import retry
 from art.scopes import no_capture
@@ -48,6 +49,7 @@ __all__ = [
     "Estimate",
     "Evaluation",
     "History",
+    "Job",
     "LoRAConfig",
     "LocalBackend",
     "Messages",

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import uuid
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -20,8 +21,9 @@ from tqdm.auto import tqdm
 from art import annexes, tracing
 from art.annexes import extended
 from art.bodies import build_log_request, build_train_request
-from art.connection import REQUEST_TIMEOUT_SECONDS, Connection
+from art.connection import ACCEPTED, ENDED, REQUEST_TIMEOUT_SECONDS, Connection, JobRequest
 from art.errors import ArtError, ArtJobError, ArtStatusError
+from art.job import Job
 from art.model import Model, TrainableModel, clean_key
 from art.notices import Notices, interrupted, show_event
 from art.reporting import OnStep, Reporting
@@ -85,8 +87,8 @@ class Backend:
         self._models: list[Model] = []
         self._steps: dict[str, int] = {}
         """The newest known step of each trainable model, by its inference name."""
-        self._accepted: dict[str, int] = {}
-        """The step that an accepted job will make, by its model's inference name."""
+        self._accepted: set[tuple[str, str]] = set()
+        """Jobs that have not ended as far as this program knows: the model's inference name, and the job's id."""
         self._notices = Notices()
         self._reporting = Reporting(trackers, on_step, self._log_dir)
 
@@ -109,8 +111,13 @@ class Backend:
 
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is asyncio.CancelledError and self._steps:  # as with Ctrl-C
-            interrupted(self._place, self._steps, self._accepted)
+            interrupted(self._place, self._steps, self._coming_steps())
         await self.close()
+
+    def _coming_steps(self) -> dict[str, int]:
+        """The last step that accepted jobs will make, by its model's inference name."""
+        jobs = Counter(name for name, _ in self._accepted)
+        return {name: self._steps.get(name, 0) + number for name, number in jobs.items()}
 
     @property
     def _place(self) -> str:
@@ -161,52 +168,71 @@ class Backend:
     ) -> TrainResult:
         """Trains one step; see `TrainableModel.train`."""
         groups, config = group_list(groups, "train"), config or TrainConfig()
-        with tracing.training(self._model_inference_name(model)) as link:
+        call = _TrainCall(self, model)
+        # disable=None: shown on a terminal. A notebook's stderr is none.
+        is_shown = verbose or hasattr(builtins, "__IPYTHON__")
+        with (
+            tracing.training(call.name) as link,
+            tqdm(desc="train", disable=False if is_shown else None) as bar,
+        ):
+
+            def take(event: JobEvent) -> None:
+                call.take(event)
+                show_event(bar, event)
+
             build = functools.partial(build_train_request, groups, config, expected_step)
             key = idempotency_key or link or uuid.uuid4().hex
-            result = await self._train(model, build, key, verbose)
+            result = call.result(await self._request_job(model, build, key, take))
         await self._reporting.trained(_names(model), groups, result)
         return result
 
-    async def _train(self, model: TrainableModel, build: Callable[..., bytes], key: str, verbose: bool) -> TrainResult:
-        """Trains what `build` makes a body of, given the ids of the choices that the body contains whole."""
-        report = JobReport()
-        name = self._model_inference_name(model)
+    async def submit(
+        self,
+        model: TrainableModel,
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        *,
+        idempotency_key: str | None = None,
+        expected_step: int | None = None,
+    ) -> Job:
+        """Requests the training of one step; see `TrainableModel.submit`."""
+        groups, config = group_list(groups, "submit"), config or TrainConfig()
+        call = _TrainCall(self, model)
+        with tracing.training(call.name) as link:
+            build = functools.partial(build_train_request, groups, config, expected_step)
+            key = idempotency_key or link or uuid.uuid4().hex
+            accepted = await self._request_job(model, build, key, call.take, ACCEPTED)
 
-        def take(event: JobEvent) -> None:
-            nonlocal report
-            report = event.report or report
-            if event.event == "accepted":
-                self._accepted[name] = self._steps.get(name, 0) + 1
-            elif event.event in ("done", "error"):
-                self._accepted.pop(name, None)
-            show_event(bar, event)
+        async def follow() -> TrainResult:
+            result = call.result(await self._connection.follow_job(accepted.job_id, call.take))
+            await self._reporting.trained(_names(model), groups, result)
+            return result
 
-        # disable=None: shown on a terminal. A notebook's stderr is none.
-        is_shown = verbose or hasattr(builtins, "__IPYTHON__")
-        with tqdm(desc="train", disable=False if is_shown else None) as bar:
-            path, headers = f"{_model_path(model)}/train", {IDEMPOTENCY_HEADER: key}
-            whole: set[str] = set()
-            while True:
-                body = await asyncio.to_thread(build, whole=whole)
-                try:
-                    event = await self._connection.follow_job(path, body, headers, take)
-                    break
-                except ArtStatusError as error:
-                    missing = set(error.ids) - whole
-                    if error.code != "records_missing" or not missing:
-                        raise
-                    logger.info("train: %d choices are sent with their tokens", len(missing))
-                    headers.setdefault(DIGEST_HEADER, hashlib.sha256(body).hexdigest())
-                    whole |= missing
-        if event.event == "error":
-            raise _to_job_error(event)
-        if event.step is None:
-            raise ArtError(f"art-server ended job {event.job_id} without reporting its step")
-        self._notices.job(report)
-        self._steps[name] = event.step
-        logger.info("%s trained to step %d", model.get_inference_name(), event.step)
-        return TrainResult(event.step, event.metrics, report)
+        return Job(accepted.job_id, follow)
+
+    async def _request_job(
+        self,
+        model: TrainableModel,
+        build: Callable[..., bytes],
+        key: str,
+        take: Callable[[JobEvent], None],
+        until: Container[str] = ENDED,
+    ) -> JobEvent:
+        """The first of the `until` events of the job that trains what `build` makes a body of, given the ids of the choices
+        that the body contains whole."""
+        path, headers = f"{_model_path(model)}/train", {IDEMPOTENCY_HEADER: key}
+        whole: set[str] = set()
+        while True:
+            body = await asyncio.to_thread(build, whole=whole)
+            try:
+                return await self._connection.follow_job(JobRequest(path, body, headers), take, until)
+            except ArtStatusError as error:
+                missing = set(error.ids) - whole
+                if error.code != "records_missing" or not missing:
+                    raise
+                logger.info("train: %d choices are sent with their tokens", len(missing))
+                headers.setdefault(DIGEST_HEADER, hashlib.sha256(body).hexdigest())
+                whole |= missing
 
     def _model_inference_name(self, model: Model, step: int | None = None) -> str:
         name = f"{model.project}/{model._storage_name}"
@@ -313,6 +339,37 @@ class Backend:
 
     def _check_server(self) -> None:
         """Called while the server does not answer. Subclasses raise ArtError if waiting is useless."""
+
+
+class _TrainCall:
+    """What is known of the job of one train call, from its events."""
+
+    def __init__(self, backend: Backend, model: TrainableModel) -> None:
+        self.name = backend._model_inference_name(model)
+        self._backend = backend
+        self._report = JobReport()
+
+    def take(self, event: JobEvent) -> None:
+        self._report = event.report or self._report
+        if event.event == "accepted":
+            self._backend._accepted.add((self.name, event.job_id))
+        elif event.event in ENDED:
+            self._backend._accepted.discard((self.name, event.job_id))
+
+    def result(self, last: JobEvent) -> TrainResult:
+        """What the job's last event says.
+
+        Raises:
+            ArtJobError: the job failed.
+        """
+        if last.event == "error":
+            raise _to_job_error(last)
+        if last.step is None:
+            raise ArtError(f"art-server ended job {last.job_id} without reporting its step")
+        self._backend._notices.job(self._report)
+        self._backend._steps[self.name] = last.step
+        logger.info("%s trained to step %d", self.name, last.step)
+        return TrainResult(last.step, last.metrics, self._report)
 
 
 def _fill_in_from_environment(base_url: str | None, api_key: str | None) -> tuple[str, str | None]:

@@ -6,8 +6,9 @@ This module knows nothing about models and trajectories. All errors are from `ar
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Container
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import httpx
 from pydantic import ValidationError
@@ -30,6 +31,20 @@ EVENTS_TIMEOUT_SECONDS = 60
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 15.0
 """Between two attempts to reach a server that does not answer. The wait doubles after each attempt."""
+
+ENDED = ("done", "error")
+"""The events with which a job ends."""
+ACCEPTED = ("accepted", *ENDED)
+"""The first event after the server has the job. A job of an earlier request may have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A request for a job. `headers` contain the idempotency key, so that a repeated request gets the same job."""
+
+    path: str
+    body: bytes
+    headers: dict[str, str]
 
 
 class Connection:
@@ -81,26 +96,25 @@ class Connection:
 
     async def follow_job(
         self,
-        path: str,
-        body: bytes,
-        headers: dict[str, str],
+        source: JobRequest | str,
         on_event: Callable[[JobEvent], None],
+        until: Container[str] = ENDED,
     ) -> JobEvent:
-        """The last event of the job that `body` requests, `done` or `error`. `on_event` receives every event. `headers`
-        contain the idempotency key.
+        """The first of the `until` events of the job that a request makes, or of the job with this id. `on_event` receives
+        every event up to it.
 
         If the connection is lost before the server has accepted the job, the request is repeated under the same key, so
         it gets the same job. After that, only the job's event stream is resumed.
         """
-        job_id: str | None = None
+        job_id = source if isinstance(source, str) else None
         number: int | None = None
         started = time.monotonic()
         outage = _Outage(self.base_url, self._reconnect_seconds, self._check_server)
         while True:
             try:
-                if job_id is None:
-                    sent = {**headers, "content-type": NDJSON}
-                    request = self._send("POST", path, body, sent, ACCEPT_TIMEOUT_SECONDS)
+                if job_id is None and isinstance(source, JobRequest):
+                    sent = {**source.headers, "content-type": NDJSON}
+                    request = self._send("POST", source.path, source.body, sent, ACCEPT_TIMEOUT_SECONDS)
                 else:
                     after = "" if number is None else f"?after={number}"
                     events = f"/api/jobs/{job_id}/events{after}"
@@ -118,7 +132,7 @@ class Connection:
                         if event.waits_for is not None:
                             self.waiting.report(f"job {event.job_id[:8]}", started, event.waits_for)
                         on_event(event)
-                        if event.event in ("done", "error"):
+                        if event.event in until:
                             return event
                 raise _LostConnectionError(f"art-server at {self.base_url} ended the event stream before the job ended")
             except ArtError as error:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 from art import sft
 from art.annexes import extended
 from art.errors import ArtStatusError
+from art.job import Job
 from art.loops import running_loop
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup
@@ -319,6 +320,38 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             groups,
             config or TrainConfig(),
             verbose=verbose,
+            idempotency_key=idempotency_key,
+            expected_step=expected_step,
+        )
+
+    async def submit(
+        self,
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        *,
+        idempotency_key: str | None = None,
+        expected_step: int | None = None,
+    ) -> Job:
+        """Requests the training of one step, and returns the job when the server has it on disk. It then ends without this
+        program as well.
+
+            job = await model.submit(groups)
+            later = await sample_more(model)
+            result = await job
+
+        The arguments are those of `train`, and so is the result. A program that repeats the call with the same groups and
+        `idempotency_key` gets the same job, also after it has ended. Several jobs of one model run one after the other, in
+        the order in which they were accepted; the second is refused if it has an `expected_step`.
+
+        Raises:
+            ValueError: the groups cannot be trained on.
+            ArtStatusError: the server refuses the request.
+            ArtConnectionError: no server answers in time.
+        """
+        return await self.backend().submit(
+            self,
+            groups,
+            config or TrainConfig(),
             idempotency_key=idempotency_key,
             expected_step=expected_step,
         )

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from art.job import Job
 from art.trajectories import Trajectory, TrajectoryGroup
 from art.types import TrainResult
 from art_protocol.wire import (
@@ -34,6 +35,16 @@ class ServerBackend(Protocol):
         idempotency_key: str | None = None,
         expected_step: int | None = None,
     ) -> TrainResult: ...
+
+    async def submit(
+        self,
+        model: Any,
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        *,
+        idempotency_key: str | None = None,
+        expected_step: int | None = None,
+    ) -> Job: ...
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str: ...
 

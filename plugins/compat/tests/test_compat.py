@@ -201,8 +201,10 @@ async def test_trainer_args_are_defaults_of_train_calls(
     server.on("POST", "/api/models/demo/agent/train", answer(lines=[done]))
     model._internal_config = CONFIG
     await model.train(groups, art.TrainConfig(learning_rate=1e-4))
-    (sent,) = [request.json() for request in server.sent("POST", "/api/models/demo/agent/train")]
-    assert (sent["config"]["learning_rate"], sent["config"]["max_grad_norm"]) == (1e-4, 0.25)
+    await model.submit(groups, art.TrainConfig(learning_rate=1e-4))
+    for request in server.sent("POST", "/api/models/demo/agent/train"):
+        sent = request.json()["config"]
+        assert (sent["learning_rate"], sent["max_grad_norm"]) == (1e-4, 0.25)
 
 
 def test_an_option_that_sets_several_fields_replaces_none_that_a_call_sets() -> None:

@@ -75,13 +75,13 @@ async def test_the_step_of_an_accepted_job_is_known(
     server.on("GET", "/api/jobs/j/events", Answer(lines=[waiting], hang_up=True))
     training = asyncio.create_task(model.train(groups))
     await is_accepted.wait()
-    while not backend._accepted:  # noqa: ASYNC110
+    while not backend._coming_steps():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    assert backend._accepted == {"demo/agent": 4}
+    assert backend._coming_steps() == {"demo/agent": 4}
     training.cancel()
     with pytest.raises(asyncio.CancelledError):
         await training
     done = {"event": "done", "job_id": "j", "step": 4}
     server.on("POST", TRAIN, Answer(lines=[accepted, done]))
     await model.train(groups)
-    assert backend._accepted == {}
+    assert backend._coming_steps() == {}

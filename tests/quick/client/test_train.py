@@ -304,3 +304,47 @@ async def test_bar_is_shown_where_asked_for(server, answer, model, groups, capsy
     assert capsys.readouterr().err == ""
     await model.train(groups, verbose=True)
     assert "train (train):  50%" in capsys.readouterr().err
+
+
+async def test_submit_returns_when_the_job_is_accepted_and_the_job_gives_the_result(server, answer, model, groups):
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED, WAITING], hang_up=True))
+    job = await model.submit(groups, art.TrainConfig(learning_rate=1e-5), idempotency_key="mine", expected_step=3)
+    assert job.job_id == "j1"
+    assert model.backend()._coming_steps() == {"demo/agent": 4}
+    (request,) = server.sent("POST", TRAIN)
+    assert (request.headers["idempotency-key"], request.json()["expected_step"]) == ("mine", 3)
+    assert request.json()["config"]["learning_rate"] == 1e-5
+    server.on("GET", EVENTS, answer(lines=[ACCEPTED, PROGRESS, DONE]))
+    first, second = await asyncio.gather(asyncio.ensure_future(job), asyncio.ensure_future(job))
+    assert first is second is await job
+    assert (first.step, first.metrics, first.report.turns) == (4, {"loss/policy": 0.5}, {"ids": 2})
+    assert len(server.sent("GET", EVENTS)) == 1, "it is followed once"
+    assert model.backend()._coming_steps() == {}
+
+
+async def test_a_submitted_job_that_fails_is_an_error_where_it_is_awaited(server, answer, model, groups):
+    server.on("POST", TRAIN, answer(lines=[ACCEPTED], hang_up=True))
+    failed = {"event": "error", "job_id": "j1", "error": {"message": "out of memory", "code": "oom"}}
+    server.on("GET", EVENTS, answer(lines=[failed]))
+    job = await model.submit(groups)
+    for _ in range(2):
+        with refused(art.ArtJobError, "oom"):
+            await job
+
+
+async def test_submit_sends_missing_records_whole_and_survives_a_restart(server, answer, model):
+    error = {"message": "gone", "code": "records_missing", "ids": ["c-0"]}
+    attempts = [answer(409, {"error": error}), answer(hang_up=True), answer(lines=[ACCEPTED], hang_up=True)]
+    server.on("POST", TRAIN, lambda _: attempts.pop(0))
+    job = await model.submit(of_choices(sampled(0)))
+    assert len(set(keys(server))) == 1 and len(keys(server)) == 3
+    events = [answer(503, b"not yet"), answer(lines=[DONE])]
+    server.on("GET", EVENTS, lambda _: events.pop(0))
+    assert (await job).step == 4
+
+
+async def test_a_refused_submit_is_raised_at_once(server, answer, model, groups):
+    error = {"message": "the model has a job", "code": "step_moved"}
+    server.on("POST", TRAIN, answer(409, {"error": error}))
+    with refused(art.ArtStatusError, "step_moved"):
+        await model.submit(groups, expected_step=1)

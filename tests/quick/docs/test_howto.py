@@ -201,7 +201,7 @@ async def test_failures_of_rollouts_tools_and_trainings_are_survived(
     assert (await names["limited"](model, "four")).reward == 1.0
     fake.job_error = {"message": "the trainer died", "retryable": True}
     await run(page, 4, names)
-    assert "True job j failed: the trainer died" in capsys.readouterr().out
+    assert "True job j0 failed: the trainer died" in capsys.readouterr().out
     fake.job_error = {"message": "the loss is not finite"}
     with pytest.raises(art.ArtJobError):
         await run(page, 4, names)

@@ -23,6 +23,7 @@ from pydantic import (
 from art.compat import internal_config, offline_log
 from art.compat.internal_config import CLIENT_CONFIG_IGNORED
 from art.compat.third_party_backend import ThirdPartyBackend, train_there
+from art.job import Job
 from art.metrics import SUMMED, MetricsBuilder
 from art.protocols import ServerBackend
 from art.trajectories import Trajectory, TrajectoryGroup, group_list
@@ -187,6 +188,19 @@ class ArtTrainableModel(ArtModel, TrainableModel):
             expected_step=expected_step,
             **unknown,
         )
+
+    async def submit(
+        self,
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        *,
+        idempotency_key: str | None = None,
+        expected_step: int | None = None,
+    ) -> Job:
+        if isinstance(self._links.backend, ThirdPartyBackend):
+            raise ValueError("submit needs an art-server: register the model with art.Backend")
+        config = internal_config.with_defaults(config or TrainConfig(), internal_config.read(self._internal_config))
+        return await super().submit(groups, config, idempotency_key=idempotency_key, expected_step=expected_step)
 
     async def train_sft(
         self,
