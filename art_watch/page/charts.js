@@ -196,9 +196,12 @@ export class Chart {
     return alone.length && !hasDots ? [...curves, dots] : curves;
   }
 
+  // Smoothed, because thousands of jagged areas cover each other.
   areas() {
+    const span = Number(this.board.route.settings.smooth ?? 0);
+    const heights = this.lines.map(({ y }) => (span ? smoothed(y, span) : y));
     return segments(this.lines).flatMap((rows, number) => this.lines.map((line, place) => ({
-      x: rows.map((row) => line.x[row]), y: rows.map((row) => line.y[row] ?? 0), mode: rows.length > 1 ? "lines" : "lines+markers",
+      x: rows.map((row) => line.x[row]), y: rows.map((row) => heights[place][row] ?? 0), mode: rows.length > 1 ? "lines" : "lines+markers",
       stackgroup: `rows ${number}`, marker: { size: 4 }, line: { color: colour(`--line-${place % NUM_COLOURS}`), width: 0.5 },
     })));
   }
