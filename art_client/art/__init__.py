@@ -38,6 +38,7 @@ from art.types import (
 if TYPE_CHECKING:
     from art.backend import Backend
     from art.local import LocalBackend
+    from art.pipeline import PipelineTrainer
 
 __all__ = [
     "ArtConnectionError",
@@ -55,6 +56,7 @@ __all__ = [
     "Messages",
     "MessagesAndChoices",
     "Model",
+    "PipelineTrainer",
     "Rollout",
     "Tools",
     "TrainConfig",
@@ -74,8 +76,8 @@ __all__ = [
     "types",
 ]
 
-_MODULE_BY_LAZY_NAME = {"Backend": "art.backend", "LocalBackend": "art.local"}
-"""Imported on first access: their import of httpx takes as long as all other imports together."""
+_MODULE_BY_LAZY_NAME = {"Backend": "art.backend", "LocalBackend": "art.local", "PipelineTrainer": "art.pipeline"}
+"""Imported on first access: the import of httpx takes as long as all other imports together, and sqlite3 some milliseconds."""
 
 
 def __getattr__(name: str) -> Any:

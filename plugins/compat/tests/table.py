@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import art
+from art.pipeline import REFUSED_ARGUMENTS
 
 
 def _call(path: str) -> Any:
@@ -29,8 +30,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
         "art.get_megatron_runtime_config",
         "art.init_megatron_runtime_config",
         "art.megatron.MegatronBackend",
-        "art.pipeline_trainer.PipelineTrainer",
-        "art.pipeline_trainer.make_group_rollout_fn",
         "art.tinker.TinkerBackend",
         "art.tinker_native.TinkerNativeBackend",
         "art.utils.deployment.TogetherDeploymentConfig",
@@ -44,6 +43,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "art.local.LocalBackend._experimental_deploy": lambda: art.Backend()._experimental_deploy(),
 }
 """A call of each name that refuses. The page has the sentence that it raises."""
+REFUSED |= {
+    f"art.pipeline_trainer.PipelineTrainer({name})": functools.partial(art.PipelineTrainer, *[None] * 5, **{name: 1})
+    for name in REFUSED_ARGUMENTS
+}
 
 _SILENT = "no effect"
 _WARNED = "no effect, with a warning"
@@ -103,7 +106,8 @@ INSTEAD: dict[str, str] = {
     "art.langgraph": "any chat model of `init_chat_model`",
     "art.local.LocalBackend.": "`PROJECT/NAME@step` names a step for inference; `model.delete_checkpoints`",
     "art.openai": "the openai client's streams",
-    "art.pipeline_trainer": "`art.trajectory_group_batches`",
+    "art.pipeline_trainer": "`art.PipelineTrainer`",
+    "art.pipeline_trainer.PipelineTrainer.": "Ctrl-C: what has finished is kept for the next start",
     "art.tensorize": "the server keeps the exact tokens",
     "art.tokenize": "the server keeps the exact tokens",
     "art.trajectories.": "`messages_and_choices`; the server keeps the exact tokens",
@@ -353,6 +357,10 @@ COVERED: dict[str, str] = {
         (step) art.local.LocalBackend._experimental_pull_model_checkpoint: (model) (step) (local_path) (s3_bucket) (prefix)
         (verbose) art.ServerlessBackend: ._experimental_pull_model_checkpoint
         art.ServerlessBackend._experimental_pull_model_checkpoint: (model) (step) (local_path) (verbose)
+    """,
+    "plugins/compat/tests/test_pipeline.py::test_a_pipeline_of_single_rollouts": """
+        art.pipeline_trainer.PipelineTrainer (model) (backend) (rollout_fn) (scenarios) (config) (eval_fn) (max_steps_off_policy)
+        (eval_every_n_steps) (max_steps) .train art.pipeline_trainer.make_group_rollout_fn (single_rollout_fn) (n)
     """,
     "plugins/compat/tests/test_paths.py::test_names_of_arts_modules_are_there": """
         art.backend.AnyModel art.backend.AnyTrainableModel

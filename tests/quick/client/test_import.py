@@ -15,7 +15,7 @@ def test_exported_names_are_those_of_all():
     # What an annex gives is there once it was used, by another test of this process.
     modules |= set(annexes.names())
     public = {name for name in vars(art) if not name.startswith("_")} - private - modules
-    assert public | {"Backend", "LocalBackend"} == set(art.__all__)
+    assert public | {"Backend", "LocalBackend", "PipelineTrainer"} == set(art.__all__)
     assert sorted(art.__all__) == sorted(set(art.__all__))
     assert all(getattr(art, name) is not None for name in art.__all__)
 

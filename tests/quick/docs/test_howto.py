@@ -24,6 +24,7 @@ pytestmark = pytest.mark.anyio
 
 HERE = {
     "gap.md",
+    "pipeline.md",
     "platforms.md",
     "rate-limits-and-failures.md",
     "resume.md",
@@ -56,11 +57,12 @@ def test_every_page_with_python_has_a_test() -> None:
 # --- resume.md --------------------------------------------------------------------------------------------------------
 
 
-async def start_program(file: Path, url: str) -> asyncio.subprocess.Process:
+async def start_program(file: Path, url: str, folder: Path | None = None) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         file,
         env=os.environ | {"ART_SERVER_URL": url},
+        cwd=folder,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -255,3 +257,30 @@ async def test_a_client_connects_through_a_tunnel(fake: FakeArt) -> None:
     model = art.TrainableModel(name="remote", project="demo", base_model="art/tiny")
     await run("platforms.md", 0, {"art": art, "model": model}, fake.url)
     assert json.loads(fake.sent("POST", "/api/models")[0].body)["name"] == "remote"
+
+
+# --- pipeline.md ------------------------------------------------------------------------------------------------------
+
+
+async def test_the_pipeline_makes_its_steps_once(fake: FakeArt, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(blocks("pipeline.md", "python")[0])
+    for _ in range(2):
+        process = await start_program(program, fake.url, tmp_path)
+        output, errors = await process.communicate()
+        assert output.decode() == "pipeline is at step 4\n", errors
+    sent = [each.json() for each in fake.sent("POST", TRAIN.format("howto/pipeline"))]
+    assert [each["expected_step"] for each in sent] == [0, 1, 2, 3]
+    assert [len(each["groups"]) for each in sent] == [4] * 4
+    assert all(len(group["trajectories"]) == 8 for each in sent for group in each["groups"])
+
+
+async def test_a_submitted_job_is_awaited_after_sampling(
+    fake: FakeArt, model: art.TrainableModel, groups: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def sample(model: art.TrainableModel) -> list[art.TrajectoryGroup]:
+        assert fake.sent("POST", TRAIN.format("demo/agent"))
+        return groups
+
+    await run("pipeline.md", 1, {"model": model, "groups": groups, "sample": sample})
+    assert capsys.readouterr().out == "1 {}\n"

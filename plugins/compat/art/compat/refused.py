@@ -8,9 +8,6 @@ _MEGATRON = (
     "configures ART's own trainer: start art-server with --serve-devices and --train-devices, and use "
     "art.Backend(url) (docs/gpu.md)"
 )
-_PIPELINE = (
-    "is ART's loop of sampling and training: use art.trajectory_group_batches with TrainConfig(max_staleness=...)"
-)
 DEPLOY = (
     "uploads to vendors' services; here `art export MODEL DIR` writes an adapter, with --merge a whole "
     "model, that any host of PEFT or safetensors takes (docs/howto/serve-elsewhere.md)"
@@ -35,5 +32,3 @@ PipelineAutotuneConfig = refused("PipelineAutotuneConfig", _MEGATRON)
 PipelineRuntimeConfig = refused("PipelineRuntimeConfig", _MEGATRON)
 get_megatron_runtime_config = refused("get_megatron_runtime_config", _MEGATRON)
 init_megatron_runtime_config = refused("init_megatron_runtime_config", _MEGATRON)
-PipelineTrainer = refused("PipelineTrainer", _PIPELINE)
-make_group_rollout_fn = refused("make_group_rollout_fn", _PIPELINE)

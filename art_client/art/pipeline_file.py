@@ -1,0 +1,158 @@
+"""What a pipeline has done, in a SQLite file of its program: the finished groups until they are trained, then their numbers.
+
+A group is in the file before it counts as finished, and a job's groups before the server is asked. A program that was killed
+at any line goes on from its file: finished groups are trained, running ones are sampled again, none is trained twice.
+"""
+
+import contextlib
+import sqlite3
+import threading
+import uuid
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+from art.errors import ArtError
+from art.pacing import Open
+
+FORMAT = 1
+SCHEMA = f"""
+CREATE TABLE pipeline (id TEXT NOT NULL, first_step INTEGER NOT NULL, evaluated INTEGER, job INTEGER, job_config TEXT);
+CREATE TABLE groups (number INTEGER PRIMARY KEY, began INTEGER NOT NULL, job INTEGER, body TEXT);
+PRAGMA user_version = {FORMAT};
+"""
+"""`job` is the step at which a job starts, of a group its own; `pipeline.job` is the one that may not have ended. `body` is a
+group's JSON, and NULL when it is trained. `evaluated` is the newest evaluated step."""
+
+
+class PipelineFile:
+    """The file. No other program can open it meanwhile. Calls block for milliseconds; use `asyncio.to_thread`.
+
+    Raises:
+        ArtError: another program has it open, or it cannot be read.
+    """
+
+    def __init__(self, file: Path, step: int) -> None:
+        """Opens the file, or makes it for a pipeline that begins at a step."""
+        self.path = file
+        self._lock = threading.Lock()
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
+        self._db = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
+        try:
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            with self._transaction() as db:
+                ((version,),) = db.execute("PRAGMA user_version").fetchall()
+                if version == 0:
+                    for statement in SCHEMA.split(";"):
+                        db.execute(statement)
+                    db.execute("INSERT INTO pipeline (id, first_step) VALUES (?, ?)", (uuid.uuid4().hex, step))
+            if version not in (0, FORMAT):
+                raise ArtError(f"{file} was written by another version of art: use that version, or delete the file")
+        except BaseException:
+            self._db.close()
+            raise
+        self.id = str(self._value("id"))
+        """The beginning of the idempotency keys of its jobs."""
+
+    def close(self) -> None:
+        """Lets other programs open the file."""
+        with self._lock:
+            self._db.close()
+
+    def first_step(self) -> int:
+        """The model's step when the pipeline began."""
+        return int(self._value("first_step"))
+
+    def evaluated(self) -> int | None:
+        """The newest evaluated step."""
+        return self._value("evaluated")
+
+    def job(self) -> int | None:
+        """The step at which a job starts that may not have ended."""
+        return self._value("job")
+
+    def numbers(self) -> set[int]:
+        """The numbers of all groups that have finished."""
+        return {number for (number,) in self._rows("SELECT number FROM groups")}
+
+    def waiting(self) -> list[Open]:
+        """The finished groups that are in no job."""
+        return [Open(*row) for row in self._rows("SELECT began, number FROM groups WHERE job IS NULL")]
+
+    def read_job(self) -> tuple[str, list[str]]:
+        """The JSON of the configuration and of the groups, oldest first, of the job that may not have ended."""
+        of_job = "SELECT body FROM groups WHERE job = (SELECT job FROM pipeline) ORDER BY began, number"
+        return self._value("job_config"), [body for (body,) in self._rows(of_job)]
+
+    def add(self, group: Open, body: str) -> None:
+        """Adds a finished group."""
+        self._rows("INSERT INTO groups (number, began, body) VALUES (?, ?, ?)", group.number, group.began, body)
+
+    def begin_job(self, step: int, groups: Iterable[Open], config: str) -> None:
+        """Puts finished groups into the job that starts at a step, before it is requested."""
+        with self._transaction() as db:
+            db.executemany("UPDATE groups SET job = ? WHERE number = ?", [(step, each.number) for each in groups])
+            db.execute("UPDATE pipeline SET job = ?, job_config = ?", (step, config))
+
+    def end_job(self) -> None:
+        """Marks the groups of the job as trained."""
+        self._settle("UPDATE groups SET body = NULL WHERE job = (SELECT job FROM pipeline)")
+
+    def return_job(self) -> None:
+        """Takes the groups of a job out of it again: the server does not have it."""
+        self._settle("UPDATE groups SET job = NULL WHERE job = (SELECT job FROM pipeline)")
+
+    def forget_job(self) -> None:
+        """Deletes the groups of a job that failed for good, so that their scenarios are sampled again."""
+        self._settle("DELETE FROM groups WHERE job = (SELECT job FROM pipeline)")
+
+    def forget(self, groups: Iterable[Open]) -> None:
+        """Deletes finished groups, so that their scenarios are sampled again."""
+        with self._transaction() as db:
+            db.executemany("DELETE FROM groups WHERE number = ?", [(each.number,) for each in groups])
+
+    def undo_after(self, step: int) -> int:
+        """Deletes what later steps have trained or sampled: the model was rolled back to this step, or made anew. Returns
+        the number of groups."""
+        with self._transaction() as db:
+            deleted = db.execute("DELETE FROM groups WHERE job >= ? OR began > ?", (step, step)).rowcount
+            db.execute("UPDATE pipeline SET first_step = MIN(first_step, ?)", (step,))
+            db.execute("UPDATE pipeline SET evaluated = NULL WHERE evaluated > ?", (step,))
+        return deleted
+
+    def set_evaluated(self, step: int) -> None:
+        self._rows("UPDATE pipeline SET evaluated = ?", step)
+
+    def _settle(self, statement: str) -> None:
+        with self._transaction() as db:
+            db.execute(statement)
+            db.execute("UPDATE pipeline SET job = NULL, job_config = NULL")
+
+    def _value(self, column: str) -> Any:  # Any: a column's value
+        ((value,),) = self._rows(f"SELECT {column} FROM pipeline")
+        return value
+
+    def _rows(self, statement: str, *values: object) -> list[Any]:
+        with self._transaction() as db:
+            return db.execute(statement, values).fetchall()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Generator[sqlite3.Connection]:
+        try:
+            with self._lock:
+                self._db.execute("BEGIN EXCLUSIVE")
+                try:
+                    yield self._db
+                    self._db.execute("COMMIT")
+                finally:
+                    if self._db.in_transaction:
+                        self._db.execute("ROLLBACK")
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error):
+                raise ArtError(
+                    f"another program runs this pipeline: it has {self.path} open. Stop it, or wait until it ends"
+                ) from error
+            raise ArtError(f"{self.path} cannot be used: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise ArtError(f"{self.path} is damaged ({error}): delete it; its pipeline then begins anew") from error
